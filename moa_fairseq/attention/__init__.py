@@ -1,0 +1,1 @@
+"""The science: routers, losses, one module per paper, one shared attention core."""

@@ -1,0 +1,55 @@
+"""What is known beside a forward pass: which decisions were made, which queries are padding.
+
+fairseq's attention returns two results and takes no query padding; rather than widen that interface
+and copy every layer above it, decisions travel beside the pass. Nothing stays on a module.
+"""
+
+import contextlib
+from contextvars import ContextVar
+from typing import Iterator, List, Optional, Tuple
+
+from torch import Tensor
+
+from moa_fairseq.attention.routing import RoutingDecision
+
+NamedDecisions = List[Tuple[str, RoutingDecision]]
+
+_decisions: ContextVar[Optional[NamedDecisions]] = ContextVar("decisions", default=None)
+_query_padding: ContextVar[Optional[Tensor]] = ContextVar("query_padding", default=None)
+
+
+@contextlib.contextmanager
+def collect_decisions() -> Iterator[NamedDecisions]:
+    """Collect (module name, RoutingDecision) of every router that runs inside the block, in order.
+
+    Activation checkpointing runs a layer again during the backward pass, outside the block: a layer
+    is counted once.
+    """
+    decisions: NamedDecisions = []
+    token = _decisions.set(decisions)
+    try:
+        yield decisions
+    finally:
+        _decisions.reset(token)
+
+
+def record(name: str, decision: RoutingDecision) -> None:
+    """Hand a decision to the innermost collector, if there is one."""
+    decisions = _decisions.get()
+    if decisions is not None:
+        decisions.append((name, decision))
+
+
+@contextlib.contextmanager
+def query_padding(mask: Optional[Tensor]) -> Iterator[None]:
+    """Declare mask [B, T] (True = padding) for the queries of every attention inside the block."""
+    token = _query_padding.set(mask)
+    try:
+        yield
+    finally:
+        _query_padding.reset(token)
+
+
+def current_query_padding() -> Optional[Tensor]:
+    """The mask [B, T] of the innermost `query_padding` block, or None."""
+    return _query_padding.get()

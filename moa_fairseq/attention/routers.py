@@ -1,0 +1,89 @@
+"""Routers: modules that turn token vectors into a RoutingDecision."""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
+
+RENORMALIZATIONS = ("detached", "full", "none")
+_INIT_STD = 0.02
+
+
+class TopKRouter(nn.Module):
+    """MoA's router: softmax over E logits, the K largest, renormalised (MoA Eq. 7-9).
+
+    renormalize: "detached" divides by the sum of the chosen probabilities without a gradient through
+    it (Eq. 9, the paper); "full" divides with the gradient; "none" leaves the probabilities (the
+    authors' released code). noise: adds ε·softplus(x·W_noise), ε ~ N(0, 1), to the logits in
+    training (Eq. 3). All of it runs in float32, whatever the model's dtype or autocast.
+    Raises UserError unless 1 ≤ K ≤ E and renormalize is known.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        experts_per_token: int,
+        renormalize: str = "detached",
+        noise: bool = False,
+        bias: bool = False,
+    ):
+        super().__init__()
+        if not 1 <= experts_per_token <= num_experts:
+            raise UserError(
+                f"--experts-per-token {experts_per_token} must lie between 1 and "
+                f"--num-experts {num_experts}: a token cannot choose more experts than there are."
+            )
+        if renormalize not in RENORMALIZATIONS:
+            raise UserError(
+                f"--router-renormalize {renormalize} is unknown: choose one of {', '.join(RENORMALIZATIONS)}."
+            )
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.renormalize = renormalize
+        self.projection = nn.Linear(model_dim, num_experts, bias=bias)
+        self.noise_projection = nn.Linear(model_dim, num_experts, bias=False) if noise else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small random logits: with all-zero ones every token would tie, and choose the same K experts."""
+        nn.init.normal_(self.projection.weight, std=_INIT_STD)
+        if self.projection.bias is not None:
+            nn.init.zeros_(self.projection.bias)
+        if self.noise_projection is not None:
+            nn.init.zeros_(self.noise_projection.weight)
+
+    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
+        """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = self._logits(x)
+            probs = torch.softmax(logits, dim=-1)
+            gate, expert_index = self._choose(probs)
+            if padding_mask is not None:
+                gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
+        return RoutingDecision(expert_index, gate, probs, logits, padding_mask)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x = x.to(dtype)
+        bias = self.projection.bias
+        logits = F.linear(x, self.projection.weight.to(dtype), None if bias is None else bias.to(dtype))
+        if self.noise_projection is not None and self.training:
+            spread = F.softplus(F.linear(x, self.noise_projection.weight.to(dtype)))
+            logits = logits + torch.randn_like(logits) * spread
+        return logits
+
+    def _choose(self, probs: Tensor):
+        if self.experts_per_token == self.num_experts:
+            every = torch.arange(self.num_experts, device=probs.device)
+            chosen, expert_index = probs, every.expand(probs.size(0), -1)
+        else:
+            chosen, expert_index = probs.topk(self.experts_per_token, dim=-1)
+        if self.renormalize == "none":
+            return chosen, expert_index
+        total = chosen.sum(-1, keepdim=True)
+        return chosen / (total.detach() if self.renormalize == "detached" else total), expert_index

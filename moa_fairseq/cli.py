@@ -1,0 +1,54 @@
+"""`moa-fairseq VERB`: finds the room that does the work, and prints errors meant for people."""
+
+import argparse
+import importlib
+import sys
+from typing import List, Optional
+
+from moa_fairseq.errors import UserError
+
+# verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
+VERBS = {
+    "recipe": ("moa_fairseq.recipes.command", "run one experiment of configs/ from data to score"),
+    "average": ("moa_fairseq.evaluation.average", "average checkpoints into one"),
+    "score": ("moa_fairseq.evaluation.score", "BLEU of a fairseq-generate log or of plain text files"),
+    "complexity": ("moa_fairseq.evaluation.complexity", "parameters and MACs of an architecture"),
+    "compare": ("moa_fairseq.evaluation.compare", "the papers' numbers beside the measured ones"),
+    "analyze": ("moa_fairseq.analysis.command", "expert load and learning curves of a trained model"),
+    "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
+}
+
+
+def build_parser(argv: List[str]) -> argparse.ArgumentParser:
+    """The parser of `moa-fairseq`; only the verb named in `argv` has its module imported."""
+    parser = argparse.ArgumentParser(prog="moa-fairseq", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, (module_name, summary) in VERBS.items():
+        subparser = verbs.add_parser(verb, help=summary)
+        if argv[:1] == [verb]:
+            module = importlib.import_module(module_name)
+            subparser.description = module.__doc__
+            subparser.formatter_class = argparse.RawDescriptionHelpFormatter
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run one verb. Returns its exit status: 0, 2 for a UserError, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser(argv).parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"moa-fairseq {args.verb}: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

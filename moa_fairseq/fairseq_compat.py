@@ -1,0 +1,165 @@
+"""The one place that knows fairseq and torch versions.
+
+`install()` runs when the plugin is imported. It changes three things in fairseq, each because today's
+stack breaks or endangers it:
+
+1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
+   torch ≥ 2.6 refuses the Namespace in fairseq's checkpoints by default, and fairseq's main branch
+   switches the check off; both end here in the same allow-list.
+2. `checkpoint_last.pt` and `checkpoint_best.pt` are replaced atomically: fairseq copies onto them in
+   place, and a full disk or a kill in that moment would leave half a checkpoint to resume from.
+3. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
+"""
+
+import argparse
+import os
+import pickle
+import re
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+
+from moa_fairseq.errors import UserError
+
+ALLOWED_TYPES = (argparse.Namespace,)
+_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
+
+
+def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
+    """Load a fairseq checkpoint; only tensors, plain containers and ALLOWED_TYPES may be in it.
+
+    Raises UserError if the file is missing or truncated, or if it holds anything else: the message
+    names the offending type, and nothing of it was run.
+    """
+    if not os.path.exists(path):
+        raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
+    with open(path, "rb") as stream:
+        return _safe_load(stream, str(path), map_location=map_location)
+
+
+def _safe_load(stream: Any, name: str, **options: Any) -> Any:
+    options.pop("weights_only", None)
+    try:
+        if hasattr(torch.serialization, "safe_globals"):
+            with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
+                return torch.load(stream, weights_only=True, **options)
+        return torch.load(stream, pickle_module=restricted_pickle(), **options)
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" in str(error) or "allowed" in str(error):
+            raise _refusal(name, error) from error
+        raise _damaged(name, error) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
+        raise _damaged(name, error) from error
+
+
+def _refusal(name: str, error: Exception) -> UserError:
+    found = _GLOBAL_PATTERN.search(str(error))
+    offender = found.group(1) if found else str(error).splitlines()[0]
+    return UserError(
+        f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs nothing but "
+        f"tensors, plain containers and argparse.Namespace. Loading it could run code of whoever wrote it; "
+        f"nothing was run. Use a checkpoint from a source that you trust and that was saved by fairseq."
+    )
+
+
+def _damaged(name: str, error: Exception) -> UserError:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return UserError(
+        f"Checkpoint {name} cannot be read ({first_line}): the file is truncated or is no checkpoint. Copy it "
+        f"again, or resume from an older one (for example with --restore-file checkpointN.pt)."
+    )
+
+
+def restricted_pickle() -> types.ModuleType:
+    """A pickle module that finds only what a checkpoint needs, for torch older than 2.4.
+
+    Those versions have no public allow-list for `weights_only=True`.
+    """
+    allowed = {(t.__module__, t.__qualname__): t for t in ALLOWED_TYPES}
+    tensor_parts = {
+        ("collections", "OrderedDict"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_parameter"),
+    }
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) in allowed:
+                return allowed[module, name]
+            is_storage = module == "torch" and (name.endswith("Storage") or name.endswith("Tensor"))
+            if (module, name) in tensor_parts or is_storage:
+                return super().find_class(module, name)
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
+
+    module = types.ModuleType("moa_fairseq_restricted_pickle")
+    module.Unpickler = Unpickler
+    module.load = lambda stream, **options: Unpickler(stream, **options).load()
+    module.__dict__.update({name: getattr(pickle, name) for name in ("UnpicklingError", "HIGHEST_PROTOCOL")})
+    return module
+
+
+class _SafeTorch(types.ModuleType):
+    """torch as fairseq's checkpoint code sees it: everything passes through but `load`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def load(source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
+        name = str(getattr(source, "name", source))
+        if isinstance(source, (str, os.PathLike)):
+            with open(source, "rb") as stream:
+                return _safe_load(stream, name, map_location=map_location, **options)
+        return _safe_load(source, name, map_location=map_location, **options)
+
+
+def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """The dtype that autocast gives matmuls on "cpu" or "cuda" right now, or None when it is off."""
+    if hasattr(torch, "get_autocast_dtype"):  # torch ≥ 2.4: one call for every device
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if device_type == "cuda":
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+
+
+def _atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+    temporary = f"{dst_path}.tmp"
+    try:
+        shutil.copyfile(src_path, temporary)
+        os.replace(temporary, dst_path)
+    except OSError:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    return True
+
+
+def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
+    if isinstance(error, UserError):
+        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def install() -> None:
+    """Prepare fairseq, once per process. Raises ImportError with the remedy when it is missing."""
+    try:
+        from fairseq import checkpoint_utils
+        from fairseq.distributed import utils as distributed_utils
+    except ImportError as error:
+        raise ImportError(
+            f"moa_fairseq is a plugin of fairseq, which cannot be imported ({error}). `bash scripts/setup.sh` "
+            f"installs one that runs on Python 3.11 and 3.12 (PyPI's own fairseq 0.12.2 does not)."
+        ) from error
+    for module in (checkpoint_utils, distributed_utils):
+        if not isinstance(module.torch, _SafeTorch):
+            module.torch = _SafeTorch("torch")
+    path_manager = checkpoint_utils.PathManager
+    if not path_manager.path_requires_pathmanager("checkpoint.pt"):
+        path_manager.copy = staticmethod(_atomic_copy)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_user_errors

@@ -1,0 +1,58 @@
+"""Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind."""
+
+import contextlib
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, Iterator, Union
+
+from moa_fairseq.errors import UserError
+
+PathLike = Union[str, Path]
+
+
+@contextlib.contextmanager
+def atomic_write(path: PathLike, mode: str = "w") -> Iterator[IO]:
+    """Open a temporary neighbour of `path` for writing and rename it into place on success.
+
+    path: the final name; its folder is created. mode: "w" (UTF-8, LF line ends) or "wb".
+    An exception inside the block removes the temporary file and leaves an existing `path` as it
+    was. Raises UserError when the disk is full or the folder cannot be written.
+    """
+    if mode not in ("w", "wb"):
+        raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
+    path = Path(path)
+    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    except OSError as error:
+        raise _as_user_error(error, path) from error
+    try:
+        with os.fdopen(handle, mode, **text) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        # mkstemp makes private files; results are as readable as the user's umask says.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise _as_user_error(error, path) from error
+        raise
+
+
+def _as_user_error(error: OSError, path: Path) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"The disk is full while writing {path}: nothing was left half-written. Free some space "
+            f"(or choose another folder) and run the same command again."
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        return UserError(f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to.")
+    return error

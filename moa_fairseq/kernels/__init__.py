@@ -1,0 +1,1 @@
+"""Expert-bank backends: one pair of functions (`expert_bank`), interchangeable implementations."""

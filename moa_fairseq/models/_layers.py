@@ -1,0 +1,97 @@
+"""fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
+
+import functools
+from typing import Any, Optional
+
+import torch.utils.checkpoint
+from fairseq.distributed import fsdp_wrap
+from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
+
+from moa_fairseq.attention.collector import query_padding
+from moa_fairseq.attention.moa import MixtureOfAttention
+
+
+def build_attention(cfg: Any, embed_dim: int, **role: Any) -> nn.Module:
+    """The attention module that `cfg` asks for; `role` says whether it is self- or cross-attention."""
+    return MixtureOfAttention(
+        embed_dim,
+        num_experts=cfg.num_experts,
+        experts_per_token=cfg.experts_per_token,
+        expert_dim=cfg.expert_dim,
+        dropout=cfg.attention_dropout,
+        bias=cfg.expert_bias,
+        renormalize=cfg.router_renormalize,
+        routing_noise=cfg.routing_noise,
+        backend=cfg.expert_backend,
+        **role,
+    )
+
+
+class MixtureEncoderLayer(TransformerEncoderLayerBase):
+    """An encoder layer whose self-attention is a mixture."""
+
+    def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        return build_attention(cfg, embed_dim, self_attention=True)
+
+    def forward(self, x: Tensor, encoder_padding_mask: Optional[Tensor], attn_mask: Optional[Tensor] = None):
+        with query_padding(encoder_padding_mask):
+            return super().forward(x, encoder_padding_mask, attn_mask)
+
+
+class MixtureDecoderLayer(TransformerDecoderLayerBase):
+    """A decoder layer whose self- and cross-attention are mixtures."""
+
+    def build_self_attention(
+        self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
+    ) -> nn.Module:
+        return build_attention(cfg, embed_dim, self_attention=not cfg.cross_self_attention)
+
+    def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        return build_attention(
+            cfg,
+            embed_dim,
+            encoder_decoder_attention=True,
+            kdim=cfg.encoder.embed_dim,
+            vdim=cfg.encoder.embed_dim,
+        )
+
+    def forward(self, x: Tensor, *args: Any, self_attn_padding_mask: Optional[Tensor] = None, **kwargs: Any):
+        # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
+        with query_padding(self_attn_padding_mask):
+            return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
+
+
+def _finish_layer(layer: nn.Module, cfg: Any) -> nn.Module:
+    """Activation checkpointing and FSDP, as fairseq's own `build_*_layer` adds them.
+
+    Checkpointing is torch's non-reentrant one: fairseq's runs the first forward pass without a graph,
+    and the auxiliary losses of that pass would reach no router.
+    """
+    if cfg.checkpoint_activations:
+        layer.forward = functools.partial(
+            torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False
+        )
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+class MixtureEncoder(TransformerEncoderBase):
+    """fairseq's Transformer encoder over `MixtureEncoderLayer`s."""
+
+    def build_encoder_layer(self, cfg: Any) -> nn.Module:
+        return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+
+
+class MixtureDecoder(TransformerDecoderBase):
+    """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
+
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
+        return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg)
+
+
+def name_attentions(model: nn.Module) -> None:
+    """Tell every attention its path in the model, under which its routing decisions are reported."""
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfAttention):
+            module.name = name

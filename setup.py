@@ -1,0 +1,39 @@
+"""Package metadata; the code lives in moa_fairseq/."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="moa_fairseq",
+    version="0.1.0",
+    description="Mixtures of attention heads (MoA, MAE, SwitchHead, MoH) as a fairseq plugin",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.9",
+    packages=find_packages(include=["moa_fairseq", "moa_fairseq.*"]),
+    package_data={"moa_fairseq": ["**/*.json", "**/*.yaml"]},
+    install_requires=[
+        "torch>=2.1",
+        "sacrebleu>=2.4,<3",
+        "subword-nmt>=0.3.8,<0.4",
+        "sentencepiece>=0.2,<0.3",
+        "sacremoses>=0.1,<0.3",
+        "PyYAML>=6,<7",
+        "matplotlib>=3.7,<4",
+        "polib>=1.2,<2",
+        "tqdm>=4.60,<5",
+        "tensorboardX>=2.6,<3",
+    ],
+    extras_require={
+        # A working fairseq of your own (a build of its main branch) serves as well: see the README.
+        "fairseq": ["ve-fairseq==0.12.3"],
+        "triton": ["triton>=2.1; platform_system == 'Linux'"],
+        "test": ["pytest>=8,<10", "ruff>=0.6"],
+    },
+    entry_points={"console_scripts": ["moa-fairseq=moa_fairseq.cli:main"]},
+    zip_safe=False,
+)

@@ -1,0 +1,225 @@
+"""MixtureOfAttention against the paper's equations, written as float64 einsums."""
+
+import math
+
+import pytest
+import torch
+
+from moa_fairseq.attention.collector import collect_decisions, query_padding
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.errors import UserError
+
+C, E, K, D = 24, 6, 3, 8
+
+
+def build(seed=0, dtype=torch.float32, **settings):
+    torch.manual_seed(seed)
+    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "bias": True, **settings}
+    module = MixtureOfAttention(C, **sizes)
+    with torch.no_grad():
+        for parameter in module.parameters():  # biases and small routers too must matter
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return module.to(dtype).eval()
+
+
+def paper(module, query, key, value, key_padding=None, attn_mask=None):
+    """Eq. 6-12 for every expert densely, in float64. query [T, B, C] → [T, B, C], weights [B, T, E, S]."""
+    p = {name: parameter.double() for name, parameter in module.named_parameters()}
+    q, k, v = query.double(), key.double(), value.double()
+    probs = torch.softmax(torch.einsum("tbc,ec->tbe", q, p["router.projection.weight"]), -1)  # Eq. 7
+    chosen = torch.zeros_like(probs).scatter(-1, probs.topk(module.experts_per_token, -1).indices, 1.0)  # Eq. 8
+    gate = probs * chosen
+    gate = gate / gate.sum(-1, keepdim=True).detach()  # Eq. 9
+    kw = torch.einsum("sbc,dc->sbd", k, p["k_proj.weight"]) + p.get("k_proj.bias", 0)
+    vw = torch.einsum("sbc,dc->sbd", v, p["v_proj.weight"]) + p.get("v_proj.bias", 0)
+    qw = torch.einsum("tbc,edc->tbed", q, p["q_experts.weight"]) + p.get("q_experts.bias", 0)
+    scores = torch.einsum("tbed,sbd->btes", qw, kw) / math.sqrt(module.expert_dim)  # Eq. 10
+    if attn_mask is not None:
+        scores = scores + attn_mask.double()[None, :, None, :]
+    if key_padding is not None:
+        scores = scores.masked_fill(key_padding[:, None, None, :], -math.inf)
+    weights = torch.softmax(scores, -1)
+    heads = torch.einsum("btes,sbd->tbed", weights, vw)  # Eq. 11
+    outputs = torch.einsum("tbed,edc->tbec", heads, p["out_experts.weight"])  # Eq. 12
+    if "out_experts.bias" in p:
+        outputs = outputs + p["out_experts.bias"]
+    return torch.einsum("tbe,tbec->tbc", gate, outputs), weights  # Eq. 6
+
+
+CASES = {
+    "self-attention": dict(tgt=7, batch=3),
+    "one token": dict(tgt=1, batch=1),
+    "causal": dict(tgt=6, batch=2, causal=True),
+    "padding": dict(tgt=6, batch=3, lengths=[6, 3, 1]),
+    "causal and padding": dict(tgt=6, batch=3, lengths=[6, 2, 4], causal=True),
+    "cross-attention": dict(tgt=5, src=9, batch=2, lengths=[9, 4]),
+    "K = E": dict(tgt=7, batch=3, experts_per_token=E),
+    "K = 1": dict(tgt=7, batch=3, experts_per_token=1),
+    "without biases": dict(tgt=7, batch=3, bias=False),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_output_and_every_gradient_equal_the_paper(case, backend):
+    case = dict(case)
+    tgt, batch, src = case.pop("tgt"), case.pop("batch"), case.pop("src", None)
+    lengths, causal = case.pop("lengths", None), case.pop("causal", False)
+    module = build(backend=backend, self_attention=src is None, encoder_decoder_attention=src is not None, **case)
+    g = torch.Generator().manual_seed(tgt)
+    query = torch.randn(tgt, batch, C, generator=g, requires_grad=True)
+    key = query if src is None else torch.randn(src, batch, C, generator=g, requires_grad=True)
+    padding = None
+    if lengths:
+        padding = torch.arange(key.size(0))[None] >= torch.tensor(lengths)[:, None]
+    mask = torch.triu(torch.full((tgt, tgt), -math.inf), 1) if causal else None
+    # Padding queries of a self-attention give zeros by design; compare the others.
+    real = ~padding.t() if padding is not None and src is None else torch.ones(tgt, batch, dtype=torch.bool)
+
+    out, _ = module(query, key, key, key_padding_mask=padding, attn_mask=mask, need_weights=False)
+    upstream = torch.randn(out.shape, generator=g) * real.unsqueeze(-1)
+    inputs = [query] + ([key] if src else []) + list(module.parameters())
+    grads = torch.autograd.grad(out, inputs, upstream)
+    exact, _ = paper(module, query, key, key, padding, mask)
+    exact_grads = torch.autograd.grad(exact, inputs, upstream.double())
+
+    torch.testing.assert_close(out[real].double(), exact[real], rtol=1e-4, atol=1e-5)
+    assert (out[~real] == 0).all()
+    names = ["query"] + (["key"] if src else []) + [name for name, _ in module.named_parameters()]
+    for name, grad, exact_grad in zip(names, grads, exact_grads):
+        torch.testing.assert_close(grad, exact_grad.to(grad.dtype), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("layout", ["right", "left"])
+def test_incremental_decoding_equals_the_full_forward_at_every_step(layout):
+    module = build(self_attention=True)
+    steps, batch = 6, 3
+    query = torch.randn(steps, batch, C)
+    padding = torch.zeros(batch, steps, dtype=torch.bool)
+    if layout == "left":
+        padding[1, :2] = True
+        padding[2, :1] = True
+    causal = torch.triu(torch.full((steps, steps), -math.inf), 1)
+    full, _ = module(query, query, query, key_padding_mask=padding if padding.any() else None, attn_mask=causal)
+    state = {}
+    for step in range(steps):
+        now = query[step : step + 1]
+        mask = padding[:, step : step + 1]
+        out, _ = module(now, now, now, key_padding_mask=mask if mask.any() else None, incremental_state=state)
+        torch.testing.assert_close(out[0], full[step], rtol=1e-4, atol=1e-5)
+    cache = module._get_input_buffer(state)
+    assert cache["prev_key"].shape == (batch, 1, steps, D)  # one cached key/value head
+
+
+def test_cross_attention_projects_the_encoder_once():
+    module = build(encoder_decoder_attention=True)
+    memory, padding = torch.randn(5, 2, C), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    state, query = {}, torch.randn(4, 2, C)
+    full, _ = module(query, memory, memory, key_padding_mask=padding)
+    calls = []
+    module.k_proj.register_forward_hook(lambda *_: calls.append(1))
+    for step in range(4):
+        out, _ = module(
+            query[step : step + 1], memory, memory, key_padding_mask=padding, incremental_state=state, static_kv=True
+        )
+        torch.testing.assert_close(out[0], full[step], rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+
+
+def test_reordering_beams_reorders_what_follows():
+    module = build(self_attention=True)
+    past, now = torch.randn(3, 4, C), torch.randn(1, 4, C)
+    order = torch.tensor([2, 2, 0, 3])
+    reordered, direct = {}, {}
+    for step in past:
+        module(step[None], step[None], step[None], incremental_state=reordered)
+        chosen = step[order][None]
+        module(chosen, chosen, chosen, incremental_state=direct)
+    module.reorder_incremental_state(reordered, order)
+    a, _ = module(now, now, now, incremental_state=reordered)
+    b, _ = module(now, now, now, incremental_state=direct)
+    torch.testing.assert_close(a, b)
+
+
+def test_padding_content_changes_nothing():
+    module = build(self_attention=True)
+    padding = torch.tensor([[False, False, True, True], [False] * 4])
+    x = torch.randn(4, 2, C)
+    other = x.clone()
+    other[2:, 0] = 1e4  # logits that would overflow a careless z-loss
+    with collect_decisions() as before:
+        a, _ = module(x, x, x, key_padding_mask=padding)
+    with collect_decisions() as after:
+        b, _ = module(other, other, other, key_padding_mask=padding)
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(before[0][1].gate, after[0][1].gate)
+
+
+def test_a_batch_of_one_equals_its_row_in_a_batch():
+    module = build(self_attention=True)
+    x = torch.randn(5, 3, C)
+    whole, _ = module(x, x, x)
+    alone, _ = module(x[:, 1:2], x[:, 1:2], x[:, 1:2])
+    torch.testing.assert_close(whole[:, 1:2], alone)
+
+
+def test_a_sentence_of_padding_only_gives_zeros_and_finite_gradients():
+    module = build(self_attention=True)
+    x = torch.randn(4, 2, C, requires_grad=True)
+    padding = torch.tensor([[True] * 4, [False] * 4])
+    out, _ = module(x, x, x, key_padding_mask=padding)
+    out.square().sum().backward()
+    assert (out[:, 0] == 0).all()
+    assert torch.isfinite(x.grad).all() and (x.grad[:, 0] == 0).all()
+
+
+def test_weights_are_those_of_the_chosen_experts():
+    module = build(self_attention=True)
+    x = torch.randn(5, 2, C)
+    with collect_decisions() as decisions:
+        out, mean = module(x, x, x, need_weights=True)
+    _, per_head = module(x, x, x, need_head_weights=True)
+    no_weights, nothing = module(x, x, x, need_weights=False)
+    _, exact = paper(module, x, x, x)
+    index = decisions[0][1].expert_index.view(5, 2, K).transpose(0, 1)  # [B, T, K]
+    chosen = exact.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 5))  # [B, T, K, S]
+    assert per_head.shape == (K, 2, 5, 5) and mean.shape == (2, 5, 5) and nothing is None
+    torch.testing.assert_close(per_head.permute(1, 2, 0, 3).double(), chosen, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mean, per_head.mean(0))
+    torch.testing.assert_close(out, no_weights)
+
+
+def test_attention_dropout_acts_in_training_only_and_keeps_the_mean():
+    module = build(self_attention=True, dropout=0.5)
+    x = torch.randn(4, 2, C)
+    quiet, _ = module(x, x, x)
+    module.train()
+    noisy = torch.stack([module(x, x, x, need_weights=False)[0] for _ in range(600)])
+    assert not torch.allclose(noisy[0], noisy[1])
+    torch.testing.assert_close(noisy.mean(0), quiet, rtol=0.3, atol=0.12)
+
+
+def test_ambient_query_padding_reaches_a_cross_attention():
+    module = build(encoder_decoder_attention=True)
+    query, memory = torch.randn(3, 2, C), torch.randn(4, 2, C)
+    padding = torch.tensor([[False, False, True], [False] * 3])
+    with collect_decisions() as decisions, query_padding(padding):
+        out, _ = module(query, memory, memory)
+    assert torch.equal(decisions[0][1].padding_mask, padding.t().reshape(-1))
+    assert (out[2, 0] == 0).all() and (out[2, 1] != 0).any()
+
+
+@pytest.mark.parametrize(
+    "settings, flag",
+    [
+        ({"experts_per_token": 7}, "--experts-per-token 7"),
+        ({"experts_per_token": 0}, "--experts-per-token 0"),
+        ({"expert_dim": 0}, "--expert-dim"),
+        ({"expert_dim": None}, "--expert-dim"),
+        ({"renormalize": "sometimes"}, "--router-renormalize sometimes"),
+        ({"backend": "turbo"}, "--expert-backend turbo"),
+    ],
+)
+def test_impossible_settings_name_the_flag(settings, flag):
+    with pytest.raises(UserError, match=flag):
+        build(**settings)

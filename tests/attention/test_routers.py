@@ -1,0 +1,75 @@
+import pytest
+import torch
+
+from moa_fairseq.attention.routers import TopKRouter
+
+
+def build(renormalize="detached", noise=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    router = TopKRouter(16, 6, 2, renormalize, noise)
+    torch.nn.init.normal_(router.projection.weight)
+    return router.to(dtype)
+
+
+def test_picks_the_k_most_probable_and_weighs_them_by_equation_9():
+    router, x = build(), torch.randn(9, 16)
+    decision = router(x)
+    probs = torch.softmax(x @ router.projection.weight.t(), -1)
+    top, index = probs.topk(2)
+    torch.testing.assert_close(decision.probs, probs)
+    assert torch.equal(decision.expert_index, index)
+    torch.testing.assert_close(decision.gate, top / top.sum(-1, keepdim=True))
+
+
+def test_the_denominator_is_detached_full_or_absent():
+    x, upstream = torch.randn(9, 16), torch.randn(9, 2)
+    grads = {}
+    for kind in ("detached", "full", "none"):
+        router = build(kind)
+        router(x).gate.backward(upstream)
+        grads[kind] = router.projection.weight.grad
+    reference = build("none")
+    probs = torch.softmax(x @ reference.projection.weight.t(), -1)
+    top, _ = probs.topk(2)
+    (top / top.sum(-1, keepdim=True).detach()).backward(upstream)
+    torch.testing.assert_close(grads["detached"], reference.projection.weight.grad)
+    assert not torch.allclose(grads["detached"], grads["full"])
+    assert not torch.allclose(grads["detached"], grads["none"])
+    # with the gradient through the sum, gates always add to 1: a constant upstream changes nothing
+    router = build("full")
+    router(x).gate.backward(torch.ones(9, 2))
+    assert router.projection.weight.grad.abs().max() < 1e-6
+
+
+def test_noise_is_drawn_in_training_only():
+    router, x = build(noise=True), torch.randn(9, 16)
+    assert not torch.equal(router(x).logits, router(x).logits)
+    router.eval()
+    assert torch.equal(router(x).logits, router(x).logits)
+    router.train()
+    router(x).gate.sum().backward()
+    assert router.noise_projection.weight.grad.abs().sum() > 0
+
+
+def test_padding_has_zero_gates_and_sends_no_gradient():
+    router, x = build(), torch.randn(4, 16, requires_grad=True)
+    padding = torch.tensor([False, True, False, True])
+    gate = router(x, padding).gate
+    gate.square().sum().backward()
+    assert (gate[padding] == 0).all() and (gate[~padding] > 0).all()
+    assert (x.grad[padding] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models_still_route_in_float32(dtype):
+    router = build(dtype=dtype)
+    decision = router(torch.randn(5, 16).to(dtype))
+    assert decision.logits.dtype == decision.probs.dtype == decision.gate.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert build()(torch.randn(5, 16)).logits.dtype == torch.float32
+
+
+def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
+    torch.manual_seed(0)
+    decision = TopKRouter(64, 8, 2)(torch.randn(400, 64))
+    assert torch.bincount(decision.expert_index.reshape(-1), minlength=8).min() > 20
