@@ -22,6 +22,7 @@ setup(
         "subword-nmt>=0.3.8,<0.4",
         "sentencepiece>=0.2,<0.3",
         "sacremoses>=0.1,<0.3",
+        "regex",
         "PyYAML>=6,<7",
         "matplotlib>=3.7,<4",
         "polib>=1.2,<2",

@@ -1,6 +1,6 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes three things in fairseq, each because today's
+`install()` runs when the plugin is imported. It changes five things in fairseq, each because today's
 stack breaks or endangers it:
 
 1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
@@ -8,10 +8,14 @@ stack breaks or endangers it:
    switches the check off; both end here in the same allow-list.
 2. `checkpoint_last.pt` and `checkpoint_best.pt` are replaced atomically: fairseq copies onto them in
    place, and a full disk or a kill in that moment would leave half a checkpoint to resume from.
-3. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
+3. `--bf16` works on GPUs: fairseq's command line takes it to mean a TPU.
+4. No sentence is lost: fairseq's main branch drops the last batch of a data set whenever its size is no
+   multiple of `--required-batch-size-multiple` (8), in validation and generation too.
+5. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
 """
 
 import argparse
+import functools
 import os
 import pickle
 import re
@@ -19,7 +23,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 
@@ -67,7 +71,7 @@ def _refusal(name: str, error: Exception) -> UserError:
 
 
 def _damaged(name: str, error: Exception) -> UserError:
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    first_line = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
     return UserError(
         f"Checkpoint {name} cannot be read ({first_line}): the file is truncated or is no checkpoint. Copy it "
         f"again, or resume from an older one (for example with --restore-file checkpointN.pt)."
@@ -138,6 +142,34 @@ def _atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
     return True
 
 
+def _bf16_means_gpu(override_module_args: Callable) -> Callable:
+    """Wrap the step that turns arguments into a config: the last one before `tpu` is read."""
+
+    @functools.wraps(override_module_args)
+    def wrapped(args: argparse.Namespace) -> Any:
+        if getattr(args, "bf16", False) and torch.cuda.is_available():
+            args.tpu = False
+        return override_module_args(args)
+
+    return wrapped
+
+
+def _keeping_the_last_batch(batch_by_size: Callable) -> Callable:
+    """Wrap fairseq's batching: what it left off the end of `indices` becomes the last batch again."""
+
+    @functools.wraps(batch_by_size)
+    def wrapped(indices: Any, *args: Any, fixed_shapes: Any = None, **options: Any) -> Any:
+        if not hasattr(indices, "__len__"):
+            indices = list(indices)
+        batches = batch_by_size(indices, *args, fixed_shapes=fixed_shapes, **options)
+        batched = sum(len(batch) for batch in batches)
+        if fixed_shapes is None and batched < len(indices):
+            batches = [*batches, indices[batched:]]
+        return batches
+
+    return wrapped
+
+
 def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
@@ -149,6 +181,8 @@ def install() -> None:
     """Prepare fairseq, once per process. Raises ImportError with the remedy when it is missing."""
     try:
         from fairseq import checkpoint_utils
+        from fairseq.data import data_utils
+        from fairseq.dataclass import utils as dataclass_utils
         from fairseq.distributed import utils as distributed_utils
     except ImportError as error:
         raise ImportError(
@@ -161,5 +195,9 @@ def install() -> None:
     path_manager = checkpoint_utils.PathManager
     if not path_manager.path_requires_pathmanager("checkpoint.pt"):
         path_manager.copy = staticmethod(_atomic_copy)
+    if not hasattr(dataclass_utils.override_module_args, "__wrapped__"):
+        dataclass_utils.override_module_args = _bf16_means_gpu(dataclass_utils.override_module_args)
+    if not hasattr(data_utils.batch_by_size, "__wrapped__"):
+        data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_user_errors

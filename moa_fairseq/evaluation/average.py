@@ -1,0 +1,209 @@
+"""Average the weights of several checkpoints into one, with the flags of fairseq's own script.
+
+  moa-fairseq average --inputs runs/X/checkpoints --num-epoch-checkpoints 10 --output runs/X/average.pt
+  moa-fairseq average --inputs a.pt b.pt c.pt --output average.pt
+
+Sums run in float32; integer tensors are averaged rounding down. The result keeps the settings of the
+newest checkpoint (the last one named), so that fairseq-generate loads it, and no optimizer state. One
+checkpoint at a time is in memory, beside the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_compat import load_checkpoint
+from moa_fairseq.files import atomic_write
+
+EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
+UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+
+State = Dict[str, Tensor]
+
+
+class RunningSum:
+    """The sum of models given one after another.
+
+    Parameters that share storage in every model (a tied output projection) are added once and stay
+    one tensor; where a later model no longer shares them, they part.
+    """
+
+    def __init__(self) -> None:
+        self.models = 0
+        self._sums: State = {}
+        self._leaders: Dict[str, str] = {}  # parameter → the first parameter of the same storage
+
+    def add(self, model: State, name: str) -> None:
+        """Add `model` to the sum. `name` is what an error calls it.
+
+        Raises UserError if a parameter is missing, additional, or of another shape than before.
+        """
+        leaders = _shared_storage(model)
+        if self.models == 0:
+            self._leaders = leaders
+            self._sums = {key: _widened(model[key], copy=True) for key in model if leaders[key] == key}
+        else:
+            self._check(model, name)
+            self._part(leaders)
+            for key, total in self._sums.items():
+                total += _widened(model[key])
+        self.models += 1
+
+    def mean(self) -> State:
+        """The average, float32 for every floating-point type but float64. Ends the sum's life."""
+        for total in self._sums.values():
+            if total.is_floating_point():
+                total.div_(self.models)
+            else:
+                total.copy_(torch.div(total, self.models, rounding_mode="floor"))
+        return {key: self._sums[leader] for key, leader in self._leaders.items()}
+
+    def _check(self, model: State, name: str) -> None:
+        for key in [*self._leaders, *model]:
+            if key not in model or key not in self._leaders:
+                where = "lacks" if key not in model else "alone has"
+                raise UserError(
+                    f"{name} {where} the parameter {key}: it belongs to another model than the checkpoints "
+                    f"before it. Average checkpoints of one training only."
+                )
+            shape, expected = tuple(model[key].shape), tuple(self._sums[self._leaders[key]].shape)
+            if shape != expected:
+                raise UserError(
+                    f"{name}: {key} has shape {list(shape)}, but {list(expected)} in the checkpoints before "
+                    f"it. Average checkpoints of one architecture and one dictionary only."
+                )
+
+    def _part(self, leaders: Dict[str, str]) -> None:
+        for key, leader in list(self._leaders.items()):
+            if key != leader and leaders[key] != leaders[leader]:
+                self._sums[key] = self._sums[leader].clone()
+                self._leaders[key] = key
+
+
+def average_checkpoints(paths: Sequence[Path]) -> dict:
+    """The checkpoint whose model is the average of those at `paths`, settings from the last of them.
+
+    Raises UserError for fewer than two paths, for a file that is truncated, malicious or no fairseq
+    checkpoint, and for models that differ in parameters or shapes.
+    """
+    if len(paths) < 2:
+        raise UserError(
+            f"An average needs at least two checkpoints, but {len(paths)} is given "
+            f"({', '.join(map(str, paths)) or 'none'}). Name more under --inputs, or keep more epochs."
+        )
+    total = RunningSum()
+    for path in paths:
+        state = load_checkpoint(path)
+        if not isinstance(state, dict) or not _is_model(state.get("model")):
+            raise UserError(f"{path} is no fairseq checkpoint: it holds no model.")
+        total.add(state.pop("model"), str(path))
+        if "last_optimizer_state" in state:
+            state["last_optimizer_state"] = None
+    state["model"] = total.mean()
+    state["averaged_from"] = [Path(path).name for path in paths]
+    return state
+
+
+def last_checkpoints(
+    folder: Path, number: int, by_updates: bool = False, upper_bound: Optional[int] = None
+) -> List[Path]:
+    """The `number` newest checkpoints in `folder`, oldest first.
+
+    by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E. upper_bound:
+    nothing later than this epoch or update. Raises UserError if there are fewer.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--inputs {folder} is no folder: --num-epoch-checkpoints and the like want one.")
+    pattern, kind = (UPDATE_NAME, "update") if by_updates else (EPOCH_NAME, "epoch")
+    matches = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
+    found = sorted((int(match.group(1)), path) for match, path in matches if match)
+    if upper_bound is not None:
+        found = [(position, path) for position, path in found if position <= upper_bound]
+    if len(found) < number:
+        bound = "" if upper_bound is None else f" up to {kind} {upper_bound}"
+        names = ", ".join(path.name for _, path in found) or "none"
+        raise UserError(
+            f"{folder} holds {len(found)} {kind} checkpoints{bound} ({names}), but {number} are to be "
+            f"averaged. Train longer, ask for fewer, or keep more (--keep-last-epochs)."
+        )
+    return [path for _, path in found[len(found) - number :]]
+
+
+def _is_model(model: object) -> bool:
+    return isinstance(model, dict) and bool(model) and all(isinstance(v, Tensor) for v in model.values())
+
+
+def _shared_storage(model: State) -> Dict[str, str]:
+    """Each parameter → the first one that is the same view of the same storage."""
+    first: Dict[Tuple, str] = {}
+    leaders = {}
+    for key, tensor in model.items():
+        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        leaders[key] = first.setdefault(view, key) if tensor.numel() else key
+    return leaders
+
+
+def _widened(tensor: Tensor, copy: bool = False) -> Tensor:
+    """The type sums run in: float32, or what it is if float64 or no floating-point type."""
+    narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.float32 if narrow else tensor.dtype, copy=copy)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq average`: those of fairseq's scripts/average_checkpoints.py."""
+    parser.add_argument(
+        "--inputs", nargs="+", required=True, type=Path, help="checkpoint files, or one folder of checkpoints"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the averaged checkpoint")
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument(
+        "--num-epoch-checkpoints", type=int, metavar="N", help="average the last N files checkpointE.pt"
+    )
+    number.add_argument(
+        "--num-update-checkpoints", type=int, metavar="N", help="average the last N files checkpoint_E_U.pt"
+    )
+    parser.add_argument(
+        "--checkpoint-upper-bound", type=int, metavar="M", help="use nothing later than this epoch or update"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Average and write the result, or nothing."""
+    paths = _chosen(args)
+    state = average_checkpoints(paths)
+    with atomic_write(args.output, "wb") as stream:
+        torch.save(state, stream)
+    print(f"averaged {len(paths)} checkpoints into {args.output}: {', '.join(map(str, paths))}")
+    return 0
+
+
+def _chosen(args: argparse.Namespace) -> List[Path]:
+    by_updates = args.num_update_checkpoints is not None
+    number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
+    if number is None:
+        if args.checkpoint_upper_bound is not None:
+            raise UserError(
+                "--checkpoint-upper-bound chooses among the files of a folder: it needs "
+                "--num-epoch-checkpoints or --num-update-checkpoints."
+            )
+        folders = [path for path in args.inputs if path.is_dir()]
+        if folders:
+            raise UserError(
+                f"--inputs {folders[0]} is a folder: say how many of its checkpoints to average with "
+                f"--num-epoch-checkpoints or --num-update-checkpoints."
+            )
+        return args.inputs
+    if len(args.inputs) != 1:
+        count = len(args.inputs)
+        raise UserError(f"--inputs takes one folder when a number of checkpoints is given, not {count}.")
+    if number < 2:
+        flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
+        raise UserError(f"{flag} {number}: an average needs at least two checkpoints.")
+    return last_checkpoints(args.inputs[0], number, by_updates, args.checkpoint_upper_bound)

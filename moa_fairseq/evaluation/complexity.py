@@ -1,0 +1,251 @@
+"""Parameters and multiply-accumulate operations (MACs) of an architecture, part by part.
+
+The model is built exactly as fairseq-train would build it, but without weights, so this takes no
+memory and no data. MACs are those of one forward pass over one sentence pair (App. E of the MoA
+paper): every matrix product counts, biases, norms, softmax and embedding look-ups do not. Causal
+attention counts as the full square that a GPU computes.
+
+  plain count          linear layers, expert projections, router, attention scores and values
+  papers' convention   the same without the attention's scores and values: this is what the
+                       printed MACs of MoA's Tables 1 and 3 contain
+
+Everything after a lone -- goes to fairseq as model flags:
+
+  moa-fairseq complexity --arch moa_transformer_base -- --encoder-layers 3 --decoder-layers 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from typing import Dict, List, Optional, Sequence, Tuple
+
+from torch import nn
+
+from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.errors import UserError
+
+PARTS = {
+    "embedding": "embedding",
+    "encoder_attention": "encoder attention",
+    "decoder_self_attention": "decoder self-attention",
+    "cross_attention": "cross-attention",
+    "feed_forward": "feed-forward",
+    "router": "router",
+    "norms": "norms",
+    "output": "output",
+    "other": "other",
+    "attention_matmul": "attention scores and values",
+}
+FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
+
+
+@dataclass
+class Cost:
+    """What a model costs. `parameters` and `macs` map a key of PARTS to a count."""
+
+    parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    macs: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    not_counted: List[str] = field(default_factory=list)  # module types whose MACs no rule knows
+
+    @property
+    def total_parameters(self) -> int:
+        """Every parameter once, tied ones too."""
+        return sum(self.parameters.values())
+
+    @property
+    def total_macs(self) -> int:
+        """All matrix products."""
+        return sum(self.macs.values())
+
+    @property
+    def paper_macs(self) -> int:
+        """All matrix products but the attention's scores and values."""
+        return self.total_macs - self.macs["attention_matmul"]
+
+
+def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
+    """Count parameters and MACs of one sentence pair of `src_len` and `tgt_len` tokens.
+
+    model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
+    counts once, under the module that comes first, so a tied output projection has no parameters.
+    Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
+    cross-attention see src_len.
+    """
+    cost = Cost()
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        cost.parameters[part_of(owner, modules[owner])] += parameter.numel()
+    unknown = set()
+    for name, module in modules.items():
+        macs = projection_macs(name, module, modules)
+        if macs is not None:
+            cost.macs[part_of(name, module)] += macs * tokens_seen(name, src_len, tgt_len)
+        elif _has_uncounted_matrix(module):
+            unknown.add(type(module).__name__)
+        width = attention_width(module)
+        if width:
+            queries = tokens_seen(name, src_len, tgt_len)
+            keys = src_len if _is_cross(name) else queries
+            cost.macs["attention_matmul"] += 2 * queries * keys * width
+    cost.not_counted = sorted(unknown)
+    return cost
+
+
+def part_of(name: str, module: nn.Module) -> str:
+    """The key of PARTS for the module `name` (dotted, as in named_modules)."""
+    path = name.split(".")
+    if "router" in path:
+        return "router"
+    if {"output_projection", "lm_head", "adaptive_softmax"} & set(path):
+        return "output"
+    if "Norm" in type(module).__name__:
+        return "norms"
+    if "embed_tokens" in path or "embed_positions" in path:
+        return "embedding"
+    if _is_cross(name):
+        return "cross_attention"
+    if "self_attn" in path:
+        return "encoder_attention" if path[0] == "encoder" else "decoder_self_attention"
+    if path[-1] in ("fc1", "fc2"):
+        return "feed_forward"
+    return "other"
+
+
+def projection_macs(name: str, module: nn.Module, modules: Dict[str, nn.Module]) -> Optional[int]:
+    """MACs per token of one linear map, or None where `module` is none.
+
+    A routed bank of experts works K times per token, K being the `experts_per_token` of the attention
+    module that holds it. The router's noise is drawn in training only and costs nothing here.
+    """
+    if name.endswith("noise_projection"):
+        return 0
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features
+    if isinstance(module, ExpertLinear):
+        return module.d_in * module.d_out * _experts_per_token(name, modules)
+    if type(module).__name__ == "RobertaLMHead":  # multiplies by the tied embedding itself
+        return module.weight.numel()
+    return None
+
+
+def attention_width(module: nn.Module) -> int:
+    """Summed width of the heads that attend for one query: K·D of MoA, else embed_dim; 0 elsewhere."""
+    if hasattr(module, "experts_per_token") and hasattr(module, "expert_dim"):
+        return module.experts_per_token * module.expert_dim
+    if type(module).__name__ == "MultiheadAttention":
+        return module.embed_dim
+    return 0
+
+
+def tokens_seen(name: str, src_len: int, tgt_len: int) -> int:
+    """How many tokens pass through the module `name`."""
+    path = name.split(".")
+    if path[0] == "encoder" or (_is_cross(name) and path[-1] in ("k_proj", "v_proj")):
+        return src_len
+    return tgt_len
+
+
+def _is_cross(name: str) -> bool:
+    return "encoder_attn" in name.split(".")
+
+
+def _experts_per_token(name: str, modules: Dict[str, nn.Module]) -> int:
+    while name:
+        name = name.rpartition(".")[0]
+        if hasattr(modules[name], "experts_per_token"):
+            return modules[name].experts_per_token
+    raise ValueError("an ExpertLinear stands outside any module that knows its experts_per_token")
+
+
+def _has_uncounted_matrix(module: nn.Module) -> bool:
+    matrices = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    return matrices and not isinstance(module, nn.Embedding)
+
+
+def complexity(
+    arch: str,
+    vocab_size: int = 32000,
+    src_len: int = 10,
+    tgt_len: int = 10,
+    embeddings: str = "shared",
+    model_flags: Sequence[str] = (),
+) -> Cost:
+    """Build `arch` without weights and count it. Arguments and errors as of build_skeleton."""
+    # Building needs all of fairseq and every registered model; counting does not.
+    from moa_fairseq.evaluation.skeleton import build_skeleton
+
+    for flag, length in (("--src-len", src_len), ("--tgt-len", tgt_len)):
+        if length < 1:
+            raise UserError(f"{flag} {length}: a sentence has at least one token.")
+    return count(build_skeleton(arch, vocab_size, embeddings, model_flags), src_len, tgt_len)
+
+
+def as_json(cost: Cost) -> Dict[str, object]:
+    """The report as plain data; all counts are integers."""
+    return {
+        "parameters": cost.total_parameters,
+        "macs": cost.total_macs,
+        "macs_paper_convention": cost.paper_macs,
+        "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
+        "macs_by_part": cost.macs,
+        "not_counted": cost.not_counted,
+    }
+
+
+def as_text(title: str, cost: Cost) -> str:
+    """The report as a table for people."""
+    rows: List[Tuple[str, int, int]] = [
+        (label, cost.parameters[part], cost.macs[part])
+        for part, label in PARTS.items()
+        if cost.parameters[part] or cost.macs[part]
+    ]
+    rows.append(("total", cost.total_parameters, cost.total_macs))
+    lines = [title, "", f"{'part':28}{'parameters':>16}{'MACs':>18}"]
+    lines += [f"{label:28}{parameters:>16,}{macs:>18,}" for label, parameters, macs in rows]
+    lines.append(f"{'papers convention':28}{'':16}{cost.paper_macs:>18,}   (no attention scores and values)")
+    if cost.not_counted:
+        lines.append(f"MACs of these modules are not counted: {', '.join(cost.not_counted)}")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq complexity`."""
+    parser.add_argument("--arch", required=True, help="any architecture of fairseq or moa_fairseq")
+    parser.add_argument("--vocab-size", type=int, default=32000, metavar="V", help="dictionary size (32000)")
+    parser.add_argument("--src-len", type=int, default=10, metavar="S", help="source tokens (10)")
+    parser.add_argument("--tgt-len", type=int, default=10, metavar="T", help="target tokens (10)")
+    parser.add_argument(
+        "--embeddings",
+        choices=["shared", "decoder", "separate"],
+        default="shared",
+        help="translation: one matrix for source, target and output as in the paper (shared, the default); "
+        "for target and output only (decoder); three (separate)",
+    )
+    for name in FORWARDED:
+        parser.add_argument(_flag(name), type=int, metavar="N", help="overrides the architecture's value")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    model_flags = list(args.model_flags)
+    for name in FORWARDED:
+        if getattr(args, name) is not None:
+            model_flags += [_flag(name), str(getattr(args, name))]
+    cost = complexity(args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags)
+    if args.json:
+        names = ("arch", "vocab_size", "src_len", "tgt_len", "embeddings")
+        setting = {name: getattr(args, name) for name in names}
+        print(json.dumps({**setting, "model_flags": model_flags, **as_json(cost)}, indent=2))
+        return 0
+    lengths = f"{args.src_len} source and {args.tgt_len} target tokens"
+    print(as_text(f"{args.arch}, {args.vocab_size:,} symbols, {lengths}", cost))
+    return 0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,128 @@
+"""Reading what `fairseq-generate` prints: S- source, T- target, H- hypothesis, D- decoded hypothesis."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Dict, List, Optional, Union
+
+from moa_fairseq.errors import UserError
+
+# Kind of line (S, T, H, D) → sentence id → text.
+Entries = Dict[str, Dict[int, str]]
+
+_ENTRY = re.compile(r"([STHD])-(\d+)(?:\t(.*))?$", re.DOTALL)
+_DICTIONARY = re.compile(r"\[(\w+)\] dictionary: \d+ types")
+_LAST_LINE = re.compile(r"Generate .+ with beam=\d+: ")
+
+
+@dataclass
+class GenerateLog:
+    """The sentences of one log, sorted by id; all lists have one entry per sentence.
+
+    hypotheses are the best ones as the model wrote them (H), decoded what fairseq's --bpe and
+    --tokenizer made of them (D; equal to H without these flags or in logs of old versions).
+    """
+
+    ids: List[int] = field(default_factory=list)
+    sources: List[str] = field(default_factory=list)
+    targets: List[str] = field(default_factory=list)
+    hypotheses: List[str] = field(default_factory=list)
+    decoded: List[str] = field(default_factory=list)
+    target_lang: Optional[str] = None
+    complete: bool = True
+
+
+def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> GenerateLog:
+    """Parse the standard output (or --results-path file) of fairseq-generate.
+
+    With --nbest the first, best hypothesis of a sentence counts. allow_partial: accept a log without
+    its closing "Generate ... with beam" line and leave out sentences without target or hypothesis.
+    Raises UserError, naming the file and line, for a missing or incomplete log, bytes that are not
+    UTF-8, a sentence that occurs twice, or a log without targets or translations.
+    """
+    lines = read_lines(path)
+    entries: Entries = {kind: {} for kind in "STHD"}
+    language, complete = None, False
+    for number, line in enumerate(lines, 1):
+        match = _ENTRY.match(line)
+        if match:
+            _add_entry(entries, match, path, number)
+        elif _LAST_LINE.match(line):
+            complete = True
+        elif _DICTIONARY.search(line):
+            # The source's dictionary is announced first, the target's last.
+            language = _DICTIONARY.search(line).group(1)
+    _check(entries, path, complete, allow_partial)
+    ids = sorted(entries["T"].keys() & entries["H"].keys())
+    return GenerateLog(
+        ids=ids,
+        sources=[entries["S"].get(i, "") for i in ids],
+        targets=[entries["T"][i] for i in ids],
+        hypotheses=[entries["H"][i] for i in ids],
+        decoded=[entries["D"].get(i, entries["H"][i]) for i in ids],
+        target_lang=language,
+        complete=complete,
+    )
+
+
+def read_lines(path: Union[str, Path]) -> List[str]:
+    """The lines of a UTF-8 file without their line ends, split at LF only (as Perl and fairseq do).
+
+    Raises UserError for a file that cannot be read and for undecodable bytes (naming the line).
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror or error}.") from error
+    rows = data.split(b"\n")
+    if rows[-1] == b"":
+        rows.pop()
+    lines = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(row.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: byte 0x{row[error.start]:02x} is not UTF-8. Convert the file "
+                f"(for instance with iconv) or find out what damaged it."
+            ) from error
+    return lines
+
+
+def _add_entry(entries: Entries, match: "re.Match[str]", path: Union[str, Path], number: int) -> None:
+    kind, sentence, text = match.group(1), int(match.group(2)), match.group(3) or ""
+    if kind in "HD":
+        # "score<TAB>text"; a further hypothesis of the sentence is one of --nbest.
+        entries[kind].setdefault(sentence, text.partition("\t")[2])
+    elif sentence in entries[kind]:
+        raise UserError(
+            f"{path}, line {number}: {kind}-{sentence} stands there for the second time, so the file holds "
+            f"more than one run. Give the log of a single fairseq-generate."
+        )
+    else:
+        entries[kind][sentence] = text
+
+
+def _check(entries: Entries, path: Union[str, Path], complete: bool, allow_partial: bool) -> None:
+    targets, hypotheses = entries["T"], entries["H"]
+    if not hypotheses:
+        raise UserError(
+            f"{path} holds no translation (no line H-...). Give the output of fairseq-generate run "
+            f"without --quiet."
+        )
+    if not targets:
+        raise UserError(
+            f"{path} holds no reference (no line T-...): the data was binarised without its target side. "
+            f"Score the H- lines as a text file with --hypothesis and --reference."
+        )
+    if allow_partial and targets.keys() & hypotheses.keys():
+        return
+    lonely = sorted(targets.keys() ^ hypotheses.keys())
+    if not complete or lonely:
+        reason = "has no closing line 'Generate ... with beam=...'" if not complete else (
+            f"has a target or a hypothesis, but not both, for sentence {lonely[0]}"
+        )
+        raise UserError(
+            f"{path} {reason}: the generation was cut short, or is still running. Run fairseq-generate to "
+            f"the end, or score what is there with --allow-partial."
+        )

@@ -1,0 +1,177 @@
+"""The papers' tables and the measured runs, read from results/ and laid side by side.
+
+results/papers/*.json holds what is printed, results/measured/*.json what was run; the README of
+results/ describes both formats.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence
+
+from moa_fairseq.errors import UserError
+
+# What a run can come to besides a number; "no recipe" is said of rows that nothing here runs.
+STATUSES = ("not run", "running", "OOM", "diverged")
+MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
+
+
+@dataclass
+class Cell:
+    """One printed number beside ours.
+
+    quantity: "parameters", "macs_paper_convention", the name of a metric, or None. ours is the mean
+    over the runs; spread their sample standard deviation where there are several. difference is ours
+    minus the paper's.
+    """
+
+    column: str
+    quantity: Optional[str]
+    paper: float
+    ours: Optional[float] = None
+    spread: Optional[float] = None
+    difference: Optional[float] = None
+    status: str = NO_RECIPE
+    runs: int = 0
+
+
+@dataclass
+class Row:
+    """One line of a table: its cells, the architecture counted and the runs that stand for it."""
+
+    row: str
+    arch: Optional[str]
+    cells: List[Cell]
+    runs: List[dict] = field(default_factory=list)
+
+
+@dataclass
+class Table:
+    """One table of one paper."""
+
+    paper: str
+    title: str
+    citation: str
+    table: str
+    caption: str
+    notes: List[str]
+    rows: List[Row]
+
+
+@dataclass
+class Comparison:
+    """All tables, and the runs that stand for no row of any."""
+
+    tables: List[Table]
+    other: List[dict]
+
+    def with_runs_only(self) -> Comparison:
+        """Without the tables and rows that no run stands for."""
+        tables = [replace(table, rows=[row for row in table.rows if row.runs]) for table in self.tables]
+        return Comparison([table for table in tables if table.rows], self.other)
+
+    def as_json(self) -> dict:
+        """Plain data: {"tables": [...], "other": [...]}."""
+        return asdict(self)
+
+
+def load_comparison(results: Path, run_files: Optional[Sequence[Path]] = None) -> Comparison:
+    """Read `results`/papers and the runs, and match them.
+
+    run_files: result.json files of run folders; None takes everything in `results`/measured. A run
+    stands for a row when its `reproduces` names paper, table and row, or names the paper and the row
+    lists its experiment. Raises UserError for a missing folder or a file that is not as described.
+    """
+    printed = results / "papers"
+    if not printed.is_dir():
+        raise UserError(f"--results {results}: there is no folder {printed} with the papers' tables.")
+    if run_files is None:
+        run_files = sorted((results / "measured").glob("*.json"))
+    paper_keys = ("paper", "title", "citation", "tables")
+    papers = [_read(path, paper_keys) for path in sorted(printed.glob("*.json"))]
+    runs = [_read(path, ("experiment", "metrics")) for path in run_files]
+    tables = [_table(paper, table, runs) for paper in papers for table in paper["tables"]]
+    matched = {id(run) for table in tables for row in table.rows for run in row.runs}
+    return Comparison(tables, [run for run in runs if id(run) not in matched])
+
+
+def _read(path: Path, keys: tuple) -> dict:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON: {error}. Restore it, or delete it.") from error
+    missing = [key for key in keys if not isinstance(data, dict) or key not in data]
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}: results/README.md describes the format.")
+    if data.get("status", "not run") not in STATUSES:
+        raise UserError(f"{path}: status {data['status']!r} is none of {', '.join(STATUSES)}.")
+    return data
+
+
+def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
+    rows = []
+    for row in table["rows"]:
+        stands_for = [run for run in runs if _stands_for(run, paper["paper"], table["table"], row)]
+        cells = [
+            _cell(row, column, table["columns"].get(column, {}), value, stands_for)
+            for column, value in row["values"].items()
+        ]
+        rows.append(Row(_label(row), row.get("arch"), cells, stands_for))
+    notes = table.get("notes", [])
+    return Table(
+        paper["paper"], paper["title"], paper["citation"], table["table"], table["caption"], notes, rows
+    )
+
+
+def _label(row: dict) -> str:
+    """The row's name, with K, E and D where they stand in columns of their own."""
+    setting = row.get("setting")
+    return row["row"] + (" {K}K{E}E{D}D".format(**setting) if setting else "")
+
+
+def _stands_for(run: dict, paper: str, table: str, row: dict) -> bool:
+    target = run.get("reproduces")
+    if not target or target.get("paper") != paper:
+        return False
+    named = str(target.get("table")) == table and target.get("row") == row["row"]
+    return named or run["experiment"] in row["experiments"]
+
+
+def _cell(row: dict, column: str, about: dict, paper: float, runs: List[dict]) -> Cell:
+    if "quantity" in about:
+        return _computed(row.get("arch"), column, about, paper)
+    metric, prefix = about.get("metric"), about.get("experiments", "")
+    cell = Cell(column, metric, paper)
+    if metric is None or not any(name.startswith(prefix) for name in row["experiments"]):
+        return cell
+    cell.status = "not run"
+    runs = [run for run in runs if run["experiment"].startswith(prefix)]
+    values = [run["metrics"][metric] for run in runs if run["metrics"].get(metric) is not None]
+    if values:
+        cell.ours, cell.runs, cell.status = statistics.mean(values), len(values), MEASURED
+        cell.spread = statistics.stdev(values) if len(values) > 1 else None
+        cell.difference = cell.ours - paper
+    elif runs:
+        cell.status = runs[-1].get("status", "not run")
+    return cell
+
+
+def _computed(arch: Optional[str], column: str, about: dict, paper: float) -> Cell:
+    cell = Cell(column, about["quantity"], paper)
+    if arch is None:
+        return cell
+    lengths = (about.get("src_len", 10), about.get("tgt_len", 10))
+    cell.ours = _count(arch, about["vocab_size"], *lengths)[about["quantity"]]
+    cell.difference, cell.status = cell.ours - paper, COMPUTED
+    return cell
+
+
+@cache
+def _count(arch: str, vocab_size: int, src_len: int, tgt_len: int) -> Dict[str, int]:
+    from moa_fairseq.evaluation.complexity import as_json, complexity
+
+    return as_json(complexity(arch, vocab_size, src_len, tgt_len))

@@ -1,0 +1,140 @@
+"""The comparison as Markdown: the text between the README's result markers."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional
+
+from moa_fairseq.evaluation.results import COMPUTED, NO_RECIPE, Cell, Comparison, Table
+
+COUNTS = ("parameters", "macs_paper_convention")
+# What a run in results/measured/ may say about itself, in the order in which it is printed.
+FACTS = {
+    "status": "{}",
+    "subset": "subset {}",
+    "epochs": "{:,} epochs",
+    "updates": "{:,} updates",
+    "checkpoints_averaged": "{} checkpoints averaged",
+    "seed": "seed {}",
+    "hardware": "{}",
+    "date": "{}",
+}
+OTHER_SCORES = {
+    "multi_bleu": "multi-bleu",
+    "compound_split_bleu": "compound-split",
+    "sacrebleu": "sacreBLEU",
+    "valid_ppl": "Valid ppl",
+}
+
+
+def render(comparison: Comparison) -> str:
+    """Every table with something of ours in it, then the runs that stand for no printed row."""
+    blocks: List[str] = []
+    paper = None
+    for table in comparison.tables:
+        parts = [_scores(table), _costs(table)]
+        if not any(parts):
+            continue
+        if table.paper != paper:
+            blocks.append(f"### {table.title}\n\n{table.citation}.")
+            paper = table.paper
+        blocks += [f"**Table {table.table}.** {table.caption}.", *parts, _evidence(_runs(table))]
+        blocks += [_baselines(table), " ".join(table.notes)]
+    if comparison.other:
+        blocks += ["### Other runs", _other(comparison.other), _evidence(comparison.other)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _scores(table: Table) -> str:
+    """One line per printed score that a recipe here can reach."""
+    lines = [
+        [row.row, cell.column, f"{cell.paper:g}", _ours(cell), _signed(cell.difference)]
+        for row in table.rows
+        for cell in row.cells
+        if cell.quantity not in COUNTS and cell.status != NO_RECIPE
+    ]
+    return _grid(["Model", "Score", "Paper", "Ours", "Difference"], lines, left=2)
+
+
+def _costs(table: Table) -> str:
+    """One line per architecture: what the paper prints and what `moa-fairseq complexity` counts."""
+    rows = [row for row in table.rows if any(cell.status == COMPUTED for cell in row.cells)]
+    columns = [cell.column for cell in rows[0].cells if cell.quantity in COUNTS] if rows else []
+    head = ["Model", "Architecture"]
+    for column in columns:
+        head += [f"{column}, paper", "ours", "difference"]
+    lines = []
+    for row in rows:
+        cells = {cell.column: cell for cell in row.cells}
+        counts = [field for column in columns for field in _count_fields(cells.get(column))]
+        lines.append([row.row, f"`{row.arch}`", *counts])
+    return _grid(head, lines, left=2)
+
+
+def _count_fields(cell: Optional[Cell]) -> List[str]:
+    if cell is None:
+        return ["", "", ""]
+    percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
+    return [f"{cell.paper / 1e6:g}M", f"{cell.ours / 1e6:.1f}M", f"{percent:+.1f} %"]
+
+
+def _runs(table: Table) -> List[dict]:
+    return list({id(run): run for row in table.rows for run in row.runs}.values())
+
+
+def _evidence(runs: List[dict]) -> str:
+    """How each number came about: a score never travels alone."""
+    return "\n".join(f"- `{run['experiment']}`: {', '.join(_facts(run))}" for run in runs)
+
+
+def _facts(run: dict) -> List[str]:
+    facts = [form.format(run[key]) for key, form in FACTS.items() if run.get(key) is not None]
+    facts += [f"{key} {value}" for key, value in (run.get("generation") or {}).items()]
+    if run.get("commit"):
+        commit, dash, dirty = run["commit"].partition("-")
+        facts.append(f"commit {commit[:10]}{dash}{dirty}")
+    signature = run["metrics"].get("sacrebleu_signature")
+    return facts + ([f"`{signature}`"] if signature else [])
+
+
+def _baselines(table: Table) -> str:
+    names = [row.row for row in table.rows if all(cell.status == NO_RECIPE for cell in row.cells)]
+    return f"Printed there too, without a recipe here: {'; '.join(names)}." if names else ""
+
+
+def _other(runs: List[dict]) -> str:
+    head = ["Experiment", *OTHER_SCORES.values(), "#Params", "Training"]
+    return _grid(head, [_other_fields(run, run["metrics"]) for run in runs], left=1)
+
+
+def _other_fields(run: dict, metrics: Dict[str, float]) -> List[str]:
+    scores = ["" if metrics.get(key) is None else f"{metrics[key]:.2f}" for key in OTHER_SCORES]
+    if run.get("status"):
+        scores[0] = run["status"]
+    parameters, seconds = run.get("parameters"), run.get("train_seconds")
+    return [
+        run["experiment"],
+        *scores,
+        "" if parameters is None else f"{parameters / 1e6:.1f}M",
+        "" if seconds is None else _duration(seconds),
+    ]
+
+
+def _ours(cell: Cell) -> str:
+    if cell.ours is None:
+        return cell.status
+    spread = "" if cell.spread is None else f" ± {cell.spread:.2f} ({cell.runs} runs)"
+    return f"{cell.ours:.2f}{spread}"
+
+
+def _signed(difference: Optional[float]) -> str:
+    return "" if difference is None else f"{difference:+.2f}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+
+
+def _grid(head: List[str], lines: List[List[str]], left: int) -> str:
+    """A Markdown table whose first `left` columns hold text, the others numbers; "" without lines."""
+    rule = ["---"] * left + ["--:"] * (len(head) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rule, *lines]) if lines else ""

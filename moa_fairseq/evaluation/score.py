@@ -1,0 +1,222 @@
+"""BLEU of a fairseq-generate log, or of plain text files, by every chain that the papers use.
+
+  moa-fairseq score generate-test.txt
+  moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
+
+Without --chain three numbers are printed, each with its chain:
+
+  multi-bleu      Moses' multi-bleu.perl on the tokens: the number of most papers before 2018
+  compound-split  the same after splitting hyphens, as fairseq's compound_split_bleu.sh does. It is
+                  INFLATED (by about 0.7 to 1 BLEU for German): compare it only with its like. Text
+                  tokenised with split hyphens (`tokenizer.perl -a`) has its ` @-@ ` split once more
+  sacrebleu       detokenised, cased, with its signature: the number to publish
+
+On request (--chain, can be repeated):
+
+  get-ende-bleu   tensor2tensor's script: the hypotheses (only) are tokenised for German once more,
+                  hyphens are split in both. Hypotheses should be running text, references tokenised
+  moa-release     the script of MoA's release, which splits hyphens that are already ` @-@ ` a second
+                  time. For comparison with that release and nothing else
+
+fairseq's own fairseq-score uses the formula of multi-bleu.perl; it differs only in counting any
+Unicode white space (a no-break space, say) as a word boundary and in never matching <unk>.
+"""
+
+import argparse
+import json
+import sys
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU, multi_bleu_chain, sacrebleu_chain
+from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
+
+SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
+
+
+class Material(NamedTuple):
+    """What is to be scored: lines, one list per reference, and what was found out about them."""
+
+    hypotheses: List[str]
+    references: List[List[str]]
+    raw_references: Optional[List[List[str]]]
+    lang: str
+    detokenized: bool
+    meta: Dict[str, object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq score`."""
+    parser.add_argument("log", nargs="?", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
+    parser.add_argument("--hypothesis", metavar="FILE", help="instead of a log: one translation a line")
+    parser.add_argument(
+        "--reference", metavar="FILE", action="append", default=[], help="its reference; can be repeated"
+    )
+    parser.add_argument(
+        "--chain", action="append", choices=[*CHAINS, SACREBLEU], help="only this chain; can be repeated"
+    )
+    parser.add_argument(
+        "--target-lang", metavar="LANG", help="sacreBLEU's language (default: the log's, else de)"
+    )
+    parser.add_argument(
+        "--raw-reference", metavar="FILE", help="untokenised reference for sacreBLEU, one line per sentence"
+    )
+    parser.add_argument(
+        "--detokenized", action="store_true", help="the texts are running text: sacreBLEU takes them as given"
+    )
+    parser.add_argument(
+        "--remove-bpe",
+        choices=SUBWORDS,
+        help="join subwords first (default: auto for a log: where @@ or ▁ is left; none for files)",
+    )
+    parser.add_argument("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
+    parser.add_argument("--allow-partial", action="store_true", help="score a log that was cut short")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the scores asked for. Raises UserError on bad input."""
+    if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
+        raise UserError("Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE.")
+    material = _from_log(args) if args.log else _from_files(args)
+    chains = args.chain or DEFAULT_CHAINS
+    scores = score(material, chains, args.lowercase)
+    if "compound-split" in chains and any(" @-@ " in line for line in material.hypotheses):
+        material.meta["warnings"].append(
+            "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
+            "again, so each counts as three matching tokens"
+        )
+    for warning in material.meta["warnings"]:
+        print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({**scores, "meta": material.meta}, indent=2, ensure_ascii=False))
+    else:
+        for name in dict.fromkeys(chains):
+            result = scores[_key(name)]
+            signature = f", {result['signature']}" if "signature" in result else ""
+            print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
+    return 0
+
+
+def score(material: Material, chains: Sequence[str], lowercase: bool = False) -> Dict[str, Dict[str, object]]:
+    """Scores of `material` by the named chains, under their JSON keys."""
+    scores = {}
+    for name in chains:
+        if name == SACREBLEU:
+            raw = material.raw_references
+            scores[_key(name)] = sacrebleu_chain(
+                material.hypotheses,
+                raw or material.references,
+                material.lang,
+                (material.detokenized, material.detokenized or raw is not None),
+            )
+        else:
+            scores[_key(name)] = multi_bleu_chain(name, material.hypotheses, material.references, lowercase)
+    return scores
+
+
+def join_subwords(line: str, kind: str) -> str:
+    """Undo subwords: "subword_nmt" removes `@@ `, "sentencepiece" glues the pieces at ▁; else as it is."""
+    if kind == "subword_nmt":
+        return f"{line} ".replace("@@ ", "").rstrip(" ")
+    if kind == "sentencepiece":
+        return line.replace(" ", "").replace("\u2581", " ").strip(" ")
+    return line
+
+
+def _key(chain: str) -> str:
+    return SACREBLEU if chain == SACREBLEU else CHAINS[chain].key
+
+
+def _from_log(args: argparse.Namespace) -> Material:
+    log = read_generate_log(args.log, args.allow_partial)
+    kind = _subword_kind(args.remove_bpe or "auto", log.hypotheses)
+    joined = [join_subwords(line, kind) for line in log.hypotheses]
+    # fairseq applies --bpe and --tokenizer to T and D, not to H: then D is what compares with T.
+    decoded = log.decoded != log.hypotheses
+    hypotheses = log.decoded if decoded else joined
+    raw = None
+    if args.raw_reference:
+        lines = read_lines(args.raw_reference)
+        if log.ids[-1] >= len(lines):
+            raise UserError(
+                f"{args.raw_reference} has {len(lines)} lines, but {args.log} translates sentence number "
+                f"{log.ids[-1]} (from 0): it is not the reference of this test set."
+            )
+        raw = [[lines[i] for i in log.ids]]
+    meta = {
+        "input": str(args.log),
+        "lines": len(log.ids),
+        "hypothesis_lines": "D" if decoded else "H",
+        "subwords_joined": kind,
+        "target_lang": args.target_lang or log.target_lang or "de",
+        "complete": log.complete,
+        "warnings": _log_warnings(log, args.log),
+    }
+    references = [[join_subwords(line, kind) for line in log.targets]]
+    running = args.detokenized or (decoded and log.decoded != joined)
+    return Material(hypotheses, references, raw, meta["target_lang"], running, meta)
+
+
+def _log_warnings(log: GenerateLog, path: str) -> List[str]:
+    warnings = []
+    unknown = sum(line.count("<<unk>>") for line in log.targets)
+    if unknown:
+        warnings.append(
+            f"{path}: {unknown} reference words are unknown to the dictionary and stand as <<unk>>, which "
+            f"never matches; to be exact, score text files with --hypothesis and --reference"
+        )
+    skipped = log.ids[-1] + 1 - len(log.ids)
+    if skipped:
+        warnings.append(
+            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq drops a last "
+            f"batch that is not full: generate with --required-batch-size-multiple 1"
+        )
+    if not log.complete:
+        warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
+    return warnings
+
+
+def _from_files(args: argparse.Namespace) -> Material:
+    hypotheses = _read_text(args.hypothesis)
+    references = [_read_text(path) for path in args.reference]
+    raw = [_read_text(args.raw_reference)] if args.raw_reference else None
+    paths = args.reference + ([args.raw_reference] if raw else [])
+    for path, lines in zip(paths, references + (raw or [])):
+        if len(lines) != len(hypotheses):
+            raise UserError(
+                f"{args.hypothesis} has {len(hypotheses)} lines, {path} has {len(lines)}: a score needs the "
+                f"same sentences in the same order. Check that both files are complete."
+            )
+    kind = _subword_kind(args.remove_bpe or "none", hypotheses)
+    meta = {
+        "input": str(args.hypothesis),
+        "references": [str(path) for path in args.reference],
+        "lines": len(hypotheses),
+        "subwords_joined": kind,
+        "target_lang": args.target_lang or "de",
+        "warnings": [],
+    }
+    return Material(
+        [join_subwords(line, kind) for line in hypotheses],
+        [[join_subwords(line, kind) for line in reference] for reference in references],
+        raw,
+        meta["target_lang"],
+        args.detokenized,
+        meta,
+    )
+
+
+def _read_text(path: str) -> List[str]:
+    lines = read_lines(path)
+    if not any(line.strip() for line in lines):
+        raise UserError(f"{path} is empty: there is nothing to score.")
+    return lines
+
+
+def _subword_kind(wanted: str, hypotheses: List[str]) -> str:
+    if wanted != "auto":
+        return wanted
+    if any("@@ " in f"{line} " for line in hypotheses):
+        return "subword_nmt"
+    return "sentencepiece" if any("\u2581" in line for line in hypotheses) else "none"

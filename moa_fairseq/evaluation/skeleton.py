@@ -1,0 +1,115 @@
+"""Builds any registered architecture without data and without memory for its weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import io
+import logging
+from types import SimpleNamespace
+from typing import Iterator, List, Sequence
+
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.models import (
+    ARCH_MODEL_REGISTRY,
+    BaseFairseqModel,
+    FairseqEncoderDecoderModel,
+    FairseqLanguageModel,
+)
+
+import moa_fairseq  # noqa: F401  (registers the architectures)
+from moa_fairseq.errors import UserError
+
+EMBEDDINGS = {
+    "shared": ["--share-all-embeddings"],
+    "decoder": ["--share-decoder-input-output-embed"],
+    "separate": [],
+}
+
+
+def task_of(arch: str) -> str:
+    """The fairseq task that trains `arch`: translation, language_modeling or masked_lm.
+
+    Raises UserError for a name that no model registered.
+    """
+    model = ARCH_MODEL_REGISTRY.get(arch)
+    if model is None:
+        close = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=4)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise UserError(f"--arch {arch}: no such architecture.{hint}")
+    if issubclass(model, FairseqEncoderDecoderModel):
+        return "translation"
+    return "language_modeling" if issubclass(model, FairseqLanguageModel) else "masked_lm"
+
+
+def build_skeleton(
+    arch: str, vocab_size: int, embeddings: str = "shared", model_flags: Sequence[str] = ()
+) -> BaseFairseqModel:
+    """The model that fairseq-train would build, on the meta device: shapes, but no weights.
+
+    arch: name as after --arch. vocab_size: symbols of the (joined) dictionary, its four special ones
+    included. embeddings: a key of EMBEDDINGS; it concerns translation only. model_flags: more
+    fairseq flags, such as ["--encoder-layers", "3"]. Raises UserError for an unknown architecture,
+    flags that fairseq does not take, or a combination that the model refuses.
+    """
+    task_name = task_of(arch)
+    dictionary = _dictionary(vocab_size)
+    flags = ["no-data", "--arch", arch, "--task", task_name, *model_flags]
+    if task_name == "translation":
+        flags += EMBEDDINGS[embeddings]
+    with _quiet():
+        args = _parse(flags)
+        task = SimpleNamespace(
+            source_dictionary=dictionary, target_dictionary=dictionary, dictionary=dictionary, args=args
+        )
+        try:
+            return _build(args, task)
+        except (ValueError, AssertionError) as error:
+            setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
+            raise UserError(f"fairseq cannot build {arch} with {setting}: {error}") from error
+
+
+def _build(args: argparse.Namespace, task: SimpleNamespace) -> BaseFairseqModel:
+    try:
+        with torch.device("meta"):
+            return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
+    except NotImplementedError:  # RoBERTa copies values while it initialises: only real weights will do
+        return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
+
+
+def _parse(flags: List[str]) -> argparse.Namespace:
+    parser = options.get_training_parser(default_task="translation")
+    complaint = io.StringIO()
+    try:
+        # fairseq's usage text is hundreds of lines long: only the last one says what is wrong.
+        with contextlib.redirect_stderr(complaint):
+            return options.parse_args_and_arch(parser, flags)
+    except SystemExit as error:
+        lines = complaint.getvalue().strip().splitlines() or ["unknown flag"]
+        reason = lines[-1].split("error: ")[-1]
+        raise UserError(f"fairseq does not accept these model flags: {reason}.") from error
+
+
+def _dictionary(vocab_size: int) -> Dictionary:
+    dictionary = Dictionary()
+    if vocab_size <= len(dictionary):
+        raise UserError(
+            f"--vocab-size {vocab_size}: a fairseq dictionary holds {len(dictionary)} special symbols before "
+            f"the first word; give the number of lines of dict.txt plus {len(dictionary)}."
+        )
+    for index in range(vocab_size - len(dictionary)):
+        dictionary.add_symbol(f"symbol{index}")
+    return dictionary
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Model constructors log at INFO; a report on stdout needs none of it."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,81 @@
+"""Run one experiment: prepare its data, train, average, translate and score, as its YAML file says.
+
+  moa-fairseq recipe configs/multi30k_ende_moa_tiny.yaml --data multi30k/data/task1/raw
+  moa-fairseq recipe configs/wmt14_ende_moa_base.yaml --dry-run --gpus 8
+  moa-fairseq recipe configs/quickstart_moa.yaml --set train.max_epoch=2 --save-dir runs/try
+
+Prints the plain fairseq commands that it runs; they also stand in <save-dir>/commands.sh. Run the same
+line again after an interruption: finished stages are skipped, training goes on from its last
+checkpoint. --gpus says how many GPUs to use (all that torch sees; 0: the CPU); --update-freq follows,
+so that one update has the recipe's number of tokens on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.preflight import check_train_command, fairseq_is_installed
+from moa_fairseq.recipes.runner import STAGES, Options, planned_commands, run_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `moa-fairseq recipe`."""
+    parser.add_argument("config", type=Path, help="the experiment's YAML file")
+    parser.add_argument("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")
+    parser.add_argument("--data", type=Path, metavar="DIR",
+                        help="raw data as the recipe's data section wants it, or a folder made by fairseq-preprocess")
+    parser.add_argument("--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated")
+    parser.add_argument("--restart", action="store_true",
+                        help="move an existing run folder aside and start from the beginning")
+    parser.add_argument("--record", nargs="?", const="", metavar="NAME",
+                        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run or, with --dry-run, print one recipe. Returns the exit status."""
+    recipe = load_recipe(args.config, args.overrides)
+    present = detect_hardware()
+    hardware = choose_devices(present, args.gpus, args.dry_run)
+    options = Options(stage=args.stage, data=args.data, save_dir=args.save_dir, restart=args.restart,
+                      record=_record_path(args), command_line=_command_line())
+    plan = planned_commands(recipe, hardware, options)
+    print(f"{recipe.experiment}: {recipe.summary}")
+    if recipe.reproduces:
+        cell = recipe.reproduces
+        print(f"stands for {cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}")
+    print(f"hardware: {hardware.describe()}", flush=True)
+    training = next((command for command in plan if command[0] == "fairseq-train"), None)
+    if training and (fairseq_is_installed() or not args.dry_run):
+        check_train_command(training)
+    if not args.dry_run:
+        run_recipe(recipe, hardware, present, options, say=_say)
+        return 0
+    print(f"batch: {commands.plan_batch(recipe.train, hardware.devices).describe()}")
+    environment = commands.device_environment(hardware, present)
+    for command in plan:
+        print(f"$ {commands.to_shell(command, environment)}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _record_path(args: argparse.Namespace) -> Path | None:
+    if args.record is None:
+        return None
+    return args.config.resolve().parent.parent / "results" / "measured" / f"{args.record or args.config.stem}.json"
+
+
+def _command_line() -> str:
+    return " ".join(["moa-fairseq", *(shlex.quote(word) for word in sys.argv[1:])])

@@ -1,0 +1,176 @@
+"""A recipe becomes fairseq command lines. Pure: no file is read or written, the hardware comes as an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+from moa_fairseq.recipes.hardware import Hardware, precision_flags
+from moa_fairseq.recipes.schema import Recipe, Train
+
+MODULES = {
+    "fairseq-preprocess": "fairseq_cli.preprocess",
+    "fairseq-train": "fairseq_cli.train",
+    "fairseq-generate": "fairseq_cli.generate",
+    "fairseq-validate": "fairseq_cli.validate",
+    "moa-fairseq": "moa_fairseq.cli",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """How one update's tokens are spread over devices and accumulation steps."""
+
+    devices: int
+    update_freq: int
+    max_tokens: int
+    wanted: Optional[int]
+
+    @property
+    def effective(self) -> int:
+        """Tokens of one update, padding included."""
+        return self.devices * self.update_freq * self.max_tokens
+
+    def describe(self) -> str:
+        """One line for the log, rounding included."""
+        line = (f"{self.devices} device(s) x update-freq {self.update_freq} x max-tokens {self.max_tokens:,} "
+                f"= {self.effective:,} tokens per update")
+        if self.wanted and self.wanted != self.effective:
+            line += f" ({self.wanted:,} asked for, {self.effective / self.wanted - 1:+.2%} by rounding)"
+        return line
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPaths:
+    """Where a run's files are. data: binarised folder; save_dir: run folder; user_dir: the plugin."""
+
+    data: Path
+    save_dir: Path
+    user_dir: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """fairseq's --save-dir."""
+        return self.save_dir / "checkpoints"
+
+    def model(self, recipe: Recipe) -> Path:
+        """The checkpoint that is evaluated."""
+        return self.save_dir / "average.pt" if recipe.average else self.checkpoints / "checkpoint_best.pt"
+
+
+def plan_batch(train: Train, devices: int) -> BatchPlan:
+    """Keep the effective batch on any number of devices.
+
+    The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that
+    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps.
+    """
+    wanted = train.effective_batch_tokens
+    if wanted is None:
+        return BatchPlan(devices, 1, train.max_tokens, None)
+    steps = max(1, -(-wanted // (devices * train.max_tokens)))
+    return BatchPlan(devices, steps, max(1, wanted // (devices * steps)), wanted)
+
+
+def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[str]:
+    """The fairseq-train line of a recipe."""
+    train, model = recipe.train, recipe.model
+    batch = plan_batch(train, hardware.devices)
+    command = ["fairseq-train", str(paths.data), *_task_flags(recipe, paths)]
+    command += flags({
+        "arch": model.arch,
+        "num-experts": model.num_experts,
+        "experts-per-token": model.experts_per_token,
+        "expert-dim": model.expert_dim,
+        "share-all-embeddings": model.share_all_embeddings,
+        **model.flags,
+        "criterion": train.criterion,
+        **train.flags,
+        "max-tokens": batch.max_tokens,
+        "update-freq": batch.update_freq,
+        "max-epoch": train.max_epoch,
+        "max-update": train.max_update,
+        "seed": train.seed,
+        "keep-last-epochs": train.keep_last_epochs,
+        "save-dir": str(paths.checkpoints),
+        "log-format": "json",
+        "log-interval": train.log_interval,
+        "distributed-world-size": hardware.devices,
+    })
+    return command + precision_flags(train.precision, hardware) + _device_flags(hardware)
+
+
+def average_command(recipe: Recipe, paths: RunPaths) -> List[str]:
+    """The averaging of the last checkpoints."""
+    return ["moa-fairseq", "average", *flags({
+        "inputs": str(paths.checkpoints),
+        "num-epoch-checkpoints": recipe.average.epochs,
+        "num-update-checkpoints": recipe.average.updates,
+        "output": str(paths.save_dir / "average.pt"),
+    })]
+
+
+def generate_command(recipe: Recipe, hardware: Hardware, paths: RunPaths, subset: str) -> List[str]:
+    """The beam search over one subset, in fp32 so that scores do not depend on the hardware."""
+    generate = recipe.generate
+    return ["fairseq-generate", str(paths.data), *_task_flags(recipe, paths), *flags({
+        "path": str(paths.model(recipe)),
+        "gen-subset": subset,
+        "beam": generate.beam,
+        "lenpen": generate.lenpen,
+        "max-tokens": generate.max_tokens,
+        "remove-bpe": generate.remove_bpe,
+        **generate.flags,
+    }), *_device_flags(hardware)]
+
+
+def score_command(recipe: Recipe, output: Path) -> List[str]:
+    """The scoring of one fairseq-generate log, as JSON on stdout."""
+    return ["moa-fairseq", "score", str(output), *flags(recipe.score.flags), "--json"]
+
+
+def flags(values: Mapping[str, Any]) -> List[str]:
+    """{'lr': 0.1, 'fp16': True, 'x': None} → ['--lr', '0.1', '--fp16']: False and None are left out."""
+    line: List[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        if value is True:
+            line.append(f"--{name}")
+        elif isinstance(value, (list, tuple)):
+            line += [f"--{name}", *(str(item) for item in value)]
+        elif str(value).startswith("-"):
+            line.append(f"--{name}={value}")  # argparse would take a separate -1 for a flag
+        else:
+            line += [f"--{name}", str(value)]
+    return line
+
+
+def to_argv(command: Sequence[str]) -> List[str]:
+    """What is executed for a printed command: the same program by module, in this Python."""
+    return [sys.executable, "-u", "-m", MODULES[command[0]], *command[1:]]
+
+
+def to_shell(command: Sequence[str], environment: Optional[Dict[str, str]] = None) -> str:
+    """The command as one can paste it into a shell."""
+    settings = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
+    return " ".join([*settings, *(shlex.quote(word) for word in command)])
+
+
+def device_environment(hardware: Hardware, present: Hardware) -> Dict[str, str]:
+    """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
+    restrict = 0 < hardware.gpus < present.gpus
+    return {"CUDA_VISIBLE_DEVICES": ",".join(hardware.visible)} if restrict else {}
+
+
+def _task_flags(recipe: Recipe, paths: RunPaths) -> List[str]:
+    task = {"user-dir": str(paths.user_dir), "task": recipe.train.task}
+    if recipe.train.task.startswith("translation"):
+        task.update({"source-lang": recipe.data.source, "target-lang": recipe.data.target})
+    return flags(task)
+
+
+def _device_flags(hardware: Hardware) -> List[str]:
+    return [] if hardware.gpus else ["--cpu"]

@@ -1,0 +1,88 @@
+"""What the machine offers, and what follows from it: number of devices and numeric precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from typing import List, Optional, Tuple
+
+from moa_fairseq.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor)."""
+
+    gpus: int = 0
+    name: str = "CPU"
+    capability: Optional[Tuple[int, int]] = None
+    visible: Tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """Processes that train side by side: one per GPU, or one on the CPU."""
+        return max(1, self.gpus)
+
+    def describe(self) -> str:
+        """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores."""
+        return f"{self.gpus} x {self.name}" if self.gpus else self.name
+
+
+def detect_hardware() -> Hardware:
+    """The GPUs that torch sees (CUDA_VISIBLE_DEVICES respected), else the CPU."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return Hardware(name=f"{cores} CPU cores ({_processor_name()})")
+    capability = min(torch.cuda.get_device_capability(index) for index in range(count))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
+    return Hardware(count, torch.cuda.get_device_name(0), capability, identifiers[:count])
+
+
+def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> Hardware:
+    """Apply --gpus N to the machine.
+
+    None takes all that is present, 0 the CPU. Asking for more than there is raises UserError,
+    except in a dry run, which then prints the commands for that many V100s (fp16).
+    """
+    if wanted is None or wanted == present.gpus:
+        return present
+    if wanted < 0:
+        raise UserError(f"--gpus {wanted}: say how many GPUs to use; 0 means the CPU.")
+    if wanted == 0:
+        return Hardware(name=f"CPU ({_processor_name()})")
+    if wanted < present.gpus:
+        return dataclasses.replace(present, gpus=wanted, visible=present.visible[:wanted])
+    if dry_run:
+        return Hardware(wanted, "GPU (assumed V100)", (7, 0), tuple(str(index) for index in range(wanted)))
+    raise UserError(
+        f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or check "
+        f"CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver (torch.cuda.is_available())."
+    )
+
+
+def precision_flags(precision: str, hardware: Hardware) -> List[str]:
+    """fairseq's flag for a recipe's precision; `auto` is bf16 from Ampere on, fp16 on Volta and Turing, else fp32.
+
+    Raises UserError when the precision was asked for by name and the hardware does not have it.
+    """
+    capability = hardware.capability or (0, 0)
+    if precision == "auto":
+        precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    elif precision != "fp32" and not hardware.gpus:
+        raise UserError(f"train.precision {precision} needs a GPU: use fp32 or auto on the CPU.")
+    elif precision == "bf16" and capability < (8, 0):
+        raise UserError(f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16.")
+    return [] if precision == "fp32" else [f"--{precision}"]
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,127 @@
+"""Running one command: its output kept in a log, Ctrl-C passed on, a failure told in one paragraph."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List, Optional, Sequence
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.commands import to_argv, to_shell
+
+TAIL_LINES = 12
+STOP_SECONDS = 15
+
+# What fairseq's last lines mean, and what helps.
+HINTS = (
+    (r"out of memory|OutOfMemory", "The GPU's memory is full: lower the tokens per device, for example --set "
+     "train.max_tokens=2048; the effective batch stays the same."),
+    (r"No space left on device|Disk quota exceeded", "The disk is full: free some space and run the same command "
+     "again; it goes on from the last whole checkpoint."),
+    (r"Minimum loss scale reached", "fp16 training diverged: use --set train.precision=bf16 (Ampere or newer) or "
+     "fp32, or a lower learning rate."),
+    (r"no kernel image is available|not compatible with the current PyTorch", "This torch was not built for this "
+     "GPU: install a torch built for it (V100: CUDA 12.6 or older)."),
+    (r"exceeds max_tokens", "A sentence is longer than one device's batch: raise train.max_tokens, or leave long "
+     "sentences out of the data."),
+    (r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory", "The machine's memory is full: close other "
+     "programs or use --set train.flags.num-workers=0."),
+)
+
+
+class Executor:
+    """Runs commands for the stages; tests put another one in its place.
+
+    keep_open: file descriptors that the child inherits (the run folder's lock, so that it stays
+    locked as long as anything works in it).
+    """
+
+    def __init__(self, environment: Optional[Dict[str, str]] = None, keep_open: Sequence[int] = ()) -> None:
+        self.environment = environment or {}
+        self.keep_open = tuple(keep_open)
+
+    def run(
+        self, command: List[str], log: Path, output: Optional[Path] = None,
+        on_line: Optional[Callable[[str], None]] = None, errors_too: bool = False,
+    ) -> None:
+        """Run a printed command to its end.
+
+        log: receives standard error, and standard output too unless `output` names another file.
+        on_line: called with each line of standard output (errors_too: and of standard error). Raises
+        UserError when the command fails.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **_python_environment(), **self.environment}
+        with contextlib.ExitStack() as files:
+            errors = files.enter_context(open(log, "ab", buffering=0))
+            record = files.enter_context(open(output, "wb")) if output else errors
+            errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
+            process = subprocess.Popen(to_argv(command), stdout=subprocess.PIPE, env=environment,
+                                       stderr=subprocess.STDOUT if errors_too else errors,
+                                       pass_fds=self.keep_open)
+            with _ended_with_us(process):
+                for raw in process.stdout:
+                    record.write(raw)
+                    if on_line:
+                        on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
+                status = process.wait()
+        if status:
+            raise UserError(_failure(command[0], status, log))
+
+
+def _python_environment() -> Dict[str, str]:
+    """Settings for a child Python: UTF-8 output at once, and this same moa_fairseq even when not installed."""
+    package_root = Path(__file__).resolve().parents[2]
+    settings = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    if not {"site-packages", "dist-packages"} & set(package_root.parts):
+        settings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package_root), os.environ.get("PYTHONPATH")]))
+    return settings
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM (a scheduler's, say) ends a run the way Ctrl-C does. Outside the main thread: no change."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
+    """Whatever ends the block ends the child too: gently first, so that it can finish what it writes."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        process.stdout.close()
+
+
+def _failure(program: str, status: int, log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    text = "\n".join(lines)
+    hint = next((f" {advice}" for pattern, advice in HINTS if re.search(pattern, text)), "")
+    how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
+    if status == -signal.SIGKILL and not hint:
+        hint = " The system killed it, most often because the machine's memory was full."
+    shown = "\n".join(f"    {line[:300]}" for line in lines)
+    return f"{program} {how}.{hint} What is done so far is kept. The whole log is {log}; its last lines:\n{shown}"

@@ -1,0 +1,106 @@
+"""result.json: one measured number with everything that is needed to trust or repeat it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
+from moa_fairseq.recipes.stages import Run
+from moa_fairseq.recipes.train_log import summarise
+
+
+def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> Path:
+    """Write `result.json` into the run folder.
+
+    scores: subset → what `moa-fairseq score --json` said; the recipe's first subset is the result, the
+    others stand under "other_subsets". command: the moa-fairseq line that led to it.
+    """
+    recipe, trained = run.recipe, run.state.get("train")
+    summary = summarise(run.folder / "train.jsonl")
+    subset = recipe.generate.subsets[0] if recipe.generate else None
+    metrics = flat_metrics(scores[subset]) if subset in scores else {}
+    if "valid_ppl" in summary:
+        metrics["valid_ppl"] = summary.pop("valid_ppl")
+    result = {
+        "experiment": recipe.experiment,
+        "reproduces": _reproduces(recipe),
+        "headline": recipe.score.headline if recipe.score else None,
+        "metrics": metrics,
+        "subset": subset,
+        "other_subsets": {name: flat_metrics(values) for name, values in scores.items() if name != subset},
+        "parameters": trained.get("parameters"),
+        **{key: value for key, value in summary.items() if key != "valid_ppl"},
+        "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
+        "checkpoints_averaged": run.state.get("average").get("checkpoints", 1) if recipe.average else 1,
+        "generation": {"beam": recipe.generate.beam, "lenpen": recipe.generate.lenpen} if recipe.generate else None,
+        "seed": recipe.train.seed,
+        "hardware": trained.get("hardware", run.hardware.describe()),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+    }
+    path = run.folder / "result.json"
+    with atomic_write(path) as stream:
+        json.dump(result, stream, indent=1, ensure_ascii=False)
+        stream.write("\n")
+    return path
+
+
+def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
+    """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
+    metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
+    signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
+    if signature:
+        metrics["sacrebleu_signature"] = signature
+    return metrics
+
+
+def versions() -> Dict[str, Optional[str]]:
+    """Versions of Python and of the packages that the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "fairseq": _version("ve-fairseq") or _version("fairseq"),
+        "moa_fairseq": _version("moa-fairseq") or _source_version(),
+    }
+
+
+def commit() -> Optional[str]:
+    """The commit of the source tree that runs, with -dirty for uncommitted changes; None outside of git."""
+    here = Path(__file__).resolve().parent
+    try:
+        head, status = (
+            subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20, check=True)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
+
+
+def _reproduces(recipe: Recipe) -> Optional[Dict[str, Any]]:
+    cell = recipe.reproduces
+    return {key: getattr(cell, key) for key in ("paper", "table", "row", "column")} if cell else None
+
+
+def _version(distribution: str) -> Optional[str]:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _source_version() -> Optional[str]:
+    """The version in setup.py, for a source tree that is not installed."""
+    setup = Path(__file__).resolve().parents[2] / "setup.py"
+    match = re.search(r'version="([^"]+)"', setup.read_text(encoding="utf-8")) if setup.is_file() else None
+    return match.group(1) if match else None

@@ -1,0 +1,120 @@
+"""What a run folder remembers (state.json), that one process works in it at a time, and which checkpoints are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+
+_EPOCH_CHECKPOINT = re.compile(r"checkpoint(\d+)\.pt")
+_UPDATE_CHECKPOINT = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+
+
+class RunState:
+    """`state.json`: one entry per stage with the fingerprint of what it was made from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "state.json"
+        try:
+            self.entries: Dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            self.entries = {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path} cannot be read ({error}). Delete that one file; whole results are then "
+                            "made again from the checkpoints.") from error
+
+    def get(self, stage: str) -> Dict[str, Any]:
+        """The entry of a stage, {} when it never ran."""
+        return self.entries.get(stage, {})
+
+    def put(self, stage: str, **values: Any) -> None:
+        """Replace a stage's entry and write the file."""
+        self.entries[stage] = values
+        with atomic_write(self.path) as stream:
+            json.dump(self.entries, stream, indent=1, sort_keys=True)
+
+    def is_done(self, stage: str, fingerprint: str, *outputs: Path) -> bool:
+        """True when the stage finished from the same fingerprint and its outputs are still there."""
+        return self.get(stage).get("done") == fingerprint and all(
+            path.is_file() and path.stat().st_size for path in outputs)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[List[int]]:
+    """Hold the folder's lock; yields the file descriptors that children must inherit to hold it too.
+
+    Raises UserError when another run, or a child that outlived one, works in the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield []
+        return
+    with open(folder / ".lock", "a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            stream.seek(0)
+            raise UserError(f"Another run is at work in {folder} (started as process {stream.read().strip() or '?'}). "
+                            "Wait for it, stop it, or use another --save-dir.") from None
+        stream.seek(0)
+        stream.truncate()
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield [stream.fileno()]
+
+
+def epoch_checkpoints(folder: Path) -> List[Path]:
+    """checkpointN.pt files, oldest epoch first."""
+    return _numbered(folder, _EPOCH_CHECKPOINT)
+
+
+def update_checkpoints(folder: Path) -> List[Path]:
+    """checkpoint_EPOCH_UPDATES.pt files, fewest updates first."""
+    return _numbered(folder, _UPDATE_CHECKPOINT)
+
+
+def _numbered(folder: Path, pattern: re.Pattern) -> List[Path]:
+    found = [(int(match.group(1)), path) for path in folder.glob("checkpoint*.pt")
+             if (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """False for a checkpoint that was cut off: its zip directory stands at the very end."""
+    return checkpoint.is_file() and zipfile.is_zipfile(checkpoint)
+
+
+def checkpoint_to_resume(folder: Path) -> Optional[Path]:
+    """checkpoint_last.pt, or the newest whole checkpoint where a crash cut the last one off.
+
+    None when training has to start from the beginning. Raises UserError when there are checkpoints
+    but none is whole.
+    """
+    last = folder / "checkpoint_last.pt"
+    if is_whole(last):
+        return last
+    candidates = epoch_checkpoints(folder) + update_checkpoints(folder)
+    whole = sorted((path for path in candidates if is_whole(path)), key=lambda path: path.stat().st_mtime_ns)
+    if whole:
+        return whole[-1]
+    if last.exists() or candidates:
+        raise UserError(f"No checkpoint in {folder} is whole (a crash or a full disk cut them off). Start again with "
+                        "--restart, which moves the folder aside.")
+    return None
+
+
+def move_aside(folder: Path) -> Optional[Path]:
+    """Rename a run folder to the first free `<folder>.old-N`; None when there is nothing to move."""
+    if not folder.exists():
+        return None
+    number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
+    return folder.rename(folder.with_name(f"{folder.name}.old-{number}"))

@@ -1,0 +1,197 @@
+"""From a recipe to result.json: which stages run, in which folder, and what is printed on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+import yaml
+
+from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder, require_source
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes import commands, stages
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import to_mapping
+from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
+from moa_fairseq.recipes.result import write_result
+from moa_fairseq.recipes.run_folder import RunState, locked, move_aside
+from moa_fairseq.recipes.schema import Recipe
+
+STAGES = ("prepare", "train", "average", "generate", "score")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line says beside the recipe. command_line: for result.json."""
+
+    stage: str = "all"
+    data: Optional[Path] = None
+    save_dir: Optional[Path] = None
+    restart: bool = False
+    record: Optional[Path] = None
+    command_line: str = ""
+    data_root: Path = Path("data")
+    corpus_root: Path = Path("data") / "embedded_en_de"
+
+    def wants(self, stage: str) -> bool:
+        """True when --stage asks for this stage."""
+        return self.stage in (stage, "all")
+
+
+def user_dir() -> Path:
+    """The folder that fairseq's --user-dir takes."""
+    import moa_fairseq
+
+    return Path(moa_fairseq.__file__).parent
+
+
+def save_dir_of(recipe: Recipe, options: Options) -> Path:
+    """The run folder: --save-dir, or runs/<experiment>."""
+    return options.save_dir or Path("runs") / recipe.experiment
+
+
+def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
+    """Every command of the wanted stages, for --dry-run: nothing is read or written."""
+    settings = to_mapping(recipe)["data"]
+    given = recipe.data.recipe == "binarised"
+    root = prepared_folder(settings, options.data, options.data_root)
+    data = (options.data or Path("DATA-BIN")) if given else root / "binarised"
+    paths = commands.RunPaths(data, save_dir_of(recipe, options), user_dir())
+    planned: List[List[str]] = []
+    if options.wants("train"):
+        planned.append(commands.train_command(recipe, hardware, paths))
+    if options.wants("average") and recipe.average:
+        planned.append(commands.average_command(recipe, paths))
+    subsets = recipe.generate.subsets if recipe.generate else []
+    if options.wants("generate"):
+        planned += [commands.generate_command(recipe, hardware, paths, subset) for subset in subsets]
+    if options.wants("score") and recipe.score:
+        planned += [commands.score_command(recipe, paths.save_dir / f"generate-{subset}.txt") for subset in subsets]
+    return planned
+
+
+def run_recipe(
+    recipe: Recipe, hardware: Hardware, present: Hardware, options: Options,
+    executor_class: Callable[..., Executor] = Executor, say: Callable[[str], None] = print,
+) -> Optional[Path]:
+    """Carry out the wanted stages. Returns the path of result.json when the recipe was scored.
+
+    hardware: what the run uses; present: what the machine has. Raises UserError; what was finished
+    before stays and is not done again next time.
+    """
+    folder = save_dir_of(recipe, options)
+    if options.restart and (aside := move_aside(folder)):
+        say(f"{folder} moved to {aside}")
+    environment = commands.device_environment(hardware, present)
+    with terminate_as_interrupt(), locked(folder) as lock:
+        return _run_stages(recipe, hardware, options, folder, executor_class(environment, lock), say)
+
+
+def _run_stages(
+    recipe: Recipe, hardware: Hardware, options: Options, folder: Path, executor: Executor,
+    say: Callable[[str], None],
+) -> Optional[Path]:
+    state = RunState(folder)
+
+    def show(command: List[str]) -> None:
+        line = commands.to_shell(command, executor.environment)
+        say(f"$ {line}")
+        _append_command(folder / "commands.sh", line)
+
+    started = time.time()
+    prepared = _prepare(recipe, options, folder, state, executor, show, say)
+    paths = commands.RunPaths(prepared.folder, folder, user_dir())
+    run = stages.Run(recipe, hardware, paths, state, executor, show, say)
+    if options.wants("train"):
+        stages.train(run, prepared)
+    # Written after `train` has agreed to the settings: a refused run must not overwrite the old copy.
+    with atomic_write(folder / "recipe.yaml") as stream:
+        yaml.safe_dump(to_mapping(recipe), stream, sort_keys=False, allow_unicode=True)
+    if options.wants("average") and recipe.average:
+        stages.average(run)
+    scores = _evaluate(run, prepared, options)
+    if not scores:
+        return None
+    result = write_result(run, scores, options.command_line)
+    say(f"{result}: {_headline(recipe, scores)} ({time.time() - started:.0f} s)")
+    if options.record:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(options.record) as stream:
+            stream.write(result.read_text(encoding="utf-8"))
+        say(f"recorded as {options.record}")
+    return result
+
+
+def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str, Any]:
+    recipe = run.recipe
+    subsets = recipe.generate.subsets if recipe.generate else []
+    scores = {}
+    for subset in subsets:
+        if options.wants("generate"):
+            stages.generate(run, prepared, subset)
+        if options.wants("score") and recipe.score:
+            scores[subset] = stages.score(run, subset)
+    return scores
+
+
+def _prepare(
+    recipe: Recipe, options: Options, folder: Path, state: RunState, executor: Executor,
+    show: Callable[[List[str]], None], say: Callable[[str], None],
+) -> Prepared:
+    """Do the prepare stage, or for a later stage alone recall what it made."""
+    known = state.get("prepare")
+    if not options.wants("prepare") and options.data is None:
+        if not known or not Path(known["folder"]).is_dir():
+            raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
+        return Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
+    settings = to_mapping(recipe)["data"]
+    given = options.data or (Path(known["source"]) if known.get("source") else None)
+    if given is None and recipe.data.recipe == "embedded":
+        given = _embedded_corpus(options.corpus_root, folder, executor, show)
+    source = require_source(settings, given)
+    root = prepared_folder(settings, source, options.data_root)
+
+    def preprocess(flags: Mapping[str, Any]) -> None:
+        command = ["fairseq-preprocess", *commands.flags(flags)]
+        # What is shown writes to the final folder; what runs writes beside it, to be renamed when whole.
+        show([word.replace("binarised.partial", "binarised") for word in command])
+        executor.run(command, root / "preprocess.log")
+
+    subsets = ["train", "valid", *(recipe.generate.subsets if recipe.generate else [])]
+    with locked(root):
+        prepared = Preparation(settings, subsets, source, root, preprocess, say).run()
+    state.put("prepare", folder=str(prepared.folder.resolve()), sentences=prepared.sentences,
+              fingerprint=prepared.fingerprint, source=str(source.resolve()))
+    return prepared
+
+
+def _embedded_corpus(
+    root: Path, folder: Path, executor: Executor, show: Callable[[List[str]], None]
+) -> Path:
+    """Have `moa-fairseq corpus` build the embedded corpus; a second time that is a no-op."""
+    command = ["moa-fairseq", "corpus", "--output", str(root)]
+    show(command)
+    executor.run(command, folder / "corpus.log", errors_too=True,
+                 on_line=lambda line: print(f"  {line}", flush=True))
+    return root
+
+
+def _append_command(path: Path, line: str) -> None:
+    """Add a command to commands.sh unless it stands there (a resumed run repeats it)."""
+    lines: List[str] = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not lines:
+        lines = ["#!/usr/bin/env bash", "# What this run executed, in order.", "set -euo pipefail"]
+    if line not in lines:
+        with atomic_write(path) as stream:
+            stream.write("\n".join([*lines, line]) + "\n")
+
+
+def _headline(recipe: Recipe, scores: Dict[str, Any]) -> str:
+    name = recipe.score.headline
+    parts = []
+    for subset, values in scores.items():
+        parts.append(f"{name} {values[name]['score']:.2f} on {subset}" if name in values else f"{subset} scored")
+    return ", ".join(parts)

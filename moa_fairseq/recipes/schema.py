@@ -1,0 +1,243 @@
+"""What a recipe file may say: the sections, their keys and types, and the rules that tie keys together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Dict, List, Optional
+
+from moa_fairseq.errors import UserError
+
+DATA_RECIPES = ("multi30k", "embedded", "parallel", "binarised")
+PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
+HEADLINE_METRICS = ("multi_bleu", "compound_split_bleu", "sacrebleu")
+FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reproduces:
+    """The published number that the recipe stands for: which cell of which table of which paper."""
+
+    paper: str
+    table: str
+    row: str
+    column: str
+    value: Optional[float] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Which text, and how it becomes a binarised folder.
+
+    bpe: number of joint merges to learn on the training text, or None when the text is segmented
+    already. flags: passed on to fairseq-preprocess.
+    """
+
+    recipe: str
+    source: str
+    target: str
+    bpe: Optional[int] = None
+    joined_dictionary: bool = True
+    lowercase: bool = False
+    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The arch and, for mixtures of attention heads, E, K and D. flags: passed on to fairseq-train."""
+
+    arch: str
+    num_experts: Optional[int] = None
+    experts_per_token: Optional[int] = None
+    expert_dim: Optional[int] = None
+    share_all_embeddings: bool = False
+    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Optimisation.
+
+    effective_batch_tokens: tokens of one update, over all devices and accumulation steps, padding
+    included (fairseq's --max-tokens counts so). max_tokens: at most so many at once on one device.
+    flags: passed on to fairseq-train (optimizer, lr, regularisation, ...).
+    """
+
+    max_tokens: int
+    criterion: str
+    task: str = "translation"
+    effective_batch_tokens: Optional[int] = None
+    max_epoch: Optional[int] = None
+    max_update: Optional[int] = None
+    seed: int = 1
+    precision: str = "auto"
+    keep_last_epochs: int = 10
+    log_interval: int = 100
+    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """How many of the last checkpoints are averaged: of epochs, or of train.flags.save-interval-updates."""
+
+    epochs: Optional[int] = None
+    updates: Optional[int] = None
+
+    @property
+    def count(self) -> int:
+        """Number of checkpoints in the average."""
+        return self.epochs or self.updates or 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Beam search. subsets: the first one is the recipe's result. flags: passed on to fairseq-generate."""
+
+    subsets: List[str]
+    beam: int
+    lenpen: float = 1.0
+    max_tokens: int = 4096
+    remove_bpe: bool = True
+    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score."""
+
+    headline: str = "multi_bleu"
+    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One experiment, from data to score. A section that is None is a stage left out."""
+
+    experiment: str
+    summary: str
+    data: Data
+    model: Model
+    train: Train
+    reproduces: Optional[Reproduces] = None
+    average: Optional[Average] = None
+    generate: Optional[Generate] = None
+    score: Optional[Score] = None
+
+
+def check(recipe: Recipe, file: str) -> None:
+    """Raise UserError naming file and key where two keys contradict each other."""
+    for rule in (_check_choices, _check_positive, _check_experts, _check_embeddings, _check_length, _check_flags):
+        rule(recipe, file)
+
+
+def fail(file: str, key: str, problem: str) -> None:
+    """Raise the UserError for one key of one file."""
+    raise UserError(f"{file}: {key}: {problem}")
+
+
+def _check_choices(recipe: Recipe, file: str) -> None:
+    choices = [
+        ("data.recipe", recipe.data.recipe, DATA_RECIPES),
+        ("train.precision", recipe.train.precision, PRECISIONS),
+        ("score.headline", recipe.score.headline if recipe.score else None, (*HEADLINE_METRICS, None)),
+    ]
+    for key, value, allowed in choices:
+        if value not in allowed:
+            fail(file, key, f"{value!r} is not one of {', '.join(c for c in allowed if c)}.")
+    if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
+        fail(file, "experiment", "use lower-case letters, digits and underscores only (it names folders).")
+    if recipe.data.source == recipe.data.target:
+        fail(file, "data.target", f"source and target are both {recipe.data.source!r}.")
+
+
+def _check_positive(recipe: Recipe, file: str) -> None:
+    for section in ("data", "model", "train", "average", "generate"):
+        values = getattr(recipe, section)
+        for field in dataclasses.fields(values) if values else ():
+            value = getattr(values, field.name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and field.name != "seed"
+            if whole and value < 1:
+                fail(file, f"{section}.{field.name}", f"must be at least 1, not {value}.")
+
+
+def _check_experts(recipe: Recipe, file: str) -> None:
+    model = recipe.model
+    sizes = {name: getattr(model, name) for name in ("num_experts", "experts_per_token", "expert_dim")}
+    missing = [name for name, value in sizes.items() if value is None]
+    if missing and (len(missing) < len(sizes) or model.arch.startswith("moa_")):
+        fail(file, f"model.{missing[0]}", f"is missing: arch {model.arch} needs num_experts (E), "
+             "experts_per_token (K) and expert_dim (D).")
+    if not missing and model.experts_per_token > model.num_experts:
+        fail(file, "model.experts_per_token", f"K = {model.experts_per_token} experts per token cannot be chosen "
+             f"from E = {model.num_experts} (model.num_experts): lower K or raise E.")
+
+
+def _check_embeddings(recipe: Recipe, file: str) -> None:
+    if recipe.model.share_all_embeddings and not recipe.data.joined_dictionary:
+        fail(file, "model.share_all_embeddings", "one embedding for both languages needs one dictionary for both: "
+             "set data.joined_dictionary: true, or model.share_all_embeddings: false.")
+
+
+def _check_length(recipe: Recipe, file: str) -> None:
+    train, average = recipe.train, recipe.average
+    if train.max_epoch is None and train.max_update is None:
+        fail(file, "train.max_epoch", "is missing: say max_epoch or max_update, or training never ends.")
+    if average:
+        _check_average(average, train, file)
+    if recipe.score and not recipe.generate:
+        fail(file, "score", "needs a generate section.")
+    if recipe.generate and not recipe.generate.subsets:
+        fail(file, "generate.subsets", "is empty: name at least one subset, such as [test].")
+
+
+def _check_average(average: Average, train: Train, file: str) -> None:
+    if (average.epochs is None) == (average.updates is None):
+        fail(file, "average.epochs", "say either average.epochs or average.updates.")
+    if average.count < 2:
+        fail(file, f"average.{'epochs' if average.epochs else 'updates'}", "an average of one checkpoint is no average: "
+             "use 2 or more, or average: null to generate from the best checkpoint.")
+    if average.epochs and average.epochs > train.keep_last_epochs:
+        fail(file, "average.epochs", f"cannot average {average.epochs} epochs when train.keep_last_epochs keeps "
+             f"{train.keep_last_epochs}.")
+    if average.epochs and train.max_epoch and average.epochs > train.max_epoch:
+        fail(file, "average.epochs", f"cannot average {average.epochs} epochs of the {train.max_epoch} that "
+             "train.max_epoch allows.")
+    kept = train.flags.get("keep-interval-updates", average.updates)
+    if average.updates and ("save-interval-updates" not in train.flags or 0 <= kept < average.updates):
+        fail(file, "average.updates", "needs train.flags.save-interval-updates, and keep-interval-updates must not be "
+             f"below {average.updates}.")
+
+
+def _check_flags(recipe: Recipe, file: str) -> None:
+    reserved = _reserved_flags()
+    for section in ("data", "model", "train", "generate", "score"):
+        values = getattr(recipe, section)
+        for name, value in values.flags.items() if values else ():
+            key = f"{section}.flags.{name}"
+            if not isinstance(name, str) or not FLAG_NAME.fullmatch(name):
+                fail(file, key, "write flags as on the command line, without the leading dashes: "
+                     f"{str(name).lower().replace('_', '-').lstrip('-')}.")
+            if name in reserved.get(section, {}):
+                fail(file, key, f"is not a free flag; {reserved[section][name]}.")
+            if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
+                fail(file, key, "a flag's value is text, a number, true, false, null or a flat list.")
+
+
+def _reserved_flags() -> Dict[str, Dict[str, str]]:
+    """Flags that the runner itself sets, and what to say instead."""
+    own = "the recipe runner sets it"
+    train = {name: own for name in ("user-dir", "save-dir", "log-format", "log-file", "no-progress-bar", "cpu")}
+    for key in ("task", "criterion", "max_tokens", "max_epoch", "max_update", "seed", "keep_last_epochs",
+                "log_interval"):
+        train[key.replace("_", "-")] = f"say train.{key}"
+    train["update-freq"] = "it follows from train.effective_batch_tokens"
+    train.update({name: "say train.precision" for name in ("fp16", "bf16", "amp")})
+    model = {key.replace("_", "-"): f"say model.{key}" for key in
+             ("arch", "num_experts", "experts_per_token", "expert_dim", "share_all_embeddings")}
+    generate = {"path": own, "user-dir": own, "gen-subset": "say generate.subsets", "beam": "say generate.beam",
+                "lenpen": "say generate.lenpen", "max-tokens": "say generate.max_tokens",
+                "remove-bpe": "say generate.remove_bpe", "cpu": own}
+    data = {"joined-dictionary": "say data.joined_dictionary", "source-lang": "say data.source",
+            "target-lang": "say data.target", "destdir": own}
+    both = {**train, **model}
+    return {"data": data, "model": both, "train": both, "generate": generate, "score": {"json": own}}

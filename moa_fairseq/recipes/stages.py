@@ -1,0 +1,205 @@
+"""The stages train, average, generate and score: each skipped when done, each leaving whole files only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from moa_fairseq.data_prep.prepare import Prepared
+from moa_fairseq.data_prep.stage_folder import fingerprint_of
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.process import Executor
+from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, epoch_checkpoints, is_whole, update_checkpoints
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.train_log import TrainLog
+
+# Keys of `train` that may change between two runs of one training: where it runs, and when it ends.
+VOLATILE = ("max_tokens", "max_epoch", "max_update", "precision", "keep_last_epochs", "log_interval")
+
+
+@dataclasses.dataclass
+class Run:
+    """One recipe in one run folder: all that a stage needs to know.
+
+    show: called with each command before it runs (prints it and adds it to commands.sh).
+    """
+
+    recipe: Recipe
+    hardware: Hardware
+    paths: commands.RunPaths
+    state: RunState
+    executor: Executor
+    show: Callable[[List[str]], None]
+    say: Callable[[str], None]
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.paths.save_dir
+
+    def log(self, name: str) -> Path:
+        """Where a stage's full output goes."""
+        return self.folder / f"{name}.log"
+
+
+def train(run: Run, prepared: Prepared) -> None:
+    """Train, or go on training, until the recipe's end. Raises UserError for checkpoints of other settings."""
+    settings = train_settings(run.recipe, prepared)
+    done = fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
+    resume = checkpoint_to_resume(run.paths.checkpoints)
+    remembered = run.state.get("train")
+    if resume is not None:
+        _refuse_other_settings(run, remembered.get("settings"), settings)
+        if remembered.get("done") == done:
+            run.say(f"train: done before ({run.paths.checkpoints})")
+            return
+    else:
+        (run.folder / "train.jsonl").unlink(missing_ok=True)
+    run.state.put("train", settings=settings, parameters=remembered.get("parameters"))
+    command = commands.train_command(run.recipe, run.hardware, run.paths)
+    if resume is not None and resume.name != "checkpoint_last.pt":
+        run.say(f"train: checkpoint_last.pt is cut off; going on from {resume.name}")
+        command += ["--restore-file", str(resume)]
+    run.say("train: " + commands.plan_batch(run.recipe.train, run.hardware.devices).describe())
+    run.show(command)
+    log = TrainLog(run.folder / "train.jsonl", run.recipe.train.max_epoch, run.recipe.train.max_update)
+    run.executor.run(command, run.log("train"), on_line=log)
+    if checkpoint_to_resume(run.paths.checkpoints) is None:
+        raise UserError(f"fairseq-train ended without writing a checkpoint into {run.paths.checkpoints}; its output is "
+                        f"in {run.log('train')}.")
+    run.state.put("train", settings=settings, done=done, parameters=sum(log.parameters) or remembered.get("parameters"),
+                  hardware=run.hardware.describe())
+
+
+def train_settings(recipe: Recipe, prepared: Prepared) -> Dict[str, Any]:
+    """What must not change between two runs of one training."""
+    kept = {key: value for key, value in dataclasses.asdict(recipe.train).items() if key not in VOLATILE}
+    return {"data": prepared.fingerprint, "model": dataclasses.asdict(recipe.model), "train": kept}
+
+
+def average(run: Run) -> None:
+    """Average the last checkpoints into average.pt. Raises UserError when there are not enough whole ones."""
+    kind = "epochs" if run.recipe.average.epochs else "updates"
+    wanted, folder = run.recipe.average.count, run.paths.checkpoints
+    found = epoch_checkpoints(folder) if kind == "epochs" else update_checkpoints(folder)
+    if len(found) < wanted:
+        names = ", ".join(path.name for path in found) or "none"
+        fewer = f"use --set average.{kind}={len(found)}" if len(found) > 1 else "leave it out with --set average=null"
+        raise UserError(f"average.{kind} asks for {wanted} checkpoints and {folder} has {len(found)} ({names}). "
+                        f"Train longer, or {fewer}.")
+    damaged = [path.name for path in found[-wanted:] if not is_whole(path)]
+    if damaged:
+        raise UserError(f"{folder}/{damaged[0]} is cut off and cannot be averaged. Delete it and run the train stage "
+                        "on, or average fewer checkpoints.")
+    done = fingerprint_of([_stamp(path) for path in found[-wanted:]])
+    output = run.folder / "average.pt"
+    if run.state.is_done("average", done, output):
+        run.say(f"average: done before ({output})")
+        return
+    command = commands.average_command(run.recipe, run.paths)
+    run.show(command)
+    run.executor.run(command, run.log("average"))
+    run.state.put("average", done=done, checkpoints=wanted)
+
+
+def generate(run: Run, prepared: Prepared, subset: str) -> Path:
+    """Translate one subset; returns `generate-<subset>.txt`, which appears only when it is whole."""
+    model, output = run.paths.model(run.recipe), run.folder / f"generate-{subset}.txt"
+    if not is_whole(model):
+        stage = "average" if run.recipe.average else "train"
+        raise UserError(f"{model} is missing or cut off: run --stage {stage} first (or --stage all).")
+    done = fingerprint_of(_stamp(model), dataclasses.asdict(run.recipe.generate), subset, prepared.fingerprint)
+    stage = f"generate-{subset}"
+    if run.state.is_done(stage, done, output):
+        run.say(f"{stage}: done before ({output})")
+        return output
+    command = commands.generate_command(run.recipe, run.hardware, run.paths, subset)
+    run.show(command)
+    partial = run.folder / f"generate-{subset}.partial"
+    progress = _SentenceCounter(prepared.sentences.get(subset), run.say)
+    run.executor.run(command, run.log(stage), output=partial, on_line=progress)
+    if not progress.count:
+        raise UserError(f"fairseq-generate translated nothing of subset {subset}; see {run.log(stage)} and {partial}.")
+    os.replace(partial, output)
+    run.state.put(stage, done=done)
+    return output
+
+
+def score(run: Run, subset: str) -> Dict[str, Any]:
+    """Score one subset's translations; returns what `score-<subset>.json` holds."""
+    source, output = run.folder / f"generate-{subset}.txt", run.folder / f"score-{subset}.json"
+    if not source.is_file():
+        raise UserError(f"{source} is missing: run --stage generate first (or --stage all).")
+    stage = f"score-{subset}"
+    done = fingerprint_of(_stamp(source), dataclasses.asdict(run.recipe.score))
+    if run.state.is_done(stage, done, output):
+        run.say(f"{stage}: done before ({output})")
+        return json.loads(output.read_text(encoding="utf-8"))
+    command = commands.score_command(run.recipe, source)
+    run.show(command)
+    partial = run.folder / f"score-{subset}.partial"
+    run.executor.run(command, run.log(stage), output=partial)
+    scores = _read_scores(partial)
+    with atomic_write(output) as stream:
+        json.dump(scores, stream, indent=1)
+    partial.unlink()
+    run.state.put(stage, done=done)
+    return scores
+
+
+class _SentenceCounter:
+    """Counts the hypotheses that fairseq-generate has written and tells now and then."""
+
+    def __init__(self, total: Optional[int], say: Callable[[str], None]) -> None:
+        self.count = 0
+        self.total = total
+        self.say = say
+        self.step = max(100, (total or 1000) // 10)
+
+    def __call__(self, line: str) -> None:
+        if re.match(r"H-\d+\t", line):
+            self.count += 1
+            if self.count % self.step == 0:
+                self.say(f"  {self.count:,}" + (f" of {self.total:,}" if self.total else "") + " sentences")
+
+
+def _read_scores(path: Path) -> Dict[str, Any]:
+    try:
+        scores = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"moa-fairseq score did not print JSON; its output is in {path}.") from error
+    return scores
+
+
+def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict[str, Any]) -> None:
+    if before == now:
+        return
+    remedy = "Use another --save-dir, or --restart to move this one aside and start again."
+    if before is None:
+        raise UserError(f"{run.paths.checkpoints} holds checkpoints that this recipe did not make. {remedy}")
+    old, new = _flatten(before), _flatten(now)
+    changed = [f"{key}: {old.get(key, 'not set')} → {new.get(key, 'not set')}"
+               for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    raise UserError(f"{run.paths.checkpoints} was trained with other settings ({'; '.join(changed[:5])}). {remedy}")
+
+
+def _flatten(mapping: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
+    flat = {}
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _stamp(path: Path) -> List[Any]:
+    stat = path.stat()
+    return [path.name, stat.st_size, stat.st_mtime_ns]

@@ -1,0 +1,152 @@
+"""fairseq's JSON log lines: collected into train.jsonl, shown as progress, summed up for result.json.
+
+fairseq's own --log-file opens the file once more in every epoch, so that epoch N's lines stand in
+it N times; the records are therefore taken from the standard output of `--log-format json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+from moa_fairseq.files import atomic_write
+
+_PARAMETERS = re.compile(r"num\. (?:shared|expert) model params: ([\d,]+)")
+_LOADED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
+
+
+def parse_record(line: str) -> Optional[Dict[str, Any]]:
+    """The JSON object at the end of a fairseq log line, or None."""
+    start = line.find("| {")
+    text = line[start + 2:] if start >= 0 else line
+    if not text.startswith("{"):
+        return None
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "epoch" in record else None
+
+
+def read_records(path: Path) -> Iterator[Dict[str, Any]]:
+    """The records of a train.jsonl; a last line that was cut off by a crash is passed over."""
+    if path.is_file():
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                record = parse_record(line.strip())
+                if record is not None:
+                    yield record
+
+
+def updates_of(record: Dict[str, Any]) -> int:
+    """Number of updates at which a record was written."""
+    keys = ("num_updates", "train_num_updates", "valid_num_updates")
+    return next((int(float(record[key])) for key in keys if key in record), 0)
+
+
+def prune(path: Path, updates: int) -> None:
+    """Take away the records after `updates`: training goes on from there and will write them again."""
+    records = list(read_records(path))
+    kept = [record for record in records if updates_of(record) <= updates]
+    if len(kept) < len(records):
+        with atomic_write(path) as stream:
+            stream.writelines(json.dumps(record) + "\n" for record in kept)
+
+
+def summarise(path: Path) -> Dict[str, Any]:
+    """updates, epochs, train_seconds, tokens_per_second (target tokens) and the last valid_ppl of a train.jsonl."""
+    records = list(read_records(path))
+    # An epoch that was interrupted ends twice; its last record counts the whole of it.
+    epochs = list({record["epoch"]: record for record in records if "train_loss" in record}.values())
+    valid = [record for record in records if "valid_loss" in record]
+    seconds = [_number(record, "train_train_wall") for record in epochs]
+    tokens = sum(_number(record, "train_wps") * wall for record, wall in zip(epochs, seconds))
+    summary: Dict[str, Any] = {
+        "updates": max(map(updates_of, records), default=0),
+        "epochs": len(epochs),
+        "train_seconds": round(sum(seconds), 1),
+        "tokens_per_second": round(tokens / sum(seconds), 1) if sum(seconds) else None,
+    }
+    if valid:
+        summary["valid_ppl"] = _number(valid[-1], "valid_ppl")
+    return summary
+
+
+class TrainLog:
+    """Receives the lines of a running fairseq-train: keeps the records and shows where it is."""
+
+    def __init__(self, path: Path, max_epoch: Optional[int], max_update: Optional[int]) -> None:
+        self.path = path
+        self.goal = (max_epoch, max_update)
+        self.parameters: List[int] = []
+        self.started: Optional[tuple] = None
+
+    def __call__(self, line: str) -> None:
+        """Take one line of standard output."""
+        record = parse_record(line)
+        if record is not None:
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+            self._show(record)
+        elif match := _PARAMETERS.search(line):
+            self.parameters.append(int(match.group(1).replace(",", "")))
+        elif match := _LOADED.search(line):
+            prune(self.path, int(match.group(1)))
+            print(f"  going on from update {int(match.group(1)):,}", flush=True)
+
+    def _show(self, record: Dict[str, Any]) -> None:
+        updates = updates_of(record)
+        epoch = int(record["epoch"])
+        if "valid_loss" in record:
+            self._print(f"  epoch {epoch}: valid ppl {record.get('valid_ppl', '?')}, update {updates:,}", last=True)
+        elif "train_loss" in record:
+            self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {record.get('train_wps', '?')} tokens/s",
+                        last=True)
+        else:
+            position = float(record.get("update", epoch - 1))
+            self._print(f"  epoch {epoch}, update {updates:,}{self._of()}: loss {record.get('loss', '?')}, "
+                        f"{record.get('wps', '?')} tokens/s{self._left(position, updates)}", last=False)
+
+    def _of(self) -> str:
+        max_epoch, max_update = self.goal
+        return f" of {max_update:,}" if max_update else f" (of {max_epoch} epochs)"
+
+    def _left(self, position: float, updates: int) -> str:
+        """The time that is left at the pace of this session."""
+        now = time.monotonic()
+        if self.started is None:
+            self.started = (now, position, updates)
+            return ""
+        elapsed, epochs, steps = (new - old for new, old in zip((now, position, updates), self.started))
+        max_epoch, max_update = self.goal
+        rates = []
+        if max_epoch and epochs > 0:
+            rates.append(elapsed / epochs * (max_epoch - position))
+        if max_update and steps > 0:
+            rates.append(elapsed / steps * (max_update - updates))
+        return f", about {_duration(min(rates))} left" if rates else ""
+
+    @staticmethod
+    def _print(text: str, last: bool) -> None:
+        """On a terminal the progress line rewrites itself; in a file every line stays."""
+        if sys.stdout.isatty():
+            print(f"\r\x1b[K{text}", end="\n" if last else "", flush=True)
+        else:
+            print(text, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _number(record: Dict[str, Any], key: str) -> float:
+    try:
+        return float(record.get(key, 0) or 0)
+    except ValueError:
+        return 0.0

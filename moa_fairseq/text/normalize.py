@@ -1,0 +1,119 @@
+"""Character clean-up before tokenisation, as Moses' Perl scripts do it.
+
+Three scripts of Moses are restated here as tables: `normalize-punctuation.perl`,
+`remove-non-printing-char.perl` and `replace-unicode-punctuation.perl`. The first and the last work on
+bytes, so their `\\d`, `\\s` and `[a-z]` mean ASCII: every pattern below is compiled with re.ASCII.
+"""
+
+import re
+import unicodedata
+from functools import cache
+from typing import Dict, List, Pattern, Tuple
+
+from moa_fairseq.errors import UserError
+
+Rule = Tuple[Pattern, str]
+
+# "current" is Moses' master branch; "2016" is the release that made Multi30k's published files.
+EDITIONS = ("current", "2016")
+
+_BRACKETS_AND_COLONS = [
+    (r"\r", ""),
+    (r"\(", " ("),
+    (r"\)", ") "),
+    (r" +", " "),
+    (r"\) ([.!:?;,])", r")\1"),
+    (r"\( ", "("),
+    (r" \)", ")"),
+    (r"(\d) %", r"\1%"),
+    (r" ([:;])", r"\1"),
+]
+_QUOTES_AND_DASHES = [
+    ("`", "'"),
+    ("''", ' " '),
+    ("[„“”]", '"'),
+    ("–", "-"),
+    ("—", " - "),
+    (" +", " "),
+    ("´", "'"),
+    ("([a-zA-Z])‘([a-zA-Z])", r"\1'\2"),
+    ("([a-zA-Z])’([a-zA-Z])", r"\1'\2"),
+]
+_SINGLE_QUOTES = {"current": [("[‘‚]", "'"), ("’", '"')], "2016": [("[‘‚’]", '"')]}
+_GUILLEMETS_AND_NO_BREAK_SPACES = [
+    ("''", '"'),
+    ("…", "..."),
+    ("\u00a0«\u00a0", ' "'),
+    ("«\u00a0", '"'),
+    ("«", '"'),
+    ("\u00a0»\u00a0", '" '),
+    ("\u00a0»", '"'),
+    ("»", '"'),
+    ("\u00a0%", "%"),
+    ("nº\u00a0", "nº "),
+    ("\u00a0:", ":"),
+    ("\u00a0ºC", " ºC"),
+    ("\u00a0cm", " cm"),
+    ("\u00a0([?!;])", r"\1"),
+    (",\u00a0", ", "),
+    (" +", " "),
+]
+_COMMA_AFTER_QUOTE = [(',"', '",'), (r'(\.+)"(\s*[^<])', r'"\1\2')]
+_COMMA_BEFORE_QUOTE = [(r'"([,.]+)', r'\1"')]
+
+# Wide and typographic signs → ASCII. "１" becomes a quote in Moses too: a slip that every score has.
+_UNICODE_PUNCTUATION: Dict[str, str] = {
+    **dict.fromkeys("，、", ","),
+    **dict.fromkeys("”“《》１」「", '"'),
+    **dict.fromkeys("∶：", ":"),
+    **dict(zip("？）！（；～’━〈〉【】％", "?)!(;~'-<>[]%")),
+    **dict(zip("０２３４５６７８９", "023456789")),
+    "…": "...",
+}
+
+
+def normalize_punctuation(line: str, lang: str, edition: str = "current") -> str:
+    """`normalize-punctuation.perl -l LANG`: one spelling for quotes, dashes, spaces and dots.
+
+    line: raw text without its line end. lang: two letters ("en" moves a full stop or comma into a
+    closing quote, German, French and most others move it out; cs and cz do neither). edition: one of
+    EDITIONS. Raises UserError for another edition.
+    """
+    # The Perl script sees the line end, and one of its rules matches it: `."` at the end is rewritten.
+    text = line + "\n"
+    for pattern, replacement in _normalization_rules(lang, edition):
+        text = pattern.sub(replacement, text)
+    return text[:-1]
+
+
+def remove_nonprinting(line: str) -> str:
+    """`remove-non-printing-char.perl`: each character of Unicode category C becomes a space."""
+    if line.isprintable():
+        return line
+    return "".join(" " if unicodedata.category(sign)[0] == "C" else sign for sign in line)
+
+
+def replace_unicode_punctuation(line: str) -> str:
+    """`replace-unicode-punctuation.perl`: full-width and typographic punctuation becomes ASCII."""
+    if line.isascii():
+        return line
+    line = re.sub("[。．] *", ". ", line)
+    return line.translate(_UNICODE_TRANSLATION)
+
+
+_UNICODE_TRANSLATION = str.maketrans(_UNICODE_PUNCTUATION)
+
+
+@cache
+def _normalization_rules(lang: str, edition: str) -> List[Rule]:
+    if edition not in EDITIONS:
+        raise UserError(f"No edition {edition!r} of Moses' scripts: choose one of {', '.join(EDITIONS)}.")
+    rows = _BRACKETS_AND_COLONS + _QUOTES_AND_DASHES + _SINGLE_QUOTES[edition]
+    rows = rows + _GUILLEMETS_AND_NO_BREAK_SPACES
+    if lang == "en":
+        rows = rows + _COMMA_BEFORE_QUOTE
+    elif lang not in ("cs", "cz"):
+        rows = rows + _COMMA_AFTER_QUOTE
+    mark = "," if lang in ("de", "es", "cz", "cs", "fr") else "."
+    rows = [*rows, ("(\\d)\u00a0(\\d)", rf"\g<1>{mark}\g<2>")]
+    return [(re.compile(pattern, re.ASCII), replacement) for pattern, replacement in rows]

@@ -1,0 +1,73 @@
+"""What stands in the pictures: panels, order of bars, labels."""
+
+import pytest
+import torch
+
+from moa_fairseq.analysis.expert_load import ExpertLoad
+from moa_fairseq.analysis.plots import draw_expert_load, draw_learning_curves, save
+from moa_fairseq.analysis.training_log import LearningCurve, Point
+from moa_fairseq.errors import UserError
+
+
+def load(name, counts, gates=None):
+    counts = torch.tensor(counts, dtype=torch.float64)
+    return ExpertLoad(name, 2, counts, counts if gates is None else torch.tensor(gates, dtype=torch.float64))
+
+
+def bars(panel):
+    return [patch.get_height() for patch in panel.patches]
+
+
+def visible(figure):
+    return [panel for panel in figure.axes if panel.axison]
+
+
+def test_experts_stand_in_the_order_of_their_load():
+    figure = draw_expert_load([load("encoder.layers.0.self_attn", [1, 6, 3], [2, 6, 2])])
+    (panel,) = visible(figure)
+    assert bars(panel) == pytest.approx([0.6, 0.3, 0.1])
+    dots, even = panel.get_lines()
+    assert list(dots.get_ydata()) == pytest.approx([0.6, 0.2, 0.2])
+    assert even.get_ydata()[0] == pytest.approx(1 / 3)
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["1", "2", "0"]
+
+
+def test_one_row_of_panels_per_kind_of_attention():
+    names = [f"encoder.layers.{layer}.self_attn" for layer in range(3)]
+    for layer in range(2):
+        names += [f"decoder.layers.{layer}.self_attn", f"decoder.layers.{layer}.encoder_attn"]
+    figure = draw_expert_load([load(name, [1, 2]) for name in names], "title")
+    assert len(figure.axes) == 9 and len(visible(figure)) == 7
+    labels = [panel.get_ylabel().replace("\n", " ") for panel in figure.axes[::3]]
+    assert labels == ["encoder self-attention", "decoder self-attention", "decoder cross-attention"]
+
+
+def test_an_expert_that_is_never_chosen_has_an_empty_bar():
+    (panel,) = visible(draw_expert_load([load("decoder.layers.0.self_attn", [4, 0])]))
+    assert bars(panel) == [1.0, 0.0]
+
+
+def test_curves_against_updates_and_minutes():
+    points = [Point(10, 60.0, 50.0), Point(20, 120.0, 25.0)]
+    figure = draw_learning_curves([LearningCurve("a", points, points[1:]), LearningCurve("b", points, [])])
+    updates, minutes = figure.axes
+    assert list(updates.get_lines()[0].get_xdata()) == [10, 20]
+    assert list(minutes.get_lines()[0].get_xdata()) == [1.0, 2.0]
+    assert minutes.get_xlabel() == "minutes of training"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["a, training", "a, validation", "b, training", "b, validation"]
+
+
+@pytest.mark.parametrize("seconds", [None, 12.0])
+def test_no_panel_of_time_where_the_logs_do_not_tell(seconds):
+    curve = LearningCurve("a", [Point(10, seconds, 50.0)], [])
+    assert len(draw_learning_curves([curve], "nll_loss").axes) == 1
+
+
+def test_pictures_are_written_whole(tmp_path):
+    figure = draw_learning_curves([LearningCurve("a", [Point(1, None, 5.0), Point(2, None, 4.0)], [])])
+    save(figure, tmp_path / "new" / "curve.png")
+    assert (tmp_path / "new" / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError):
+        save(figure, tmp_path / "file" / "curve.png")

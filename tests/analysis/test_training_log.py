@@ -1,0 +1,67 @@
+"""Learning curves from fairseq's log lines: repeats, resumed trainings, damage."""
+
+import json
+
+import pytest
+
+from moa_fairseq.analysis.training_log import read_learning_curve
+from moa_fairseq.errors import UserError
+
+
+def inner(updates, ppl, wall):
+    return json.dumps({"epoch": 1, "ppl": str(ppl), "num_updates": str(updates), "wall": str(wall)})
+
+
+def valid(updates, ppl):
+    values = {"valid_ppl": str(ppl), "valid_nll_loss": "1", "valid_num_updates": str(updates)}
+    return json.dumps({"epoch": 1, **values})
+
+
+def epoch_end(updates):
+    return json.dumps({"epoch": 1, "train_ppl": "9", "train_num_updates": str(updates), "train_wall": "99"})
+
+
+def curve(tmp_path, *lines, metric="ppl"):
+    folder = tmp_path / "some_run"
+    folder.mkdir(exist_ok=True)
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return read_learning_curve(folder, metric)
+
+
+def test_points_of_both_kinds(tmp_path):
+    read = curve(tmp_path, "plain text", inner(5, 80, 2), inner(10, 40, 4), valid(10, 50), epoch_end(10))
+    assert read.name == "some_run"
+    assert read.train == [(5, 2.0, 80.0), (10, 4.0, 40.0)]
+    assert read.valid == [(10, 4.0, 50.0)]
+
+
+def test_lines_with_a_log_prefix_and_another_metric(tmp_path):
+    prefix = "2024-01-01 00:00:00 | INFO | train_inner | "
+    assert curve(tmp_path, prefix + inner(5, 80, 2)).train == [(5, 2.0, 80.0)]
+    assert curve(tmp_path, valid(5, 80), metric="nll_loss").valid == [(5, None, 1.0)]
+
+
+def test_lines_written_several_times_count_once(tmp_path):
+    lines = [inner(5, 80, 2), inner(5, 80, 2), valid(5, 70), valid(5, 70), inner(10, 60, 4), inner(10, 60, 4)]
+    read = curve(tmp_path, *lines)
+    assert [point.updates for point in read.train] == [5, 10]
+    assert len(read.valid) == 1
+
+
+def test_a_resumed_training_replaces_what_it_repeats_and_its_clock_goes_on(tmp_path):
+    before = [inner(5, 80, 10), inner(10, 60, 20), valid(10, 65), inner(15, 50, 30), inner(20, 45, 40)]
+    after = [inner(15, 51, 6), inner(20, 44, 12), valid(20, 46)]
+    read = curve(tmp_path, *before, *after)
+    assert read.train == [(5, 10, 80), (10, 20, 60), (15, 46, 51), (20, 52, 44)]
+    assert read.valid == [(10, 20, 65), (20, 52, 46)]
+
+
+def test_a_line_cut_off_by_a_crash_is_skipped(tmp_path):
+    assert len(curve(tmp_path, inner(5, 80, 2), inner(10, 60, 4)[:-9]).train) == 1
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(UserError, match="--log-format json"):
+        curve(tmp_path, "no records here")
+    with pytest.raises(UserError, match=r"train\.jsonl does not exist"):
+        read_learning_curve(tmp_path / "some_run" / ".." )

@@ -1,0 +1,126 @@
+"""Eq. 17 in fairseq's sum semantics, and what reaches the log."""
+
+import argparse
+import copy
+import math
+
+import pytest
+import torch
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
+from fairseq.data import Dictionary
+from fairseq.logging import meters, metrics
+from torch import nn
+
+from moa_fairseq.attention.collector import collect_decisions, record
+from moa_fairseq.attention.losses import load_balance_loss, z_loss
+from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.criterions.label_smoothed import LabelSmoothedCrossEntropyWithRouting
+
+TASK = argparse.Namespace(target_dictionary=Dictionary())
+
+
+class TwoRouters(nn.Module):
+    """The smallest model with routers: its output does not depend on them, so gradients are theirs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.routers = nn.ModuleList(TopKRouter(8, 4, 2) for _ in range(2))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x):
+        for i, router in enumerate(self.routers):
+            record(f"layer{i}", router(x.reshape(-1, 8)))
+        return (self.head(x),)
+
+    def get_normalized_probs(self, net_output, log_probs):
+        return torch.log_softmax(net_output[0], -1)
+
+    def get_targets(self, sample, net_output):
+        return sample["target"]
+
+
+def build(**settings):
+    settings = {
+        **dict(sentence_avg=False, label_smoothing=0.1, load_balance_coef=0.01, z_loss_coef=0.001),
+        **dict(aux_loss_scale="sample-size", router_log="summary"),
+        **settings,
+    }
+    return LabelSmoothedCrossEntropyWithRouting(TASK, **settings)
+
+
+def sample(batch=3, length=5):
+    g = torch.Generator().manual_seed(batch)
+    target = torch.randint(4, 12, (batch, length), generator=g)
+    return {"net_input": {"x": torch.randn(batch, length, 8, generator=g)}, "target": target, "ntokens": batch * length}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return TwoRouters().train()
+
+
+def auxiliary(model, batch, alpha=0.01, beta=0.001):
+    with collect_decisions() as decisions:
+        model(**batch["net_input"])
+    return sum(alpha * load_balance_loss(d) + beta * z_loss(d) for _, d in decisions)
+
+
+def test_training_loss_is_the_models_plus_the_scaled_auxiliary_term(model):
+    batch = sample()
+    plain, size, _ = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)(model, batch)
+    aux = auxiliary(model, batch)
+    assert build()(model, batch)[0].item() == pytest.approx((plain + size * aux).item(), rel=1e-6)
+    assert build(aux_loss_scale="none")(model, batch)[0].item() == pytest.approx((plain + aux).item(), rel=1e-6)
+
+
+def test_the_gradient_of_a_router_is_analytically_the_auxiliary_terms(model):
+    batch = sample()
+    loss, size, _ = build()(model, batch)
+    (loss / size).backward()
+    got = [router.projection.weight.grad.clone() for router in model.routers]
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    auxiliary(twin, batch).backward()
+    for grad, router in zip(got, twin.routers):
+        torch.testing.assert_close(grad, router.projection.weight.grad)
+        assert grad.abs().max() > 0
+
+
+def test_validation_loss_is_the_models_alone_but_routers_are_still_logged(model):
+    model.eval()
+    batch = sample()
+    plain, _, _ = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)(model, batch)
+    loss, _, log = build()(model, batch)
+    assert loss.item() == plain.item()
+    assert log["router/load_balance_loss"] > 0
+
+
+def test_logs_of_workers_add_up_to_the_mean_over_passes(model):
+    logs = [build()(model, sample(batch))[2] for batch in (2, 4)]
+    assert LabelSmoothedCrossEntropyWithRouting.logging_outputs_can_be_summed()
+    summed = {key: sum(log[key] for log in logs) for key in logs[0]}
+    with metrics.aggregate(new_root=True) as aggregate:
+        LabelSmoothedCrossEntropyWithRouting.reduce_metrics([summed])
+        values = aggregate.get_smoothed_values()
+    for key in ("load_balance_loss", "z_loss", "load_entropy", "max_load", "min_load", "dead_experts"):
+        expected = float(sum(log[f"router/{key}"] for log in logs)) / 2
+        assert float(values[key]) == pytest.approx(expected, abs=1e-4), key
+    assert isinstance(aggregate["max_load"], meters.AverageMeter)
+    assert 0 < float(values["load_entropy"]) <= math.log(4) + 1e-6
+
+
+def test_per_module_statistics_on_request(model):
+    _, _, log = build(router_log="modules")(model, sample())
+    assert "router/z_loss.layer0" in log and "router/dead_experts.layer1" in log
+    mean = (log["router/z_loss.layer0"] + log["router/z_loss.layer1"]) / 2
+    torch.testing.assert_close(mean, log["router/z_loss"])
+
+
+def test_a_model_without_routers_is_scored_as_by_fairseq():
+    dense = TwoRouters()
+    dense.routers = nn.ModuleList()
+    batch = sample()
+    plain, _, _ = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)(dense, batch)
+    loss, _, log = build()(dense, batch)
+    assert loss.item() == plain.item() and not any(key.startswith("router/") for key in log)

@@ -1,0 +1,89 @@
+"""multi-bleu.perl and the chains around it: recorded lines, live Perl where there is one, and edges."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.bleu import corpus_bleu
+from moa_fairseq.evaluation.chains import multi_bleu_chain, split_compounds
+
+CASES = json.loads((Path(__file__).parent / "multi_bleu_recorded.json").read_text(encoding="utf-8"))
+SCRIPTS = os.environ.get("MOSES_SCRIPTS")
+SPLIT = "perl -ple 's{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g'"
+PUNCTUATION = 'perl "$MOSES_SCRIPTS"/tokenizer/replace-unicode-punctuation.perl'
+TOKENIZER = 'perl "$MOSES_SCRIPTS"/tokenizer/tokenizer.perl -q -l de'
+PERL_CHAINS = {
+    "multi-bleu": ("cat", "cat"),
+    "compound-split": (SPLIT, SPLIT),
+    "get-ende-bleu": (f"{PUNCTUATION} | {TOKENIZER} | {SPLIT}", SPLIT),
+    "moa-release": (f"{PUNCTUATION} | {SPLIT}", f"{PUNCTUATION} | {SPLIT}"),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['chain']}: {case['name']}")
+def test_equals_recorded_perl(case):
+    result = multi_bleu_chain(case["chain"], case["hypotheses"], case["references"], case["lowercase"])
+    assert result["line"] == case["perl"]
+
+
+def random_pair(seed):
+    """Lines of hyphens, quotes, entities, spaces of every kind, other scripts and nothing at all."""
+    rng = random.Random(seed)
+    words = ["a-b-c", "d--e", "-", "x-", "&quot;", "&amp;", "'", "der", "Mann", "Haus", ".", "z.B.", "10."]
+    words += ["Привет", "你好", "世界，", "مرحبا", "😀", "@-@", "ß-ß", "É", "１", "’"]
+    words += ["a\u00a0-\u00a0b", "\u3000", "x\u3000y"]
+    vocabulary = rng.sample(words, rng.choice([5, 12, len(words)]))
+
+    def line():
+        count = rng.randint(0, 20)
+        return "".join(rng.choice(vocabulary) + rng.choice([" ", "  ", "\t"]) for _ in range(count))
+
+    hypotheses = [line() for _ in range(rng.choice([1, 8, 60]))]
+    return hypotheses, [hypothesis if rng.random() < 0.5 else line() for hypothesis in hypotheses]
+
+
+@pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")
+@pytest.mark.parametrize("chain", PERL_CHAINS)
+def test_equals_live_perl(chain, tmp_path):
+    for seed in range(15):
+        hypotheses, reference = random_pair(seed)
+        for name, lines in (("hypotheses", hypotheses), ("reference", reference)):
+            (tmp_path / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
+        on_hypotheses, on_reference = PERL_CHAINS[chain]
+        command = (
+            f"cat hypotheses | {on_hypotheses} > h; cat reference | {on_reference} > r; "
+            'perl "$MOSES_SCRIPTS"/generic/multi-bleu.perl r < h'
+        )
+        perl = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True)
+        assert multi_bleu_chain(chain, hypotheses, [reference])["line"] == perl.stdout.decode().strip(), seed
+
+
+def test_splitting_does_not_overlap():
+    assert split_compounds("a-b-c") == "a ##AT##-##AT## b-c"
+    assert split_compounds("d--e") == "d ##AT##-##AT## -e"
+    assert split_compounds("x -y z- -") == "x -y z- -"
+    assert split_compounds("a\u00a0-\u00a0b") == "a\u00a0 ##AT##-##AT## \u00a0b"
+
+
+def test_release_splits_twice_what_is_split():
+    lines = ["wohl @-@ bekannt und gut so"]
+    once = multi_bleu_chain("multi-bleu", lines, [lines])
+    twice = multi_bleu_chain("moa-release", lines, [lines])
+    assert (once["hyp_len"], twice["hyp_len"]) == (6, 8)
+
+
+def test_unequal_lengths_are_refused():
+    with pytest.raises(UserError, match="2 hypotheses but 3 lines in reference 2"):
+        corpus_bleu(["a", "b"], [["a", "b"], ["a", "b", "c"]])
+
+
+def test_empty_output_scores_zero():
+    result = corpus_bleu(["", ""], [["a b", "c"]])
+    assert (result.score, result.bp, result.hyp_len, result.ref_len) == (0.0, 0.0, 0, 3)
+    assert str(result) == "BLEU = 0.00, 0.0/0.0/0.0/0.0 (BP=0.000, ratio=0.000, hyp_len=0, ref_len=3)"

@@ -1,0 +1,245 @@
+"""Matching runs with printed rows, the Markdown, the README's table, and the shipped data."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.compare import BEGIN, END, default_results, with_results
+from moa_fairseq.evaluation.results import load_comparison
+from moa_fairseq.evaluation.results_markdown import render
+from moa_fairseq.evaluation.skeleton import task_of
+
+PAPER = {
+    "paper": "p",
+    "title": "A Paper",
+    "citation": "Somebody. 2020",
+    "tables": [
+        {
+            "table": "1",
+            "caption": "Scores",
+            "columns": {
+                "#Params": {"quantity": "parameters", "vocab_size": 100},
+                "BLEU A": {"metric": "multi_bleu", "experiments": "a_"},
+                "BLEU B": {"metric": "multi_bleu", "experiments": "b_"},
+            },
+            "rows": [
+                {
+                    "row": "Ours",
+                    "arch": "moa_transformer_tiny",
+                    "experiments": ["a_moa", "b_moa"],
+                    "values": {"#Params": 1000000, "BLEU A": 20.0, "BLEU B": 30.0},
+                },
+                {"row": "Theirs", "experiments": [], "values": {"BLEU A": 25.5}},
+            ],
+        }
+    ],
+}
+ROW = {"paper": "p", "table": "1", "row": "Ours"}
+
+
+def run(experiment="a_moa", reproduces=ROW, bleu=21.25, **more):
+    return {"experiment": experiment, "reproduces": reproduces, "metrics": {"multi_bleu": bleu}, **more}
+
+
+@pytest.fixture
+def results(tmp_path):
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "p.json").write_text(json.dumps(PAPER))
+    (tmp_path / "measured").mkdir()
+    return tmp_path
+
+
+def record(results, *runs):
+    for number, measured in enumerate(runs):
+        (results / "measured" / f"{number}.json").write_text(json.dumps(measured))
+    return load_comparison(results)
+
+
+def cells(comparison, row=0):
+    return {cell.column: cell for cell in comparison.tables[0].rows[row].cells}
+
+
+def test_without_runs_scores_are_not_run_and_counts_are_computed(results):
+    comparison = record(results)
+    ours = cells(comparison)
+    assert (ours["BLEU A"].status, ours["BLEU A"].ours) == ("not run", None)
+    assert ours["#Params"].status == "computed"
+    assert ours["#Params"].difference == ours["#Params"].ours - 1000000
+    assert cells(comparison, row=1)["BLEU A"].status == "no recipe"
+
+
+def test_a_run_meets_its_row_and_column(results):
+    ours = cells(record(results, run()))
+    cell = ours["BLEU A"]
+    assert (cell.ours, cell.difference, cell.status) == (21.25, 1.25, "measured")
+    assert ours["BLEU B"].status == "not run"
+
+
+def test_seeds_are_averaged_with_their_spread(results):
+    comparison = record(results, run(bleu=20.0), run(bleu=22.0), run("b_moa", bleu=29.0))
+    ours = cells(comparison)
+    assert ours["BLEU A"].ours == 21.0 and ours["BLEU A"].runs == 2
+    assert ours["BLEU A"].spread == pytest.approx(2**0.5)
+    assert ours["BLEU B"].ours == 29.0 and ours["BLEU B"].spread is None
+    assert "| Ours | BLEU A | 20 | 21.00 ± 1.41 (2 runs) | +1.00 |" in render(comparison)
+    assert "| Ours | BLEU B | 30 | 29.00 | -1.00 |" in render(comparison)
+
+
+@pytest.mark.parametrize("status", ["OOM", "diverged", "running"])
+def test_a_run_without_a_number_says_why(results, status):
+    comparison = record(results, {**run(), "metrics": {}, "status": status})
+    assert cells(comparison)["BLEU A"].status == status
+    assert f"| Ours | BLEU A | 20 | {status} |  |" in render(comparison)
+
+
+def test_runs_for_no_row_stand_apart(results):
+    signature = "nrefs:1|case:mixed"
+    other = run("quickstart_moa", None, 7.5, parameters=1234567, train_seconds=90, subset="test", seed=3)
+    other["commit"] = "0123456789abcdef-dirty"
+    other["metrics"]["sacrebleu_signature"] = signature
+    comparison = record(results, other)
+    assert [each["experiment"] for each in comparison.other] == ["quickstart_moa"]
+    text = render(comparison)
+    assert "| quickstart_moa | 7.50 |  |  |  | 1.2M | 1.5 min |" in text
+    assert f"- `quickstart_moa`: subset test, seed 3, commit 0123456789-dirty, `{signature}`" in text
+
+
+def test_a_changed_run_of_a_known_experiment_does_not_stand_for_the_row(results):
+    comparison = record(results, run(reproduces=None), run(reproduces={**ROW, "paper": "q"}))
+    assert cells(comparison)["BLEU A"].status == "not run"
+    assert len(comparison.other) == 2
+
+
+def test_named_run_folders_are_shown_alone(results, tmp_path, capsys):
+    record(results, run("quickstart_moa", None))
+    folder = tmp_path / "runs" / "b"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(run("b_moa", bleu=31.0)))
+    assert main(["compare", str(folder), "--results", str(results)]) == 0
+    shown = capsys.readouterr().out
+    assert "| Ours | BLEU B | 30 | 31.00 | +1.00 |" in shown
+    assert "quickstart_moa" not in shown and "Theirs" not in shown
+
+
+def test_json(results, capsys):
+    record(results, run(), run("quickstart_moa", None))
+    assert main(["compare", "--results", str(results), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    cell = report["tables"][0]["rows"][0]["cells"][1]
+    assert {key: cell[key] for key in ("column", "paper", "ours", "difference", "status")} == {
+        "column": "BLEU A",
+        "paper": 20.0,
+        "ours": 21.25,
+        "difference": 1.25,
+        "status": "measured",
+    }
+    assert report["other"][0]["experiment"] == "quickstart_moa"
+
+
+def test_markdown_file_and_readme(results, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nmore\n")
+    markdown = tmp_path / "out" / "table.md"
+    flags = ["--results", str(results), "--markdown", str(markdown), "--update-readme", str(readme)]
+    assert main(["compare", *flags]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n\n{BEGIN}\n\n### A Paper") and text.endswith(f"{END}\n\nmore\n")
+    assert "old" not in text
+    assert markdown.read_text().strip() in text
+    assert main(["compare", *flags]) == 0
+    assert readme.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+def test_a_readme_without_its_markers_is_left_alone(text):
+    with pytest.raises(UserError, match="results:begin"):
+        with_results(text, "table")
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [("{", "not readable JSON"), ("[]", "lacks experiment"), ('{"experiment": "x"}', "lacks metrics")],
+)
+def test_damaged_files_are_named(results, capsys, content, says):
+    (results / "measured" / "bad.json").write_text(content)
+    assert main(["compare", "--results", str(results)]) == 2
+    message = capsys.readouterr().err
+    assert "bad.json" in message and says in message
+
+
+def test_unknown_status_and_missing_folders(results, tmp_path, capsys):
+    with pytest.raises(UserError, match="status 'fine'"):
+        record(results, {**run(), "status": "fine"})
+    assert main(["compare", "--results", str(tmp_path / "none")]) == 2
+    assert main(["compare", str(tmp_path / "no-run"), "--results", str(results)]) == 2
+    assert "result.json" in capsys.readouterr().err
+
+
+# --- the data that ships ------------------------------------------------------------------------
+
+SHIPPED = sorted((default_results() / "papers").glob("*.json"))
+ROWS = [
+    (table, row)
+    for path in SHIPPED
+    for table in json.loads(path.read_text(encoding="utf-8"))["tables"]
+    for row in table["rows"]
+]
+
+
+def printed_numbers(row):
+    scale = {"M": 1e6, "G": 1e9}
+    for field in row["printed"].split(" | "):
+        if field != "-":
+            yield float(field.rstrip("MG")) * scale.get(field[-1], 1)
+
+
+def test_every_table_is_there():
+    rows = {table["table"]: len(table["rows"]) for table, _ in ROWS}
+    assert rows == {"1": 11, "2": 6, "3": 8, "7": 3, "README-baseline": 1}
+
+
+@pytest.mark.parametrize("table, row", ROWS, ids=lambda part: part.get("row") or part["table"])
+def test_values_are_the_printed_row(table, row):
+    printed = list(printed_numbers(row))
+    values = [*row.get("setting", {}).values(), *row["values"].values()]
+    assert values == pytest.approx(printed)
+    assert set(row["values"]) <= set(table["columns"])
+
+
+def test_architectures_of_the_rows_exist():
+    archs = {row["arch"] for _, row in ROWS if "arch" in row}
+    assert len(archs) == 10
+    assert {task_of(arch) for arch in archs} == {"translation"}
+
+
+def test_experiments_of_the_rows_have_recipes():
+    configs = default_results().parent / "configs"
+    experiments = {name for _, row in ROWS for name in row["experiments"]}
+    assert len(experiments) == 12
+    assert not [name for name in sorted(experiments) if not (configs / f"{name}.yaml").is_file()]
+
+
+def test_computed_numbers_agree_with_the_printed_ones():
+    comparison = load_comparison(default_results())
+    tables = {table.table: table for table in comparison.tables if table.paper == "moa"}
+    computed = [
+        cell
+        for number in ("1", "3")
+        for row in tables[number].rows
+        for cell in row.cells
+        if cell.status == "computed" and "Vaswani" not in row.row  # printed by others, of other vocabularies
+    ]
+    assert len(computed) == 2 * 3 + 8 * 2
+    for cell in computed:
+        if cell.quantity == "parameters":
+            assert abs(cell.difference) < 1e6
+        else:
+            assert cell.ours == pytest.approx(cell.paper, rel=3e-3)
+
+
+def test_the_readme_holds_the_current_table():
+    readme = Path(default_results().parent / "README.md").read_text(encoding="utf-8")
+    assert readme == with_results(readme, render(load_comparison(default_results())))

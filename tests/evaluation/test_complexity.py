@@ -1,0 +1,155 @@
+"""Counts against the papers' printed numbers, against torch's own FLOP counter, and by hand."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.complexity import PARTS, as_json, complexity, count
+from moa_fairseq.evaluation.skeleton import build_skeleton
+
+# arch → (MACs at a vocabulary of 32,000, parameters at 36,600) as printed in MoA Tables 1 and 3, in millions
+PRINTED = {
+    "transformer_wmt_en_de": (604, None),
+    "transformer_vaswani_wmt_en_de_big": (2090, 213),
+    "moa_transformer_base": (628, 65),
+    "moa_transformer_ablation_a": (841, 87),
+    "moa_transformer_ablation_b": (841, 125),
+    "moa_transformer_ablation_c": (524, 83),
+    "moa_transformer_ablation_d": (631, 123),
+    "moa_transformer_ablation_e": (841, 200),
+    "moa_transformer_ablation_f": (654, 200),
+    "moa_transformer_big": (1220, 200),
+}
+
+
+@pytest.mark.parametrize("arch", PRINTED)
+def test_the_papers_numbers(arch):
+    macs, parameters = PRINTED[arch]
+    assert complexity(arch).paper_macs == pytest.approx(macs * 1e6, rel=3e-3)
+    if parameters:
+        assert abs(complexity(arch, vocab_size=36600).total_parameters / 1e6 - parameters) < 1
+
+
+def test_english_french_parameters():
+    assert round(complexity("moa_transformer_base", vocab_size=44512).total_parameters / 1e6) == 69
+    assert round(complexity("moa_transformer_big", vocab_size=44512).total_parameters / 1e6) == 204
+
+
+def test_masked_lm_of_table_2():
+    flags = "--encoder-layers 8 --encoder-embed-dim 512 --encoder-ffn-embed-dim 2048 "
+    flags += "--encoder-attention-heads 8 --max-positions 128"
+    cost = complexity("roberta_base", 50265, 128, 1, model_flags=flags.split())
+    assert round(cost.total_parameters / 1e6, 2) == 51.34
+    assert round(cost.paper_macs / 1e9, 2) == 6.55
+
+
+def test_one_moa_layer_by_hand():
+    d, ffn, vocab, S, T, K, E, D = 16, 24, 50, 7, 5, 2, 3, 4
+    flags = f"--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim {d} --decoder-embed-dim {d} "
+    flags += f"--encoder-ffn-embed-dim {ffn} --decoder-ffn-embed-dim {ffn} "
+    flags += f"--experts-per-token {K} --num-experts {E} --expert-dim {D}"
+    cost = complexity("moa_transformer_tiny", vocab, S, T, model_flags=flags.split())
+    experts, router, keys = K * D * d * 2, E * d, 2 * D * d
+    assert cost.macs["encoder_attention"] == S * (experts + keys)
+    assert cost.macs["decoder_self_attention"] == T * (experts + keys)
+    assert cost.macs["cross_attention"] == T * experts + S * keys
+    assert cost.macs["router"] == (S + 2 * T) * router
+    assert cost.macs["feed_forward"] == (S + T) * 2 * d * ffn
+    assert cost.macs["output"] == T * d * vocab
+    assert cost.macs["attention_matmul"] == 2 * K * D * (S * S + T * T + T * S)
+    assert cost.parameters["encoder_attention"] == E * D * d * 2 + keys
+    assert cost.parameters["router"] == 3 * router
+    assert cost.parameters["embedding"] == vocab * d
+    assert cost.parameters["output"] == 0  # tied
+    assert cost.parameters["norms"] == 5 * 2 * d
+
+
+@pytest.mark.parametrize("arch", ["transformer_tiny", "moa_transformer_tiny"])
+def test_plain_macs_equal_torchs_flop_counter(arch):
+    S, T = 9, 6
+    # K = E: a backend may then compute nothing but the products that are needed
+    flags = ["--dropout", "0"] + (["--num-experts", "4"] if arch.startswith("moa") else [])
+    # training mode: torch's fused inference path of the dense encoder hides its products
+    model = build_skeleton(arch, 60, model_flags=flags).to_empty(device="cpu").train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    for stack in (model.encoder, model.decoder):
+        stack.embed_positions.weights = torch.zeros(50, stack.embed_positions.embedding_dim)
+    source, target = torch.randint(4, 60, (1, S)), torch.randint(4, 60, (1, T))
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels are not counted on CPU
+        model(src_tokens=source, src_lengths=torch.tensor([S]), prev_output_tokens=target)
+    assert count(model, S, T).total_macs == counter.get_total_flops() // 2
+
+
+def test_every_parameter_is_counted_once():
+    model = build_skeleton("moa_transformer_tiny", 100, "separate", ["--expert-bias", "--routing-noise"])
+    cost = count(model, 3, 3)
+    assert cost.total_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert cost.parameters["output"] == 100 * 128
+    assert cost.parameters["other"] == 0
+    assert cost.not_counted == []
+
+
+def test_noise_costs_parameters_but_no_macs():
+    plain = complexity("moa_transformer_tiny")
+    noisy = complexity("moa_transformer_tiny", model_flags=["--routing-noise"])
+    assert noisy.total_macs == plain.total_macs
+    assert noisy.parameters["router"] == 2 * plain.parameters["router"]
+
+
+def test_modules_without_a_rule_are_named():
+    assert complexity("lightconv_wmt_en_de").not_counted != []
+
+
+def test_language_model():
+    cost = complexity("transformer_lm_gpt", 1000, 10, 20, model_flags=["--decoder-layers", "1"])
+    assert cost.macs["decoder_self_attention"] == 20 * 4 * 768 * 768
+    assert cost.macs["encoder_attention"] == 0
+
+
+def test_json_keys(capsys):
+    flags = ["--num-experts", "16", "--json", "--", "--encoder-layers", "2"]
+    assert main(["complexity", "--arch", "moa_transformer_tiny", "--src-len", "4", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for key in ("parameters", "macs", "macs_paper_convention"):
+        assert type(report[key]) is int
+    assert report["parameters"] == sum(report["parameters_by_part"].values())
+    assert report["macs"] == sum(report["macs_by_part"].values())
+    assert set(report["macs_by_part"]) == set(PARTS)
+    expected = complexity("moa_transformer_tiny", src_len=4, model_flags=report["model_flags"])
+    assert report["macs"] == expected.total_macs == as_json(expected)["macs"]
+    assert report["model_flags"] == ["--encoder-layers", "2", "--num-experts", "16"]
+
+
+def test_text_report(capsys):
+    assert main(["complexity", "--arch", "moa_transformer_base"]) == 0
+    printed = capsys.readouterr().out
+    assert "628," in printed and "cross-attention" in printed and "router" in printed
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--arch", "moa_transformer_bas"], "Did you mean moa_transformer_base"),
+        (["--arch", "moa_transformer_base", "--vocab-size", "3"], "--vocab-size 3"),
+        (["--arch", "moa_transformer_base", "--src-len", "0"], "--src-len 0"),
+        (["--arch", "moa_transformer_base", "--experts-per-token", "9"], "--experts-per-token 9"),
+        (["--arch", "moa_transformer_base", "--", "--no-such-flag"], "--no-such-flag"),
+        (["--arch", "transformer_tiny", "--", "--encoder-layers", "x"], "invalid int value"),
+        (["--arch", "transformer_tiny", "--", "--encoder-attention-heads", "7"], "divisible"),
+    ],
+)
+def test_bad_input(capsys, flags, says):
+    assert main(["complexity", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_unknown_arch_raises_user_error():
+    with pytest.raises(UserError, match="no such architecture"):
+        complexity("nothing_like_it")

@@ -1,0 +1,155 @@
+"""`moa-fairseq score` through its command line: keys, chains, subwords, bad input."""
+
+import json
+
+import pytest
+import sacrebleu
+
+from moa_fairseq.cli import main
+from moa_fairseq.evaluation.score import join_subwords
+
+TARGETS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; seine a-b-Frau .", "das ist gut , sagte er ."]
+OUTPUTS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; die a-b-Frau .", "das ist gut , sagte sie ."]
+RAW_TARGETS = ['ein "wohl-bekannter" Mann & seine a-b-Frau.', "das ist gut, sagte er."]
+RAW_OUTPUTS = ['ein "wohl-bekannter" Mann & die a-b-Frau.', "das ist gut, sagte sie."]
+END = "Generate test with beam=5: BLEU4 = 0.00, ...\n"
+
+
+def write_log(path, targets=TARGETS, outputs=OUTPUTS, decoded=None, end=END):
+    rows = []
+    for i, (target, output) in enumerate(zip(targets, outputs)):
+        rows += [f"S-{i}\tsource", f"T-{i}\t{target}", f"H-{i}\t-0.5\t{output}"]
+        rows += [f"D-{i}\t-0.5\t{(decoded or outputs)[i]}", f"P-{i}\t-0.5"]
+    path.write_text("\n".join(rows) + "\n" + end, encoding="utf-8")
+    return str(path)
+
+
+def write_text(path, lines):
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def score_json(capsys, *argv):
+    assert main(["score", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_log_has_the_three_scores(tmp_path, capsys):
+    scores = score_json(capsys, write_log(tmp_path / "log"))
+    assert set(scores) == {"multi_bleu", "compound_split_bleu", "sacrebleu", "meta"}
+    for key in ("multi_bleu", "compound_split_bleu", "sacrebleu"):
+        assert {"score", "precisions", "bp", "hyp_len", "ref_len"} <= set(scores[key])
+    assert scores["multi_bleu"]["hyp_len"] == 18
+    # a-b-Frau becomes three tokens, and so does the hyphen that the tokenizer has already split.
+    assert scores["compound_split_bleu"]["hyp_len"] == 18 + 2 + 2
+    assert any("@-@" in warning for warning in scores["meta"]["warnings"])
+    expected = sacrebleu.corpus_bleu(RAW_OUTPUTS, [RAW_TARGETS])
+    assert scores["sacrebleu"]["score"] == pytest.approx(expected.score)
+    assert "tok:13a" in scores["sacrebleu"]["signature"] and "case:mixed" in scores["sacrebleu"]["signature"]
+    assert scores["meta"]["lines"] == 2 and scores["meta"]["hypothesis_lines"] == "H"
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda line: line.replace("bekannter", "bekann@@ ter").replace("gut", "g@@ ut"),
+        lambda line: " ".join("\u2581" + word[:2] + " " + word[2:] for word in line.split()),
+    ],
+    ids=["subword_nmt", "sentencepiece"],
+)
+def test_left_over_subwords_are_joined(tmp_path, capsys, split):
+    whole = score_json(capsys, write_log(tmp_path / "whole"))
+    pieces = score_json(
+        capsys, write_log(tmp_path / "pieces", [split(t) for t in TARGETS], [split(o) for o in OUTPUTS])
+    )
+    for key in ("multi_bleu", "compound_split_bleu", "sacrebleu"):
+        assert pieces[key] == whole[key]
+
+
+def test_join_subwords():
+    assert join_subwords("a@@ b c@@", "subword_nmt") == "ab c"
+    assert join_subwords("\u2581a b \u2581c", "sentencepiece") == "ab c"
+    assert join_subwords("a@@ b", "none") == "a@@ b"
+
+
+def test_log_decoded_by_fairseq_uses_its_running_text(tmp_path, capsys):
+    """With fairseq's --tokenizer, T and D are running text; H is not comparable with T."""
+    scores = score_json(capsys, write_log(tmp_path / "log", RAW_TARGETS, OUTPUTS, decoded=RAW_OUTPUTS))
+    assert scores["meta"]["hypothesis_lines"] == "D"
+    expected = sacrebleu.corpus_bleu(RAW_OUTPUTS, [RAW_TARGETS])
+    assert scores["sacrebleu"]["score"] == pytest.approx(expected.score)
+
+
+def test_text_files_equal_the_log(tmp_path, capsys):
+    hypothesis, reference = write_text(tmp_path / "h", OUTPUTS), write_text(tmp_path / "r", TARGETS)
+    texts = score_json(capsys, "--hypothesis", hypothesis, "--reference", reference)
+    log = score_json(capsys, write_log(tmp_path / "log"))
+    assert {k: v for k, v in texts.items() if k != "meta"} == {k: v for k, v in log.items() if k != "meta"}
+
+
+def test_chains_on_request(tmp_path, capsys):
+    hypothesis, reference = write_text(tmp_path / "h", RAW_OUTPUTS), write_text(tmp_path / "r", TARGETS)
+    argv = ["--hypothesis", hypothesis, "--reference", reference]
+    scores = score_json(capsys, *argv, "--chain", "get-ende-bleu", "--chain", "moa-release")
+    assert set(scores) == {"get_ende_bleu", "moa_release_bleu", "meta"}
+    assert main(["score", *argv, "--chain", "get-ende-bleu"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 and printed[0].startswith("get-ende-bleu") and "get_ende_bleu.sh" in printed[0]
+
+
+def test_raw_reference_serves_sacrebleu_only(tmp_path, capsys):
+    raw = write_text(tmp_path / "raw", ["etwas ganz anderes", "noch etwas anderes"])
+    plain = score_json(capsys, write_log(tmp_path / "log"))
+    other = score_json(capsys, str(tmp_path / "log"), "--raw-reference", raw)
+    assert other["multi_bleu"] == plain["multi_bleu"]
+    assert other["sacrebleu"]["score"] < plain["sacrebleu"]["score"]
+
+
+def test_several_references(tmp_path, capsys):
+    hypothesis = write_text(tmp_path / "h", OUTPUTS)
+    files = [write_text(tmp_path / "r1", TARGETS), write_text(tmp_path / "r2", OUTPUTS)]
+    scores = score_json(capsys, "--hypothesis", hypothesis, "--reference", files[0], "--reference", files[1])
+    assert scores["multi_bleu"]["score"] == pytest.approx(100)
+    assert "nrefs:2" in scores["sacrebleu"]["signature"]
+
+
+def test_warnings_name_what_makes_a_score_doubtful(tmp_path, capsys):
+    path = tmp_path / "log"
+    write_log(path, ["<<unk>> a", "b"], ["a", "b"])
+    path.write_text(path.read_text(encoding="utf-8").replace("-1\t", "-7\t"), encoding="utf-8")
+    assert main(["score", str(path)]) == 0
+    warnings = capsys.readouterr().err
+    assert "1 reference words are unknown" in warnings
+    assert "6 sentences of the test set are missing" in warnings
+
+
+def test_partial_log(tmp_path, capsys):
+    path = write_log(tmp_path / "log", end="")
+    assert main(["score", path]) == 2
+    assert "--allow-partial" in capsys.readouterr().err
+    assert score_json(capsys, path, "--allow-partial")["meta"]["complete"] is False
+
+
+def test_bad_input_ends_with_status_2(tmp_path, capsys):
+    good, short = write_text(tmp_path / "good", TARGETS), write_text(tmp_path / "short", TARGETS[:1])
+    empty = write_text(tmp_path / "empty", [])
+    latin = tmp_path / "latin"
+    latin.write_bytes("schön\nja\n".encode("latin-1"))
+    for argv, message in [
+        (["--hypothesis", good, "--reference", short], "has 2 lines"),
+        (["--hypothesis", empty, "--reference", good], "is empty"),
+        (["--hypothesis", str(latin), "--reference", good], "line 1: byte 0xf6"),
+        (["--hypothesis", good], "--reference"),
+        ([], "GENERATE_OUTPUT"),
+        ([good, "--hypothesis", good, "--reference", good], "either"),
+        ([good], "no translation"),
+        ([write_log(tmp_path / "log"), "--raw-reference", short], "1 lines"),
+    ]:
+        assert main(["score", *argv]) == 2, argv
+        assert message in capsys.readouterr().err
+
+
+def test_help_calls_compound_splitting_inflated(capsys):
+    with pytest.raises(SystemExit):
+        main(["score", "--help"])
+    assert "INFLATED" in capsys.readouterr().out

@@ -1,0 +1,197 @@
+"""Checkpoints load safely, batches are complete, copies are atomic; and the commands all work with it."""
+
+import argparse
+import io
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils
+
+import moa_fairseq
+from moa_fairseq import fairseq_compat
+from moa_fairseq.errors import UserError
+
+USER_DIR = os.path.dirname(moa_fairseq.__file__)
+
+
+class Planted:
+    """Unpickling an instance would run a command."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "good.pt"
+    state = {"args": argparse.Namespace(arch="x"), "cfg": None, "model": {"w": torch.arange(4.0)}, "extra_state": {}}
+    torch.save(state, path)
+    return path
+
+
+def plant(checkpoint):
+    marker = checkpoint.with_name("marker")
+    state = torch.load(checkpoint, weights_only=False)
+    state["extra_state"]["meters"] = Planted(marker)
+    path = checkpoint.with_name("planted.pt")
+    torch.save(state, path)
+    return path, marker
+
+
+def test_a_fairseq_checkpoint_loads(checkpoint):
+    state = fairseq_compat.load_checkpoint(checkpoint)
+    assert state["args"].arch == "x" and torch.equal(state["model"]["w"], torch.arange(4.0))
+
+
+def test_a_planted_command_is_refused_by_name_and_not_run(checkpoint):
+    path, marker = plant(checkpoint)
+    with pytest.raises(UserError, match=r"planted\.pt was refused: it holds (posix|nt)\.system"):
+        fairseq_compat.load_checkpoint(path)
+    assert not marker.exists()
+
+
+def test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off(checkpoint):
+    path, marker = plant(checkpoint)
+    with pytest.raises(UserError, match="refused"):
+        checkpoint_utils.torch.load(str(path), weights_only=False)
+    with pytest.raises(UserError, match="refused"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path))
+    assert not marker.exists()
+    assert checkpoint_utils.torch.tensor is torch.tensor  # everything else passes through
+
+
+def test_the_allow_list_of_old_torch_refuses_the_same(checkpoint):
+    path, marker = plant(checkpoint)
+    restricted = fairseq_compat.restricted_pickle()
+    with pytest.raises(pickle.UnpicklingError, match="system is not allowed"):
+        torch.load(path, pickle_module=restricted, weights_only=False)
+    assert not marker.exists()
+    state = torch.load(checkpoint, pickle_module=restricted, weights_only=False)
+    assert state["args"].arch == "x" and torch.equal(state["model"]["w"], torch.arange(4.0))
+
+
+def test_truncated_and_missing_files_say_so(checkpoint, tmp_path):
+    short = tmp_path / "short.pt"
+    short.write_bytes(checkpoint.read_bytes()[:-200])
+    with pytest.raises(UserError, match=r"short\.pt cannot be read .* truncated"):
+        fairseq_compat.load_checkpoint(short)
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(UserError, match=r"empty\.pt cannot be read"):
+        fairseq_compat.load_checkpoint(tmp_path / "empty.pt")
+    with pytest.raises(UserError, match="does not exist"):
+        fairseq_compat.load_checkpoint(tmp_path / "none.pt")
+
+
+def test_the_last_batch_is_kept():
+    sizes = np.array([3, 4, 5, 6, 6, 7, 7, 8, 8, 9, 9, 9])
+    for max_tokens in (None, 40, 500):
+        batches = data_utils.batch_by_size(
+            np.arange(12), lambda i: sizes[i], max_tokens=max_tokens, required_batch_size_multiple=8
+        )
+        assert np.concatenate(batches).tolist() == list(range(12))
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    source, target = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
+    source.write_bytes(b"new" * 1000)
+    target.write_bytes(b"old")
+
+    def full(src, dst):
+        with open(dst, "wb") as stream:
+            stream.write(b"ne")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fairseq_compat.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint_utils.PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == b"old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint1.pt", "checkpoint_last.pt"]
+
+
+def test_bf16_is_a_gpu_dtype_when_there_is_a_gpu(monkeypatch):
+    seen = []
+    wrapped = fairseq_compat._bf16_means_gpu(lambda args: seen.append(args.tpu))
+    for gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        wrapped(argparse.Namespace(bf16=True, tpu=True))
+    assert seen == [False, True]
+
+
+def test_objects_broadcast_between_workers_load_under_the_same_rule():
+    from fairseq.distributed import utils as distributed_utils
+
+    buffer = io.BytesIO()
+    torch.save({"args": argparse.Namespace(a=1)}, buffer)
+    buffer.seek(0)
+    assert distributed_utils.torch.load(buffer, map_location="cpu")["args"].a == 1
+
+
+# --- fairseq's commands -------------------------------------------------------------------------
+
+
+def test_generate_translates_every_sentence(fairseq, toy_data, toy_checkpoint):
+    options = ("--user-dir", USER_DIR, "--cpu", "--path", toy_checkpoint, "--beam", 3, "--num-workers", 0)
+    done = fairseq("generate", toy_data, *options)
+    ids = {line.split("\t")[0] for line in done.stdout.splitlines() if line.startswith("H-")}
+    assert ids == {f"H-{i}" for i in range(12)}
+
+
+def test_interactive_and_validate(fairseq, toy_data, toy_checkpoint):
+    options = ("--user-dir", USER_DIR, "--cpu", "--path", toy_checkpoint)
+    done = fairseq("interactive", toy_data, *options, "--beam", 2, stdin="w1 w2 w3\nw4\n")
+    assert sum(line.startswith("H-") for line in done.stdout.splitlines()) == 2
+    done = fairseq(
+        "validate", toy_data, *options, "--task", "translation", "--valid-subset", "test", "--max-tokens", 400
+    )
+    assert "load_balance_loss" in done.stdout + done.stderr
+
+
+def test_hydra_train(fairseq, toy_data, tmp_path):
+    (tmp_path / "moa.yaml").write_text(
+        f"common: {{user_dir: {USER_DIR}, cpu: true, log_format: json}}\n"
+        f"task: {{_name: translation, data: {toy_data}, source_lang: en, target_lang: de}}\n"
+        "model: {_name: moa_transformer_tiny, encoder_layers: 1, decoder_layers: 1, share_all_embeddings: true,\n"
+        "        num_experts: 6}\n"
+        "criterion: {_name: label_smoothed_cross_entropy_with_routing, label_smoothing: 0.1}\n"
+        "optimizer: {_name: adam}\n"
+        "lr_scheduler: {_name: fixed}\n"
+        "dataset: {max_tokens: 400, num_workers: 0}\n"
+        "optimization: {lr: [0.003], max_epoch: 1}\n"
+        f"checkpoint: {{save_dir: {tmp_path / 'checkpoints'}}}\n"
+    )
+    fairseq("hydra_train", "--config-dir", tmp_path, "--config-name", "moa", f"hydra.run.dir={tmp_path}", cwd=tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    state = fairseq_compat.load_checkpoint(checkpoint)
+    assert state["model"]["encoder.layers.0.self_attn.q_experts.weight"].shape[0] == 6
+    options = ("--user-dir", USER_DIR, "--cpu", "--path", checkpoint, "--num-workers", 0)
+    done = fairseq("generate", toy_data, *options)
+    assert "Translated 12 sentences" in done.stdout + done.stderr
+
+
+def test_the_short_user_dir_works_from_the_folder_above_it(fairseq, toy_data, tmp_path):
+    parent = os.path.dirname(USER_DIR)
+    done = fairseq.train(toy_data, tmp_path, "--user-dir", "moa_fairseq", "--max-update", 1, cwd=parent)
+    assert "load_entropy" in done.stdout + done.stderr
+
+
+def test_user_errors_of_fairseq_train_are_one_paragraph(fairseq, toy_data, tmp_path):
+    done = fairseq.train(toy_data, tmp_path, "--experts-per-token", 9, check=False)
+    assert done.returncode != 0
+    assert "--experts-per-token 9 must lie between 1 and --num-experts 8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_restarting_from_a_planted_checkpoint_is_refused(fairseq, toy_data, toy_checkpoint, tmp_path):
+    state = torch.load(toy_checkpoint, weights_only=False)
+    state["extra_state"]["x"] = Planted(tmp_path / "marker")
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    done = fairseq.train(toy_data, tmp_path, check=False)
+    assert done.returncode != 0 and "was refused" in done.stderr
+    assert not (tmp_path / "marker").exists()

@@ -1,0 +1,88 @@
+"""Our text functions equal Moses' Perl scripts: recorded output, and live where Perl and the scripts are."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.text import (
+    detokenize,
+    normalize_punctuation,
+    remove_nonprinting,
+    replace_unicode_punctuation,
+    tokenize,
+)
+
+RECORDED = json.loads((Path(__file__).parent / "moses_recorded.json").read_text(encoding="utf-8"))
+SCRIPTS = os.environ.get("MOSES_SCRIPTS")
+
+
+def ours(command: str, line: str) -> str:
+    script, *flags = command.split()
+    lang = flags[flags.index("-l") + 1] if "-l" in flags else ""
+    if script == "tokenizer.perl":
+        return tokenize(line, lang, aggressive_hyphens="-a" in flags, escape="-no-escape" not in flags)
+    if script == "normalize-punctuation.perl":
+        return normalize_punctuation(line, lang)
+    return {
+        "remove-non-printing-char.perl": remove_nonprinting,
+        "replace-unicode-punctuation.perl": replace_unicode_punctuation,
+    }[script](line)
+
+
+@pytest.mark.parametrize("command", RECORDED["perl"])
+def test_equals_recorded_perl(command):
+    outputs = RECORDED["perl"][command]
+    assert len(outputs) == len(RECORDED["lines"]) >= 26
+    for line, expected in zip(RECORDED["lines"], outputs):
+        # One rule of tokenizer.perl (a quote after the last full stop) leaves a space at the end.
+        assert ours(command, line).rstrip(" ") == expected.rstrip(" "), f"{command} on {line!r}"
+
+
+@pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")
+@pytest.mark.parametrize("command", RECORDED["perl"])
+def test_equals_live_perl(command):
+    script, *flags = shlex.split(command)
+    lines = [first + second for first in RECORDED["lines"] for second in RECORDED["lines"][::3]]
+    result = subprocess.run(
+        ["perl", str(Path(SCRIPTS) / "tokenizer" / script), *flags],
+        input="".join(line + "\n" for line in lines).encode(),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    expected = result.stdout.decode().split("\n")[:-1]
+    assert [ours(command, line).rstrip(" ") for line in lines] == [line.rstrip(" ") for line in expected]
+
+
+def test_edition_2016_keeps_the_last_full_stop_and_comma():
+    assert tokenize("Platz 10.", "de", edition="2016") == "Platz 10."
+    assert tokenize("Platz 10.", "de") == "Platz 10 ."
+    assert tokenize("um 7,", "de", edition="2016") == "um 7,"
+    assert tokenize("um 7,", "de") == "um 7 ,"
+    assert normalize_punctuation("‚a‘ b", "de", edition="2016") == '"a" b'
+    assert normalize_punctuation("‚a‘ b", "de") == "'a' b"
+
+
+def test_chinese_words_stay_whole():
+    assert tokenize("你好 世界", "de") == "你好 世界"
+
+
+def test_detokenize_undoes_tokenize():
+    line = 'He said: "A well-known man isn\'t [now] & then."'
+    assert detokenize(tokenize(line, "en", aggressive_hyphens=True), "en") == line
+
+
+@pytest.mark.parametrize("lang, edition", [("fi", "current"), ("de", "2015")])
+def test_what_is_not_restated_is_refused(lang, edition):
+    with pytest.raises(UserError, match="not available"):
+        tokenize("x", lang, edition=edition)
+
+
+def test_unknown_edition_of_normalization_is_refused():
+    with pytest.raises(UserError, match="2015"):
+        normalize_punctuation("x", "de", edition="2015")
