@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import sys
 from typing import List, Optional
 
@@ -37,6 +38,8 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> int:
     """Run one verb. Returns its exit status: 0, 2 for a UserError, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    # importing fairseq turns the root logger up to DEBUG
+    logging.getLogger().setLevel(logging.WARNING)
     args = build_parser(argv).parse_args(argv)
     try:
         return args.run(args)

@@ -53,11 +53,13 @@ def _safe_load(stream: Any, name: str, **options: Any) -> Any:
                 return torch.load(stream, weights_only=True, **options)
         return torch.load(stream, pickle_module=restricted_pickle(), **options)
     except pickle.UnpicklingError as error:
-        if "GLOBAL" in str(error) or "allowed" in str(error):
+        if "GLOBAL" in str(error):
             raise _refusal(name, error) from error
-        raise _damaged(name, error) from error
+        raise _damaged(name, "it is no file that torch.save wrote") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
-        raise _damaged(name, error) from error
+        # torch's long messages advise to switch safety off; the first sentence is what happened
+        reason = re.split(r"[.\n]", str(error))[0] or type(error).__name__
+        raise _damaged(name, reason) from error
 
 
 def _refusal(name: str, error: Exception) -> UserError:
@@ -70,10 +72,9 @@ def _refusal(name: str, error: Exception) -> UserError:
     )
 
 
-def _damaged(name: str, error: Exception) -> UserError:
-    first_line = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+def _damaged(name: str, reason: str) -> UserError:
     return UserError(
-        f"Checkpoint {name} cannot be read ({first_line}): the file is truncated or is no checkpoint. Copy it "
+        f"Checkpoint {name} cannot be read ({reason}): the file is truncated or is no checkpoint. Copy it "
         f"again, or resume from an older one (for example with --restore-file checkpointN.pt)."
     )
 

@@ -53,6 +53,6 @@ def _as_user_error(error: OSError, path: Path) -> Exception:
             f"The disk is full while writing {path}: nothing was left half-written. Free some space "
             f"(or choose another folder) and run the same command again."
         )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
         return UserError(f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to.")
     return error

@@ -18,7 +18,12 @@ _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
 
 
 def preprocess_flags(
-    text: Path, destination: Path, splits: Sequence[str], languages: Tuple[str, str], joined: bool, workers: int,
+    text: Path,
+    destination: Path,
+    splits: Sequence[str],
+    languages: Tuple[str, str],
+    joined: bool,
+    workers: int,
     extra: Mapping[str, Any],
 ) -> Dict[str, Any]:
     """The flags of fairseq-preprocess, by name, for `<text>/<split>.<lang>` files."""
@@ -50,13 +55,17 @@ def check_binarised(
     cut off or of another length than its translation.
     """
     if not folder.is_dir():
-        raise UserError(f"There is no binarised data folder {folder}: run the prepare stage, or give --data a folder "
-                        "that fairseq-preprocess made.")
+        raise UserError(
+            f"There is no binarised data folder {folder}: run the prepare stage, or give --data a folder "
+            "that fairseq-preprocess made."
+        )
     dictionaries = [_dictionary(folder, language) for language in languages]
     if joined and dictionaries[0] != dictionaries[1]:
-        raise UserError(f"{folder}/dict.{languages[0]}.txt and dict.{languages[1]}.txt differ, but shared embeddings "
-                        "need one: run fairseq-preprocess with --joined-dictionary, or set "
-                        "data.joined_dictionary=false and model.share_all_embeddings=false.")
+        raise UserError(
+            f"{folder}/dict.{languages[0]}.txt and dict.{languages[1]}.txt differ, but shared embeddings "
+            "need one: run fairseq-preprocess with --joined-dictionary, or set "
+            "data.joined_dictionary=false and model.share_all_embeddings=false."
+        )
     pair = _pair_in_file_names(folder, languages)
     return {subset: _check_subset(folder, subset, pair, languages) for subset in subsets}
 
@@ -64,22 +73,30 @@ def check_binarised(
 def _dictionary(folder: Path, language: str) -> List[bytes]:
     path = folder / f"dict.{language}.txt"
     if not path.is_file() or not path.stat().st_size:
-        raise UserError(f"{path} is missing or empty: {folder} is no whole fairseq-preprocess output for that "
-                        "language. Delete the folder and prepare it again.")
+        raise UserError(
+            f"{path} is missing or empty: {folder} is no whole fairseq-preprocess output for that "
+            "language. Delete the folder and prepare it again."
+        )
     return path.read_bytes().splitlines()
 
 
 def _pair_in_file_names(folder: Path, languages: Tuple[str, str]) -> str:
     """'en-de', or 'de-en' where the folder was binarised the other way round; fairseq accepts both."""
     straight, reverse = "-".join(languages), "-".join(reversed(languages))
-    return reverse if not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*")) else straight
+    return (
+        reverse
+        if not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*"))
+        else straight
+    )
 
 
 def _check_subset(folder: Path, subset: str, pair: str, languages: Tuple[str, str]) -> int:
     counts = [_check_pair_of_files(folder / f"{subset}.{pair}.{language}") for language in languages]
     if counts[0] != counts[1]:
-        raise UserError(f"{folder}: subset {subset} has {counts[0]:,} {languages[0]} and {counts[1]:,} "
-                        f"{languages[1]} sentences. Delete the folder and prepare it again.")
+        raise UserError(
+            f"{folder}: subset {subset} has {counts[0]:,} {languages[0]} and {counts[1]:,} "
+            f"{languages[1]} sentences. Delete the folder and prepare it again."
+        )
     return counts[0]
 
 
@@ -88,22 +105,30 @@ def _check_pair_of_files(stem: Path) -> int:
     index, binary = (stem.with_name(stem.name + ending) for ending in (".idx", ".bin"))
     for path in (index, binary):
         if not path.is_file() or not path.stat().st_size:
-            raise UserError(f"{path} is missing or empty: the folder is half-written. Delete it and prepare it again.")
+            raise UserError(
+                f"{path} is missing or empty: the folder is half-written. Delete it and prepare it again."
+            )
     with open(index, "rb") as stream:
         if stream.read(len(_MAGIC)) != _MAGIC:
-            raise UserError(f"{index} is not an index of fairseq's mmap format: binarise with today's "
-                            "fairseq-preprocess and its default --dataset-impl.")
+            raise UserError(
+                f"{index} is not an index of fairseq's mmap format: binarise with today's "
+                "fairseq-preprocess and its default --dataset-impl."
+            )
         header = stream.read(_HEADER.size)
         version, code, count = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0)
         whole = len(_MAGIC) + _HEADER.size + count * 12
         if version != 1 or code not in _ITEM_BYTES or index.stat().st_size != whole:
-            raise UserError(f"{index} is cut off: {index.stat().st_size:,} bytes instead of {whole:,}. Delete the "
-                            "folder and prepare it again.")
+            raise UserError(
+                f"{index} is cut off: {index.stat().st_size:,} bytes instead of {whole:,}. Delete the "
+                "folder and prepare it again."
+            )
         sizes = numpy.frombuffer(stream.read(4 * count), dtype=numpy.int32)
     expected = int(sizes.sum(dtype=numpy.int64)) * _ITEM_BYTES[code]
     if binary.stat().st_size != expected:
-        raise UserError(f"{binary} is cut off: {binary.stat().st_size:,} bytes instead of {expected:,}. Delete the "
-                        "folder and prepare it again.")
+        raise UserError(
+            f"{binary} is cut off: {binary.stat().st_size:,} bytes instead of {expected:,}. Delete the "
+            "folder and prepare it again."
+        )
     if not count:
         raise UserError(f"{index} holds no sentence.")
     return count

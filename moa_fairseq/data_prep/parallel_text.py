@@ -1,4 +1,4 @@
-"""Reading line-aligned text: plain or gzip, checked while it streams, so that errors come before hours are lost."""
+"""Reading line-aligned text, plain or gzip: checked as it streams, so that errors come before hours are lost."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def _find(folder: Path, name: str) -> Optional[Path]:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file (gzip when named .gz) without line ends; \\r\\n and a leading BOM are dealt with.
+    """The lines of a UTF-8 file (gzip when named .gz) without line ends.
 
-    Only a line feed ends a line: other Unicode separators stay inside the text. Raises UserError with
-    the line number for undecodable bytes, NULs and absurdly long lines, and for a truncated gzip.
+    A leading BOM and the carriage returns of DOS files are taken away. Only a line feed ends a line:
+    other Unicode separators stay inside the text. Raises UserError with the line number for undecodable
+    bytes, NULs and absurdly long lines, and for a truncated gzip.
     """
     number = 0
     try:
@@ -62,20 +63,24 @@ def read_lines(path: Path) -> Iterator[str]:
             for number, raw in enumerate(stream, start=1):
                 yield _decode(raw, path, number)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is a damaged gzip file (after line {number}: {error}): fetch it again.") from error
+        raise UserError(
+            f"{path} is a damaged gzip file (after line {number}: {error}): fetch it again."
+        ) from error
 
 
 def _decode(raw: bytes, path: Path, number: int) -> str:
     if len(raw) > MAX_LINE_BYTES:
-        raise UserError(f"{path}, line {number}: {len(raw):,} bytes long; that is no sentence. Check the file.")
+        raise UserError(
+            f"{path}, line {number}: {len(raw):,} bytes long; that is no sentence. Check the file."
+        )
     if b"\0" in raw:
         raise UserError(f"{path}, line {number}: holds a NUL byte; this is no UTF-8 text file.")
     try:
         text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}, line {number}: byte {error.start + 1} of the line (0x{raw[error.start]:02x}) is not UTF-8. "
-            f"Convert the file, for example with iconv -f latin1 -t utf-8."
+            f"{path}, line {number}: byte {error.start + 1} of the line (0x{raw[error.start]:02x}) is not "
+            f"UTF-8. Convert the file, for example with iconv -f latin1 -t utf-8."
         ) from error
     return text.rstrip("\r\n")
 
@@ -90,8 +95,8 @@ def read_pairs(files: SplitFiles) -> Iterator[Tuple[str, str]]:
             rest = 1 + sum(1 for _ in itertools.chain(*lines))
             longer, shorter = files if target is missing else reversed(files)
             raise UserError(
-                f"{longer} has {count + rest:,} lines and {shorter} has {count:,}: parallel files must have one "
-                f"translation per line. One of them is cut off or belongs to another edition."
+                f"{longer} has {count + rest:,} lines and {shorter} has {count:,}: parallel files must have "
+                f"one translation per line. One of them is cut off or belongs to another edition."
             )
         count += 1
         yield source, target

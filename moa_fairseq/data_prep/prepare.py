@@ -1,4 +1,4 @@
-"""From a data folder to a binarised one: tokenise → BPE → fairseq-preprocess, each stage kept once it is whole."""
+"""From a data folder to a binarised one: tokenise → BPE → fairseq-preprocess, each kept once it is whole."""
 
 from __future__ import annotations
 
@@ -33,23 +33,30 @@ _PLAIN_STEMS = {"train": "train", "valid": "valid", "test": "test", "test1": "te
 
 SOURCES: Dict[str, TextSource] = {
     "multi30k": TextSource(
-        {"train": "train", "valid": "val", "test": "test_2016_flickr", "test1": "test_2017_flickr",
-         "test2": "test_2017_mscoco"},
+        {
+            "train": "train",
+            "valid": "val",
+            "test": "test_2016_flickr",
+            "test1": "test_2017_flickr",
+            "test2": "test_2017_mscoco",
+        },
         # Multi30k's published token files were made with the Moses scripts of 2016; BLEU depends on it.
         "2016",
         "Give --data the folder data/task1/raw of the GitHub repository multi30k/dataset: raw text in "
         "train, val and test_2016_flickr .{source} and .{target}, plain or .gz.",
     ),
     "embedded": TextSource(
-        _PLAIN_STEMS, "current",
+        _PLAIN_STEMS,
+        "current",
         "Give --data a folder with train, valid and test .{source} and .{target}, or leave --data away: "
         "`moa-fairseq corpus` then builds the embedded corpus.",
     ),
     "parallel": TextSource(
-        _PLAIN_STEMS, "",
-        "Give --data a folder with train, valid and test .{source} and .{target} (plain or .gz): tokenised text, one "
-        "sentence per line, before BPE. With text that is segmented already add --set data.bpe=none; a folder "
-        "made by fairseq-preprocess is used as it is.",
+        _PLAIN_STEMS,
+        "",
+        "Give --data a folder with train, valid and test .{source} and .{target} (plain or .gz): tokenised text, "
+        "one sentence per line, before BPE. With text that is segmented already add --set data.bpe=none; a "
+        "folder made by fairseq-preprocess is used as it is.",
     ),
 }
 
@@ -98,9 +105,13 @@ class Preparation:
     def _tokenise(self, splits: Dict[str, SplitFiles], origin: TextSource) -> Tuple[Path, str]:
         steps = TextSteps(self.settings["lowercase"], origin.moses)
         files = [path for pair in splits.values() for path in pair]
-        mark = fingerprint_of("tokens", 1, steps, self.languages, digest_files(files, self.root / "inputs.json"))
+        mark = fingerprint_of(
+            "tokens", 1, steps, self.languages, digest_files(files, self.root / "inputs.json")
+        )
         folder = self.root / "tokens"
-        build_folder(folder, mark, lambda new: tokenise_splits(splits, self.languages, steps, new, self.say), self.say)
+        build_folder(
+            folder, mark, lambda new: tokenise_splits(splits, self.languages, steps, new, self.say), self.say
+        )
         return folder, mark
 
     def _segment(self, tokens: Path, tokens_mark: str, splits: List[str]) -> Tuple[Path, str]:
@@ -124,7 +135,7 @@ class Preparation:
         mark = fingerprint_of("binarised", 1, joined, extra, text_mark)
 
         def build(new: Path) -> Dict[str, int]:
-            self.preprocess(preprocess_flags(text, new, splits, self.languages, joined, _workers(), extra))
+            self.preprocess(preprocess_flags(text, new, splits, self.languages, joined, workers(), extra))
             return check_binarised(new, self.languages, splits, joined)
 
         sentences = build_folder(self.root / "binarised", mark, build, self.say)
@@ -132,15 +143,20 @@ class Preparation:
 
     def _use_binarised(self) -> Prepared:
         self.say(f"{self.source}: binarised already; used as it is")
-        sentences = check_binarised(self.source, self.languages, self.subsets, self.settings["joined_dictionary"])
+        sentences = check_binarised(
+            self.source, self.languages, self.subsets, self.settings["joined_dictionary"]
+        )
         # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-        sizes = {path.name: path.stat().st_size for path in sorted(self.source.glob("*.*")) if path.is_file()
-                 and path.suffix in (".bin", ".idx", ".txt")}
+        sizes = {
+            path.name: path.stat().st_size
+            for path in sorted(self.source.glob("*.*"))
+            if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
+        }
         return Prepared(self.source, sentences, fingerprint_of("given", sizes))
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:
-    """Where the stages of a data section are kept: readable, and another one for other settings or another source."""
+    """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
     name = "_".join(str(settings[key]) for key in ("recipe", "source", "target"))
     return parent / f"{name}-{fingerprint_of(dict(settings), place)[:8]}"
@@ -151,9 +167,14 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Path:
     if source is not None:
         return source
     recipe = settings["recipe"]
-    bring = SOURCES[recipe].bring.format(**settings) if recipe in SOURCES else "Give --data the folder made by it."
+    bring = (
+        SOURCES[recipe].bring.format(**settings)
+        if recipe in SOURCES
+        else "Give --data the folder made by it."
+    )
     raise UserError(f"--data is missing: data recipe {recipe!r} starts from your files. {bring}")
 
 
-def _workers() -> int:
+def workers() -> int:
+    """Processes for fairseq-preprocess."""
     return min(8, os.cpu_count() or 1)

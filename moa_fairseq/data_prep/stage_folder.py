@@ -17,7 +17,9 @@ from moa_fairseq.files import atomic_write
 MARK = "stage.json"
 
 
-def build_folder(folder: Path, fingerprint: str, build: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
+def build_folder(
+    folder: Path, fingerprint: str, build: Callable[[Path], Any], say: Callable[[str], None]
+) -> Any:
     """Make `folder` by `build(temporary folder)`, unless it was made before from the same fingerprint.
 
     build writes its files into the folder that it is given and returns facts about them (JSON
@@ -36,8 +38,11 @@ def build_folder(folder: Path, fingerprint: str, build: Callable[[Path], Any], s
     with disk_errors(folder):
         temporary.mkdir(parents=True)
         facts = build(temporary)
-        files = {str(path.relative_to(temporary)): path.stat().st_size
-                 for path in sorted(temporary.rglob("*")) if path.is_file()}
+        files = {
+            str(path.relative_to(temporary)): path.stat().st_size
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
+        }
         with atomic_write(temporary / MARK) as stream:
             json.dump({"fingerprint": fingerprint, "files": files, "facts": facts}, stream, indent=1)
         _replace_folder(temporary, folder)
@@ -60,7 +65,7 @@ def fingerprint_of(*values: Any) -> str:
 
 
 def digest_files(paths: Sequence[Path], memory: Path) -> Dict[str, str]:
-    """sha256 of each file by its name; files whose size and time stamp are as remembered are not read again."""
+    """sha256 of each file by its name; files of the remembered size and time stamp are not read again."""
     try:
         remembered = json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -70,7 +75,9 @@ def digest_files(paths: Sequence[Path], memory: Path) -> Dict[str, str]:
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns]
         entry = remembered.get(str(path.resolve()), {})
-        known[str(path.resolve())] = entry if entry.get("stamp") == stamp else {"stamp": stamp, "sha256": _sha256(path)}
+        known[str(path.resolve())] = (
+            entry if entry.get("stamp") == stamp else {"stamp": stamp, "sha256": _sha256(path)}
+        )
     if known != remembered:
         with atomic_write(memory) as stream:
             json.dump(known, stream, indent=1)
@@ -84,8 +91,10 @@ def disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"The disk is full while writing {folder}. Free some space and run the same command "
-                            "again: finished stages are kept.") from error
+            raise UserError(
+                f"The disk is full while writing {folder}. Free some space and run the same command "
+                "again: finished stages are kept."
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"Cannot write {folder}: {error.strerror}.") from error
         raise

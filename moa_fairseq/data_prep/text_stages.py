@@ -58,19 +58,28 @@ def tokenise_splits(
     work = functools.partial(_process_pairs, languages=languages, steps=steps)
     facts = {}
     for split, files in splits.items():
-        facts[split] = _write_split(split, _parallel_map(work, chunks(read_pairs(files), CHUNK), split),
-                                    languages, folder, drop_empty=split == "train")
-        numbers = ", ".join(f"{facts[split][f'tokens_{language}']:,} {language} tokens" for language in languages)
+        facts[split] = _write_split(
+            split,
+            _parallel_map(work, chunks(read_pairs(files), CHUNK), split),
+            languages,
+            folder,
+            drop_empty=split == "train",
+        )
+        numbers = ", ".join(
+            f"{facts[split][f'tokens_{language}']:,} {language} tokens" for language in languages
+        )
         dropped = facts[split]["dropped"]
-        say(f"{split}: {facts[split]['lines']:,} pairs, {numbers}"
-            + (f"; {dropped:,} pairs with an empty side left out" if dropped else ""))
+        say(
+            f"{split}: {facts[split]['lines']:,} pairs, {numbers}"
+            + (f"; {dropped:,} pairs with an empty side left out" if dropped else "")
+        )
         if not facts[split]["lines"]:
             raise UserError(f"{files.source} and {files.target}: no pair with text on both sides.")
     return facts
 
 
 def learn_codes(text_files: Iterable[Path], merges: int, codes: Path) -> None:
-    """Learn at most `merges` joint BPE operations on all the files together; fewer where the text gives no more."""
+    """Learn `merges` joint BPE operations on all the files together; fewer where the text gives no more."""
     lines = itertools.chain.from_iterable(read_lines(path) for path in text_files)
     # subword-nmt draws its own progress bar, which is only noise in a log file.
     quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
@@ -88,8 +97,10 @@ def segment_files(files: Dict[Path, Path], codes: Path) -> None:
 
 
 def _process_pairs(pairs: List[Pair], languages: Pair, steps: TextSteps) -> List[Pair]:
-    return [(process_line(source, languages[0], steps), process_line(target, languages[1], steps))
-            for source, target in pairs]
+    return [
+        (process_line(source, languages[0], steps), process_line(target, languages[1], steps))
+        for source, target in pairs
+    ]
 
 
 def _segment_lines(lines: List[str], codes: str) -> List[str]:
@@ -107,8 +118,10 @@ def _write_split(
     split: str, results: Iterable[List[Pair]], languages: Pair, folder: Path, drop_empty: bool
 ) -> Dict[str, int]:
     facts = {"lines": 0, "dropped": 0, **{f"tokens_{language}": 0 for language in languages}}
-    with atomic_write(folder / f"{split}.{languages[0]}") as source, \
-            atomic_write(folder / f"{split}.{languages[1]}") as target:
+    with (
+        atomic_write(folder / f"{split}.{languages[0]}") as source,
+        atomic_write(folder / f"{split}.{languages[1]}") as target,
+    ):
         for pair in itertools.chain.from_iterable(results):
             if drop_empty and not all(pair):
                 facts["dropped"] += 1
@@ -132,9 +145,12 @@ def _parallel_map(work: Callable, batches: Iterator[List], label: str) -> Iterat
             groups: Iterable[Iterable[List]] = [map(work, itertools.chain(first, batches))]
         else:
             # Fresh processes: forking one that has loaded torch and started threads can hang for ever.
-            pool = stack.enter_context(ProcessPoolExecutor(
-                processes, multiprocessing.get_context("spawn"), _ignore_interrupt))
-            groups = (pool.map(work, group) for group in chunks(itertools.chain(first, batches), 8 * processes))
+            pool = stack.enter_context(
+                ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _ignore_interrupt)
+            )
+            groups = (
+                pool.map(work, group) for group in chunks(itertools.chain(first, batches), 8 * processes)
+            )
         for result in itertools.chain.from_iterable(groups):
             bar.update(len(result))
             yield result

@@ -27,18 +27,42 @@ from moa_fairseq.recipes.runner import STAGES, Options, planned_commands, run_re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq recipe`."""
     parser.add_argument("config", type=Path, help="the experiment's YAML file")
-    parser.add_argument("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
+    parser.add_argument(
+        "--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")
-    parser.add_argument("--data", type=Path, metavar="DIR",
-                        help="raw data as the recipe's data section wants it, or a folder made by fairseq-preprocess")
-    parser.add_argument("--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
-                        help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated")
-    parser.add_argument("--restart", action="store_true",
-                        help="move an existing run folder aside and start from the beginning")
-    parser.add_argument("--record", nargs="?", const="", metavar="NAME",
-                        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment)")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="raw data as the recipe's data section wants it, or a folder made by fairseq-preprocess",
+    )
+    parser.add_argument(
+        "--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="move an existing run folder aside and start from the beginning",
+    )
+    parser.add_argument(
+        "--record",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,8 +70,14 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.config, args.overrides)
     present = detect_hardware()
     hardware = choose_devices(present, args.gpus, args.dry_run)
-    options = Options(stage=args.stage, data=args.data, save_dir=args.save_dir, restart=args.restart,
-                      record=_record_path(args), command_line=_command_line())
+    options = Options(
+        stage=args.stage,
+        data=args.data,
+        save_dir=args.save_dir,
+        restart=args.restart,
+        record=_record_path(args),
+        command_line=_command_line(),
+    )
     plan = planned_commands(recipe, hardware, options)
     print(f"{recipe.experiment}: {recipe.summary}")
     if recipe.reproduces:
@@ -74,7 +104,12 @@ def _say(text: str) -> None:
 def _record_path(args: argparse.Namespace) -> Path | None:
     if args.record is None:
         return None
-    return args.config.resolve().parent.parent / "results" / "measured" / f"{args.record or args.config.stem}.json"
+    return (
+        args.config.resolve().parent.parent
+        / "results"
+        / "measured"
+        / f"{args.record or args.config.stem}.json"
+    )
 
 
 def _command_line() -> str:

@@ -1,4 +1,4 @@
-"""A recipe becomes fairseq command lines. Pure: no file is read or written, the hardware comes as an argument."""
+"""A recipe becomes fairseq command lines. Pure: no file is touched, the hardware comes as an argument."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class BatchPlan:
 
     def describe(self) -> str:
         """One line for the log, rounding included."""
-        line = (f"{self.devices} device(s) x update-freq {self.update_freq} x max-tokens {self.max_tokens:,} "
-                f"= {self.effective:,} tokens per update")
+        line = (
+            f"{self.devices} device(s) x update-freq {self.update_freq} x max-tokens {self.max_tokens:,} "
+            f"= {self.effective:,} tokens per update"
+        )
         if self.wanted and self.wanted != self.effective:
             line += f" ({self.wanted:,} asked for, {self.effective / self.wanted - 1:+.2%} by rounding)"
         return line
@@ -79,51 +81,67 @@ def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[s
     train, model = recipe.train, recipe.model
     batch = plan_batch(train, hardware.devices)
     command = ["fairseq-train", str(paths.data), *_task_flags(recipe, paths)]
-    command += flags({
-        "arch": model.arch,
-        "num-experts": model.num_experts,
-        "experts-per-token": model.experts_per_token,
-        "expert-dim": model.expert_dim,
-        "share-all-embeddings": model.share_all_embeddings,
-        **model.flags,
-        "criterion": train.criterion,
-        **train.flags,
-        "max-tokens": batch.max_tokens,
-        "update-freq": batch.update_freq,
-        "max-epoch": train.max_epoch,
-        "max-update": train.max_update,
-        "seed": train.seed,
-        "keep-last-epochs": train.keep_last_epochs,
-        "save-dir": str(paths.checkpoints),
-        "log-format": "json",
-        "log-interval": train.log_interval,
-        "distributed-world-size": hardware.devices,
-    })
+    command += flags(
+        {
+            "arch": model.arch,
+            "num-experts": model.num_experts,
+            "experts-per-token": model.experts_per_token,
+            "expert-dim": model.expert_dim,
+            "share-all-embeddings": model.share_all_embeddings,
+            **model.flags,
+            "criterion": train.criterion,
+            **train.flags,
+            "max-tokens": batch.max_tokens,
+            "update-freq": batch.update_freq,
+            "max-epoch": train.max_epoch,
+            "max-update": train.max_update,
+            "seed": train.seed,
+            "keep-last-epochs": train.keep_last_epochs,
+            "save-dir": str(paths.checkpoints),
+            "log-format": "json",
+            "log-interval": train.log_interval,
+            "distributed-world-size": hardware.devices,
+        }
+    )
     return command + precision_flags(train.precision, hardware) + _device_flags(hardware)
 
 
 def average_command(recipe: Recipe, paths: RunPaths) -> List[str]:
     """The averaging of the last checkpoints."""
-    return ["moa-fairseq", "average", *flags({
-        "inputs": str(paths.checkpoints),
-        "num-epoch-checkpoints": recipe.average.epochs,
-        "num-update-checkpoints": recipe.average.updates,
-        "output": str(paths.save_dir / "average.pt"),
-    })]
+    return [
+        "moa-fairseq",
+        "average",
+        *flags(
+            {
+                "inputs": str(paths.checkpoints),
+                "num-epoch-checkpoints": recipe.average.epochs,
+                "num-update-checkpoints": recipe.average.updates,
+                "output": str(paths.save_dir / "average.pt"),
+            }
+        ),
+    ]
 
 
 def generate_command(recipe: Recipe, hardware: Hardware, paths: RunPaths, subset: str) -> List[str]:
     """The beam search over one subset, in fp32 so that scores do not depend on the hardware."""
     generate = recipe.generate
-    return ["fairseq-generate", str(paths.data), *_task_flags(recipe, paths), *flags({
-        "path": str(paths.model(recipe)),
-        "gen-subset": subset,
-        "beam": generate.beam,
-        "lenpen": generate.lenpen,
-        "max-tokens": generate.max_tokens,
-        "remove-bpe": generate.remove_bpe,
-        **generate.flags,
-    }), *_device_flags(hardware)]
+    return [
+        "fairseq-generate",
+        str(paths.data),
+        *_task_flags(recipe, paths),
+        *flags(
+            {
+                "path": str(paths.model(recipe)),
+                "gen-subset": subset,
+                "beam": generate.beam,
+                "lenpen": generate.lenpen,
+                "max-tokens": generate.max_tokens,
+                "remove-bpe": generate.remove_bpe,
+                **generate.flags,
+            }
+        ),
+        *_device_flags(hardware),
+    ]
 
 
 def score_command(recipe: Recipe, output: Path) -> List[str]:

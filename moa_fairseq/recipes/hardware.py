@@ -60,15 +60,15 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     if dry_run:
         return Hardware(wanted, "GPU (assumed V100)", (7, 0), tuple(str(index) for index in range(wanted)))
     raise UserError(
-        f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or check "
-        f"CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver (torch.cuda.is_available())."
+        f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or "
+        f"check CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver (torch.cuda.is_available())."
     )
 
 
 def precision_flags(precision: str, hardware: Hardware) -> List[str]:
-    """fairseq's flag for a recipe's precision; `auto` is bf16 from Ampere on, fp16 on Volta and Turing, else fp32.
+    """fairseq's flag for a recipe's precision.
 
-    Raises UserError when the precision was asked for by name and the hardware does not have it.
+    `auto` is bf16 from Ampere on, fp16 on Volta and Turing, else fp32. Raises UserError when the precision was asked for by name and the hardware does not have it.
     """
     capability = hardware.capability or (0, 0)
     if precision == "auto":
@@ -76,7 +76,9 @@ def precision_flags(precision: str, hardware: Hardware) -> List[str]:
     elif precision != "fp32" and not hardware.gpus:
         raise UserError(f"train.precision {precision} needs a GPU: use fp32 or auto on the CPU.")
     elif precision == "bf16" and capability < (8, 0):
-        raise UserError(f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16.")
+        raise UserError(
+            f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16."
+        )
     return [] if precision == "fp32" else [f"--{precision}"]
 
 

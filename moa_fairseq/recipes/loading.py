@@ -28,11 +28,17 @@ def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
     mapping = _with_base(path)
     file = str(path)
     if mapping.get("experiment") != path.stem:
-        fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {mapping.get('experiment')!r}.")
+        fail(
+            file,
+            "experiment",
+            f"must be the file's own name, {path.stem!r}, not {mapping.get('experiment')!r}.",
+        )
     for text in overrides:
         _override(mapping, text)
+    if overrides:
+        file += f" with --set {' --set '.join(overrides)}"
     recipe = build(Recipe, mapping, file, "")
-    check(recipe, f"{file} with --set {' --set '.join(overrides)}" if overrides else file)
+    check(recipe, file)
     return recipe
 
 
@@ -99,7 +105,9 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = next((key for n, key in enumerate(keys) if key in keys[:n]), None)
         if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} stands twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice!r} stands twice", node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
@@ -108,7 +116,9 @@ def _read_yaml(path: Path) -> Dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = sorted(p.stem for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise UserError(f"There is no recipe file {path}{did_you_mean(path.stem, near) if near else ''}.") from None
+        raise UserError(
+            f"There is no recipe file {path}{did_you_mean(path.stem, near) if near else ''}."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read the recipe file {path}: {error}.") from error
     try:
@@ -144,11 +154,15 @@ def _check_key(keys: List[str], text: str) -> None:
     for depth, key in enumerate(keys):
         types = typing.get_type_hints(cls)
         if key not in types or keys == ["experiment"]:
-            raise UserError(f"--set {text}: unknown key {'.'.join(keys[:depth + 1])}{did_you_mean(key, types)}.")
+            raise UserError(
+                f"--set {text}: unknown key {'.'.join(keys[: depth + 1])}{did_you_mean(key, types)}."
+            )
         cls = _plain(types[key])
         if not dataclasses.is_dataclass(cls):
             if depth + 1 < len(keys) and key != "flags":
-                raise UserError(f"--set {text}: {'.'.join(keys[:depth + 1])} is a plain value, not a section.")
+                raise UserError(
+                    f"--set {text}: {'.'.join(keys[: depth + 1])} is a plain value, not a section."
+                )
             return
 
 
@@ -174,8 +188,12 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value
-    names = {int: "a whole number", float: "a number", str: "text (in quotes where it looks like a number)",
-             bool: "true or false"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text (in quotes where it looks like a number)",
+        bool: "true or false",
+    }
     return _wrong(file, key, names[kind], value)
 
 

@@ -21,11 +21,13 @@ def fairseq_is_installed() -> bool:
 def check_train_command(command: List[str]) -> None:
     """Parse a `fairseq-train` line as fairseq would. Raises UserError with fairseq's own complaint."""
     if not fairseq_is_installed():
-        raise UserError(f"fairseq is not installed in {sys.executable}: run `bash scripts/setup.sh`, or start this "
-                        "command with the Python of the environment that has it.")
-    import moa_fairseq  # noqa: F401  (registers the archs and criterions)
-
+        raise UserError(
+            f"fairseq is not installed in {sys.executable}: run `bash scripts/setup.sh`, or start this "
+            "command with the Python of the environment that has it."
+        )
     from fairseq import options
+
+    import moa_fairseq  # noqa: F401  (registers the archs and criterions)
 
     logging.getLogger("fairseq.utils").setLevel(logging.WARNING)
     complaint = io.StringIO()

@@ -15,22 +15,38 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.commands import to_argv, to_shell
 
 TAIL_LINES = 12
-STOP_SECONDS = 15
+STOP_SECONDS = 10
 
 # What fairseq's last lines mean, and what helps.
 HINTS = (
-    (r"out of memory|OutOfMemory", "The GPU's memory is full: lower the tokens per device, for example --set "
-     "train.max_tokens=2048; the effective batch stays the same."),
-    (r"No space left on device|Disk quota exceeded", "The disk is full: free some space and run the same command "
-     "again; it goes on from the last whole checkpoint."),
-    (r"Minimum loss scale reached", "fp16 training diverged: use --set train.precision=bf16 (Ampere or newer) or "
-     "fp32, or a lower learning rate."),
-    (r"no kernel image is available|not compatible with the current PyTorch", "This torch was not built for this "
-     "GPU: install a torch built for it (V100: CUDA 12.6 or older)."),
-    (r"exceeds max_tokens", "A sentence is longer than one device's batch: raise train.max_tokens, or leave long "
-     "sentences out of the data."),
-    (r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory", "The machine's memory is full: close other "
-     "programs or use --set train.flags.num-workers=0."),
+    (
+        r"out of memory|OutOfMemory",
+        "The GPU's memory is full: lower the tokens per device, for example --set "
+        "train.max_tokens=2048; the effective batch stays the same.",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "The disk is full: free some space and run the same command "
+        "again; it goes on from the last whole checkpoint.",
+    ),
+    (
+        r"Minimum loss scale reached",
+        "fp16 training diverged: use --set train.precision=bf16 (Ampere or newer) or "
+        "fp32, or a lower learning rate.",
+    ),
+    (
+        r"no kernel image is available|not compatible with the current PyTorch",
+        "This torch was not built for this GPU: install a torch built for it (V100: CUDA 12.6 or older).",
+    ),
+    (
+        r"exceeds max_tokens",
+        "A sentence is longer than one device's batch: raise train.max_tokens, or leave long "
+        "sentences out of the data.",
+    ),
+    (
+        r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory",
+        "The machine's memory is full: close other programs or use --set train.flags.num-workers=0.",
+    ),
 )
 
 
@@ -46,8 +62,12 @@ class Executor:
         self.keep_open = tuple(keep_open)
 
     def run(
-        self, command: List[str], log: Path, output: Optional[Path] = None,
-        on_line: Optional[Callable[[str], None]] = None, errors_too: bool = False,
+        self,
+        command: List[str],
+        log: Path,
+        output: Optional[Path] = None,
+        on_line: Optional[Callable[[str], None]] = None,
+        errors_too: bool = False,
     ) -> None:
         """Run a printed command to its end.
 
@@ -61,9 +81,14 @@ class Executor:
             errors = files.enter_context(open(log, "ab", buffering=0))
             record = files.enter_context(open(output, "wb")) if output else errors
             errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
-            process = subprocess.Popen(to_argv(command), stdout=subprocess.PIPE, env=environment,
-                                       stderr=subprocess.STDOUT if errors_too else errors,
-                                       pass_fds=self.keep_open)
+            process = subprocess.Popen(
+                to_argv(command),
+                stdout=subprocess.PIPE,
+                env=environment,
+                stderr=subprocess.STDOUT if errors_too else errors,
+                pass_fds=self.keep_open,
+            )
+            self._note(process.pid)
             with _ended_with_us(process):
                 for raw in process.stdout:
                     record.write(raw)
@@ -73,13 +98,21 @@ class Executor:
         if status:
             raise UserError(_failure(command[0], status, log))
 
+    def _note(self, process: int) -> None:
+        """Write the child's process id into the lock file: it keeps the lock if this program is killed."""
+        for lock in self.keep_open:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(process).encode(), 0)
+
 
 def _python_environment() -> Dict[str, str]:
-    """Settings for a child Python: UTF-8 output at once, and this same moa_fairseq even when not installed."""
+    """For a child Python: UTF-8 output at once, and this same moa_fairseq even when it is not installed."""
     package_root = Path(__file__).resolve().parents[2]
     settings = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     if not {"site-packages", "dist-packages"} & set(package_root.parts):
-        settings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package_root), os.environ.get("PYTHONPATH")]))
+        settings["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(package_root), os.environ.get("PYTHONPATH")])
+        )
     return settings
 
 
@@ -107,12 +140,12 @@ def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
         yield
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_SECONDS)
+                    break
         process.stdout.close()
 
 
@@ -124,4 +157,5 @@ def _failure(program: str, status: int, log: Path) -> str:
     if status == -signal.SIGKILL and not hint:
         hint = " The system killed it, most often because the machine's memory was full."
     shown = "\n".join(f"    {line[:300]}" for line in lines)
-    return f"{program} {how}.{hint} What is done so far is kept. The whole log is {log}; its last lines:\n{shown}"
+    kept = f"What is done so far is kept. The whole log is {log}; its last lines:"
+    return f"{program} {how}.{hint} {kept}\n{shown}"

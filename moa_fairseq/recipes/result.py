@@ -40,7 +40,9 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
         **{key: value for key, value in summary.items() if key != "valid_ppl"},
         "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
         "checkpoints_averaged": run.state.get("average").get("checkpoints", 1) if recipe.average else 1,
-        "generation": {"beam": recipe.generate.beam, "lenpen": recipe.generate.lenpen} if recipe.generate else None,
+        "generation": {"beam": recipe.generate.beam, "lenpen": recipe.generate.lenpen}
+        if recipe.generate
+        else None,
         "seed": recipe.train.seed,
         "hardware": trained.get("hardware", run.hardware.describe()),
         "versions": versions(),
@@ -79,7 +81,9 @@ def commit() -> Optional[str]:
     here = Path(__file__).resolve().parent
     try:
         head, status = (
-            subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20, check=True)
+            subprocess.run(
+                ["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20, check=True
+            )
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""What a run folder remembers (state.json), that one process works in it at a time, and which checkpoints are whole."""
+"""The run folder: what it remembers (state.json), its lock, and which of its checkpoints are whole."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import re
+import time
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
+from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
+PATIENCE_SECONDS = 5
 _EPOCH_CHECKPOINT = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_CHECKPOINT = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
@@ -27,8 +30,10 @@ class RunState:
         except FileNotFoundError:
             self.entries = {}
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path} cannot be read ({error}). Delete that one file; whole results are then "
-                            "made again from the checkpoints.") from error
+            raise UserError(
+                f"{self.path} cannot be read ({error}). Delete that one file; whole results are then "
+                "made again from the checkpoints."
+            ) from error
 
     def get(self, stage: str) -> Dict[str, Any]:
         """The entry of a stage, {} when it never ran."""
@@ -43,7 +48,8 @@ class RunState:
     def is_done(self, stage: str, fingerprint: str, *outputs: Path) -> bool:
         """True when the stage finished from the same fingerprint and its outputs are still there."""
         return self.get(stage).get("done") == fingerprint and all(
-            path.is_file() and path.stat().st_size for path in outputs)
+            path.is_file() and path.stat().st_size for path in outputs
+        )
 
 
 @contextlib.contextmanager
@@ -52,24 +58,39 @@ def locked(folder: Path) -> Iterator[List[int]]:
 
     Raises UserError when another run, or a child that outlived one, works in the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
     try:
         import fcntl
     except ImportError:  # no such locks on this system
         yield []
         return
-    with open(folder / ".lock", "a+", encoding="utf-8") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    with open(folder / ".lock", "r+", encoding="utf-8") as stream:
+        if not _acquired(lambda: fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)):
             stream.seek(0)
-            raise UserError(f"Another run is at work in {folder} (started as process {stream.read().strip() or '?'}). "
-                            "Wait for it, stop it, or use another --save-dir.") from None
+            raise UserError(
+                f"Another run is at work in {folder} (process {stream.read().strip() or '?'}). "
+                "Wait for it, stop it, or use another --save-dir."
+            )
         stream.seek(0)
         stream.truncate()
         stream.write(str(os.getpid()))
         stream.flush()
         yield [stream.fileno()]
+
+
+def _acquired(attempt: Callable[[], None]) -> bool:
+    """Try for some seconds: children of a run that was just killed take a moment to go."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            attempt()
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
 
 
 def epoch_checkpoints(folder: Path) -> List[Path]:
@@ -83,8 +104,11 @@ def update_checkpoints(folder: Path) -> List[Path]:
 
 
 def _numbered(folder: Path, pattern: re.Pattern) -> List[Path]:
-    found = [(int(match.group(1)), path) for path in folder.glob("checkpoint*.pt")
-             if (match := pattern.fullmatch(path.name))]
+    found = [
+        (int(match.group(1)), path)
+        for path in folder.glob("checkpoint*.pt")
+        if (match := pattern.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found)]
 
 
@@ -107,8 +131,10 @@ def checkpoint_to_resume(folder: Path) -> Optional[Path]:
     if whole:
         return whole[-1]
     if last.exists() or candidates:
-        raise UserError(f"No checkpoint in {folder} is whole (a crash or a full disk cut them off). Start again with "
-                        "--restart, which moves the folder aside.")
+        raise UserError(
+            f"No checkpoint in {folder} is whole (a crash or a full disk cut them off). Start again with "
+            "--restart, which moves the folder aside."
+        )
     return None
 
 

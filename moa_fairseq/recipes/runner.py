@@ -9,7 +9,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import yaml
 
-from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder, require_source
+from moa_fairseq.data_prep.binarised import preprocess_flags
+from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder, require_source, workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes import commands, stages
@@ -61,6 +62,8 @@ def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> Li
     data = (options.data or Path("DATA-BIN")) if given else root / "binarised"
     paths = commands.RunPaths(data, save_dir_of(recipe, options), user_dir())
     planned: List[List[str]] = []
+    if options.wants("prepare") and not given:
+        planned.append(_preprocess_command(recipe, root))
     if options.wants("train"):
         planned.append(commands.train_command(recipe, hardware, paths))
     if options.wants("average") and recipe.average:
@@ -69,13 +72,19 @@ def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> Li
     if options.wants("generate"):
         planned += [commands.generate_command(recipe, hardware, paths, subset) for subset in subsets]
     if options.wants("score") and recipe.score:
-        planned += [commands.score_command(recipe, paths.save_dir / f"generate-{subset}.txt") for subset in subsets]
+        planned += [
+            commands.score_command(recipe, paths.save_dir / f"generate-{subset}.txt") for subset in subsets
+        ]
     return planned
 
 
 def run_recipe(
-    recipe: Recipe, hardware: Hardware, present: Hardware, options: Options,
-    executor_class: Callable[..., Executor] = Executor, say: Callable[[str], None] = print,
+    recipe: Recipe,
+    hardware: Hardware,
+    present: Hardware,
+    options: Options,
+    executor_class: Callable[..., Executor] = Executor,
+    say: Callable[[str], None] = print,
 ) -> Optional[Path]:
     """Carry out the wanted stages. Returns the path of result.json when the recipe was scored.
 
@@ -83,15 +92,21 @@ def run_recipe(
     before stays and is not done again next time.
     """
     folder = save_dir_of(recipe, options)
-    if options.restart and (aside := move_aside(folder)):
-        say(f"{folder} moved to {aside}")
+    if options.restart and folder.exists():
+        with locked(folder):  # nobody may be at work in it
+            pass
+        say(f"{folder} moved to {move_aside(folder)}")
     environment = commands.device_environment(hardware, present)
     with terminate_as_interrupt(), locked(folder) as lock:
         return _run_stages(recipe, hardware, options, folder, executor_class(environment, lock), say)
 
 
 def _run_stages(
-    recipe: Recipe, hardware: Hardware, options: Options, folder: Path, executor: Executor,
+    recipe: Recipe,
+    hardware: Hardware,
+    options: Options,
+    folder: Path,
+    executor: Executor,
     say: Callable[[str], None],
 ) -> Optional[Path]:
     state = RunState(folder)
@@ -125,6 +140,22 @@ def _run_stages(
     return result
 
 
+def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
+    """The last step of the preparation, for --dry-run: the steps before it run inside of this program."""
+    data, subsets = recipe.data, recipe.generate.subsets if recipe.generate else []
+    text = root / ("tokens" if data.bpe is None else "bpe")
+    values = preprocess_flags(
+        text,
+        root / "binarised",
+        ["train", "valid", *subsets],
+        (data.source, data.target),
+        data.joined_dictionary,
+        workers(),
+        data.flags,
+    )
+    return ["fairseq-preprocess", *commands.flags(values)]
+
+
 def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str, Any]:
     recipe = run.recipe
     subsets = recipe.generate.subsets if recipe.generate else []
@@ -138,14 +169,21 @@ def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str
 
 
 def _prepare(
-    recipe: Recipe, options: Options, folder: Path, state: RunState, executor: Executor,
-    show: Callable[[List[str]], None], say: Callable[[str], None],
+    recipe: Recipe,
+    options: Options,
+    folder: Path,
+    state: RunState,
+    executor: Executor,
+    show: Callable[[List[str]], None],
+    say: Callable[[str], None],
 ) -> Prepared:
     """Do the prepare stage, or for a later stage alone recall what it made."""
     known = state.get("prepare")
     if not options.wants("prepare") and options.data is None:
         if not known or not Path(known["folder"]).is_dir():
-            raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
+            raise UserError(
+                f"No prepared data is known in {folder}: run --stage prepare first, or give --data."
+            )
         return Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
     settings = to_mapping(recipe)["data"]
     given = options.data or (Path(known["source"]) if known.get("source") else None)
@@ -163,19 +201,23 @@ def _prepare(
     subsets = ["train", "valid", *(recipe.generate.subsets if recipe.generate else [])]
     with locked(root):
         prepared = Preparation(settings, subsets, source, root, preprocess, say).run()
-    state.put("prepare", folder=str(prepared.folder.resolve()), sentences=prepared.sentences,
-              fingerprint=prepared.fingerprint, source=str(source.resolve()))
+    state.put(
+        "prepare",
+        folder=str(prepared.folder.resolve()),
+        sentences=prepared.sentences,
+        fingerprint=prepared.fingerprint,
+        source=str(source.resolve()),
+    )
     return prepared
 
 
-def _embedded_corpus(
-    root: Path, folder: Path, executor: Executor, show: Callable[[List[str]], None]
-) -> Path:
+def _embedded_corpus(root: Path, folder: Path, executor: Executor, show: Callable[[List[str]], None]) -> Path:
     """Have `moa-fairseq corpus` build the embedded corpus; a second time that is a no-op."""
     command = ["moa-fairseq", "corpus", "--output", str(root)]
     show(command)
-    executor.run(command, folder / "corpus.log", errors_too=True,
-                 on_line=lambda line: print(f"  {line}", flush=True))
+    executor.run(
+        command, folder / "corpus.log", errors_too=True, on_line=lambda line: print(f"  {line}", flush=True)
+    )
     return root
 
 
@@ -193,5 +235,7 @@ def _headline(recipe: Recipe, scores: Dict[str, Any]) -> str:
     name = recipe.score.headline
     parts = []
     for subset, values in scores.items():
-        parts.append(f"{name} {values[name]['score']:.2f} on {subset}" if name in values else f"{subset} scored")
+        parts.append(
+            f"{name} {values[name]['score']:.2f} on {subset}" if name in values else f"{subset} scored"
+        )
     return ", ".join(parts)

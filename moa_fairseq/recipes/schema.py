@@ -126,7 +126,14 @@ class Recipe:
 
 def check(recipe: Recipe, file: str) -> None:
     """Raise UserError naming file and key where two keys contradict each other."""
-    for rule in (_check_choices, _check_positive, _check_experts, _check_embeddings, _check_length, _check_flags):
+    for rule in (
+        _check_choices,
+        _check_positive,
+        _check_experts,
+        _check_embeddings,
+        _check_length,
+        _check_flags,
+    ):
         rule(recipe, file)
 
 
@@ -165,17 +172,28 @@ def _check_experts(recipe: Recipe, file: str) -> None:
     sizes = {name: getattr(model, name) for name in ("num_experts", "experts_per_token", "expert_dim")}
     missing = [name for name, value in sizes.items() if value is None]
     if missing and (len(missing) < len(sizes) or model.arch.startswith("moa_")):
-        fail(file, f"model.{missing[0]}", f"is missing: arch {model.arch} needs num_experts (E), "
-             "experts_per_token (K) and expert_dim (D).")
+        fail(
+            file,
+            f"model.{missing[0]}",
+            f"is missing: arch {model.arch} needs num_experts (E), experts_per_token (K) and expert_dim (D).",
+        )
     if not missing and model.experts_per_token > model.num_experts:
-        fail(file, "model.experts_per_token", f"K = {model.experts_per_token} experts per token cannot be chosen "
-             f"from E = {model.num_experts} (model.num_experts): lower K or raise E.")
+        fail(
+            file,
+            "model.experts_per_token",
+            f"K = {model.experts_per_token} experts per token cannot be chosen "
+            f"from E = {model.num_experts} (model.num_experts): lower K or raise E.",
+        )
 
 
 def _check_embeddings(recipe: Recipe, file: str) -> None:
     if recipe.model.share_all_embeddings and not recipe.data.joined_dictionary:
-        fail(file, "model.share_all_embeddings", "one embedding for both languages needs one dictionary for both: "
-             "set data.joined_dictionary: true, or model.share_all_embeddings: false.")
+        fail(
+            file,
+            "model.share_all_embeddings",
+            "one embedding for both languages needs one dictionary for both: "
+            "set data.joined_dictionary: true, or model.share_all_embeddings: false.",
+        )
 
 
 def _check_length(recipe: Recipe, file: str) -> None:
@@ -194,18 +212,33 @@ def _check_average(average: Average, train: Train, file: str) -> None:
     if (average.epochs is None) == (average.updates is None):
         fail(file, "average.epochs", "say either average.epochs or average.updates.")
     if average.count < 2:
-        fail(file, f"average.{'epochs' if average.epochs else 'updates'}", "an average of one checkpoint is no average: "
-             "use 2 or more, or average: null to generate from the best checkpoint.")
+        fail(
+            file,
+            f"average.{'epochs' if average.epochs else 'updates'}",
+            "an average of one checkpoint is no average: "
+            "use 2 or more, or average: null to generate from the best checkpoint.",
+        )
     if average.epochs and average.epochs > train.keep_last_epochs:
-        fail(file, "average.epochs", f"cannot average {average.epochs} epochs when train.keep_last_epochs keeps "
-             f"{train.keep_last_epochs}.")
+        fail(
+            file,
+            "average.epochs",
+            f"cannot average {average.epochs} epochs when train.keep_last_epochs keeps "
+            f"{train.keep_last_epochs}.",
+        )
     if average.epochs and train.max_epoch and average.epochs > train.max_epoch:
-        fail(file, "average.epochs", f"cannot average {average.epochs} epochs of the {train.max_epoch} that "
-             "train.max_epoch allows.")
+        fail(
+            file,
+            "average.epochs",
+            f"cannot average {average.epochs} epochs of the {train.max_epoch} that train.max_epoch allows.",
+        )
     kept = train.flags.get("keep-interval-updates", average.updates)
     if average.updates and ("save-interval-updates" not in train.flags or 0 <= kept < average.updates):
-        fail(file, "average.updates", "needs train.flags.save-interval-updates, and keep-interval-updates must not be "
-             f"below {average.updates}.")
+        fail(
+            file,
+            "average.updates",
+            "needs train.flags.save-interval-updates, and keep-interval-updates must not be "
+            f"below {average.updates}.",
+        )
 
 
 def _check_flags(recipe: Recipe, file: str) -> None:
@@ -215,29 +248,58 @@ def _check_flags(recipe: Recipe, file: str) -> None:
         for name, value in values.flags.items() if values else ():
             key = f"{section}.flags.{name}"
             if not isinstance(name, str) or not FLAG_NAME.fullmatch(name):
-                fail(file, key, "write flags as on the command line, without the leading dashes: "
-                     f"{str(name).lower().replace('_', '-').lstrip('-')}.")
+                fail(
+                    file,
+                    key,
+                    "write flags as on the command line, without the leading dashes: "
+                    f"{str(name).lower().replace('_', '-').lstrip('-')}.",
+                )
             if name in reserved.get(section, {}):
                 fail(file, key, f"is not a free flag; {reserved[section][name]}.")
-            if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)):
+            if isinstance(value, dict) or (
+                isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)
+            ):
                 fail(file, key, "a flag's value is text, a number, true, false, null or a flat list.")
 
 
 def _reserved_flags() -> Dict[str, Dict[str, str]]:
     """Flags that the runner itself sets, and what to say instead."""
     own = "the recipe runner sets it"
-    train = {name: own for name in ("user-dir", "save-dir", "log-format", "log-file", "no-progress-bar", "cpu")}
-    for key in ("task", "criterion", "max_tokens", "max_epoch", "max_update", "seed", "keep_last_epochs",
-                "log_interval"):
+    train = {
+        name: own for name in ("user-dir", "save-dir", "log-format", "log-file", "no-progress-bar", "cpu")
+    }
+    for key in (
+        "task",
+        "criterion",
+        "max_tokens",
+        "max_epoch",
+        "max_update",
+        "seed",
+        "keep_last_epochs",
+        "log_interval",
+    ):
         train[key.replace("_", "-")] = f"say train.{key}"
     train["update-freq"] = "it follows from train.effective_batch_tokens"
     train.update({name: "say train.precision" for name in ("fp16", "bf16", "amp")})
-    model = {key.replace("_", "-"): f"say model.{key}" for key in
-             ("arch", "num_experts", "experts_per_token", "expert_dim", "share_all_embeddings")}
-    generate = {"path": own, "user-dir": own, "gen-subset": "say generate.subsets", "beam": "say generate.beam",
-                "lenpen": "say generate.lenpen", "max-tokens": "say generate.max_tokens",
-                "remove-bpe": "say generate.remove_bpe", "cpu": own}
-    data = {"joined-dictionary": "say data.joined_dictionary", "source-lang": "say data.source",
-            "target-lang": "say data.target", "destdir": own}
+    model = {
+        key.replace("_", "-"): f"say model.{key}"
+        for key in ("arch", "num_experts", "experts_per_token", "expert_dim", "share_all_embeddings")
+    }
+    generate = {
+        "path": own,
+        "user-dir": own,
+        "gen-subset": "say generate.subsets",
+        "beam": "say generate.beam",
+        "lenpen": "say generate.lenpen",
+        "max-tokens": "say generate.max_tokens",
+        "remove-bpe": "say generate.remove_bpe",
+        "cpu": own,
+    }
+    data = {
+        "joined-dictionary": "say data.joined_dictionary",
+        "source-lang": "say data.source",
+        "target-lang": "say data.target",
+        "destdir": own,
+    }
     both = {**train, **model}
     return {"data": data, "model": both, "train": both, "generate": generate, "score": {"json": own}}

@@ -16,7 +16,13 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.process import Executor
-from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, epoch_checkpoints, is_whole, update_checkpoints
+from moa_fairseq.recipes.run_folder import (
+    RunState,
+    checkpoint_to_resume,
+    epoch_checkpoints,
+    is_whole,
+    update_checkpoints,
+)
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.train_log import TrainLog
 
@@ -50,7 +56,7 @@ class Run:
 
 
 def train(run: Run, prepared: Prepared) -> None:
-    """Train, or go on training, until the recipe's end. Raises UserError for checkpoints of other settings."""
+    """Train, or go on, until the recipe's end. Raises UserError for checkpoints of other settings."""
     settings = train_settings(run.recipe, prepared)
     done = fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
     resume = checkpoint_to_resume(run.paths.checkpoints)
@@ -72,10 +78,17 @@ def train(run: Run, prepared: Prepared) -> None:
     log = TrainLog(run.folder / "train.jsonl", run.recipe.train.max_epoch, run.recipe.train.max_update)
     run.executor.run(command, run.log("train"), on_line=log)
     if checkpoint_to_resume(run.paths.checkpoints) is None:
-        raise UserError(f"fairseq-train ended without writing a checkpoint into {run.paths.checkpoints}; its output is "
-                        f"in {run.log('train')}.")
-    run.state.put("train", settings=settings, done=done, parameters=sum(log.parameters) or remembered.get("parameters"),
-                  hardware=run.hardware.describe())
+        raise UserError(
+            f"fairseq-train ended without writing a checkpoint into {run.paths.checkpoints}; its output is "
+            f"in {run.log('train')}."
+        )
+    run.state.put(
+        "train",
+        settings=settings,
+        done=done,
+        parameters=sum(log.parameters) or remembered.get("parameters"),
+        hardware=run.hardware.describe(),
+    )
 
 
 def train_settings(recipe: Recipe, prepared: Prepared) -> Dict[str, Any]:
@@ -91,13 +104,21 @@ def average(run: Run) -> None:
     found = epoch_checkpoints(folder) if kind == "epochs" else update_checkpoints(folder)
     if len(found) < wanted:
         names = ", ".join(path.name for path in found) or "none"
-        fewer = f"use --set average.{kind}={len(found)}" if len(found) > 1 else "leave it out with --set average=null"
-        raise UserError(f"average.{kind} asks for {wanted} checkpoints and {folder} has {len(found)} ({names}). "
-                        f"Train longer, or {fewer}.")
+        fewer = (
+            f"use --set average.{kind}={len(found)}"
+            if len(found) > 1
+            else "leave it out with --set average=null"
+        )
+        raise UserError(
+            f"average.{kind} asks for {wanted} checkpoints and {folder} has {len(found)} ({names}). "
+            f"Train longer, or {fewer}."
+        )
     damaged = [path.name for path in found[-wanted:] if not is_whole(path)]
     if damaged:
-        raise UserError(f"{folder}/{damaged[0]} is cut off and cannot be averaged. Delete it and run the train stage "
-                        "on, or average fewer checkpoints.")
+        raise UserError(
+            f"{folder}/{damaged[0]} is cut off and cannot be averaged. Delete it and run the train stage "
+            "on, or average fewer checkpoints."
+        )
     done = fingerprint_of([_stamp(path) for path in found[-wanted:]])
     output = run.folder / "average.pt"
     if run.state.is_done("average", done, output):
@@ -115,7 +136,9 @@ def generate(run: Run, prepared: Prepared, subset: str) -> Path:
     if not is_whole(model):
         stage = "average" if run.recipe.average else "train"
         raise UserError(f"{model} is missing or cut off: run --stage {stage} first (or --stage all).")
-    done = fingerprint_of(_stamp(model), dataclasses.asdict(run.recipe.generate), subset, prepared.fingerprint)
+    done = fingerprint_of(
+        _stamp(model), dataclasses.asdict(run.recipe.generate), subset, prepared.fingerprint
+    )
     stage = f"generate-{subset}"
     if run.state.is_done(stage, done, output):
         run.say(f"{stage}: done before ({output})")
@@ -126,7 +149,9 @@ def generate(run: Run, prepared: Prepared, subset: str) -> Path:
     progress = _SentenceCounter(prepared.sentences.get(subset), run.say)
     run.executor.run(command, run.log(stage), output=partial, on_line=progress)
     if not progress.count:
-        raise UserError(f"fairseq-generate translated nothing of subset {subset}; see {run.log(stage)} and {partial}.")
+        raise UserError(
+            f"fairseq-generate translated nothing of subset {subset}; see {run.log(stage)} and {partial}."
+        )
     os.replace(partial, output)
     run.state.put(stage, done=done)
     return output
@@ -185,9 +210,14 @@ def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict
     if before is None:
         raise UserError(f"{run.paths.checkpoints} holds checkpoints that this recipe did not make. {remedy}")
     old, new = _flatten(before), _flatten(now)
-    changed = [f"{key}: {old.get(key, 'not set')} → {new.get(key, 'not set')}"
-               for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    raise UserError(f"{run.paths.checkpoints} was trained with other settings ({'; '.join(changed[:5])}). {remedy}")
+    changed = [
+        f"{key}: {old.get(key, 'not set')} → {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    raise UserError(
+        f"{run.paths.checkpoints} was trained with other settings ({'; '.join(changed[:5])}). {remedy}"
+    )
 
 
 def _flatten(mapping: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:

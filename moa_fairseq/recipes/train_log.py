@@ -22,7 +22,7 @@ _LOADED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
 def parse_record(line: str) -> Optional[Dict[str, Any]]:
     """The JSON object at the end of a fairseq log line, or None."""
     start = line.find("| {")
-    text = line[start + 2:] if start >= 0 else line
+    text = line[start + 2 :] if start >= 0 else line
     if not text.startswith("{"):
         return None
     try:
@@ -58,7 +58,7 @@ def prune(path: Path, updates: int) -> None:
 
 
 def summarise(path: Path) -> Dict[str, Any]:
-    """updates, epochs, train_seconds, tokens_per_second (target tokens) and the last valid_ppl of a train.jsonl."""
+    """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl of a log."""
     records = list(read_records(path))
     # An epoch that was interrupted ends twice; its last record counts the whole of it.
     epochs = list({record["epoch"]: record for record in records if "train_loss" in record}.values())
@@ -102,14 +102,19 @@ class TrainLog:
         updates = updates_of(record)
         epoch = int(record["epoch"])
         if "valid_loss" in record:
-            self._print(f"  epoch {epoch}: valid ppl {record.get('valid_ppl', '?')}, update {updates:,}", last=True)
+            self._print(
+                f"  epoch {epoch}: valid ppl {record.get('valid_ppl', '?')}, update {updates:,}", last=True
+            )
         elif "train_loss" in record:
-            self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {record.get('train_wps', '?')} tokens/s",
-                        last=True)
+            speed = record.get("train_wps", "?")
+            self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)
         else:
             position = float(record.get("update", epoch - 1))
-            self._print(f"  epoch {epoch}, update {updates:,}{self._of()}: loss {record.get('loss', '?')}, "
-                        f"{record.get('wps', '?')} tokens/s{self._left(position, updates)}", last=False)
+            self._print(
+                f"  epoch {epoch}, update {updates:,}{self._of()}: loss {record.get('loss', '?')}, "
+                f"{record.get('wps', '?')} tokens/s{self._left(position, updates)}",
+                last=False,
+            )
 
     def _of(self) -> str:
         max_epoch, max_update = self.goal

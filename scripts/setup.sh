@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Makes a Python environment in which `fairseq-train --user-dir moa_fairseq` and `moa-fairseq` work.
+#
+#   bash scripts/setup.sh              in .venv of this project, or in the active virtual environment
+#   PYTHON=python3.12 bash scripts/setup.sh
+#
+# A torch that is already there is kept (a system-wide one is shared), else torch==2.13.0 is installed;
+# TORCH="torch==2.7.1" asks for another. A fairseq that is already there is kept too. Running it again
+# takes no time; after a change of the requirements it installs what is new.
+set -euo pipefail
+
+[ "${1:-}" = "--help" ] && { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0; }
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+torch_pin=${TORCH:-torch==2.13.0}
+
+fail() { echo "setup.sh: error: $*" >&2; exit 1; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3.12 python3.11 python3 python}; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 or 3.12 found${PYTHON:+ at PYTHON=$PYTHON}: install one, or name it with PYTHON=/path/to/python3.11."
+}
+
+if [ -n "${VIRTUAL_ENV:-}" ]; then
+  venv=$VIRTUAL_ENV
+else
+  venv=$root/.venv
+fi
+python=$venv/bin/python
+stamp=$venv/.moa_fairseq_setup
+wanted=$(cat "$root/setup.py" "$root/scripts/requirements.txt" "$root/scripts/setup.sh" | cksum; echo "$root $torch_pin")
+if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/moa-fairseq" ]; then
+  exit 0
+fi
+
+if ! "$python" -m pip --version >/dev/null 2>&1; then
+  base=$(find_python)
+  share=
+  if "$base" -c 'import torch' 2>/dev/null; then share=--system-site-packages; fi
+  echo "setup.sh: making $venv with $base${share:+, sharing its torch}"
+  "$base" -m venv --clear $share "$venv" || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
+fi
+has() { (cd / && "$python" -c "import $1") 2>/dev/null; }
+install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+if has torch; then
+  echo "setup.sh: keeping $("$python" -c 'import torch; print("torch", torch.__version__)')"
+else
+  echo "setup.sh: installing $torch_pin"
+  install "$torch_pin" || fail "pip could not install $torch_pin: see the README (V100s need another build)."
+fi
+
+if has fairseq && ! "$python" -m pip show -q ve-fairseq 2>/dev/null; then
+  echo "setup.sh: keeping the fairseq that is there; installing only what the plugin lacks"
+  install setuptools && install --no-build-isolation -e "$root[test]"
+else
+  echo "setup.sh: installing fairseq (ve-fairseq) and the other requirements, pinned and hashed"
+  install --no-deps --require-hashes -r "$root/scripts/requirements.txt" \
+    || fail "the pinned requirements could not be installed; the lines above say which."
+  install --no-deps --no-build-isolation -e "$root"
+fi
+
+# fairseq looks for a relative --user-dir in the working directory and beside itself: with this link
+# `--user-dir moa_fairseq` works from every directory.
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+ln -sfn "$root/moa_fairseq" "$site/moa_fairseq"
+has moa_fairseq || { (cd / && "$python" -c 'import moa_fairseq'); fail "moa_fairseq cannot be imported; see above."; }
+printf '%s' "$wanted" > "$stamp"
+echo "setup.sh: ready. Activate it with: source $venv/bin/activate"

@@ -1,0 +1,167 @@
+"""The whole preparation on made-up sentences, with fairseq's own preprocess called in this process."""
+
+import random
+
+import pytest
+
+from moa_fairseq.data_prep import prepare
+from moa_fairseq.data_prep.prepare import Preparation, prepared_folder, require_source
+from moa_fairseq.data_prep.text_stages import TextSteps, process_line
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.commands import flags
+
+SETTINGS = {
+    "recipe": "multi30k",
+    "source": "en",
+    "target": "de",
+    "bpe": 30,
+    "joined_dictionary": True,
+    "lowercase": True,
+    "flags": {},
+}
+SIZES = {"train": 60, "val": 5, "test_2016_flickr": 6}
+
+
+def preprocess(values):
+    from fairseq import options
+    from fairseq_cli import preprocess as program
+
+    program.main(options.get_preprocessing_parser().parse_args(flags({**values, "workers": 1})))
+
+
+@pytest.fixture
+def raw(tmp_path):
+    folder, generator = tmp_path / "raw", random.Random(1)
+    folder.mkdir()
+    words = ["Der", "Hund", "läuft", "schnell", "über", "die", "große", "Straße", "am", "Abend"]
+    for name, count in SIZES.items():
+        for language in ("en", "de"):
+            lines = [
+                " ".join(generator.choices(words, k=generator.randint(3, 9))) + "." for _ in range(count)
+            ]
+            (folder / f"{name}.{language}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def run(raw, tmp_path, said=None, **settings):
+    return Preparation(
+        {**SETTINGS, **settings},
+        ["train", "valid", "test"],
+        raw,
+        tmp_path / "out",
+        preprocess,
+        (said if said is not None else []).append,
+    ).run()
+
+
+def test_raw_to_binarised(raw, tmp_path):
+    prepared = run(raw, tmp_path)
+    assert prepared.sentences == {"train": 60, "valid": 5, "test": 6}
+    tokens = (tmp_path / "out" / "tokens" / "test.de").read_text(encoding="utf-8")
+    assert tokens == tokens.lower() and " .\n" in tokens
+    segmented = (tmp_path / "out" / "bpe" / "test.de").read_text(encoding="utf-8")
+    assert segmented.replace("@@ ", "") == tokens and "@@ " in segmented
+    dictionaries = [(prepared.folder / f"dict.{language}.txt").read_bytes() for language in ("en", "de")]
+    assert dictionaries[0] == dictionaries[1]
+
+
+def test_a_second_time_is_a_no_op_and_other_merges_keep_the_tokens(raw, tmp_path):
+    first = run(raw, tmp_path)
+    said = []
+    assert run(raw, tmp_path, said) == first
+    assert len(said) == 3 and all("up to date" in line for line in said)
+    said = []
+    assert run(raw, tmp_path, said, bpe=10).fingerprint != first.fingerprint
+    assert [line for line in said if "up to date" in line] == [f"{tmp_path / 'out' / 'tokens'}: up to date"]
+
+
+def test_without_bpe_the_tokens_are_binarised(raw, tmp_path):
+    run(raw, tmp_path, bpe=None)
+    assert not (tmp_path / "out" / "bpe").exists()
+
+
+def test_a_crash_in_the_last_stage_keeps_the_first_ones(raw, tmp_path, monkeypatch):
+    def crash(values):
+        raise KeyboardInterrupt
+
+    broken = Preparation(
+        SETTINGS, ["train", "valid", "test"], raw, tmp_path / "out", crash, lambda line: None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        broken.run()
+    assert not (tmp_path / "out" / "binarised").exists()
+    said = []
+    run(raw, tmp_path, said)
+    assert sum("up to date" in line for line in said) == 2
+
+
+def test_a_finished_folder_can_be_given_as_data(raw, tmp_path):
+    prepared = run(raw, tmp_path)
+    again = Preparation(
+        SETTINGS, ["train", "valid"], prepared.folder, tmp_path / "other", preprocess, print
+    ).run()
+    assert again.folder == prepared.folder
+    assert again.sentences == {"train": 60, "valid": 5}
+    (prepared.folder / "train.en-de.de.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.en-de\.de\.bin"):
+        Preparation(
+            SETTINGS, ["train", "valid"], prepared.folder, tmp_path / "other", preprocess, print
+        ).run()
+
+
+def test_pairs_with_an_empty_side_leave_the_training_text_only(raw, tmp_path):
+    for name in ("train", "val"):
+        path = raw / f"{name}.de"
+        path.write_text("\n" + path.read_text(encoding="utf-8").split("\n", 1)[1], encoding="utf-8")
+    said = []
+    assert run(raw, tmp_path, said).sentences == {"train": 59, "valid": 5, "test": 6}
+    assert "1 pairs with an empty side left out" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: (raw / "train.de").write_text("nur eine\n"), ["train.en has 60", "has 1"]),
+        (lambda raw: (raw / "val.en").write_bytes(b"ok\nna\xefve\n"), ["val.en, line 2", "UTF-8"]),
+        (lambda raw: (raw / "val.en").unlink(), ["val.en[.gz]", "multi30k/dataset"]),
+        (lambda raw: [(raw / f"train.{x}").write_text("\n\n") for x in ("en", "de")], ["no pair with text"]),
+    ],
+)
+def test_bad_data_is_refused_before_anything_is_kept(raw, tmp_path, damage, words):
+    damage(raw)
+    with pytest.raises(UserError) as error:
+        run(raw, tmp_path)
+    for word in words:
+        assert word in str(error.value)
+    assert not (tmp_path / "out" / "tokens").exists()
+
+
+def test_long_text_goes_through_several_processes(raw, tmp_path, monkeypatch):
+    """More than two batches: the pool path, with the order of lines kept."""
+    lines = [f"satz {number} ." for number in range(4500)]
+    for language in ("en", "de"):
+        (raw / f"train.{language}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    monkeypatch.setattr(prepare.os, "cpu_count", lambda: 2)
+    run(raw, tmp_path, bpe=None)
+    assert (tmp_path / "out" / "tokens" / "train.de").read_text(encoding="utf-8").splitlines() == lines
+
+
+def test_process_line():
+    assert (
+        process_line("Ein „Hund“, (läuft).", "de", TextSteps(True, "2016"))
+        == "ein &quot; hund &quot; , ( läuft ) ."
+    )
+    assert process_line("already  tokenised .", "en", TextSteps(False, "")) == "already tokenised ."
+
+
+def test_folders_are_told_apart(tmp_path):
+    same = prepared_folder(SETTINGS, tmp_path / "a", tmp_path)
+    assert same == prepared_folder(dict(SETTINGS), tmp_path / "a", tmp_path)
+    assert same.name.startswith("multi30k_en_de-")
+    assert same != prepared_folder(SETTINGS, tmp_path / "b", tmp_path)
+    assert same != prepared_folder({**SETTINGS, "bpe": 31}, tmp_path / "a", tmp_path)
+
+
+def test_missing_source_says_what_to_bring():
+    with pytest.raises(UserError, match=r"tokenised text.*fairseq-preprocess"):
+        require_source({**SETTINGS, "recipe": "parallel"}, None)

@@ -1,0 +1,122 @@
+"""YAML → command lines: batch arithmetic, precision by hardware, flags."""
+
+import shlex
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.schema import Train
+
+CPU = Hardware()
+V100 = Hardware(1, "V100", (7, 0), ("0",))
+A100 = Hardware(8, "A100", (8, 0), tuple("01234567"))
+
+
+def plan(effective, max_tokens, devices):
+    train = Train(max_tokens=max_tokens, criterion="c", effective_batch_tokens=effective, max_epoch=1)
+    return commands.plan_batch(train, devices)
+
+
+@pytest.mark.parametrize(
+    ("effective", "max_tokens", "devices", "freq", "per_device"),
+    [
+        (262144, 8192, 1, 32, 8192),
+        (262144, 8192, 8, 4, 8192),
+        (262144, 8192, 32, 1, 8192),
+        (
+            262144,
+            8192,
+            64,
+            1,
+            4096,
+        ),  # more devices than the batch needs: smaller batches, not a bigger update
+        (262144, 8192, 3, 11, 7943),  # 3 does not divide: 10 steps would exceed max_tokens
+        (8192, 4096, 1, 2, 4096),
+        (2048, 4096, 1, 1, 2048),
+        (None, 4096, 4, 1, 4096),
+    ],
+)
+def test_the_effective_batch_holds_on_any_number_of_devices(effective, max_tokens, devices, freq, per_device):
+    batch = plan(effective, max_tokens, devices)
+    assert (batch.update_freq, batch.max_tokens) == (freq, per_device)
+    assert batch.max_tokens <= max_tokens
+    if effective:
+        assert 0 <= effective - batch.effective < devices * freq
+
+
+def test_rounding_is_stated():
+    assert "by rounding" in plan(262144, 8192, 3).describe()
+    assert "rounding" not in plan(262144, 8192, 8).describe()
+    assert "= 262,144 tokens" in plan(262144, 8192, 8).describe()
+
+
+@pytest.mark.parametrize(
+    ("precision", "hardware", "expected"),
+    [
+        ("auto", CPU, []),
+        ("auto", V100, ["--fp16"]),
+        ("auto", A100, ["--bf16"]),
+        ("fp32", A100, []),
+        ("fp16", A100, ["--fp16"]),
+        ("auto", Hardware(1, "P100", (6, 0)), []),
+    ],
+)
+def test_precision_follows_the_hardware(precision, hardware, expected):
+    assert precision_flags(precision, hardware) == expected
+
+
+@pytest.mark.parametrize(("precision", "hardware"), [("fp16", CPU), ("bf16", V100), ("amp", CPU)])
+def test_precision_that_the_hardware_lacks(precision, hardware):
+    with pytest.raises(UserError, match=r"train\.precision"):
+        precision_flags(precision, hardware)
+
+
+def test_choice_of_devices():
+    assert choose_devices(A100, None, False) == A100
+    assert choose_devices(A100, 2, False).visible == ("0", "1")
+    assert choose_devices(A100, 0, False).gpus == 0
+    with pytest.raises(UserError, match="--gpus 2"):
+        choose_devices(CPU, 2, False)
+    assert precision_flags("auto", choose_devices(CPU, 2, True)) == ["--fp16"]
+    with pytest.raises(UserError, match="--gpus -1"):
+        choose_devices(CPU, -1, False)
+
+
+def test_fewer_gpus_than_present_restricts_what_fairseq_sees():
+    two = choose_devices(A100, 2, False)
+    assert commands.device_environment(two, A100) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert commands.device_environment(A100, A100) == {}
+    assert commands.device_environment(CPU, CPU) == {}
+
+
+def test_flags():
+    values = {"a": 1, "b": True, "c": False, "d": None, "e": [1, 2], "f": -1, "g": "(0.9, 0.98)"}
+    assert commands.flags(values) == ["--a", "1", "--b", "--e", "1", "2", "--f=-1", "--g", "(0.9, 0.98)"]
+
+
+def test_the_printed_line_means_what_is_executed():
+    command = ["fairseq-train", "a folder", "--adam-betas", "(0.9, 0.98)"]
+    assert shlex.split(commands.to_shell(command)) == command
+    assert commands.to_shell(command, {"A": "1,2"}).startswith("A=1,2 fairseq-train")
+    assert commands.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
+
+
+def test_train_command_of_a_mixture(small, write_config, tmp_path):
+    small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
+    recipe = load_recipe(write_config(small))
+    paths = commands.RunPaths(tmp_path / "bin", tmp_path / "run", tmp_path / "moa_fairseq")
+    line = commands.to_shell(commands.train_command(recipe, CPU, paths))
+    assert "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
+    assert line.endswith("--distributed-world-size 1 --cpu")
+    assert "--cpu" not in commands.train_command(recipe, A100, paths)
+
+
+def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config, tmp_path):
+    small["average"] = None
+    recipe = load_recipe(write_config(small))
+    paths = commands.RunPaths(tmp_path / "bin", tmp_path / "run", tmp_path / "moa_fairseq")
+    line = commands.generate_command(recipe, CPU, paths, "test")
+    assert line[line.index("--path") + 1] == str(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt")

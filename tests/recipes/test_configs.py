@@ -1,0 +1,84 @@
+"""Every shipped YAML file: valid, accepted by fairseq's own parser, with its header and its script."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.preflight import check_train_command
+from moa_fairseq.recipes.runner import Options, planned_commands
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+NAMES = [path.stem for path in CONFIGS]
+V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
+
+
+def test_count():
+    assert len(CONFIGS) == 15
+    assert len(set(NAMES)) == len(NAMES)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("hardware", [Hardware(), V100S], ids=["cpu", "8gpu"])
+def test_fairseq_accepts_the_training_line(path, hardware):
+    plan = planned_commands(load_recipe(path), hardware, Options())
+    programs = [command[0] for command in plan]
+    assert programs[:4] == ["fairseq-preprocess", "fairseq-train", "moa-fairseq", "fairseq-generate"]
+    check_train_command(plan[1])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_header(path):
+    header = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8")).group(0)
+    for word in ("Reproduces:", "Hardware", f"Launch: bash scripts/{path.stem}.sh", "Override", "--set"):
+        assert word in header
+    for override in re.findall(r"--set (\S+)", header):
+        load_recipe(path, [override])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_script(path):
+    script = ROOT / "scripts" / f"{path.stem}.sh"
+    assert script.stat().st_mode & 0o111
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 5
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if "moa" in p.stem and "wmt14" in p.stem], ids=lambda p: p.stem
+)
+def test_the_papers_batch_and_losses(path):
+    """Table 6: 8192 x 32 and 4096 x 64 are the same update; Eq. 17: alpha 0.01, beta 0.001."""
+    recipe = load_recipe(path)
+    assert recipe.train.effective_batch_tokens == 8192 * 32 == 4096 * 64
+    assert (recipe.train.flags["load-balance-coef"], recipe.train.flags["z-loss-coef"]) == (0.01, 0.001)
+    sizes = f"{recipe.model.experts_per_token}K{recipe.model.num_experts}E{recipe.model.expert_dim}D"
+    assert sizes in recipe.summary
+
+
+@pytest.mark.parametrize(
+    ("dense", "mixture"),
+    [
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_moa_tiny"),
+        ("quickstart_transformer", "quickstart_moa"),
+    ],
+)
+def test_pairs_differ_in_the_model_only(dense, mixture):
+    one, other = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
+    assert one.data == other.data and one.generate == other.generate and one.average == other.average
+    routing = {"load-balance-coef", "z-loss-coef"}
+    assert {k: v for k, v in other.train.flags.items() if k not in routing} == one.train.flags
+    assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
+
+
+def test_an_unknown_flag_is_refused_with_fairseqs_words():
+    from moa_fairseq.errors import UserError
+
+    recipe = load_recipe(CONFIGS[0], ["train.flags.no-such-flag=1"])
+    with pytest.raises(UserError, match="no-such-flag"):
+        check_train_command(planned_commands(recipe, Hardware(), Options())[1])

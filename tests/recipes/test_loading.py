@@ -1,0 +1,159 @@
+"""Recipe files: what is accepted, what is refused, and that the message names file and key."""
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.loading import deep_merge, load_recipe
+
+
+def test_a_valid_recipe_keeps_its_values(small, write_config):
+    recipe = load_recipe(write_config(small))
+    assert recipe.data.bpe == 50
+    assert recipe.data.joined_dictionary is True
+    assert recipe.train.flags["lr"] == 0.01
+    assert recipe.reproduces is None
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("train", "max_epochs", 3, ["train.max_epochs", "max_epoch"]),  # unknown key, near name suggested
+        ("train", "max_tokens", "many", ["train.max_tokens", "whole number"]),
+        ("train", "max_tokens", True, ["train.max_tokens", "whole number"]),  # bool is an int in Python
+        ("train", "max_tokens", 0, ["train.max_tokens", "at least 1"]),
+        ("train", "precision", "fp8", ["train.precision", "bf16"]),
+        ("train", "criterion", None, ["train.criterion", "must be text"]),
+        ("model", "num_experts", 4, ["model.experts_per_token", "is missing"]),
+        ("model", "flags", {"encoder_layers": 2}, ["model.flags.encoder_layers", "encoder-layers"]),
+        ("train", "flags", {"update-freq": 2}, ["train.flags.update-freq", "effective_batch_tokens"]),
+        ("train", "flags", {"fp16": True}, ["train.flags.fp16", "train.precision"]),
+        ("train", "flags", {"lr": {"a": 1}}, ["train.flags.lr"]),
+        ("data", "recipe", "wmt99", ["data.recipe", "multi30k"]),
+        ("data", "joined_dictionary", False, ["model.share_all_embeddings", "joined_dictionary"]),
+        ("data", "target", "en", ["data.target", "'en'"]),
+        ("data", "source", False, ["data.source", "text"]),  # `source: no` in YAML
+        ("average", "epochs", 1, ["average.epochs", "one checkpoint"]),
+        ("average", "epochs", 5, ["average.epochs", "keep_last_epochs"]),
+        ("average", "updates", 2, ["average.epochs", "either"]),
+        ("generate", "subsets", [], ["generate.subsets", "empty"]),
+        ("generate", "subsets", "test", ["generate.subsets", "list"]),
+        ("score", "headline", "meteor", ["score.headline", "multi_bleu"]),
+    ],
+)
+def test_bad_values_are_refused_by_name(small, write_config, section, key, value, words):
+    small[section][key] = value
+    path = write_config(small)
+    with pytest.raises(UserError) as error:
+        load_recipe(path)
+    for word in [str(path), *words]:
+        assert word in str(error.value)
+
+
+def test_more_experts_per_token_than_experts(small, write_config):
+    small["model"].update(num_experts=4, experts_per_token=8, expert_dim=16)
+    with pytest.raises(UserError, match=r"K = 8 .* E = 4"):
+        load_recipe(write_config(small))
+
+
+def test_a_mixture_arch_must_state_its_sizes(small, write_config):
+    small["model"]["arch"] = "moa_transformer_tiny"
+    with pytest.raises(UserError, match=r"model\.num_experts"):
+        load_recipe(write_config(small))
+
+
+def test_training_needs_an_end(small, write_config):
+    del small["train"]["max_epoch"]
+    with pytest.raises(UserError, match=r"train\.max_epoch"):
+        load_recipe(write_config(small))
+
+
+def test_averaging_updates_needs_update_checkpoints(small, write_config):
+    small["average"] = {"updates": 2}
+    with pytest.raises(UserError, match="save-interval-updates"):
+        load_recipe(write_config(small))
+    small["train"]["flags"]["save-interval-updates"] = 5
+    assert load_recipe(write_config(small)).average.count == 2
+
+
+def test_the_experiment_is_the_file_name(small, write_config):
+    with pytest.raises(UserError, match="other"):
+        load_recipe(write_config(small, name="other"))
+
+
+def test_base_is_merged_key_by_key_and_null_takes_away(small, write_config):
+    write_config(small)
+    child = {
+        "base": "small.yaml",
+        "experiment": "child",
+        "average": None,
+        "train": {"flags": {"lr": 0.5, "optimizer": None}},
+    }
+    recipe = load_recipe(write_config(child))
+    assert recipe.train.flags == {"label-smoothing": 0.1, "lr": 0.5, "num-workers": 0}
+    assert recipe.average is None
+    assert recipe.data.bpe == 50
+
+
+def test_base_of_a_base_is_refused(small, write_config):
+    write_config(small)
+    write_config({"base": "small.yaml", "experiment": "child"})
+    with pytest.raises(UserError, match="one level"):
+        load_recipe(write_config({"base": "child.yaml", "experiment": "grandchild"}))
+
+
+def test_deep_merge_leaves_its_arguments_alone():
+    base, over = {"a": {"b": 1}}, {"a": {"c": 2}}
+    assert deep_merge(base, over) == {"a": {"b": 1, "c": 2}}
+    assert (base, over) == ({"a": {"b": 1}}, {"a": {"c": 2}})
+
+
+def test_set_overrides_by_dotted_key(small, write_config):
+    path = write_config(small)
+    recipe = load_recipe(
+        path,
+        [
+            "train.max_epoch=7",
+            "train.flags.clip-norm=0.5",
+            "average=null",
+            "data.bpe=none",
+            "generate.subsets=[test, test1]",
+        ],
+    )
+    assert recipe.train.max_epoch == 7
+    assert recipe.train.flags["clip-norm"] == 0.5
+    assert recipe.average is None
+    assert recipe.data.bpe is None
+    assert recipe.generate.subsets == ["test", "test1"]
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("train.max_epch=7", "max_epoch"),
+        ("trian.max_epoch=7", "train"),
+        ("train.max_epoch", "section.key=value"),
+        ("train.max_epoch.x=1", "plain value"),
+        ("train.max_epoch=[", "YAML"),
+        ("experiment=other", "experiment"),
+        ("train.max_epoch=many", "whole number"),
+    ],
+)
+def test_bad_overrides_are_refused(small, write_config, override, word):
+    with pytest.raises(UserError) as error:
+        load_recipe(write_config(small), [override])
+    assert word in str(error.value)
+    assert "--set" in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "word"), [("a: [", "YAML"), ("- a", "mapping"), ("a: 1\na: 2", "twice")])
+def test_broken_yaml(tmp_path, text, word):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=word):
+        load_recipe(path)
+
+
+def test_an_absent_file_suggests_its_neighbours(small, write_config):
+    path = write_config(small)
+    with pytest.raises(UserError, match="small"):
+        load_recipe(path.with_name("smal.yaml"))

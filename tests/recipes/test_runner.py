@@ -1,0 +1,263 @@
+"""The stages with a fake executor: what runs, what is skipped, what is refused, what survives a failure."""
+
+import json
+import zipfile
+from typing import ClassVar
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, locked, move_aside
+from moa_fairseq.recipes.runner import Options, run_recipe
+
+CPU = Hardware()
+SCORES = {
+    "multi_bleu": {"score": 12.5},
+    "compound_split_bleu": {"score": 13.0},
+    "sacrebleu": {"score": 12.0, "signature": "nrefs:1"},
+}
+
+
+def write_checkpoint(path, content="x"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data", content)
+
+
+def option(command, flag):
+    return command[command.index(flag) + 1]
+
+
+class FakeExecutor:
+    """Writes what the real commands would write. `fail`: program that fails once with a UserError."""
+
+    calls: ClassVar[list] = []
+    fail = None
+
+    def __init__(self, environment=None, keep_open=()):
+        self.environment = environment or {}
+
+    def run(self, command, log, output=None, on_line=None, errors_too=False):
+        from pathlib import Path
+
+        FakeExecutor.calls.append(command)
+        if FakeExecutor.fail == command[0]:
+            FakeExecutor.fail = None
+            if output:
+                output.write_text("half of it")
+            raise UserError(f"{command[0]} failed")
+        if command[0] == "fairseq-train":
+            folder = Path(option(command, "--save-dir"))
+            for name in ("1", "2", "3", "_last", "_best"):
+                write_checkpoint(folder / f"checkpoint{name}.pt")
+            on_line("num. shared model params: 1,000 (num. trained: 1,000)")
+            on_line(
+                '| {"epoch": 3, "train_loss": "1", "train_wps": "10", "train_num_updates": "9", '
+                '"train_train_wall": "5"}'
+            )
+        elif command[:2] == ["moa-fairseq", "average"]:
+            write_checkpoint(Path(option(command, "--output")), "average")
+        elif command[0] == "fairseq-generate":
+            output.write_text("H-0\t-1.0\tein Satz\n")
+            on_line("H-0\t-1.0\tein Satz")
+        elif command[:2] == ["moa-fairseq", "score"]:
+            output.write_text(json.dumps(SCORES))
+
+    @classmethod
+    def programs(cls):
+        names = [" ".join(c[:2]) if c[0] == "moa-fairseq" else c[0] for c in cls.calls]
+        cls.calls = []
+        return names
+
+
+ALL = ["fairseq-train", "moa-fairseq average", "fairseq-generate", "moa-fairseq score"]
+
+
+@pytest.fixture
+def go(small, write_config, tmp_path, monkeypatch, binarised):
+    """go(*overrides, **options) runs the small recipe on binarised data; returns (said, result path)."""
+    FakeExecutor.calls, FakeExecutor.fail = [], None
+    monkeypatch.chdir(tmp_path)
+    small["data"]["recipe"] = "binarised"
+    path = write_config(small)
+
+    def run(*overrides, **options):
+        said = []
+        options.setdefault("data", binarised)
+        result = run_recipe(
+            load_recipe(path, overrides), CPU, CPU, Options(**options), FakeExecutor, said.append
+        )
+        return said, result
+
+    return run
+
+
+@pytest.fixture
+def binarised(tmp_path, make_binarised):
+    return make_binarised(tmp_path / "bin")
+
+
+@pytest.fixture
+def make_binarised():
+    """A minimal folder in fairseq's mmap format: one sentence of two uint16 tokens in each subset."""
+    import struct
+
+    def make(folder):
+        folder.mkdir()
+        for language in ("en", "de"):
+            (folder / f"dict.{language}.txt").write_text("a 1\nb 1\n")
+            for subset in ("train", "valid", "test"):
+                stem = folder / f"{subset}.en-de.{language}"
+                (stem.with_name(stem.name + ".bin")).write_bytes(struct.pack("<HH", 4, 2))
+                index = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 8, 1) + struct.pack("<iq", 2, 0)
+                (stem.with_name(stem.name + ".idx")).write_bytes(index)
+        return folder
+
+    return make
+
+
+def test_all_stages_and_result(go, tmp_path):
+    _, result = go(
+        record=tmp_path / "results" / "measured" / "small.json", command_line="moa-fairseq recipe x"
+    )
+    assert FakeExecutor.programs() == ALL
+    values = json.loads(result.read_text())
+    assert values["experiment"] == "small"
+    assert values["metrics"] == {
+        "multi_bleu": 12.5,
+        "compound_split_bleu": 13.0,
+        "sacrebleu": 12.0,
+        "sacrebleu_signature": "nrefs:1",
+    }
+    assert (values["parameters"], values["updates"], values["checkpoints_averaged"]) == (1000, 9, 2)
+    assert values["generation"] == {"beam": 2, "lenpen": 1.0}
+    assert values["command"] == "moa-fairseq recipe x"
+    assert json.loads((tmp_path / "results" / "measured" / "small.json").read_text()) == values
+    commands = (tmp_path / "runs" / "small" / "commands.sh").read_text()
+    assert commands.count("fairseq-train ") == 1 and "moa-fairseq score" in commands
+
+
+def test_a_second_run_does_nothing(go):
+    go()
+    FakeExecutor.programs()
+    said, result = go(data=None)  # the data folder is remembered
+    assert FakeExecutor.programs() == []
+    assert result.is_file()
+    assert sum("done before" in line for line in said) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "again"),
+    [
+        ("generate.beam=3", ALL[2:]),
+        ("average.epochs=3", ALL[1:]),
+        ("score.headline=sacrebleu", ALL[3:]),
+        ("train.max_epoch=5", ALL),  # going on for longer is the same training
+        ("train.max_tokens=100", []),  # so is another machine
+    ],
+)
+def test_only_what_a_change_touches_runs_again(go, override, again):
+    go()
+    FakeExecutor.programs()
+    go(override)
+    assert FakeExecutor.programs() == again
+
+
+def test_other_settings_are_refused_and_named(go, tmp_path):
+    go()
+    FakeExecutor.programs()
+    with pytest.raises(UserError, match=r"train\.flags\.lr: 0\.01 → 0\.5.*--restart"):
+        go("train.flags.lr=0.5")
+    assert FakeExecutor.programs() == []
+    go("train.flags.lr=0.5", restart=True)
+    assert FakeExecutor.programs() == ALL
+    assert (tmp_path / "runs" / "small.old-1" / "result.json").is_file()
+
+
+def test_foreign_checkpoints_are_refused(go, tmp_path):
+    write_checkpoint(tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_last.pt")
+    with pytest.raises(UserError, match="did not make"):
+        go()
+
+
+def test_a_failed_generation_leaves_no_output_and_goes_on(go, tmp_path):
+    FakeExecutor.fail = "fairseq-generate"
+    with pytest.raises(UserError, match="fairseq-generate failed"):
+        go()
+    assert not (tmp_path / "runs" / "small" / "generate-test.txt").exists()
+    FakeExecutor.programs()
+    go()
+    assert FakeExecutor.programs() == ALL[2:]
+
+
+def test_an_interrupted_training_goes_on(go, tmp_path):
+    FakeExecutor.fail = "fairseq-train"
+    with pytest.raises(UserError):
+        go()
+    write_checkpoint(tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_last.pt")
+    FakeExecutor.programs()
+    go()
+    assert FakeExecutor.programs() == ALL
+
+
+def test_a_cut_off_last_checkpoint_is_replaced_by_the_epochs(go, tmp_path):
+    go()
+    FakeExecutor.programs()
+    folder = tmp_path / "runs" / "small" / "checkpoints"
+    (folder / "checkpoint_last.pt").write_bytes((folder / "checkpoint3.pt").read_bytes()[:-10])
+    go("train.max_epoch=4")
+    assert option(FakeExecutor.calls[0], "--restore-file").endswith("checkpoint3.pt")
+
+
+def test_no_whole_checkpoint_at_all(tmp_path):
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
+    with pytest.raises(UserError, match="--restart"):
+        checkpoint_to_resume(tmp_path)
+
+
+@pytest.mark.parametrize(("stage", "words"), [("train", "prepare"), ("generate", "prepare")])
+def test_a_stage_alone_needs_the_one_before(go, stage, words):
+    with pytest.raises(UserError, match=words):
+        go(stage=stage, data=None)
+
+
+def test_averaging_needs_enough_checkpoints(go, tmp_path):
+    go(stage="train")
+    for name in ("1", "2"):
+        (tmp_path / "runs" / "small" / "checkpoints" / f"checkpoint{name}.pt").unlink()
+    with pytest.raises(UserError, match=r"asks for 2 checkpoints.*has 1 \(checkpoint3\.pt\)"):
+        go(stage="average")
+
+
+def test_generation_needs_the_average(go):
+    go(stage="train")
+    with pytest.raises(UserError, match="--stage average"):
+        go(stage="generate")
+
+
+def test_missing_data_says_what_to_bring(go):
+    with pytest.raises(UserError, match=r"--data.*fairseq-preprocess|--data is missing"):
+        go("data.recipe=parallel", data=None)
+
+
+def test_one_run_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("moa_fairseq.recipes.run_folder.PATIENCE_SECONDS", 0.2)
+    with locked(tmp_path), pytest.raises(UserError, match="at work"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_a_damaged_state_file_is_named(tmp_path):
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(UserError, match=r"state\.json"):
+        RunState(tmp_path)
+
+
+def test_move_aside_never_overwrites(tmp_path):
+    for number in (1, 2):
+        (tmp_path / "run").mkdir()
+        assert move_aside(tmp_path / "run") == tmp_path / f"run.old-{number}"
+    assert move_aside(tmp_path / "run") is None

@@ -1,0 +1,95 @@
+"""fairseq's JSON lines: parsing, pruning on resume, summing up."""
+
+import json
+
+from moa_fairseq.recipes.train_log import TrainLog, parse_record, prune, read_records, summarise
+
+PREFIX = "2026-01-01 00:00:00 | INFO | train_inner | "
+
+
+def inner(updates, loss="9.0"):
+    return {"epoch": 1, "update": updates / 4, "loss": loss, "wps": "100", "num_updates": str(updates)}
+
+
+def end_of_epoch(epoch, updates, wall, wps="100"):
+    return {
+        "epoch": epoch,
+        "train_loss": "8",
+        "train_wps": wps,
+        "train_num_updates": str(updates),
+        "train_train_wall": str(wall),
+    }
+
+
+def valid(epoch, updates, ppl):
+    return {"epoch": epoch, "valid_loss": "7", "valid_ppl": ppl, "valid_num_updates": str(updates)}
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def test_parse_record():
+    assert parse_record(PREFIX + json.dumps(inner(3))) == inner(3)
+    assert parse_record(json.dumps(inner(3))) == inner(3)
+    assert parse_record(PREFIX + "{not json") is None
+    assert parse_record(PREFIX + '{"other": 1}') is None
+    assert parse_record("2026 | INFO | fairseq.trainer | begin training") is None
+
+
+def test_records_and_parameters_are_collected(tmp_path, capsys):
+    log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
+    log("... | num. shared model params: 1,234,567 (num. trained: 1,234,567)")
+    log("... | num. expert model params: 0 (num. trained: 0)")
+    for record in (inner(1), inner(2), valid(1, 2, "55.5"), end_of_epoch(1, 2, 3)):
+        log(PREFIX + json.dumps(record))
+    assert list(read_records(tmp_path / "train.jsonl")) == [
+        inner(1),
+        inner(2),
+        valid(1, 2, "55.5"),
+        end_of_epoch(1, 2, 3),
+    ]
+    assert sum(log.parameters) == 1234567
+    assert "valid ppl 55.5" in capsys.readouterr().out
+
+
+def test_going_on_takes_away_what_will_be_written_again(tmp_path):
+    path = tmp_path / "train.jsonl"
+    write(path, [inner(1), inner(2), inner(3)])
+    TrainLog(path, 2, None)("Loaded checkpoint x/checkpoint_last.pt (epoch 1 @ 2 updates)")
+    assert list(read_records(path)) == [inner(1), inner(2)]
+    before = path.stat().st_mtime_ns
+    prune(path, 2)  # nothing to do: the file is left alone
+    assert path.stat().st_mtime_ns == before
+
+
+def test_a_line_that_a_crash_cut_off_is_passed_over(tmp_path):
+    path = tmp_path / "train.jsonl"
+    write(path, [inner(1)])
+    path.write_text(path.read_text() + '{"epoch": 1, "upd')
+    assert list(read_records(path)) == [inner(1)]
+
+
+def test_summary_weighs_speed_by_time(tmp_path):
+    path = tmp_path / "train.jsonl"
+    write(
+        path,
+        [
+            end_of_epoch(1, 4, 10, "100"),
+            valid(1, 4, "50"),
+            end_of_epoch(2, 6, 5, "999"),
+            end_of_epoch(2, 8, 30, "200"),
+            valid(2, 8, "40"),
+        ],
+    )
+    assert summarise(path) == {
+        "updates": 8,
+        "epochs": 2,
+        "train_seconds": 40.0,
+        "tokens_per_second": (10 * 100 + 30 * 200) / 40,
+        "valid_ppl": 40.0,
+    }
+
+
+def test_summary_of_nothing(tmp_path):
+    assert summarise(tmp_path / "none.jsonl")["updates"] == 0
