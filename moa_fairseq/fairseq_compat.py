@@ -1,6 +1,6 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes five things in fairseq, each because today's
+`install()` runs when the plugin is imported. It changes six things in fairseq, each because today's
 stack breaks or endangers it:
 
 1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
@@ -11,7 +11,10 @@ stack breaks or endangers it:
 3. `--bf16` works on GPUs: fairseq's command line takes it to mean a TPU.
 4. No sentence is lost: fairseq's main branch drops the last batch of a data set whenever its size is no
    multiple of `--required-batch-size-multiple` (8), in validation and generation too.
-5. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
+5. A resumed training sees the batches of an uninterrupted one: fairseq keeps the batches of the first
+   epoch that a process sees, made with that epoch's seed, so a restart in a later epoch regroups the
+   sentences, and repeats some and skips others. Here every epoch makes its own.
+6. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
 """
 
 import argparse
@@ -185,6 +188,7 @@ def install() -> None:
         from fairseq.data import data_utils
         from fairseq.dataclass import utils as dataclass_utils
         from fairseq.distributed import utils as distributed_utils
+        from fairseq.tasks.fairseq_task import FairseqTask
     except ImportError as error:
         raise ImportError(
             f"moa_fairseq is a plugin of fairseq, which cannot be imported ({error}). `bash scripts/setup.sh` "
@@ -198,6 +202,7 @@ def install() -> None:
         path_manager.copy = staticmethod(_atomic_copy)
     if not hasattr(dataclass_utils.override_module_args, "__wrapped__"):
         dataclass_utils.override_module_args = _bf16_means_gpu(dataclass_utils.override_module_args)
+    FairseqTask.can_reuse_epoch_itr = lambda task, dataset: False
     if not hasattr(data_utils.batch_by_size, "__wrapped__"):
         data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
     if sys.excepthook is sys.__excepthook__:

@@ -1,4 +1,4 @@
-"""Reading line-aligned text, plain or gzip: checked as it streams, so that errors come before hours are lost."""
+"""Reading line-aligned text, plain or gzip: checked as it streams, before hours are spent on it."""
 
 from __future__ import annotations
 

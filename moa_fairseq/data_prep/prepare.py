@@ -54,9 +54,9 @@ SOURCES: Dict[str, TextSource] = {
     "parallel": TextSource(
         _PLAIN_STEMS,
         "",
-        "Give --data a folder with train, valid and test .{source} and .{target} (plain or .gz): tokenised text, "
-        "one sentence per line, before BPE. With text that is segmented already add --set data.bpe=none; a "
-        "folder made by fairseq-preprocess is used as it is.",
+        "Give --data a folder with train, valid and test .{source} and .{target} (plain or .gz): tokenised "
+        "text, one sentence per line, before BPE. With text that is segmented already add --set data.bpe=none; "
+        "a folder made by fairseq-preprocess is used as it is.",
     ),
 }
 

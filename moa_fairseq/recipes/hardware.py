@@ -61,14 +61,15 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
         return Hardware(wanted, "GPU (assumed V100)", (7, 0), tuple(str(index) for index in range(wanted)))
     raise UserError(
         f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or "
-        f"check CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver (torch.cuda.is_available())."
+        f"check CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver."
     )
 
 
 def precision_flags(precision: str, hardware: Hardware) -> List[str]:
     """fairseq's flag for a recipe's precision.
 
-    `auto` is bf16 from Ampere on, fp16 on Volta and Turing, else fp32. Raises UserError when the precision was asked for by name and the hardware does not have it.
+    `auto` is bf16 from Ampere on, fp16 on Volta and Turing, else fp32. Raises UserError
+    when the precision was asked for by name and the hardware does not have it.
     """
     capability = hardware.capability or (0, 0)
     if precision == "auto":

@@ -1,4 +1,4 @@
-"""A tiny mixture through every stage with the real programs; a killed training ends like an undisturbed one."""
+"""A tiny mixture through every stage for real; a killed training ends like an undisturbed one."""
 
 import json
 import os

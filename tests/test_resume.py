@@ -1,0 +1,62 @@
+"""A training that is killed and started again ends where an uninterrupted one ends."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import torch
+
+import moa_fairseq
+from moa_fairseq.fairseq_compat import load_checkpoint
+
+USER_DIR = os.path.dirname(moa_fairseq.__file__)
+EPOCHS = ("--max-tokens", 100, "--max-epoch", 3, "--save-interval-updates", 4, "--keep-interval-updates", 2)
+
+
+def kill_after(updates, command):
+    """Start the training and SIGKILL it once its log has reached `updates`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in process.stdout:
+        if f'"num_updates": "{updates}"' in line:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.stdout.read()
+    return process.wait()
+
+
+def final(folder):
+    state = load_checkpoint(folder / "checkpoint_last.pt")
+    return state["model"], state["extra_state"]["val_loss"], state["optimizer_history"][-1]["num_updates"]
+
+
+def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = fairseq.train(toy_data, whole, *EPOCHS)
+    command = [sys.executable, "-m", "fairseq_cli.train", *map(str, done.args[3:])]
+    command = [str(killed) if word == str(whole) else word for word in command]
+    model, loss, updates = final(whole)
+
+    assert kill_after(updates // 2, command) == -signal.SIGKILL
+    part, _, reached = final(killed)
+    assert 0 < reached < updates
+    resumed = fairseq.train(toy_data, killed, *EPOCHS)
+    assert f"@ {reached} updates" in resumed.stdout + resumed.stderr
+
+    again, loss_again, updates_again = final(killed)
+    assert updates_again == updates
+    assert abs(loss_again - loss) < 1e-4
+    for name, tensor in model.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    name = "encoder.layers.0.self_attn.q_experts.weight"
+    assert not torch.allclose(part[name], model[name])  # it had not been finished before the kill
+
+
+def test_another_architecture_is_refused_and_overwrites_nothing(fairseq, toy_data, toy_checkpoint, tmp_path):
+    (tmp_path / "checkpoint_last.pt").write_bytes(toy_checkpoint.read_bytes())
+    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+    done = fairseq.train(toy_data, tmp_path, arch="transformer", check=False)
+    assert done.returncode != 0
+    assert "ensure that the architectures match" in done.stderr
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
