@@ -10,7 +10,9 @@ setup(
     name="moa_fairseq",
     version="0.1.0",
     description="Mixtures of attention heads (MoA, MAE, SwitchHead, MoH) as a fairseq plugin",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8")
+    if (HERE / "README.md").exists()
+    else "",
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.9",

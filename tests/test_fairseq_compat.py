@@ -31,7 +31,12 @@ class Planted:
 @pytest.fixture
 def checkpoint(tmp_path):
     path = tmp_path / "good.pt"
-    state = {"args": argparse.Namespace(arch="x"), "cfg": None, "model": {"w": torch.arange(4.0)}, "extra_state": {}}
+    state = {
+        "args": argparse.Namespace(arch="x"),
+        "cfg": None,
+        "model": {"w": torch.arange(4.0)},
+        "extra_state": {},
+    }
     torch.save(state, path)
     return path
 
@@ -157,7 +162,7 @@ def test_hydra_train(fairseq, toy_data, tmp_path):
     (tmp_path / "moa.yaml").write_text(
         f"common: {{user_dir: {USER_DIR}, cpu: true, log_format: json}}\n"
         f"task: {{_name: translation, data: {toy_data}, source_lang: en, target_lang: de}}\n"
-        "model: {_name: moa_transformer_tiny, encoder_layers: 1, decoder_layers: 1, share_all_embeddings: true,\n"
+        "model: {_name: moa_transformer_tiny, encoder_layers: 1, share_all_embeddings: true,\n"
         "        num_experts: 6}\n"
         "criterion: {_name: label_smoothed_cross_entropy_with_routing, label_smoothing: 0.1}\n"
         "optimizer: {_name: adam}\n"
@@ -166,7 +171,15 @@ def test_hydra_train(fairseq, toy_data, tmp_path):
         "optimization: {lr: [0.003], max_epoch: 1}\n"
         f"checkpoint: {{save_dir: {tmp_path / 'checkpoints'}}}\n"
     )
-    fairseq("hydra_train", "--config-dir", tmp_path, "--config-name", "moa", f"hydra.run.dir={tmp_path}", cwd=tmp_path)
+    fairseq(
+        "hydra_train",
+        "--config-dir",
+        tmp_path,
+        "--config-name",
+        "moa",
+        f"hydra.run.dir={tmp_path}",
+        cwd=tmp_path,
+    )
     checkpoint = tmp_path / "checkpoints" / "checkpoint_last.pt"
     state = fairseq_compat.load_checkpoint(checkpoint)
     assert state["model"]["encoder.layers.0.self_attn.q_experts.weight"].shape[0] == 6

@@ -17,7 +17,9 @@ EPOCHS = ("--max-tokens", 100, "--max-epoch", 3, "--save-interval-updates", 4, "
 def kill_after(updates, command):
     """Start the training and SIGKILL it once its log has reached `updates`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     for line in process.stdout:
         if f'"num_updates": "{updates}"' in line:
             process.send_signal(signal.SIGKILL)
@@ -48,7 +50,9 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path):
     assert updates_again == updates
     assert abs(loss_again - loss) < 1e-4
     for name, tensor in model.items():
-        torch.testing.assert_close(again[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            again[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
     name = "encoder.layers.0.self_attn.q_experts.weight"
     assert not torch.allclose(part[name], model[name])  # it had not been finished before the kill
 

@@ -1,7 +1,10 @@
 """Pictures and numbers of a trained model.
 
   moa-fairseq analyze learning-curve runs/A runs/B --output curves.png
+  moa-fairseq analyze expert-load runs/B --output load.png
   moa-fairseq analyze expert-load runs/B/average.pt --data data-bin/X --output load.png --json load.json
+
+A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Tuple
 
 from moa_fairseq.analysis.training_log import METRICS, read_learning_curve
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes.run_folder import RunState
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     curve.add_argument("--metric", choices=sorted(METRICS), default="ppl", help="what to draw (ppl)")
     curve.set_defaults(analyze=learning_curve)
     load = kinds.add_parser("expert-load", help="how evenly a model uses its experts (MoA Figs. 3 and 4)")
-    load.add_argument("checkpoint", type=Path)
-    load.add_argument("--data", type=Path, required=True, metavar="DATA_BIN", help="binarised data folder")
+    load.add_argument("model", type=Path, metavar="RUN_DIR|CHECKPOINT")
+    load.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
     load.add_argument("--subset", default="valid", help="which part of the data to run (valid)")
     load.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     load.add_argument("--json", type=Path, metavar="FILE", help="write the numbers, too")
@@ -69,17 +73,36 @@ def expert_load(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", message=".*pin_memory")
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
-    loads = measure_expert_load(args.checkpoint, args.data, args.subset, args.max_tokens, args.cpu)
+    checkpoint, data = _checkpoint_and_data(args.model, args.data)
+    loads = measure_expert_load(checkpoint, data, args.subset, args.max_tokens, args.cpu)
     summaries = [load.summary() for load in loads]
     if args.json:
         with atomic_write(args.json) as stream:
-            report = {"checkpoint": str(args.checkpoint), "subset": args.subset, "modules": summaries}
+            report = {"checkpoint": str(checkpoint), "subset": args.subset, "modules": summaries}
             json.dump(report, stream, indent=1)
-    title = f"Expert load of {args.checkpoint.name} on {args.subset}"
+    title = f"Expert load of {args.model.name} on {args.subset}"
     save(draw_expert_load(loads, title), args.output)
     print(_table(summaries))
     print(f"wrote {', '.join(str(path) for path in (args.output, args.json) if path)}")
     return 0
+
+
+def _checkpoint_and_data(model: Path, data: Optional[Path]) -> Tuple[Path, Path]:
+    """The checkpoint and data folder that the arguments stand for."""
+    checkpoint = model
+    if model.is_dir():
+        trained = model / "checkpoints" / "checkpoint_best.pt"
+        checkpoint = next((path for path in (model / "average.pt", trained) if path.is_file()), None)
+        if checkpoint is None:
+            raise UserError(
+                f"{model} holds neither average.pt nor checkpoints/checkpoint_best.pt: train first."
+            )
+        data = data or Path(RunState(model).get("prepare").get("folder", "."))
+    elif data is None:
+        raise UserError(
+            f"{model} is no run folder, so --data must name the binarised data to run through it."
+        )
+    return checkpoint, data
 
 
 def _table(summaries: List[Dict[str, Any]]) -> str:

@@ -66,7 +66,9 @@ def attend(
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))
         if mask is not None:
             scores = scores + mask
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        weights = torch.softmax(
+            scores, dim=-1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+        )
         if blind is not None:
             weights = weights.masked_fill(blind, 0.0)
         out = torch.matmul(F.dropout(weights.to(q.dtype), dropout, dropout > 0), v)
@@ -78,7 +80,9 @@ def attend(
     return out, weights
 
 
-def extend_cache(cache: Cache, k: Optional[Tensor], v: Optional[Tensor], static: bool) -> Tuple[Tensor, Tensor]:
+def extend_cache(
+    cache: Cache, k: Optional[Tensor], v: Optional[Tensor], static: bool
+) -> Tuple[Tensor, Tensor]:
     """The keys and values of all steps so far, [B, H, S, D]; the cache is updated in place.
 
     static: keys and values that were cached once (of the encoder) are returned as they are.

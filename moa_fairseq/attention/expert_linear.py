@@ -55,9 +55,7 @@ class ExpertLinear(nn.Module):
             raise ValueError(f"{x.size(0)} rows but a decision about {decision.expert_index.size(0)} tokens")
         order = None if self.backend == "reference" else decision.slot_order
         if self.direction == "dispatch":
-            return expert_bank.dispatch(
-                x, decision.expert_index, order, self.weight, self.bias, self.backend
-            )
+            return expert_bank.dispatch(x, decision.expert_index, order, self.weight, self.bias, self.backend)
         return expert_bank.combine(
             x, decision.expert_index, decision.gate, order, self.weight, self.bias, self.backend
         )

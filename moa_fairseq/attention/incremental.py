@@ -21,7 +21,9 @@ class IncrementalAttention(nn.Module):
     def _get_input_buffer(self, incremental_state: Optional[IncrementalState]) -> Cache:
         return self.get_incremental_state(incremental_state, "attn_state") or {}
 
-    def _set_input_buffer(self, incremental_state: IncrementalState, buffer: Cache) -> Optional[IncrementalState]:
+    def _set_input_buffer(
+        self, incremental_state: IncrementalState, buffer: Cache
+    ) -> Optional[IncrementalState]:
         return self.set_incremental_state(incremental_state, "attn_state", buffer)
 
     def reorder_incremental_state(

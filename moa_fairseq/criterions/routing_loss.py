@@ -29,8 +29,8 @@ class RoutingLossConfig:
     aux_loss_scale: ChoiceEnum(["sample-size", "none"]) = field(
         default="sample-size",
         metadata={
-            "help": "the model's loss is a sum over sample_size tokens: 'sample-size' multiplies the auxiliary "
-            "term by it (Eq. 17); 'none' adds it as it is, as MoA's released code does"
+            "help": "the model's loss is a sum over sample_size tokens: 'sample-size' multiplies the "
+            "auxiliary term by it (Eq. 17); 'none' adds it as it is, as MoA's released code does"
         },
     )
     router_log: ChoiceEnum(["summary", "modules"]) = field(

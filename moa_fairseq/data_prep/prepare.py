@@ -55,8 +55,8 @@ SOURCES: Dict[str, TextSource] = {
         _PLAIN_STEMS,
         "",
         "Give --data a folder with train, valid and test .{source} and .{target} (plain or .gz): tokenised "
-        "text, one sentence per line, before BPE. With text that is segmented already add --set data.bpe=none; "
-        "a folder made by fairseq-preprocess is used as it is.",
+        "text, one sentence per line, before BPE. Segmented already? Add --set data.bpe=none. A folder "
+        "made by fairseq-preprocess is used as it is.",
     ),
 }
 

@@ -1,10 +1,9 @@
 """The two functions every expert projection goes through, and the choice of what computes them."""
 
 import logging
-from functools import lru_cache
+from functools import cache
 from typing import Optional
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,7 +27,7 @@ def resolve_backend(name: str) -> str:
     return _announce(name, "grouped" if name == "auto" else name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _announce(asked: str, chosen: str) -> str:
     detail = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
     detail = f" ({detail}; one dense GEMM when K = E)" if chosen == "grouped" else ""

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from moa_fairseq.files import atomic_write
 
@@ -63,17 +63,29 @@ def summarise(path: Path) -> Dict[str, Any]:
     # An epoch that was interrupted ends twice; its last record counts the whole of it.
     epochs = list({record["epoch"]: record for record in records if "train_loss" in record}.values())
     valid = [record for record in records if "valid_loss" in record]
-    seconds = [_number(record, "train_train_wall") for record in epochs]
-    tokens = sum(_number(record, "train_wps") * wall for record, wall in zip(epochs, seconds))
+    tokens, seconds = _tokens_and_seconds(epochs)
     summary: Dict[str, Any] = {
         "updates": max(map(updates_of, records), default=0),
         "epochs": len(epochs),
-        "train_seconds": round(sum(seconds), 1),
-        "tokens_per_second": round(tokens / sum(seconds), 1) if sum(seconds) else None,
+        "train_seconds": round(seconds, 1),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
     }
     if valid:
         summary["valid_ppl"] = _number(valid[-1], "valid_ppl")
     return summary
+
+
+def _tokens_and_seconds(epochs: List[Dict[str, Any]]) -> Tuple[float, float]:
+    """Target tokens and time of all epochs, from speed and batch size: fairseq's times are whole seconds."""
+    tokens = seconds = before = 0.0
+    for record in epochs:
+        updates, speed = updates_of(record), _number(record, "train_wps")
+        in_epoch = _number(record, "train_wpb") * (updates - before)
+        before = updates
+        if speed:
+            tokens += in_epoch
+            seconds += in_epoch / speed
+    return tokens, seconds
 
 
 class TrainLog:

@@ -27,7 +27,9 @@ def paper(module, query, key, value, key_padding=None, attn_mask=None):
     p = {name: parameter.double() for name, parameter in module.named_parameters()}
     q, k, v = query.double(), key.double(), value.double()
     probs = torch.softmax(torch.einsum("tbc,ec->tbe", q, p["router.projection.weight"]), -1)  # Eq. 7
-    chosen = torch.zeros_like(probs).scatter(-1, probs.topk(module.experts_per_token, -1).indices, 1.0)  # Eq. 8
+    chosen = torch.zeros_like(probs).scatter(
+        -1, probs.topk(module.experts_per_token, -1).indices, 1.0
+    )  # Eq. 8
     gate = probs * chosen
     gate = gate / gate.sum(-1, keepdim=True).detach()  # Eq. 9
     kw = torch.einsum("sbc,dc->sbd", k, p["k_proj.weight"]) + p.get("k_proj.bias", 0)
@@ -65,7 +67,9 @@ def test_output_and_every_gradient_equal_the_paper(case, backend):
     case = dict(case)
     tgt, batch, src = case.pop("tgt"), case.pop("batch"), case.pop("src", None)
     lengths, causal = case.pop("lengths", None), case.pop("causal", False)
-    module = build(backend=backend, self_attention=src is None, encoder_decoder_attention=src is not None, **case)
+    module = build(
+        backend=backend, self_attention=src is None, encoder_decoder_attention=src is not None, **case
+    )
     g = torch.Generator().manual_seed(tgt)
     query = torch.randn(tgt, batch, C, generator=g, requires_grad=True)
     key = query if src is None else torch.randn(src, batch, C, generator=g, requires_grad=True)
@@ -87,7 +91,9 @@ def test_output_and_every_gradient_equal_the_paper(case, backend):
     assert (out[~real] == 0).all()
     names = ["query"] + (["key"] if src else []) + [name for name, _ in module.named_parameters()]
     for name, grad, exact_grad in zip(names, grads, exact_grads):
-        torch.testing.assert_close(grad, exact_grad.to(grad.dtype), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            grad, exact_grad.to(grad.dtype), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("layout", ["right", "left"])
@@ -100,7 +106,9 @@ def test_incremental_decoding_equals_the_full_forward_at_every_step(layout):
         padding[1, :2] = True
         padding[2, :1] = True
     causal = torch.triu(torch.full((steps, steps), -math.inf), 1)
-    full, _ = module(query, query, query, key_padding_mask=padding if padding.any() else None, attn_mask=causal)
+    full, _ = module(
+        query, query, query, key_padding_mask=padding if padding.any() else None, attn_mask=causal
+    )
     state = {}
     for step in range(steps):
         now = query[step : step + 1]
@@ -120,7 +128,12 @@ def test_cross_attention_projects_the_encoder_once():
     module.k_proj.register_forward_hook(lambda *_: calls.append(1))
     for step in range(4):
         out, _ = module(
-            query[step : step + 1], memory, memory, key_padding_mask=padding, incremental_state=state, static_kv=True
+            query[step : step + 1],
+            memory,
+            memory,
+            key_padding_mask=padding,
+            incremental_state=state,
+            static_kv=True,
         )
         torch.testing.assert_close(out[0], full[step], rtol=1e-4, atol=1e-5)
     assert len(calls) == 1

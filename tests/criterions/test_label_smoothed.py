@@ -51,7 +51,11 @@ def build(**settings):
 def sample(batch=3, length=5):
     g = torch.Generator().manual_seed(batch)
     target = torch.randint(4, 12, (batch, length), generator=g)
-    return {"net_input": {"x": torch.randn(batch, length, 8, generator=g)}, "target": target, "ntokens": batch * length}
+    return {
+        "net_input": {"x": torch.randn(batch, length, 8, generator=g)},
+        "target": target,
+        "ntokens": batch * length,
+    }
 
 
 @pytest.fixture
@@ -71,7 +75,9 @@ def test_training_loss_is_the_models_plus_the_scaled_auxiliary_term(model):
     plain, size, _ = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)(model, batch)
     aux = auxiliary(model, batch)
     assert build()(model, batch)[0].item() == pytest.approx((plain + size * aux).item(), rel=1e-6)
-    assert build(aux_loss_scale="none")(model, batch)[0].item() == pytest.approx((plain + aux).item(), rel=1e-6)
+    assert build(aux_loss_scale="none")(model, batch)[0].item() == pytest.approx(
+        (plain + aux).item(), rel=1e-6
+    )
 
 
 def test_the_gradient_of_a_router_is_analytically_the_auxiliary_terms(model):

@@ -35,7 +35,9 @@ def choose(tokens, num_experts, per_token, kind, generator):
 
 
 def loop_dispatch(x, index, weight, bias):
-    rows = [torch.stack([weight[e] @ row + bias[e] for e in chosen]) for row, chosen in zip(x, index.tolist())]
+    rows = [
+        torch.stack([weight[e] @ row + bias[e] for e in chosen]) for row, chosen in zip(x, index.tolist())
+    ]
     return torch.stack(rows) if rows else x.new_zeros(0, index.size(1), weight.size(1))
 
 
@@ -97,7 +99,9 @@ def test_forward_and_every_gradient_equal_the_loop(shape, backend):
             exact_out.backward(upstream)
         for i, (a, b) in enumerate(zip(fast_in, exact_in)):
             assert a.grad is not None, f"{name}: argument {i} has no gradient"
-            assert_close(a.grad, b.grad if b.grad is not None else torch.zeros_like(b), f"{name} gradient {i}")
+            assert_close(
+                a.grad, b.grad if b.grad is not None else torch.zeros_like(b), f"{name} gradient {i}"
+            )
 
 
 def test_an_expert_without_tokens_gets_a_zero_gradient_not_none():

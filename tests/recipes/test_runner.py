@@ -55,7 +55,7 @@ class FakeExecutor:
             on_line("num. shared model params: 1,000 (num. trained: 1,000)")
             on_line(
                 '| {"epoch": 3, "train_loss": "1", "train_wps": "10", "train_num_updates": "9", '
-                '"train_train_wall": "5"}'
+                '"train_wpb": "5"}'
             )
         elif command[:2] == ["moa-fairseq", "average"]:
             write_checkpoint(Path(option(command, "--output")), "average")

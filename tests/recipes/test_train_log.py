@@ -11,13 +11,13 @@ def inner(updates, loss="9.0"):
     return {"epoch": 1, "update": updates / 4, "loss": loss, "wps": "100", "num_updates": str(updates)}
 
 
-def end_of_epoch(epoch, updates, wall, wps="100"):
+def end_of_epoch(epoch, updates, wpb, wps="100"):
     return {
         "epoch": epoch,
         "train_loss": "8",
         "train_wps": wps,
         "train_num_updates": str(updates),
-        "train_train_wall": str(wall),
+        "train_wpb": str(wpb),
     }
 
 
@@ -75,10 +75,10 @@ def test_summary_weighs_speed_by_time(tmp_path):
     write(
         path,
         [
-            end_of_epoch(1, 4, 10, "100"),
+            end_of_epoch(1, 4, 250, "100"),
             valid(1, 4, "50"),
             end_of_epoch(2, 6, 5, "999"),
-            end_of_epoch(2, 8, 30, "200"),
+            end_of_epoch(2, 8, 1500, "200"),
             valid(2, 8, "40"),
         ],
     )

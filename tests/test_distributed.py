@@ -1,0 +1,48 @@
+"""Two processes: an expert that gets no token must not stall the gradient all-reduce."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import torch
+
+import moa_fairseq
+from moa_fairseq.fairseq_compat import load_checkpoint
+
+USER_DIR = os.path.dirname(moa_fairseq.__file__)
+# 16 experts of which a token picks one, and batches of few tokens: some experts are idle in every batch
+FLAGS = ("--num-experts", 16, "--experts-per-token", 1, "--max-tokens", 60, "--max-update", 8, "--dropout", 0)
+
+
+def test_two_workers_train_one_model(fairseq, toy_data, tmp_path):
+    single = fairseq.train(toy_data, tmp_path / "single", *FLAGS, "--update-freq", 2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = [sys.executable, "-m", "fairseq_cli.train", *map(str, single.args[3:])]
+    base[base.index(str(tmp_path / "single"))] = str(tmp_path / "double")
+    del base[base.index("--update-freq") : base.index("--update-freq") + 2]
+    base += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp", "--distributed-world-size", "2"]
+    base += ["--distributed-no-spawn", "--distributed-init-method", f"tcp://127.0.0.1:{port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    workers = [
+        subprocess.Popen(
+            [*base, "--distributed-rank", str(rank)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    outputs = [worker.communicate(timeout=240)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs[0][-2000:] + outputs[1][-2000:]
+    assert '"dead_experts"' in outputs[0]
+    one, two = (load_checkpoint(tmp_path / name / "checkpoint_last.pt") for name in ("single", "double"))
+    assert two["optimizer_history"][-1]["num_updates"] == 8
+    # the same global batches: two workers' micro-batches are one worker's two
+    for name, tensor in one["model"].items():
+        torch.testing.assert_close(
+            two["model"][name], tensor, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
