@@ -192,7 +192,8 @@ def install() -> None:
     except ImportError as error:
         raise ImportError(
             f"moa_fairseq is a plugin of fairseq, which cannot be imported ({error}). "
-            f"`bash scripts/setup.sh` installs one that runs on Python 3.11 and 3.12 (PyPI's own fairseq 0.12.2 does not)."
+            f"`bash scripts/setup.sh` installs one that runs on Python 3.11 and 3.12 "
+            f"(PyPI's own fairseq 0.12.2 does not)."
         ) from error
     for module in (checkpoint_utils, distributed_utils):
         if not isinstance(module.torch, _SafeTorch):
