@@ -31,6 +31,7 @@ from typing import Any, Callable, Optional, Union
 import torch
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import DISK_FULL, as_user_error
 
 ALLOWED_TYPES = (argparse.Namespace,)
 _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
@@ -60,9 +61,12 @@ def _safe_load(stream: Any, name: str, **options: Any) -> Any:
             raise _refusal(name, error) from error
         raise _damaged(name, "it is no file that torch.save wrote") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
-        # torch's long messages advise to switch safety off; the first sentence is what happened
-        reason = re.split(r"[.\n]", str(error))[0] or type(error).__name__
-        raise _damaged(name, reason) from error
+        raise _damaged(name, _first_sentence(error)) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """What happened; the rest of torch's messages advises, for example to switch safety off."""
+    return re.split(r"[.\n]", str(error))[0] or type(error).__name__
 
 
 def _refusal(name: str, error: Exception) -> UserError:
@@ -111,7 +115,7 @@ def restricted_pickle() -> types.ModuleType:
 
 
 class _SafeTorch(types.ModuleType):
-    """torch as fairseq's checkpoint code sees it: everything passes through but `load`."""
+    """torch as fairseq's checkpoint code sees it: everything passes through but `load` and `save`."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -123,6 +127,17 @@ class _SafeTorch(types.ModuleType):
             with open(source, "rb") as stream:
                 return _safe_load(stream, name, map_location=map_location, **options)
         return _safe_load(source, name, map_location=map_location, **options)
+
+    @staticmethod
+    def save(obj: Any, target: Any, **options: Any) -> None:
+        try:
+            torch.save(obj, target, **options)
+        except (OSError, RuntimeError) as error:
+            name = getattr(target, "name", target)
+            raise UserError(
+                f"{name} could not be written ({_first_sentence(error)}): is the disk full? Earlier "
+                f"checkpoints are whole; free some space and start the same training again."
+            ) from error
 
 
 def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
@@ -139,10 +154,10 @@ def _atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
     try:
         shutil.copyfile(src_path, temporary)
         os.replace(temporary, dst_path)
-    except OSError:
+    except OSError as error:
         if os.path.exists(temporary):
             os.unlink(temporary)
-        raise
+        raise as_user_error(error, Path(dst_path)) from error
     return True
 
 
@@ -175,6 +190,8 @@ def _keeping_the_last_batch(batch_by_size: Callable) -> Callable:
 
 
 def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

@@ -10,6 +10,7 @@ from typing import IO, Iterator, Union
 from moa_fairseq.errors import UserError
 
 PathLike = Union[str, Path]
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def atomic_write(path: PathLike, mode: str = "w") -> Iterator[IO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     except OSError as error:
-        raise _as_user_error(error, path) from error
+        raise as_user_error(error, path) from error
     try:
         with os.fdopen(handle, mode, **text) as stream:
             yield stream
@@ -43,12 +44,13 @@ def atomic_write(path: PathLike, mode: str = "w") -> Iterator[IO]:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):
-            raise _as_user_error(error, path) from error
+            raise as_user_error(error, path) from error
         raise
 
 
-def _as_user_error(error: OSError, path: Path) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def as_user_error(error: OSError, path: Path) -> Exception:
+    """What to raise instead of an OSError met while writing `path`: a UserError where the user can help."""
+    if error.errno in DISK_FULL:
         return UserError(
             f"The disk is full while writing {path}: nothing was left half-written. Free some space "
             f"(or choose another folder) and run the same command again."

@@ -90,9 +90,6 @@ def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[s
             "share-all-embeddings": model.share_all_embeddings,
             **model.flags,
             "criterion": train.criterion,
-            # fairseq batches the first epoch that a process sees by that epoch's seed and keeps the batches:
-            # a resumed training would see others. Batches of every epoch's own seed make both the same.
-            "update-epoch-batch-itr": "True",
             **train.flags,
             "max-tokens": batch.max_tokens,
             "update-freq": batch.update_freq,

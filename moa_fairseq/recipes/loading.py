@@ -16,13 +16,26 @@ from moa_fairseq.recipes.schema import Recipe, check, fail
 
 PathLike = Union[str, Path]
 
+# What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
+FAITHFUL = (
+    "data.recipe",
+    "train.max_tokens",
+    "train.seed",
+    "train.precision",
+    "train.keep_last_epochs",
+    "train.log_interval",
+    "generate.max_tokens",
+    "score.headline",
+)
+
 
 def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
     """Read, merge and check one recipe file.
 
     path: a YAML file; its `base:` (a file beside it, which may not have a base itself) is merged
     under it, key by key; a null takes a key of the base away. overrides: `section.key=value`
-    strings, the value in YAML, applied last. Raises UserError naming file and key.
+    strings, the value in YAML, applied last; with one that is not in FAITHFUL the recipe reproduces
+    nothing. Raises UserError naming file and key.
     """
     path = Path(path)
     mapping = _with_base(path)
@@ -35,6 +48,8 @@ def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
         )
     for text in overrides:
         _override(mapping, text)
+    if not all(text.partition("=")[0].strip() in FAITHFUL for text in overrides):
+        mapping["reproduces"] = None  # another experiment than the one the row stands for
     if overrides:
         file += f" with --set {' --set '.join(overrides)}"
     recipe = build(Recipe, mapping, file, "")

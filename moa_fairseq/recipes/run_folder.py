@@ -15,7 +15,7 @@ from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
-PATIENCE_SECONDS = 5
+PATIENCE_SECONDS = 5.0
 _EPOCH_CHECKPOINT = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_CHECKPOINT = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
@@ -53,7 +53,7 @@ class RunState:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[List[int]]:
+def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[List[int]]:
     """Hold the folder's lock; yields the file descriptors that children must inherit to hold it too.
 
     Raises UserError when another run, or a child that outlived one, works in the folder.
@@ -67,7 +67,7 @@ def locked(folder: Path) -> Iterator[List[int]]:
         yield []
         return
     with open(folder / ".lock", "r+", encoding="utf-8") as stream:
-        if not _acquired(lambda: fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)):
+        if not _acquired(lambda: fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB), patience):
             stream.seek(0)
             raise UserError(
                 f"Another run is at work in {folder} (process {stream.read().strip() or '?'}). "
@@ -80,9 +80,9 @@ def locked(folder: Path) -> Iterator[List[int]]:
         yield [stream.fileno()]
 
 
-def _acquired(attempt: Callable[[], None]) -> bool:
-    """Try for some seconds: children of a run that was just killed take a moment to go."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def _acquired(attempt: Callable[[], None], patience: float) -> bool:
+    """Try for `patience` seconds: children of a run that was just killed take a moment to go."""
+    deadline = time.monotonic() + patience
     while True:
         try:
             attempt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional
@@ -199,7 +200,8 @@ def _prepare(
         executor.run(command, root / "preprocess.log")
 
     subsets = ["train", "valid", *(recipe.generate.subsets if recipe.generate else [])]
-    with locked(root):
+    # Two runs of one data set may start together: the second one waits and finds everything done.
+    with locked(root, patience=math.inf):
         prepared = Preparation(settings, subsets, source, root, preprocess, say).run()
     state.put(
         "prepare",

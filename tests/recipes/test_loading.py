@@ -1,9 +1,13 @@
 """Recipe files: what is accepted, what is refused, and that the message names file and key."""
 
+from pathlib import Path
+
 import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.loading import deep_merge, load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_valid_recipe_keeps_its_values(small, write_config):
@@ -157,3 +161,18 @@ def test_an_absent_file_suggests_its_neighbours(small, write_config):
     path = write_config(small)
     with pytest.raises(UserError, match="small"):
         load_recipe(path.with_name("smal.yaml"))
+
+
+@pytest.mark.parametrize(
+    "override, faithful",
+    [
+        ("train.seed=7", True),
+        ("train.max_tokens=2048", True),
+        ("train.max_update=800", False),
+        ("model.experts_per_token=4", False),
+        ("generate.beam=1", False),
+    ],
+)
+def test_a_run_with_other_settings_stands_for_no_row_of_the_paper(override, faithful):
+    recipe = load_recipe(ROOT / "configs" / "wmt14_ende_moa_base.yaml", [override])
+    assert (recipe.reproduces is not None) == faithful

@@ -1,0 +1,42 @@
+"""Half a file never takes a name that could be mistaken for a result."""
+
+import errno
+import os
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_writes_and_replaces(tmp_path):
+    path = tmp_path / "new" / "file.txt"
+    for text in ("first\n", "second é\n"):
+        with atomic_write(path) as stream:
+            stream.write(text)
+        assert path.read_bytes() == text.encode("utf-8")
+    assert names(path.parent) == ["file.txt"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), OSError(errno.ENOSPC, "No space")])
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, failure):
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    expected = UserError if isinstance(failure, OSError) else type(failure)
+    with pytest.raises(expected), atomic_write(path, "wb") as stream:
+        stream.write(b"half")
+        raise failure
+    assert path.read_bytes() == b"old" and names(tmp_path) == ["file.bin"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="Cannot write .*file"), atomic_write(tmp_path / "file" / "x"):
+        pass
