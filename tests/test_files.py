@@ -38,5 +38,5 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, failure):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="Cannot write .*file"), atomic_write(tmp_path / "file" / "x"):
+    with pytest.raises(UserError, match=r"Cannot write .*file"), atomic_write(tmp_path / "file" / "x"):
         pass

@@ -146,7 +146,8 @@ def generate_command(recipe: Recipe, hardware: Hardware, paths: RunPaths, subset
 
 def score_command(recipe: Recipe, output: Path) -> List[str]:
     """The scoring of one fairseq-generate log, as JSON on stdout."""
-    return ["moa-fairseq", "score", str(output), *flags(recipe.score.flags), "--json"]
+    values = {"target-lang": recipe.data.target, **recipe.score.flags, "json": True}
+    return ["moa-fairseq", "score", str(output), *flags(values)]
 
 
 def flags(values: Mapping[str, Any]) -> List[str]:
