@@ -17,7 +17,7 @@ fail() { echo "setup.sh: error: $*" >&2; exit 1; }
 
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-python3.12 python3.11 python3 python}; do
+  for candidate in ${PYTHON:-python3 python3.12 python3.11 python}; do
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
       command -v "$candidate"
       return
