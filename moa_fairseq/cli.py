@@ -46,11 +46,15 @@ def main(argv: Optional[List[str]] = None) -> int:
     except UserError as error:
         print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        return 141
+    except OSError as error:
+        where = error.filename or "a file"
+        print(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"moa-fairseq {args.verb}: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 141
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ stack breaks or endangers it:
 3. `--bf16` works on GPUs: fairseq's command line takes it to mean a TPU.
 4. No sentence is lost: fairseq's main branch drops the last batch of a data set whenever its size is no
    multiple of `--required-batch-size-multiple` (8), in validation and generation too.
-5. A resumed training sees the batches of an uninterrupted one: fairseq keeps the batches of the first
-   epoch that a process sees, made with that epoch's seed, so a restart in a later epoch regroups the
-   sentences, and repeats some and skips others. Here every epoch makes its own.
+5. A resumed training sees the batches of an uninterrupted one: fairseq groups sentences into batches
+   once, by the seed of the first epoch that a process sees, so a restart in a later epoch regroups them,
+   and repeats some and skips others. Here a restart groups by the seed of epoch 1 as well.
 6. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
 """
 
@@ -189,6 +189,24 @@ def _keeping_the_last_batch(batch_by_size: Callable) -> Callable:
     return wrapped
 
 
+def _batches_of_the_first_epoch(get_batch_iterator: Callable) -> Callable:
+    """Wrap a task's batching: sentences are grouped by seed + 1 in whatever epoch the process starts."""
+
+    @functools.wraps(get_batch_iterator)
+    def wrapped(
+        task: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **options: Any
+    ) -> Any:
+        keeps = task.can_reuse_epoch_itr(dataset)
+        if options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache") or not keeps:
+            return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
+        # The task groups by seed + epoch; the iterator shuffles the batches of each epoch by its own seed.
+        iterator = get_batch_iterator(task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options)
+        iterator.seed = seed
+        return iterator
+
+    return wrapped
+
+
 def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
@@ -220,7 +238,8 @@ def install() -> None:
         path_manager.copy = staticmethod(_atomic_copy)
     if not hasattr(dataclass_utils.override_module_args, "__wrapped__"):
         dataclass_utils.override_module_args = _bf16_means_gpu(dataclass_utils.override_module_args)
-    FairseqTask.can_reuse_epoch_itr = lambda task, dataset: False
+    if not hasattr(FairseqTask.get_batch_iterator, "__wrapped__"):
+        FairseqTask.get_batch_iterator = _batches_of_the_first_epoch(FairseqTask.get_batch_iterator)
     if not hasattr(data_utils.batch_by_size, "__wrapped__"):
         data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
     if sys.excepthook is sys.__excepthook__:

@@ -19,11 +19,14 @@ def atomic_write(path: PathLike, mode: str = "w") -> Iterator[IO]:
 
     path: the final name; its folder is created. mode: "w" (UTF-8, LF line ends) or "wb".
     An exception inside the block removes the temporary file and leaves an existing `path` as it
-    was. Raises UserError when the disk is full or the folder cannot be written.
+    was. Raises UserError when the disk is full, the folder cannot be written, or `path` is no file.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
     path = Path(path)
+    if path.exists() and not path.is_file():
+        # a folder, or a device such as /dev/null: renaming onto it would replace it
+        raise UserError(f"Cannot write {path}: it exists and is no ordinary file. Choose another name.")
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

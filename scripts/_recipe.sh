@@ -1,7 +1,7 @@
 # Sourced by scripts/<experiment>.sh: runs the recipe of the calling script's name with the project's Python.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 experiment="$(basename "$0" .sh)"
-python="$root/.venv/bin/python"
+python="${VIRTUAL_ENV:-$root/.venv}/bin/python"
 [ -x "$python" ] || python="$(command -v python || command -v python3)"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 needed='import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in ("torch", "fairseq", "yaml")))'

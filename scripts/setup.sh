@@ -38,7 +38,10 @@ if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$v
   exit 0
 fi
 
-if ! "$python" -m pip --version >/dev/null 2>&1; then
+if [ -n "${VIRTUAL_ENV:-}" ] && ! "$python" -m pip --version >/dev/null 2>&1; then
+  # yours (uv makes such environments): add pip, touch nothing else
+  "$python" -m ensurepip >/dev/null 2>&1 || fail "the active environment $venv has no pip: install pip into it, or deactivate it."
+elif ! "$python" -m pip --version >/dev/null 2>&1; then
   base=$(find_python)
   share=
   if "$base" -c 'import torch' 2>/dev/null; then share=--system-site-packages; fi
