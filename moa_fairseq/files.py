@@ -11,6 +11,10 @@ from moa_fairseq.errors import UserError
 
 PathLike = Union[str, Path]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_WRITABLE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR),
+)
 
 
 @contextlib.contextmanager
@@ -58,6 +62,6 @@ def as_user_error(error: OSError, path: Path) -> Exception:
             f"The disk is full while writing {path}: nothing was left half-written. Free some space "
             f"(or choose another folder) and run the same command again."
         )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+    if error.errno in NOT_WRITABLE:
         return UserError(f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to.")
     return error

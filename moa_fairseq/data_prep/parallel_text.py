@@ -32,6 +32,10 @@ def find_splits(
     """
     if not folder.is_dir():
         raise UserError(f"There is no data folder {folder}. {hint}")
+    unknown = [split for split in required if split not in names]
+    if unknown:
+        known = ", ".join(f"{split} = {stem}" for split, stem in names.items())
+        raise UserError(f"The data has no subset {', '.join(unknown)} (generate.subsets); it has {known}.")
     found, missing = {}, []
     for split, stem in names.items():
         files = [_find(folder, f"{stem}.{language}") for language in languages]

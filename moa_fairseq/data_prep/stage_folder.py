@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Sequence
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import DISK_FULL, NOT_WRITABLE, atomic_write
 
 MARK = "stage.json"
 
@@ -90,13 +89,13 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise UserError(
                 f"The disk is full while writing {folder}. Free some space and run the same command "
                 "again: finished stages are kept."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"Cannot write {folder}: {error.strerror}.") from error
+        if error.errno in NOT_WRITABLE:
+            raise UserError(f"Cannot write {folder}: {error.strerror}. Choose another folder.") from error
         raise
 
 

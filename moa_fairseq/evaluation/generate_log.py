@@ -12,7 +12,7 @@ Entries = Dict[str, Dict[int, str]]
 
 _ENTRY = re.compile(r"([STHD])-(\d+)(?:\t(.*))?$", re.DOTALL)
 _DICTIONARY = re.compile(r"\[(\w+)\] dictionary: \d+ types")
-_LAST_LINE = re.compile(r"Generate .+ with beam=\d+: ")
+_LAST_LINE = re.compile(r"(?:^|\| )Generate .+ with beam=\d+: ")  # old versions log it with a time stamp
 
 
 @dataclass
@@ -47,7 +47,7 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
         match = _ENTRY.match(line)
         if match:
             _add_entry(entries, match, path, number)
-        elif _LAST_LINE.match(line):
+        elif _LAST_LINE.search(line):
             complete = True
         elif _DICTIONARY.search(line):
             # The source's dictionary is announced first, the target's last.

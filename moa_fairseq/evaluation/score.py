@@ -19,7 +19,8 @@ On request (--chain, can be repeated):
                   time. For comparison with that release and nothing else
 
 fairseq's own fairseq-score uses the formula of multi-bleu.perl; it differs only in counting any
-Unicode white space (a no-break space, say) as a word boundary and in never matching <unk>.
+Unicode white space (a no-break space, say) as a word boundary, an empty line as one token, and in
+never matching <unk>. The scores here are multi-bleu.perl's on both chains.
 """
 
 import argparse
@@ -219,4 +220,7 @@ def _subword_kind(wanted: str, hypotheses: List[str]) -> str:
         return wanted
     if any("@@ " in f"{line} " for line in hypotheses):
         return "subword_nmt"
-    return "sentencepiece" if any("\u2581" in line for line in hypotheses) else "none"
+    # A stray ▁ is a character of the text: sentencepiece begins every line with one.
+    lines = [line for line in hypotheses if line.strip()]
+    pieces = sum(line.lstrip().startswith("\u2581") for line in lines)
+    return "sentencepiece" if lines and pieces > len(lines) / 2 else "none"

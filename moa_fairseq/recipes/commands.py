@@ -20,6 +20,9 @@ MODULES = {
 }
 
 
+REDIRECT = ">"
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
     """How one update's tokens are spread over devices and accumulation steps."""
@@ -141,13 +144,15 @@ def generate_command(recipe: Recipe, hardware: Hardware, paths: RunPaths, subset
             }
         ),
         *_device_flags(hardware),
+        *(REDIRECT, str(paths.save_dir / f"generate-{subset}.txt")),
     ]
 
 
 def score_command(recipe: Recipe, output: Path) -> List[str]:
     """The scoring of one fairseq-generate log, as JSON on stdout."""
     values = {"target-lang": recipe.data.target, **recipe.score.flags, "json": True}
-    return ["moa-fairseq", "score", str(output), *flags(values)]
+    scores = output.with_name(output.name.replace("generate-", "score-")).with_suffix(".json")
+    return ["moa-fairseq", "score", str(output), *flags(values), REDIRECT, str(scores)]
 
 
 def flags(values: Mapping[str, Any]) -> List[str]:
@@ -168,14 +173,19 @@ def flags(values: Mapping[str, Any]) -> List[str]:
 
 
 def to_argv(command: Sequence[str]) -> List[str]:
-    """What is executed for a printed command: the same program by module, in this Python."""
-    return [sys.executable, "-u", "-m", MODULES[command[0]], *command[1:]]
+    """What is executed for a printed command: the same program by module, in this Python.
+
+    A redirection at its end is left out: the runner itself catches what the program prints.
+    """
+    words = command[: command.index(REDIRECT)] if REDIRECT in command else command
+    return [sys.executable, "-u", "-m", MODULES[words[0]], *words[1:]]
 
 
 def to_shell(command: Sequence[str], environment: Optional[Dict[str, str]] = None) -> str:
     """The command as one can paste it into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
-    return " ".join([*settings, *(shlex.quote(word) for word in command)])
+    words = (word if word == REDIRECT else shlex.quote(word) for word in command)
+    return " ".join([*settings, *words])
 
 
 def device_environment(hardware: Hardware, present: Hardware) -> Dict[str, str]:

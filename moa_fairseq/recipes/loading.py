@@ -19,6 +19,7 @@ PathLike = Union[str, Path]
 # What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
 FAITHFUL = (
     "data.recipe",
+    "data.bpe",  # none: the text is segmented already
     "train.max_tokens",
     "train.seed",
     "train.precision",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Optional, Sequence
@@ -16,6 +18,7 @@ from moa_fairseq.recipes.commands import to_argv, to_shell
 
 TAIL_LINES = 12
 STOP_SECONDS = 10
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 # What fairseq's last lines mean, and what helps.
 HINTS = (
@@ -87,6 +90,7 @@ class Executor:
                 env=environment,
                 stderr=subprocess.STDOUT if errors_too else errors,
                 pass_fds=self.keep_open,
+                preexec_fn=_die_with_parent(),
             )
             self._note(process.pid)
             with _ended_with_us(process):
@@ -103,6 +107,20 @@ class Executor:
         for lock in self.keep_open:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(process).encode(), 0)
+
+
+def _die_with_parent() -> Optional[Callable[[], None]]:
+    """For a child, on Linux: be terminated when this program is killed outright and cannot end it."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def arrange() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was killed before the line above
+            os._exit(1)
+
+    return arrange
 
 
 def _python_environment() -> Dict[str, str]:
@@ -140,13 +158,28 @@ def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
         yield
     finally:
         if process.poll() is None:
-            # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-                process.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_SECONDS)
-                    break
+            with _undisturbed():
+                # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                    process.send_signal(number)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(STOP_SECONDS)
+                        break
         process.stdout.close()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _failure(program: str, status: int, log: Path) -> str:

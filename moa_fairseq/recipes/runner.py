@@ -123,6 +123,8 @@ def _run_stages(
     run = stages.Run(recipe, hardware, paths, state, executor, show, say)
     if options.wants("train"):
         stages.train(run, prepared)
+    elif options.stage != "prepare":
+        stages.check_trained(run, prepared)
     # Written after `train` has agreed to the settings: a refused run must not overwrite the old copy.
     with atomic_write(folder / "recipe.yaml") as stream:
         yaml.safe_dump(to_mapping(recipe), stream, sort_keys=False, allow_unicode=True)

@@ -58,7 +58,7 @@ class Run:
 def train(run: Run, prepared: Prepared) -> None:
     """Train, or go on, until the recipe's end. Raises UserError for checkpoints of other settings."""
     settings = train_settings(run.recipe, prepared)
-    done = fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
+    done = _training_done(run, settings)
     resume = checkpoint_to_resume(run.paths.checkpoints)
     remembered = run.state.get("train")
     if resume is not None:
@@ -89,6 +89,24 @@ def train(run: Run, prepared: Prepared) -> None:
         parameters=sum(log.parameters) or remembered.get("parameters"),
         hardware=run.hardware.describe(),
     )
+
+
+def _training_done(run: Run, settings: Dict[str, Any]) -> str:
+    """The mark of a training with these settings that reached the recipe's end."""
+    return fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
+
+
+def check_trained(run: Run, prepared: Prepared) -> None:
+    """For the stages after training: refuse checkpoints that another recipe or other settings made."""
+    remembered = run.state.get("train")
+    if remembered:
+        _refuse_other_settings(run, remembered.get("settings"), train_settings(run.recipe, prepared))
+
+
+def trained_as_the_recipe_says(run: Run) -> bool:
+    """Whether the training in this run folder ran to the recipe's own end, and not to another one."""
+    remembered = run.state.get("train")
+    return bool(remembered) and remembered.get("done") == _training_done(run, remembered.get("settings"))
 
 
 def train_settings(recipe: Recipe, prepared: Prepared) -> Dict[str, Any]:
@@ -153,7 +171,7 @@ def generate(run: Run, prepared: Prepared, subset: str) -> Path:
             f"fairseq-generate translated nothing of subset {subset}; see {run.log(stage)} and {partial}."
         )
     os.replace(partial, output)
-    run.state.put(stage, done=done)
+    run.state.put(stage, done=done, settings=dataclasses.asdict(run.recipe.generate))
     return output
 
 

@@ -96,3 +96,12 @@ def test_bad_logs_are_refused_by_name(write, content, message):
 def test_missing_file(tmp_path):
     with pytest.raises(UserError, match="Cannot read"):
         read_generate_log(tmp_path / "none.txt")
+
+
+def test_the_closing_line_of_old_versions_carries_a_time_stamp(tmp_path):
+    path = tmp_path / "old.log"
+    path.write_text(
+        "S-0\ta\nT-0\tb\nH-0\t-1.0\tb\n"
+        "2020-01-01 00:00:00 | INFO | fairseq_cli.generate | Generate test with beam=5: BLEU4 = 1.00\n"
+    )
+    assert read_generate_log(path).complete

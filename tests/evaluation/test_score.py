@@ -153,3 +153,11 @@ def test_help_calls_compound_splitting_inflated(capsys):
     with pytest.raises(SystemExit):
         main(["score", "--help"])
     assert "INFLATED" in capsys.readouterr().out
+
+
+def test_one_stray_lower_one_eighth_block_is_text():
+    from moa_fairseq.evaluation.score import _subword_kind
+
+    assert _subword_kind("auto", ["a b c", "f g \u2581 i"]) == "none"
+    assert _subword_kind("auto", ["\u2581a b \u2581c", "\u2581d", ""]) == "sentencepiece"
+    assert _subword_kind("auto", ["a@@ b c", "d"]) == "subword_nmt"

@@ -1,6 +1,10 @@
 """The real executor on tiny Python programs."""
 
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +76,57 @@ except KeyboardInterrupt:
     with pytest.raises(KeyboardInterrupt):
         execute(code, on_line=interrupt)
     assert (tmp_path / "tidied").read_text() == "yes"
+
+
+def test_the_child_dies_with_a_killed_parent(tmp_path):
+    """SIGKILL of the recipe must not leave a training that nobody watches and that holds the lock."""
+    pid_file = tmp_path / "pid"
+    child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = (
+        "import sys\nfrom pathlib import Path\nfrom moa_fairseq.recipes import process\n"
+        "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
+        f"process.Executor().run(['program', {child!r}], Path({str(tmp_path / 'log')!r}))\n"
+    )
+    running = subprocess.Popen([sys.executable, "-c", parent])
+    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    running.kill()
+    running.wait()
+    wait_for(lambda: not alive(int(pid_file.read_text())))
+
+
+def test_a_second_interrupt_does_not_save_the_child(tmp_path):
+    pid_file = tmp_path / "pid"
+    # a child that takes a while to go after the first signal
+    child = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: (time.sleep(2), os._exit(1)))\n"
+        f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    parent = (
+        "import sys\nfrom pathlib import Path\nfrom moa_fairseq.recipes import process\n"
+        "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
+        f"process.Executor().run(['program', {child!r}], Path({str(tmp_path / 'log')!r}))\n"
+    )
+    running = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
+    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    for _ in range(2):
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.7)
+    assert running.wait(timeout=30) != 0
+    assert not alive(int(pid_file.read_text()))
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"

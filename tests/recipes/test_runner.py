@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -40,8 +41,6 @@ class FakeExecutor:
         self.environment = environment or {}
 
     def run(self, command, log, output=None, on_line=None, errors_too=False):
-        from pathlib import Path
-
         FakeExecutor.calls.append(command)
         if FakeExecutor.fail == command[0]:
             FakeExecutor.fail = None
@@ -261,3 +260,48 @@ def test_move_aside_never_overwrites(tmp_path):
         (tmp_path / "run").mkdir()
         assert move_aside(tmp_path / "run") == tmp_path / f"run.old-{number}"
     assert move_aside(tmp_path / "run") is None
+
+
+CELL = {"paper": "moa", "table": "1", "row": "a row", "column": "BLEU", "value": 1.0}
+
+
+@pytest.fixture
+def published(go, small, write_config):
+    """`go`, of a recipe that stands for a row of a paper."""
+    small["data"]["recipe"] = "binarised"
+    write_config({**small, "reproduces": CELL})
+    return go
+
+
+def reproduces(result):
+    return json.loads(result.read_text())["reproduces"]
+
+
+def test_only_a_training_that_ran_to_the_recipes_end_stands_for_the_row(published):
+    assert reproduces(published()[1])["row"] == "a row"
+    _, result = published("train.max_epoch=2", save_dir=Path("short"), stage="train")
+    for stage in ("average", "generate", "score"):  # without the --set: the recipe itself says 3 epochs
+        _, result = published(save_dir=Path("short"), stage=stage)
+    assert reproduces(result) is None
+
+
+def test_a_later_stage_refuses_checkpoints_of_other_settings(published):
+    published()
+    for stage in ("average", "generate", "score"):
+        with pytest.raises(UserError, match="was trained with other settings"):
+            published("model.flags.dropout=0.5", stage=stage)
+
+
+def test_the_result_says_how_the_file_it_scores_was_made(published):
+    published("generate.beam=1")
+    values = json.loads(published(stage="score")[1].read_text())
+    assert values["generation"]["beam"] == 1 and values["reproduces"] is None
+
+
+def test_an_unknown_subset_is_named_before_training(go, small, write_config, tmp_path):
+    small["data"]["recipe"] = "parallel"
+    write_config(small)
+    (tmp_path / "text").mkdir()
+    with pytest.raises(UserError, match="no subset foo"):
+        go("generate.subsets=[foo]", data=tmp_path / "text")
+    assert FakeExecutor.programs() == []
