@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -19,7 +20,6 @@ PathLike = Union[str, Path]
 # What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
 FAITHFUL = (
     "data.recipe",
-    "data.bpe",  # none: the text is segmented already
     "train.max_tokens",
     "train.seed",
     "train.precision",
@@ -49,7 +49,7 @@ def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
         )
     for text in overrides:
         _override(mapping, text)
-    if not all(text.partition("=")[0].strip() in FAITHFUL for text in overrides):
+    if not all(_is_faithful(text.partition("=")[0].strip(), mapping) for text in overrides):
         mapping["reproduces"] = None  # another experiment than the one the row stands for
     if overrides:
         file += f" with --set {' --set '.join(overrides)}"
@@ -164,6 +164,14 @@ def _override(mapping: Dict[str, Any], text: str) -> None:
     mapping[keys[-1]] = value
 
 
+def _is_faithful(key: str, mapping: Dict[str, Any]) -> bool:
+    """True for an overridden key that leaves the experiment the same; `mapping` has all overrides."""
+    if key == "data.bpe":  # none: the user's own text is segmented already
+        data = mapping["data"]
+        return data["bpe"] in (None, "none") and data.get("recipe") in ("parallel", "binarised")
+    return key in FAITHFUL
+
+
 def _check_key(keys: List[str], text: str) -> None:
     """Refuse an override of a key that no recipe has; below `flags`, fairseq judges later."""
     cls: Any = Recipe
@@ -200,6 +208,9 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
     if typing.get_origin(kind) is list:
         good = isinstance(value, list) and all(isinstance(item, str) for item in value)
         return list(value) if good else _wrong(file, key, "a list of names", value)
+    if kind is float and isinstance(value, str):  # YAML takes 1e-1 for text
+        with contextlib.suppress(ValueError):
+            value = float(value)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Optional, Sequence
+from typing import IO, Callable, Dict, Iterator, List, Optional, Sequence
 
+from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.commands import to_argv, to_shell
 
@@ -78,12 +79,12 @@ class Executor:
         on_line: called with each line of standard output (errors_too: and of standard error). Raises
         UserError when the command fails.
         """
-        log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **_python_environment(), **self.environment}
         with contextlib.ExitStack() as files:
-            errors = files.enter_context(open(log, "ab", buffering=0))
-            record = files.enter_context(open(output, "wb")) if output else errors
-            errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
+            errors = _open_for(files, log, "ab", buffering=0)
+            record = _open_for(files, output, "wb") if output else errors
+            with disk_errors(log):
+                errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
             process = subprocess.Popen(
                 to_argv(command),
                 stdout=subprocess.PIPE,
@@ -107,6 +108,13 @@ class Executor:
         for lock in self.keep_open:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(process).encode(), 0)
+
+
+def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
+    """Open a file; a UserError names it when its disk fills up at a later write, its closing included."""
+    files.enter_context(disk_errors(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return files.enter_context(open(path, mode, buffering=buffering))
 
 
 def _die_with_parent() -> Optional[Callable[[], None]]:

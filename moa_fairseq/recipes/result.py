@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import json
 import platform
@@ -14,7 +13,7 @@ from typing import Any, Dict, Optional
 
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
-from moa_fairseq.recipes.stages import Run, trained_as_the_recipe_says
+from moa_fairseq.recipes.stages import Run, translated_as_the_recipe_says
 from moa_fairseq.recipes.train_log import summarise
 
 
@@ -27,13 +26,14 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
     recipe, trained = run.recipe, run.state.get("train")
     summary = summarise(run.folder / "train.jsonl")
     subset = recipe.generate.subsets[0] if recipe.generate else None
-    generated = run.state.get(f"generate-{subset}").get("settings", {})
+    generated = run.state.get(f"generate-{subset}")
+    settings = generated.get("settings", {})
     metrics = flat_metrics(scores[subset]) if subset in scores else {}
     if "valid_ppl" in summary:
         metrics["valid_ppl"] = summary.pop("valid_ppl")
     result = {
         "experiment": recipe.experiment,
-        "reproduces": _reproduces(recipe) if _as_the_recipe_says(run, subset) else None,
+        "reproduces": _reproduces(recipe) if translated_as_the_recipe_says(run, subset) else None,
         "headline": recipe.score.headline if recipe.score else None,
         "metrics": metrics,
         "subset": subset,
@@ -41,8 +41,8 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
         "parameters": trained.get("parameters"),
         **{key: value for key, value in summary.items() if key != "valid_ppl"},
         "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
-        "checkpoints_averaged": run.state.get("average").get("checkpoints", 1) if recipe.average else 1,
-        "generation": {key: generated.get(key) for key in ("beam", "lenpen")},
+        "checkpoints_averaged": generated.get("checkpoints"),
+        "generation": {key: settings.get(key) for key in ("beam", "lenpen")},
         "seed": recipe.train.seed,
         "hardware": trained.get("hardware", run.hardware.describe()),
         "versions": versions(),
@@ -89,12 +89,6 @@ def commit() -> Optional[str]:
     except (OSError, subprocess.SubprocessError):
         return None
     return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
-
-
-def _as_the_recipe_says(run: Run, subset: Optional[str]) -> bool:
-    """A run stands for its row only if what was trained and translated with is what the recipe says now."""
-    generated = run.state.get(f"generate-{subset}").get("settings")
-    return trained_as_the_recipe_says(run) and generated == dataclasses.asdict(run.recipe.generate)
 
 
 def _reproduces(recipe: Recipe) -> Optional[Dict[str, Any]]:

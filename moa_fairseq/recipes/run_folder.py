@@ -34,6 +34,13 @@ class RunState:
                 f"{self.path} cannot be read ({error}). Delete that one file; whole results are then "
                 "made again from the checkpoints."
             ) from error
+        if not isinstance(self.entries, dict) or not all(
+            isinstance(entry, dict) for entry in self.entries.values()
+        ):
+            raise UserError(
+                f"{self.path} is damaged: it must hold one mapping per stage. Delete that one file, or use "
+                "--restart to move the run folder aside and start again."
+            )
 
     def get(self, stage: str) -> Dict[str, Any]:
         """The entry of a stage, {} when it never ran."""
@@ -53,9 +60,12 @@ class RunState:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[List[int]]:
+def locked(
+    folder: Path, patience: float = PATIENCE_SECONDS, say: Optional[Callable[[str], None]] = None
+) -> Iterator[List[int]]:
     """Hold the folder's lock; yields the file descriptors that children must inherit to hold it too.
 
+    patience: seconds to wait for another holder; say: is told once that there is one.
     Raises UserError when another run, or a child that outlived one, works in the folder.
     """
     with disk_errors(folder):
@@ -67,16 +77,19 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[List[in
         yield []
         return
     with open(folder / ".lock", "r+", encoding="utf-8") as stream:
-        if not _acquired(lambda: fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB), patience):
-            stream.seek(0)
-            raise UserError(
-                f"Another run is at work in {folder} (process {stream.read().strip() or '?'}). "
-                "Wait for it, stop it, or use another --save-dir."
-            )
-        stream.seek(0)
-        stream.truncate()
-        stream.write(str(os.getpid()))
-        stream.flush()
+
+        def attempt() -> None:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+        if not _acquired(attempt, 0):
+            holder = f"Another run is at work in {folder} (process {stream.read().strip() or '?'})"
+            if say:
+                say(f"{holder}; waiting for it to finish")
+            if not _acquired(attempt, patience):
+                raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.")
+        with disk_errors(folder):
+            os.ftruncate(stream.fileno(), 0)
+            os.pwrite(stream.fileno(), str(os.getpid()).encode(), 0)
         yield [stream.fileno()]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import yaml
 
-from moa_fairseq.data_prep.binarised import preprocess_flags
+from moa_fairseq.data_prep.binarised import is_binarised, preprocess_flags
 from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder, require_source, workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
@@ -23,6 +23,8 @@ from moa_fairseq.recipes.run_folder import RunState, locked, move_aside
 from moa_fairseq.recipes.schema import Recipe
 
 STAGES = ("prepare", "train", "average", "generate", "score")
+# What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
+BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +58,16 @@ def save_dir_of(recipe: Recipe, options: Options) -> Path:
 
 
 def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
-    """Every command of the wanted stages, for --dry-run: nothing is read or written."""
+    """Every command of the wanted stages, for --dry-run: nothing is written."""
     settings = to_mapping(recipe)["data"]
-    given = recipe.data.recipe == "binarised"
-    root = prepared_folder(settings, options.data, options.data_root)
+    given = _is_given(recipe, options.data)
+    embedded = options.data is None and recipe.data.recipe == "embedded"
+    root = prepared_folder(settings, options.corpus_root if embedded else options.data, options.data_root)
     data = (options.data or Path("DATA-BIN")) if given else root / "binarised"
     paths = commands.RunPaths(data, save_dir_of(recipe, options), user_dir())
     planned: List[List[str]] = []
+    if options.wants("prepare") and embedded:
+        planned.append(_corpus_command(options.corpus_root))
     if options.wants("prepare") and not given:
         planned.append(_preprocess_command(recipe, root))
     if options.wants("train"):
@@ -93,6 +98,9 @@ def run_recipe(
     before stays and is not done again next time.
     """
     folder = save_dir_of(recipe, options)
+    if options.record and not (options.wants("score") and recipe.score):
+        why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
+        raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
     if options.restart and folder.exists():
         with locked(folder):  # nobody may be at work in it
             pass
@@ -126,8 +134,10 @@ def _run_stages(
     elif options.stage != "prepare":
         stages.check_trained(run, prepared)
     # Written after `train` has agreed to the settings: a refused run must not overwrite the old copy.
-    with atomic_write(folder / "recipe.yaml") as stream:
-        yaml.safe_dump(to_mapping(recipe), stream, sort_keys=False, allow_unicode=True)
+    if options.stage != "prepare" or not state.get("train"):
+        _write_recipe(run)
+    if options.stage in ("average", "generate", "score") and not getattr(recipe, options.stage):
+        say(f"{options.stage}: the recipe has no {options.stage} section; there is nothing to do")
     if options.wants("average") and recipe.average:
         stages.average(run)
     scores = _evaluate(run, prepared, options)
@@ -143,14 +153,23 @@ def _run_stages(
     return result
 
 
+def _write_recipe(run: stages.Run) -> None:
+    """Keep the resolved recipe; a training that ended elsewhere than it says stands for no row of a paper."""
+    mapping = to_mapping(run.recipe)
+    if run.state.get("train") and not stages.trained_as_the_recipe_says(run):
+        mapping["reproduces"] = None
+    with atomic_write(run.folder / "recipe.yaml") as stream:
+        yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
+
+
 def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
     """The last step of the preparation, for --dry-run: the steps before it run inside of this program."""
-    data, subsets = recipe.data, recipe.generate.subsets if recipe.generate else []
+    data = recipe.data
     text = root / ("tokens" if data.bpe is None else "bpe")
     values = preprocess_flags(
         text,
         root / "binarised",
-        ["train", "valid", *subsets],
+        _subsets(recipe),
         (data.source, data.target),
         data.joined_dictionary,
         workers(),
@@ -183,11 +202,7 @@ def _prepare(
     """Do the prepare stage, or for a later stage alone recall what it made."""
     known = state.get("prepare")
     if not options.wants("prepare") and options.data is None:
-        if not known or not Path(known["folder"]).is_dir():
-            raise UserError(
-                f"No prepared data is known in {folder}: run --stage prepare first, or give --data."
-            )
-        return Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
+        return _recall_prepared(recipe, folder, known)
     settings = to_mapping(recipe)["data"]
     given = options.data or (Path(known["source"]) if known.get("source") else None)
     if given is None and recipe.data.recipe == "embedded":
@@ -201,28 +216,63 @@ def _prepare(
         show([word.replace("binarised.partial", "binarised") for word in command])
         executor.run(command, root / "preprocess.log")
 
-    subsets = ["train", "valid", *(recipe.generate.subsets if recipe.generate else [])]
     # Two runs of one data set may start together: the second one waits and finds everything done.
-    with locked(root, patience=math.inf):
-        prepared = Preparation(settings, subsets, source, root, preprocess, say).run()
+    with locked(root, patience=math.inf, say=say):
+        prepared = Preparation(settings, _subsets(recipe), source, root, preprocess, say).run()
+    used = BINARISED_KEYS if _is_given(recipe, source) else settings
     state.put(
         "prepare",
         folder=str(prepared.folder.resolve()),
         sentences=prepared.sentences,
         fingerprint=prepared.fingerprint,
         source=str(source.resolve()),
+        settings={key: settings[key] for key in used},
     )
     return prepared
 
 
+def _recall_prepared(recipe: Recipe, folder: Path, known: Mapping[str, Any]) -> Prepared:
+    """The data that an earlier prepare stage made. Raises UserError when the recipe now asks for other."""
+    if not known or not Path(known["folder"]).is_dir():
+        raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
+    now = to_mapping(recipe)["data"]
+    changed = [
+        f"data.{key}: {value} → {now[key]}"
+        for key, value in known.get("settings", {}).items()
+        if now[key] != value
+    ]
+    changed += [
+        f"subset {name} is new" for name in _subsets(recipe) if name not in known.get("sentences", {})
+    ]
+    if changed:
+        raise UserError(
+            f"The data of {folder} was prepared with other settings ({'; '.join(changed)}): run "
+            "--stage prepare (or --stage all) with the new ones first."
+        )
+    return Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
+
+
+def _subsets(recipe: Recipe) -> List[str]:
+    return ["train", "valid", *(recipe.generate.subsets if recipe.generate else [])]
+
+
+def _is_given(recipe: Recipe, data: Optional[Path]) -> bool:
+    """True when the data is used as fairseq-preprocess left it."""
+    return recipe.data.recipe == "binarised" or (data is not None and is_binarised(data))
+
+
 def _embedded_corpus(root: Path, folder: Path, executor: Executor, show: Callable[[List[str]], None]) -> Path:
     """Have `moa-fairseq corpus` build the embedded corpus; a second time that is a no-op."""
-    command = ["moa-fairseq", "corpus", "--output", str(root)]
+    command = _corpus_command(root)
     show(command)
     executor.run(
         command, folder / "corpus.log", errors_too=True, on_line=lambda line: print(f"  {line}", flush=True)
     )
     return root
+
+
+def _corpus_command(root: Path) -> List[str]:
+    return ["moa-fairseq", "corpus", "--output", str(root)]
 
 
 def _append_command(path: Path, line: str) -> None:

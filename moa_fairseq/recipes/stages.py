@@ -105,8 +105,20 @@ def check_trained(run: Run, prepared: Prepared) -> None:
 
 def trained_as_the_recipe_says(run: Run) -> bool:
     """Whether the training in this run folder ran to the recipe's own end, and not to another one."""
-    remembered = run.state.get("train")
-    return bool(remembered) and remembered.get("done") == _training_done(run, remembered.get("settings"))
+    trained = run.state.get("train")
+    return bool(trained) and trained.get("done") == _training_done(run, trained.get("settings"))
+
+
+def translated_as_the_recipe_says(run: Run, subset: str) -> bool:
+    """Whether a subset was translated by the finished training's model with the recipe's own settings."""
+    count = run.recipe.average.count if run.recipe.average else 1
+    generated = run.state.get(f"generate-{subset}")
+    return (
+        trained_as_the_recipe_says(run)
+        and generated.get("training") == run.state.get("train")["done"]
+        and generated.get("checkpoints") == count
+        and generated.get("settings") == dataclasses.asdict(run.recipe.generate)
+    )
 
 
 def train_settings(recipe: Recipe, prepared: Prepared) -> Dict[str, Any]:
@@ -141,11 +153,12 @@ def average(run: Run) -> None:
     output = run.folder / "average.pt"
     if run.state.is_done("average", done, output):
         run.say(f"average: done before ({output})")
-        return
-    command = commands.average_command(run.recipe, run.paths)
-    run.show(command)
-    run.executor.run(command, run.log("average"))
-    run.state.put("average", done=done, checkpoints=wanted)
+    else:
+        command = commands.average_command(run.recipe, run.paths)
+        run.show(command)
+        run.executor.run(command, run.log("average"))
+    # Also of one made before: training may have gone on since without a newer checkpoint.
+    run.state.put("average", done=done, checkpoints=wanted, training=run.state.get("train").get("done"))
 
 
 def generate(run: Run, prepared: Prepared, subset: str) -> Path:
@@ -160,19 +173,28 @@ def generate(run: Run, prepared: Prepared, subset: str) -> Path:
     stage = f"generate-{subset}"
     if run.state.is_done(stage, done, output):
         run.say(f"{stage}: done before ({output})")
-        return output
+    else:
+        _translate(run, prepared, subset, output)
+    origin = run.state.get("average" if run.recipe.average else "train")
+    run.state.put(
+        stage,
+        done=done,
+        settings=dataclasses.asdict(run.recipe.generate),
+        checkpoints=origin.get("checkpoints", 1),
+        training=origin.get("training", origin.get("done")),
+    )
+    return output
+
+
+def _translate(run: Run, prepared: Prepared, subset: str, output: Path) -> None:
     command = commands.generate_command(run.recipe, run.hardware, run.paths, subset)
     run.show(command)
-    partial = run.folder / f"generate-{subset}.partial"
+    log, partial = run.log(f"generate-{subset}"), run.folder / f"generate-{subset}.partial"
     progress = _SentenceCounter(prepared.sentences.get(subset), run.say)
-    run.executor.run(command, run.log(stage), output=partial, on_line=progress)
+    run.executor.run(command, log, output=partial, on_line=progress)
     if not progress.count:
-        raise UserError(
-            f"fairseq-generate translated nothing of subset {subset}; see {run.log(stage)} and {partial}."
-        )
+        raise UserError(f"fairseq-generate translated nothing of subset {subset}; see {log} and {partial}.")
     os.replace(partial, output)
-    run.state.put(stage, done=done, settings=dataclasses.asdict(run.recipe.generate))
-    return output
 
 
 def score(run: Run, subset: str) -> Dict[str, Any]:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.files import atomic_write
 
 _PARAMETERS = re.compile(r"num\. (?:shared|expert) model params: ([\d,]+)")
@@ -101,7 +102,7 @@ class TrainLog:
         """Take one line of standard output."""
         record = parse_record(line)
         if record is not None:
-            with open(self.path, "a", encoding="utf-8") as stream:
+            with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
             self._show(record)
         elif match := _PARAMETERS.search(line):

@@ -5,7 +5,13 @@ import os
 
 import pytest
 
-from moa_fairseq.data_prep.stage_folder import build_folder, digest_files, fingerprint_of, read_mark
+from moa_fairseq.data_prep.stage_folder import (
+    build_folder,
+    digest_files,
+    disk_errors,
+    fingerprint_of,
+    read_mark,
+)
 from moa_fairseq.errors import UserError
 
 
@@ -76,3 +82,10 @@ def test_digests_follow_the_content(tmp_path):
     assert digest_files([path], memory) == first
     path.write_text("two")
     assert digest_files([path], memory) != first
+
+
+def test_a_file_where_a_folder_should_be(tmp_path):
+    (tmp_path / "x").write_text("a file")
+    for folder in (tmp_path / "x", tmp_path / "x" / "below"):  # EEXIST and ENOTDIR
+        with pytest.raises(UserError, match=f"Cannot write {folder}: "), disk_errors(folder):
+            folder.mkdir(parents=True)

@@ -104,6 +104,17 @@ def test_the_printed_line_means_what_is_executed():
     assert commands.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
 
 
+def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_config, tmp_path):
+    recipe = load_recipe(write_config(small))
+    paths = commands.RunPaths(tmp_path / "bin", tmp_path / "my run", tmp_path / "moa_fairseq")
+    generate = commands.generate_command(recipe, CPU, paths, "test")
+    output = paths.save_dir / "generate-test.txt"
+    score = commands.score_command(recipe, output)
+    assert commands.to_shell(generate).endswith(f" > '{output}'")
+    assert commands.to_shell(score).endswith(f"--json > '{paths.save_dir / 'score-test.json'}'")
+    assert commands.to_argv(generate)[-1] == "--cpu" and commands.to_argv(score)[-1] == "--json"
+
+
 def test_train_command_of_a_mixture(small, write_config, tmp_path):
     small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
     recipe = load_recipe(write_config(small))

@@ -163,6 +163,19 @@ def test_an_absent_file_suggests_its_neighbours(small, write_config):
         load_recipe(path.with_name("smal.yaml"))
 
 
+@pytest.mark.parametrize(("text", "value"), [("1e-1", 0.1), ("2", 2.0), ("'0.5'", 0.5)])
+def test_numbers_that_yaml_takes_for_text(small, write_config, text, value):
+    assert load_recipe(write_config(small), [f"generate.lenpen={text}"]).generate.lenpen == value
+
+
+def test_segmented_text_is_the_same_experiment_and_another_bpe_is_not():
+    path = ROOT / "configs" / "wmt14_ende_moa_base.yaml"
+    own_text = ["data.recipe=parallel", "data.bpe=none"]
+    assert load_recipe(path, own_text).reproduces is not None
+    assert load_recipe(path, ["data.recipe=parallel", "data.bpe=500"]).reproduces is None
+    assert load_recipe(path, ["data.recipe=multi30k", "data.bpe=none"]).reproduces is None
+
+
 @pytest.mark.parametrize(
     "override, faithful",
     [

@@ -59,6 +59,17 @@ def test_failures_are_told_with_remedy_and_last_lines(execute, code, words):
         assert word in str(error.value)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+@pytest.mark.parametrize("full", ["log", "output"])
+def test_a_full_disk_names_the_file_that_was_written(monkeypatch, tmp_path, full):
+    monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", command[1]])
+    files = {"log": tmp_path / "x.log", "output": tmp_path / "out.txt"}
+    (tmp_path / f"full-{full}").symlink_to("/dev/full")
+    files[full] = tmp_path / f"full-{full}"
+    with pytest.raises(UserError, match=rf"disk is full while writing \S+full-{full}\."):
+        process.Executor().run(["program", "print('x' * 100)"], **files)
+
+
 def test_an_interrupt_ends_the_child(execute, tmp_path):
     code = f"""
 import pathlib, signal, time

@@ -1,17 +1,20 @@
 """The stages with a fake executor: what runs, what is skipped, what is refused, what survives a failure."""
 
 import json
+import math
+import threading
 import zipfile
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, locked, move_aside
-from moa_fairseq.recipes.runner import Options, run_recipe
+from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
 
 CPU = Hardware()
 SCORES = {
@@ -249,8 +252,24 @@ def test_one_run_at_a_time(tmp_path, monkeypatch):
         pass
 
 
-def test_a_damaged_state_file_is_named(tmp_path):
-    (tmp_path / "state.json").write_text("{")
+def test_waiting_for_another_run_is_said_once(tmp_path):
+    said, told = [], threading.Event()
+
+    def wait():
+        with locked(tmp_path, patience=math.inf, say=lambda line: (said.append(line), told.set())):
+            pass
+
+    with locked(tmp_path):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert told.wait(20)
+    waiting.join(20)
+    assert len(said) == 1 and f"at work in {tmp_path} (process " in said[0] and "waiting" in said[0]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"train": 3}'])
+def test_a_damaged_state_file_is_named(tmp_path, content):
+    (tmp_path / "state.json").write_text(content)
     with pytest.raises(UserError, match=r"state\.json"):
         RunState(tmp_path)
 
@@ -305,3 +324,69 @@ def test_an_unknown_subset_is_named_before_training(go, small, write_config, tmp
     with pytest.raises(UserError, match="no subset foo"):
         go("generate.subsets=[foo]", data=tmp_path / "text")
     assert FakeExecutor.programs() == []
+
+
+def test_a_result_of_another_average_stands_for_no_row(published):
+    published()
+    published("average.epochs=3", stage="average")
+    published("average.epochs=3", stage="generate")
+    values = json.loads(published(stage="score")[1].read_text())
+    assert values["reproduces"] is None and values["checkpoints_averaged"] == 3
+    assert reproduces(published()[1])["row"] == "a row"
+
+
+def test_the_kept_recipe_claims_no_row_that_was_not_trained(published, tmp_path):
+    published("train.max_epoch=2", stage="train")
+    published(stage="average")
+    kept = tmp_path / "runs" / "small" / "recipe.yaml"
+    assert yaml.safe_load(kept.read_text())["reproduces"] is None
+    published()
+    assert yaml.safe_load(kept.read_text())["reproduces"]["row"] == "a row"
+
+
+def test_recalled_data_must_be_what_the_recipe_asks_for(go):
+    go(stage="prepare")
+    with pytest.raises(UserError, match=r"data\.joined_dictionary: True → False"):
+        go("data.joined_dictionary=false", "model.share_all_embeddings=false", stage="train", data=None)
+    with pytest.raises(UserError, match="subset test1 is new"):
+        go("generate.subsets=[test1]", stage="train", data=None)
+    go("data.bpe=70", stage="train", data=None)  # of no effect on a folder that was binarised elsewhere
+    assert FakeExecutor.programs() == ["fairseq-train"]
+
+
+def test_a_stage_without_a_section_says_so(go):
+    go(stage="train")
+    said, _ = go("average=null", stage="average")
+    assert any("no average section" in line for line in said)
+
+
+def test_recording_needs_a_score(go, tmp_path):
+    with pytest.raises(UserError, match=r"--record.*--stage train does not score"):
+        go(stage="train", record=tmp_path / "x.json")
+    with pytest.raises(UserError, match=r"--record.*no score section"):
+        go("score=null", record=tmp_path / "x.json")
+    assert FakeExecutor.programs() == []
+
+
+def test_the_dry_run_plans_what_the_run_does(small, write_config, binarised, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    FakeExecutor.calls, FakeExecutor.fail = [], None
+    recipe = load_recipe(write_config(small))  # data.recipe says parallel, the folder is binarised
+    options = Options(data=binarised)
+    planned = planned_commands(recipe, CPU, options)
+    run_recipe(recipe, CPU, CPU, options, FakeExecutor, lambda line: None)
+    assert FakeExecutor.calls == planned
+    assert [line[line.index(">") + 1] for line in planned if ">" in line] == [
+        "runs/small/generate-test.txt",
+        "runs/small/score-test.json",
+    ]
+
+
+def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config):
+    small["data"]["recipe"] = "embedded"
+    planned = planned_commands(load_recipe(write_config(small)), CPU, Options())
+    assert [command[:2] for command in planned[:2]] == [
+        ["moa-fairseq", "corpus"],
+        ["fairseq-preprocess", "--source-lang"],
+    ]
+    assert option(planned[1], "--destdir") == planned[2][1]

@@ -1,7 +1,11 @@
 """fairseq's JSON lines: parsing, pruning on resume, summing up."""
 
 import json
+from pathlib import Path
 
+import pytest
+
+from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.train_log import TrainLog, parse_record, prune, read_records, summarise
 
 PREFIX = "2026-01-01 00:00:00 | INFO | train_inner | "
@@ -93,3 +97,9 @@ def test_summary_weighs_speed_by_time(tmp_path):
 
 def test_summary_of_nothing(tmp_path):
     assert summarise(tmp_path / "none.jsonl")["updates"] == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+def test_a_full_disk_names_the_log():
+    with pytest.raises(UserError, match="disk is full while writing /dev/full"):
+        TrainLog(Path("/dev/full"), 3, None)(PREFIX + "| " + json.dumps(inner(1)))
