@@ -1,6 +1,7 @@
 """A small valid recipe, as a mapping and as a file, for the tests to bend."""
 
 import copy
+import struct
 
 import pytest
 import yaml
@@ -56,3 +57,25 @@ def write_config(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def binarised(tmp_path, make_binarised):
+    return make_binarised(tmp_path / "bin")
+
+
+@pytest.fixture
+def make_binarised():
+    """A minimal folder in fairseq's mmap format: one sentence of two uint16 tokens in each subset."""
+    def make(folder):
+        folder.mkdir()
+        for language in ("en", "de"):
+            (folder / f"dict.{language}.txt").write_text("a 1\nb 1\n")
+            for subset in ("train", "valid", "test"):
+                stem = folder / f"{subset}.en-de.{language}"
+                (stem.with_name(stem.name + ".bin")).write_bytes(struct.pack("<HH", 4, 2))
+                index = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 8, 1) + struct.pack("<iq", 2, 0)
+                (stem.with_name(stem.name + ".idx")).write_bytes(index)
+        return folder
+
+    return make

@@ -8,6 +8,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.runner import Options, planned_commands
 from moa_fairseq.recipes.schema import Train
 
 CPU = Hardware()
@@ -131,3 +132,13 @@ def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config,
     paths = commands.RunPaths(tmp_path / "bin", tmp_path / "run", tmp_path / "moa_fairseq")
     line = commands.generate_command(recipe, CPU, paths, "test")
     assert line[line.index("--path") + 1] == str(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt")
+
+
+def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config):
+    small["data"]["recipe"] = "embedded"
+    planned = planned_commands(load_recipe(write_config(small)), CPU, Options())
+    assert [command[:2] for command in planned[:2]] == [
+        ["moa-fairseq", "corpus"],
+        ["fairseq-preprocess", "--source-lang"],
+    ]
+    assert planned[1][planned[1].index("--destdir") + 1] == planned[2][1]

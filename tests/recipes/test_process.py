@@ -112,19 +112,24 @@ def test_a_second_interrupt_does_not_save_the_child(tmp_path):
         "import os, signal, time\n"
         "signal.signal(signal.SIGINT, lambda *_: (time.sleep(2), os._exit(1)))\n"
         f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
-        "while True: time.sleep(0.1)\n"
+        "time.sleep(60)\n"
     )
+    # Where the tests run in the background SIGINT is ignored, and children inherit that.
     parent = (
-        "import sys\nfrom pathlib import Path\nfrom moa_fairseq.recipes import process\n"
+        "import signal, sys\nfrom pathlib import Path\nfrom moa_fairseq.recipes import process\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
         f"process.Executor().run(['program', {child!r}], Path({str(tmp_path / 'log')!r}))\n"
     )
     running = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
-    for _ in range(2):
-        running.send_signal(signal.SIGINT)
-        time.sleep(0.7)
-    assert running.wait(timeout=30) != 0
+    try:
+        wait_for(lambda: pid_file.exists() and pid_file.read_text())
+        for _ in range(2):
+            running.send_signal(signal.SIGINT)
+            time.sleep(0.7)
+        assert running.wait(timeout=30) != 0
+    finally:
+        running.kill()
     assert not alive(int(pid_file.read_text()))
 
 

@@ -1,8 +1,6 @@
 """The stages with a fake executor: what runs, what is skipped, what is refused, what survives a failure."""
 
 import json
-import math
-import threading
 import zipfile
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +11,6 @@ import yaml
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, locked, move_aside
 from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
 
 CPU = Hardware()
@@ -94,30 +91,6 @@ def go(small, write_config, tmp_path, monkeypatch, binarised):
         return said, result
 
     return run
-
-
-@pytest.fixture
-def binarised(tmp_path, make_binarised):
-    return make_binarised(tmp_path / "bin")
-
-
-@pytest.fixture
-def make_binarised():
-    """A minimal folder in fairseq's mmap format: one sentence of two uint16 tokens in each subset."""
-    import struct
-
-    def make(folder):
-        folder.mkdir()
-        for language in ("en", "de"):
-            (folder / f"dict.{language}.txt").write_text("a 1\nb 1\n")
-            for subset in ("train", "valid", "test"):
-                stem = folder / f"{subset}.en-de.{language}"
-                (stem.with_name(stem.name + ".bin")).write_bytes(struct.pack("<HH", 4, 2))
-                index = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 8, 1) + struct.pack("<iq", 2, 0)
-                (stem.with_name(stem.name + ".idx")).write_bytes(index)
-        return folder
-
-    return make
 
 
 def test_all_stages_and_result(go, tmp_path):
@@ -213,12 +186,6 @@ def test_a_cut_off_last_checkpoint_is_replaced_by_the_epochs(go, tmp_path):
     assert option(FakeExecutor.calls[0], "--restore-file").endswith("checkpoint3.pt")
 
 
-def test_no_whole_checkpoint_at_all(tmp_path):
-    (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
-    with pytest.raises(UserError, match="--restart"):
-        checkpoint_to_resume(tmp_path)
-
-
 @pytest.mark.parametrize(("stage", "words"), [("train", "prepare"), ("generate", "prepare")])
 def test_a_stage_alone_needs_the_one_before(go, stage, words):
     with pytest.raises(UserError, match=words):
@@ -242,43 +209,6 @@ def test_generation_needs_the_average(go):
 def test_missing_data_says_what_to_bring(go):
     with pytest.raises(UserError, match=r"--data.*fairseq-preprocess|--data is missing"):
         go("data.recipe=parallel", data=None)
-
-
-def test_one_run_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("moa_fairseq.recipes.run_folder.PATIENCE_SECONDS", 0.2)
-    with locked(tmp_path), pytest.raises(UserError, match="at work"), locked(tmp_path):
-        pass
-    with locked(tmp_path):
-        pass
-
-
-def test_waiting_for_another_run_is_said_once(tmp_path):
-    said, told = [], threading.Event()
-
-    def wait():
-        with locked(tmp_path, patience=math.inf, say=lambda line: (said.append(line), told.set())):
-            pass
-
-    with locked(tmp_path):
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        assert told.wait(20)
-    waiting.join(20)
-    assert len(said) == 1 and f"at work in {tmp_path} (process " in said[0] and "waiting" in said[0]
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"train": 3}'])
-def test_a_damaged_state_file_is_named(tmp_path, content):
-    (tmp_path / "state.json").write_text(content)
-    with pytest.raises(UserError, match=r"state\.json"):
-        RunState(tmp_path)
-
-
-def test_move_aside_never_overwrites(tmp_path):
-    for number in (1, 2):
-        (tmp_path / "run").mkdir()
-        assert move_aside(tmp_path / "run") == tmp_path / f"run.old-{number}"
-    assert move_aside(tmp_path / "run") is None
 
 
 CELL = {"paper": "moa", "table": "1", "row": "a row", "column": "BLEU", "value": 1.0}
@@ -380,13 +310,3 @@ def test_the_dry_run_plans_what_the_run_does(small, write_config, binarised, tmp
         "runs/small/generate-test.txt",
         "runs/small/score-test.json",
     ]
-
-
-def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config):
-    small["data"]["recipe"] = "embedded"
-    planned = planned_commands(load_recipe(write_config(small)), CPU, Options())
-    assert [command[:2] for command in planned[:2]] == [
-        ["moa-fairseq", "corpus"],
-        ["fairseq-preprocess", "--source-lang"],
-    ]
-    assert option(planned[1], "--destdir") == planned[2][1]

@@ -1,0 +1,52 @@
+"""The run folder: its lock, its memory, and which checkpoint training goes on from."""
+
+import math
+import threading
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, locked, move_aside
+
+
+def test_no_whole_checkpoint_at_all(tmp_path):
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
+    with pytest.raises(UserError, match="--restart"):
+        checkpoint_to_resume(tmp_path)
+
+
+def test_one_run_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("moa_fairseq.recipes.run_folder.PATIENCE_SECONDS", 0.2)
+    with locked(tmp_path), pytest.raises(UserError, match="at work"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+
+
+def test_waiting_for_another_run_is_said_once(tmp_path):
+    said, told = [], threading.Event()
+
+    def wait():
+        with locked(tmp_path, patience=math.inf, say=lambda line: (said.append(line), told.set())):
+            pass
+
+    with locked(tmp_path):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert told.wait(20)
+    waiting.join(20)
+    assert len(said) == 1 and f"at work in {tmp_path} (process " in said[0] and "waiting" in said[0]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"train": 3}'])
+def test_a_damaged_state_file_is_named(tmp_path, content):
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(UserError, match=r"state\.json"):
+        RunState(tmp_path)
+
+
+def test_move_aside_never_overwrites(tmp_path):
+    for number in (1, 2):
+        (tmp_path / "run").mkdir()
+        assert move_aside(tmp_path / "run") == tmp_path / f"run.old-{number}"
+    assert move_aside(tmp_path / "run") is None
