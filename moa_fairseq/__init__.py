@@ -5,9 +5,13 @@ before, and it never imports criterions: so all of it is imported here.
 """
 
 from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
-from moa_fairseq import criterions, models
+import torch
+
+from moa_fairseq import criterions, host_memory, models
 
 __all__ = ["criterions", "fairseq_compat", "models"]
 __version__ = "0.1.0"
 
 fairseq_compat.install()
+if not torch.cuda.is_available():
+    host_memory.keep_freed_memory()

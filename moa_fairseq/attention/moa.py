@@ -92,17 +92,22 @@ class MixtureOfAttention(IncrementalAttention):
         """
         tgt_len, batch, _ = query.shape
         padding = self._query_padding(query_padding_mask, key_padding_mask, batch, tgt_len)
-        tokens = query.reshape(tgt_len * batch, self.embed_dim)
+        # Batch first from here on: queries and attention outputs then change shape without a copy.
+        tokens = query.transpose(0, 1).reshape(batch * tgt_len, self.embed_dim)
         decision = self.router(tokens, padding)
         record(self.name, decision)
 
         q = self.q_experts(tokens, decision)
-        q = q.reshape(tgt_len, batch, self.experts_per_token, self.expert_dim)
         k, v, key_padding_mask = self._keys_and_values(
-            query, key, value, key_padding_mask, incremental_state, static_kv
+            tokens.view(batch, tgt_len, self.embed_dim),
+            key,
+            value,
+            key_padding_mask,
+            incremental_state,
+            static_kv,
         )
         heads, weights = attend(
-            q.permute(1, 2, 0, 3),
+            q.view(batch, tgt_len, self.experts_per_token, self.expert_dim).transpose(1, 2),
             k,
             v,
             attn_mask,
@@ -110,8 +115,9 @@ class MixtureOfAttention(IncrementalAttention):
             self.dropout_module.p if self._drops() else 0.0,
             need_weights or need_head_weights,
         )
-        slots = heads.permute(2, 0, 1, 3).reshape(tgt_len * batch, self.experts_per_token, self.expert_dim)
-        out = self.out_experts(slots, decision).reshape(tgt_len, batch, self.embed_dim)
+        slots = heads.transpose(1, 2).reshape(batch * tgt_len, self.experts_per_token, self.expert_dim)
+        out = self.out_experts(slots, decision)
+        out = out.view(batch, tgt_len, self.embed_dim).transpose(0, 1).contiguous()
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out, weights
@@ -122,13 +128,13 @@ class MixtureOfAttention(IncrementalAttention):
     def _query_padding(
         self, given: Optional[Tensor], key_padding: Optional[Tensor], batch: int, tgt_len: int
     ) -> Optional[Tensor]:
-        """The padding of the queries as a flat [T·B] mask, time first, or None."""
+        """The padding of the queries as a flat [B·T] mask, batch first, or None."""
         mask = given if given is not None else current_query_padding()
         if mask is None and self.self_attention:
             mask = key_padding
         if mask is None or mask.shape != (batch, tgt_len):
             return None
-        return mask.to(bool).t().reshape(-1)
+        return mask.to(bool).reshape(-1)
 
     def _keys_and_values(
         self,
@@ -139,16 +145,23 @@ class MixtureOfAttention(IncrementalAttention):
         incremental_state: Optional[IncrementalState],
         static_kv: bool,
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """The shared head's keys and values [B, 1, S, D] and their padding [B, S], through the cache."""
+        """The shared head's keys and values [B, 1, S, D] and their padding [B, S], through the cache.
+
+        query [B, T, C], key and value [S, B, C]. B of the results counts sentences where the
+        hypotheses of a beam share them.
+        """
         cache = self._get_input_buffer(incremental_state)
         k = v = None
         if not (static_kv and cache.get("prev_key") is not None):
             if self.self_attention:
                 key = value = query
             elif self.encoder_decoder_attention:
-                value = key
-            k = self.k_proj(key).transpose(0, 1).unsqueeze(1)
-            v = self.v_proj(value).transpose(0, 1).unsqueeze(1)
+                if incremental_state is not None and static_kv:
+                    key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
+                key = value = key.transpose(0, 1)
+            else:
+                key, value = key.transpose(0, 1), value.transpose(0, 1)
+            k, v = self.k_proj(key).unsqueeze(1), self.v_proj(value).unsqueeze(1)
         if incremental_state is None:
             return k, v, key_padding_mask
         k, v = extend_cache(cache, k, v, static_kv)

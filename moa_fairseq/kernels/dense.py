@@ -1,17 +1,53 @@
-"""K = E: every token meets every expert, so each projection is one ordinary GEMM without copies."""
+"""K = E: every token meets every expert, so each projection is one ordinary GEMM without gathers."""
 
+from typing import Optional, Tuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 
-def dispatch(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, C], weight [E, D, C] → [N, E, D], slot k being expert k."""
+def dispatch(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """x [N, C], weight [E, D, C], bias [E, D] → [N, E, D], slot k being expert k."""
     num_experts, expert_dim, _ = weight.shape
-    return F.linear(x, weight.reshape(num_experts * expert_dim, -1)).view(-1, num_experts, expert_dim)
+    flat_bias = None if bias is None else bias.reshape(-1)
+    out = F.linear(x, weight.reshape(num_experts * expert_dim, -1), flat_bias)
+    return out.view(-1, num_experts, expert_dim)
+
+
+class _Combine(Function):
+    """slots [N, E, D], gate [N, E], weight [E, D, C] → [N, C].
+
+    The gated slots are computed again in the backward pass rather than kept: they are as large as the
+    attention's output, which is kept already.
+    """
+
+    @staticmethod
+    def forward(ctx, slots: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, gate, weight)
+        return _gated(slots, gate) @ weight.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        slots, gate, weight = ctx.saved_tensors
+        grad_slots = grad_gate = grad_weight = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = (_gated(slots, gate).t() @ grad).view_as(weight)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            projected = (grad @ weight.flatten(0, 1).t()).view_as(slots)
+            grad_gate = torch.linalg.vecdot(projected, slots)
+            grad_slots = projected.mul_(gate.unsqueeze(-1))
+        return grad_slots, grad_gate, grad_weight
+
+
+def _gated(slots: Tensor, gate: Tensor) -> Tensor:
+    """[N, E·D]"""
+    return (slots * gate.unsqueeze(-1)).flatten(1)
 
 
 def combine(slots: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """slots [N, E, D], gate [N, E], weight [E, D, C] → [N, C]."""
-    num_experts, expert_dim, model_dim = weight.shape
-    weighted = (slots * gate.unsqueeze(-1)).reshape(-1, num_experts * expert_dim)
-    return weighted @ weight.reshape(num_experts * expert_dim, model_dim)
+    return _Combine.apply(slots, gate, weight)

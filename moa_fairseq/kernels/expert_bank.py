@@ -56,17 +56,13 @@ def dispatch(
     neither. Inputs follow autocast; the result has the dtype of the product.
     """
     x, weight = _autocast(x, weight)
+    bias = None if bias is None else bias.to(weight.dtype)
     if backend == "reference":
         slots = reference.dispatch(x, expert_index, weight)
-    elif order is None:
-        slots = dense.dispatch(x, weight)
-    else:
-        slots = grouped.dispatch(x, weight, order)
-    if bias is None:
-        return slots
-    bias = bias.to(slots.dtype)
-    every = backend != "reference" and order is None
-    return slots + (bias if every else F.embedding(expert_index, bias))
+        return slots if bias is None else slots + F.embedding(expert_index, bias)
+    if order is None:
+        return dense.dispatch(x, weight, bias)
+    return grouped.dispatch(x, weight, order, bias)
 
 
 def combine(

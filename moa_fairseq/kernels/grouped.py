@@ -1,88 +1,60 @@
-"""Expert-sorted backend: rows are sorted by expert, each expert's rows meet its matrix in one GEMM.
+"""Grouped backend: each expert's matrix meets the rows that chose it, with gradients of its own.
 
-Products go through `torch.nn.functional.grouped_mm` where it takes the device, dtype and strides,
-else through one `mm` per expert that writes into a preallocated output. Inputs are gathered, never
-scattered: a permutation's gradient is the inverse permutation, and the K slots of a token are
-neighbours, so their sum is a plain reduction.
+Three ways to do it, same results: `sorted_rows` (one grouped_mm) where torch has a kernel for the device
+and dtype, `every_expert` (one GEMM, then a choice) where there is little to compute, else `expert_loop`.
 """
 
-from typing import Callable, Optional, Tuple
+from types import ModuleType
+from typing import Optional, Tuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from moa_fairseq.kernels import every_expert, expert_loop, sorted_rows
 from moa_fairseq.kernels.slot_order import SlotOrder
 
-_GROUPED_MM: Optional[Callable] = getattr(F, "grouped_mm", None)
-_TMA_BYTES = 16  # grouped_mm demands strides that are multiples of 16 bytes
+# When computing every expert beats walking over them, from benchmarks/kernels.py on two CPU cores: the
+# surplus products per expert must cost less than the loop's step, in which gathering and calling weigh
+# as much as 24 columns of arithmetic. A GPU's step waits for the host, and its arithmetic is cheaper.
+_STEP = {"cpu": 1.0e6, "cuda": 6.4e7}  # multiply-accumulates; the GPU's is an estimate
+_STEP_COLUMNS = 24
+# A loop leaves the matrices of unchosen experts unread, which pays once they do not fit the cache.
+_CACHED_WEIGHTS = 1.5e6  # elements
 
 
-def grouped_mm_takes(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped_mm accepts rows [M, I] times weight [E, I, O] as they are."""
-    if _GROUPED_MM is None or rows.dtype != weight.dtype or rows.size(0) == 0:
+def every_expert_pays(tokens: int, per_token: int, weight: Tensor) -> bool:
+    """Whether one GEMM over all of weight [E, D, C] is faster than the K · tokens products asked for."""
+    num_experts, dim, model_dim = weight.shape
+    surplus = tokens * model_dim * max(dim - _STEP_COLUMNS, 0) * (num_experts - per_token) / num_experts
+    if surplus > _STEP.get(weight.device.type, _STEP["cpu"]):
         return False
-    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False
-    if rows.is_cuda and rows.dtype != torch.bfloat16:
-        return False  # other dtypes fall back to a loop that synchronises: no gain over ours
-    unit = _TMA_BYTES // rows.element_size()
-    return all(size % unit == 0 for size in (rows.size(1), weight.size(1), weight.size(2)))
+    reads_most = tokens * per_token > 2 * num_experts
+    return reads_most or weight.is_cuda or weight.numel() <= _CACHED_WEIGHTS
 
 
-def grouped_product(rows: Tensor, weight: Tensor, order: SlotOrder) -> Tensor:
-    """out[i] = rows[i] · weight[e(i)]: rows [M, I] sorted by expert, weight [E, I, O] → [M, O]."""
-    if grouped_mm_takes(rows, weight):
-        return _GROUPED_MM(rows, weight, offs=order.offsets)
-    out = rows.new_empty(rows.size(0), weight.size(2))
-    start = 0
-    for expert, end in enumerate(order.ends()):
-        if end > start:
-            torch.mm(rows[start:end], weight[expert], out=out[start:end])
-        start = end
-    return out
-
-
-def grouped_outer(left: Tensor, right: Tensor, order: SlotOrder) -> Tensor:
-    """out[e] = Σ_{i of e} left[i]ᵀ · right[i]: [M, D], [M, C] sorted by expert → [E, D, C].
-
-    An expert without rows gets zeros: its weights then have a zero gradient, not none.
-    """
-    out = left.new_empty(order.offsets.numel(), left.size(1), right.size(1))
-    start = 0
-    for expert, end in enumerate(order.ends()):
-        if end > start:
-            torch.mm(left[start:end].t(), right[start:end], out=out[expert])
-        else:
-            out[expert].zero_()
-        start = end
-    return out
+def _walk(rows: Tensor, weight: Tensor, order: SlotOrder) -> ModuleType:
+    per_token = order.per_token
+    if every_expert_pays(order.order.numel() // per_token, per_token, weight):
+        return every_expert
+    return sorted_rows if sorted_rows.takes(rows, weight) else expert_loop
 
 
 class _Dispatch(Function):
-    """x [N, C], weight [E, D, C] → slots [N·K, D] in flat slot order."""
+    """x [N, C], weight [E, D, C], bias [E, D] or None → slots [N·K, D] in flat slot order."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, order: SlotOrder) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Optional[Tensor], order: SlotOrder) -> Tensor:
         ctx.order = order
         ctx.save_for_backward(x, weight)
-        sorted_slots = grouped_product(x.index_select(0, order.token), weight.transpose(1, 2), order)
-        return sorted_slots.index_select(0, order.inverse)
+        return _walk(x, weight, order).dispatch(x, weight, bias, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        order, (x, weight) = ctx.order, ctx.saved_tensors
-        grad = grad.index_select(0, order.order)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            rows = grouped_product(grad, weight, order).index_select(0, order.inverse)
-            grad_x = rows.view(x.size(0), order.per_token, x.size(1)).sum(1)
-        if ctx.needs_input_grad[1]:
-            grad_weight = grouped_outer(grad, x.index_select(0, order.token), order)
-        return grad_x, grad_weight, None
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        return (*_walk(x, weight, ctx.order).dispatch_backward(grad, x, weight, ctx.order, needs), None)
 
 
 class _Combine(Function):
@@ -92,30 +64,20 @@ class _Combine(Function):
     def forward(ctx, slots: Tensor, gate: Tensor, weight: Tensor, order: SlotOrder) -> Tensor:
         ctx.order = order
         ctx.save_for_backward(slots, gate, weight)
-        rows = (slots * gate.unsqueeze(1)).index_select(0, order.order)
-        rows = grouped_product(rows, weight, order).index_select(0, order.inverse)
-        return rows.view(-1, order.per_token, weight.size(2)).sum(1)
+        return _walk(slots, weight, order).combine(slots, gate, weight, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        order, (slots, gate, weight) = ctx.order, ctx.saved_tensors
-        grad_rows = grad.index_select(0, order.token)
-        grad_slots = grad_gate = grad_weight = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            projected = grouped_product(grad_rows, weight.transpose(1, 2), order)
-            projected = projected.index_select(0, order.inverse)
-            grad_slots = projected * gate.unsqueeze(1)
-            grad_gate = (projected * slots).sum(1)
-        if ctx.needs_input_grad[2]:
-            rows = (slots * gate.unsqueeze(1)).index_select(0, order.order)
-            grad_weight = grouped_outer(rows, grad_rows, order)
-        return grad_slots, grad_gate, grad_weight, None
+        slots, gate, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        walk = _walk(slots, weight, ctx.order)
+        return (*walk.combine_backward(grad, slots, gate, weight, ctx.order, needs), None)
 
 
-def dispatch(x: Tensor, weight: Tensor, order: SlotOrder) -> Tensor:
-    """Project each token by its K experts: x [N, C], weight [E, D, C] → [N, K, D]."""
-    slots = _Dispatch.apply(x, weight, order)
+def dispatch(x: Tensor, weight: Tensor, order: SlotOrder, bias: Optional[Tensor] = None) -> Tensor:
+    """Project each token by its K experts: x [N, C], weight [E, D, C], bias [E, D] → [N, K, D]."""
+    slots = _Dispatch.apply(x, weight, bias, order)
     return slots.view(x.size(0), order.per_token, weight.size(1))
 
 

@@ -10,6 +10,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from moa_fairseq.attention.collector import query_padding
+from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.attention.moa import MixtureOfAttention
 
 
@@ -85,6 +86,9 @@ class MixtureEncoder(TransformerEncoderBase):
 
 class MixtureDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
+
+    def buffered_future_mask(self, tensor: Tensor) -> Tensor:
+        return mark_causal(super().buffered_future_mask(tensor))
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg)

@@ -194,7 +194,7 @@ def test_weights_are_those_of_the_chosen_experts():
     _, per_head = module(x, x, x, need_head_weights=True)
     no_weights, nothing = module(x, x, x, need_weights=False)
     _, exact = paper(module, x, x, x)
-    index = decisions[0][1].expert_index.view(5, 2, K).transpose(0, 1)  # [B, T, K]
+    index = decisions[0][1].expert_index.view(2, 5, K)  # [B, T, K]
     chosen = exact.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 5))  # [B, T, K, S]
     assert per_head.shape == (K, 2, 5, 5) and mean.shape == (2, 5, 5) and nothing is None
     torch.testing.assert_close(per_head.permute(1, 2, 0, 3).double(), chosen, rtol=1e-4, atol=1e-5)
@@ -218,7 +218,7 @@ def test_ambient_query_padding_reaches_a_cross_attention():
     padding = torch.tensor([[False, False, True], [False] * 3])
     with collect_decisions() as decisions, query_padding(padding):
         out, _ = module(query, memory, memory)
-    assert torch.equal(decisions[0][1].padding_mask, padding.t().reshape(-1))
+    assert torch.equal(decisions[0][1].padding_mask, padding.reshape(-1))
     assert (out[2, 0] == 0).all() and (out[2, 1] != 0).any()
 
 

@@ -5,7 +5,8 @@ import torch
 
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import expert_bank, grouped
+from moa_fairseq.kernels import every_expert, expert_bank, expert_loop, grouped, sorted_rows
+from moa_fairseq.kernels.grouped import every_expert_pays
 from moa_fairseq.kernels.slot_order import SlotOrder
 
 # N, C, E, K, D, which experts the tokens choose
@@ -63,6 +64,10 @@ def assert_close(fast, exact, what):
 @pytest.mark.parametrize("backend", ["reference", "grouped"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_forward_and_every_gradient_equal_the_loop(shape, backend):
+    compare_with_the_loop(shape, backend)
+
+
+def compare_with_the_loop(shape, backend, always_sorts=False):
     tokens, model_dim, num_experts, per_token, dim, kind = shape
     g = torch.Generator().manual_seed(tokens + 31 * num_experts)
     index = choose(tokens, num_experts, per_token, kind, g)
@@ -72,7 +77,7 @@ def test_forward_and_every_gradient_equal_the_loop(shape, backend):
     gate[: tokens // 3] = 0.0  # padding
     weight = torch.randn(num_experts, dim, model_dim, generator=g)
     q_bias, out_bias = torch.randn(num_experts, dim), torch.randn(num_experts, model_dim)
-    sorts = kind != "all" and backend != "reference"
+    sorts = always_sorts or (kind != "all" and backend != "reference")
     order = SlotOrder.from_index(index, num_experts) if sorts else None
 
     for name, arguments, fast, exact in (
@@ -120,20 +125,43 @@ def test_slot_order_invariants():
     assert torch.equal(order.order[order.inverse], torch.arange(flat.numel()))
     assert (flat[order.order].diff() >= 0).all()
     assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
-    assert order.ends()[-1] == flat.numel()
+    for expert, (token, slot) in enumerate(order.by_expert):
+        assert torch.equal(slot, (flat == expert).nonzero().flatten()) and torch.equal(token, slot // 3)
     assert torch.equal(order.token, order.order // 3)
 
 
-def test_the_loop_and_grouped_mm_agree(monkeypatch):
-    g = torch.Generator().manual_seed(3)
-    index = choose(40, 6, 2, "skip the last", g)
-    order = SlotOrder.from_index(index, 6)
-    x, weight = torch.randn(40, 16, generator=g), torch.randn(6, 8, 16, generator=g)
-    if not grouped.grouped_mm_takes(x, weight.transpose(1, 2)):
-        pytest.skip("this torch has no grouped_mm for float32 on the CPU")
-    with_torch = grouped.dispatch(x, weight, order)
-    monkeypatch.setattr(grouped, "_GROUPED_MM", None)
-    torch.testing.assert_close(grouped.dispatch(x, weight, order), with_torch)
+WALKS = {"expert_loop": expert_loop, "every_expert": every_expert, "sorted_rows": sorted_rows}
+
+
+@pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_every_way_to_walk_over_the_experts_equals_the_loop(walk, shape, monkeypatch):
+    """sorted_rows is not chosen on a CPU, but newer torch has its product there, too."""
+    if walk is sorted_rows:
+        x, weight = torch.zeros(shape[0], shape[1]), torch.zeros(shape[2], shape[4], shape[1])
+        if not takes_on_cpu(x, weight):
+            pytest.skip("no grouped_mm in this torch, or none for these sizes")
+    monkeypatch.setattr(grouped, "_walk", lambda *_: walk)
+    compare_with_the_loop(shape, "grouped", always_sorts=True)
+
+
+def takes_on_cpu(rows, weight):
+    aligned = all(size % 4 == 0 for size in (rows.size(1), weight.size(1), weight.size(2)))
+    return sorted_rows.GROUPED_MM is not None and aligned and rows.size(0) > 0
+
+
+@pytest.mark.parametrize(
+    "sizes, pays",
+    [
+        ((512, 4, 8, 48, 128), True),  # small experts: the loop's steps would cost more than the surplus
+        ((2048, 8, 32, 128, 512), False),
+        ((1, 8, 32, 128, 512), False),  # 24 of 32 matrices need not be read
+        ((16, 8, 32, 128, 512), True),
+    ],
+)
+def test_when_computing_every_expert_pays(sizes, pays):
+    tokens, per_token, num_experts, dim, model_dim = sizes
+    assert every_expert_pays(tokens, per_token, torch.empty(num_experts, dim, model_dim)) == pays
 
 
 @pytest.mark.parametrize("backend", ["reference", "grouped"])

@@ -130,7 +130,7 @@ def test_padding_never_reaches_the_statistics_or_the_real_tokens():
     assert len(decisions) == 12
     for name, decision in decisions:
         tokens = batch["net_input"]["src_tokens" if name.startswith("encoder") else "prev_output_tokens"]
-        assert torch.equal(decision.padding_mask, tokens.eq(1).t().reshape(-1)), name
+        assert torch.equal(decision.padding_mask, tokens.eq(1).reshape(-1)), name
     shorter = {
         "src_tokens": batch["net_input"]["src_tokens"][:1, 2:],
         "src_lengths": torch.tensor([4]),
