@@ -18,6 +18,7 @@ stack breaks or endangers it:
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import pickle
@@ -26,7 +27,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, ContextManager, Optional, Union
 
 import torch
 
@@ -147,6 +148,13 @@ def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
     if device_type == "cuda":
         return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
     return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+
+
+def full_precision(device_type: str) -> ContextManager:
+    """A block in which autocast is off; entering it costs nothing where it is off already."""
+    if autocast_dtype(device_type) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:

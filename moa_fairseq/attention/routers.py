@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_compat import full_precision
 
 RENORMALIZATIONS = ("detached", "full", "none")
 _INIT_STD = 0.02
@@ -47,6 +48,7 @@ class TopKRouter(nn.Module):
         self.renormalize = renormalize
         self.projection = nn.Linear(model_dim, num_experts, bias=bias)
         self.noise_projection = nn.Linear(model_dim, num_experts, bias=False) if noise else None
+        self.register_buffer("every_expert", torch.arange(num_experts), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -59,7 +61,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
         """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device.type):
             logits = self._logits(x)
             probs = torch.softmax(logits, dim=-1)
             gate, expert_index = self._choose(probs)
@@ -78,11 +80,9 @@ class TopKRouter(nn.Module):
         return logits
 
     def _choose(self, probs: Tensor):
-        if self.experts_per_token == self.num_experts:
-            every = torch.arange(self.num_experts, device=probs.device)
-            chosen, expert_index = probs, every.expand(probs.size(0), -1)
-        else:
-            chosen, expert_index = probs.topk(self.experts_per_token, dim=-1)
+        if self.experts_per_token == self.num_experts:  # probabilities of all experts add up to 1 as they are
+            return probs, self.every_expert.expand(probs.size(0), -1)
+        chosen, expert_index = probs.topk(self.experts_per_token, dim=-1)
         if self.renormalize == "none":
             return chosen, expert_index
         total = chosen.sum(-1, keepdim=True)

@@ -50,4 +50,6 @@ def _gated(slots: Tensor, gate: Tensor) -> Tensor:
 
 def combine(slots: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """slots [N, E, D], gate [N, E], weight [E, D, C] → [N, C]."""
+    if not torch.is_grad_enabled():
+        return _gated(slots, gate) @ weight.flatten(0, 1)
     return _Combine.apply(slots, gate, weight)

@@ -1,0 +1,144 @@
+"""What every benchmark here shares: fair timing, the device's GEMM rate, memory, one JSON and one plot.
+
+Machines are noisy and drift, so candidates take turns and only ratios within one run are compared.
+"""
+
+import argparse
+import datetime
+import json
+import logging
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import torch
+from matplotlib.figure import Figure
+
+from moa_fairseq.analysis.plots import save
+from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes.hardware import detect_hardware
+from moa_fairseq.recipes.result import versions
+
+logging.getLogger().setLevel(logging.WARNING)  # fairseq turns everything on
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "benchmarks"
+_BLOCK_SECONDS = 0.02  # shorter calls are repeated inside one reading of the clock
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """--device, --dtype, --rounds, --output: the same for all benchmarks."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bf16 on GPUs")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each candidate takes its turn")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the plot")
+    args = parser.parse_args()
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    args.torch_dtype = getattr(torch, args.dtype)
+    torch.manual_seed(0)
+    return args
+
+
+def _clock(call: Callable[[], Any], repeats: int, device: str) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def take_turns(candidates: Dict[str, Callable[[], Any]], rounds: int, device: str) -> Dict[str, float]:
+    """Median seconds of each candidate's call; all are called once per round, in turn."""
+    repeats = {}
+    for name, call in candidates.items():
+        call()
+        repeats[name] = max(1, round(_BLOCK_SECONDS / max(_clock(call, 1, device), 1e-6)))
+    times: Dict[str, List[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            times[name].append(_clock(call, repeats[name], device))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def gemm(device: str, dtype: torch.dtype) -> "tuple[Callable[[], Any], int]":
+    """One large matrix product, and its multiply-accumulates: what the device reaches at its best."""
+    rows, inner, columns = (4096, 2048, 2048) if device == "cpu" else (8192, 8192, 8192)
+    left = torch.randn(rows, inner, device=device, dtype=dtype)
+    right = torch.randn(inner, columns, device=device, dtype=dtype)
+    out = torch.empty(rows, columns, device=device, dtype=dtype)
+    return (lambda: torch.mm(left, right, out=out)), rows * inner * columns
+
+
+def kept_bytes(forward: Callable[[], Any], module: torch.nn.Module) -> int:
+    """Bytes that one forward pass keeps for the backward pass, parameters not counted."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    storages: Dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    del result
+    return sum(storages.values())
+
+
+def peak_bytes(step: Callable[[], Any], device: str) -> int:
+    """The most memory that one forward and backward pass holds beyond what was held before it."""
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    held = most = 0
+    for _, change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+def report(name: str, args: argparse.Namespace, results: Dict[str, Any], figure: Figure) -> None:
+    """Write results/benchmarks/NAME-DEVICE.json and .png."""
+    hardware = detect_hardware()
+    payload = {
+        "benchmark": name,
+        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": args.device,
+        "hardware": hardware.describe() if args.device == "cuda" else detect_cpu(hardware.describe()),
+        "threads": torch.get_num_threads(),
+        "dtype": args.dtype,
+        "rounds": args.rounds,
+        "seed": 0,
+        "versions": {**versions(), "platform": platform.platform(terse=True)},
+        **results,
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    stem = args.output / f"{name}-{args.device}"
+    with atomic_write(stem.with_suffix(".json")) as stream:
+        json.dump(payload, stream, indent=1)
+        stream.write("\n")
+    save(figure, stem.with_suffix(".png"))
+    print(f"wrote {stem}.json and {stem}.png")
+
+
+def detect_cpu(described: str) -> str:
+    """The CPU's name even on a machine with GPUs."""
+    return described if "CPU" in described else f"CPU ({platform.processor() or platform.machine()})"

@@ -1,0 +1,164 @@
+"""One attention layer: time, share of the device's GEMM rate and memory, MoA beside dense attention.
+
+    python benchmarks/attention.py
+
+Every MoA size is measured against a dense attention (torch's SDPA) with the same multiply-accumulates.
+The sweep over E keeps K and D: the arithmetic stays, so the time should.
+"""
+
+from typing import Any, Dict
+
+import torch
+import torch.nn.functional as F
+from _bench import arguments, gemm, kept_bytes, peak_bytes, report, take_turns
+from fairseq.modules import MultiheadAttention
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from moa_fairseq.attention.moa import MixtureOfAttention
+
+C = 512
+SIZES = {"8K8E128D": (8, 8, 128), "8K32E128D": (8, 32, 128), "8K32E256D": (8, 32, 256), "16K32E256D": (16, 32, 256)}
+EXPERTS = (8, 16, 32, 64)
+SHAPES = {"cpu": ((32, 64), (128, 16)), "cuda": ((32, 256), (512, 16))}
+SWEEP_SHAPE = {"cpu": (128, 64), "cuda": (128, 64)}  # 8,192 tokens
+
+
+class DenseAttention(nn.Module):
+    """Plain multi-head self-attention of any inner width: the baseline of equal arithmetic."""
+
+    def __init__(self, inner: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(C, 3 * inner, bias=False)
+        self.out = nn.Linear(inner, C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, B, C] → [T, B, C]"""
+        tgt_len, batch, _ = x.shape
+        q, k, v = self.qkv(x).view(tgt_len, batch, 3, self.heads, -1).permute(2, 1, 3, 0, 4)
+        heads = F.scaled_dot_product_attention(q, k, v)
+        return self.out(heads.permute(2, 0, 1, 3).reshape(tgt_len, batch, -1))
+
+
+def mixture_macs(tokens: int, keys: int, per_token: int, experts: int, dim: int) -> int:
+    """Projections, router and both attention products of one forward pass."""
+    return tokens * (2 * (per_token + 1) * dim * C + experts * C + 2 * keys * per_token * dim)
+
+
+def dense_twin(tokens: int, keys: int, macs: int) -> "tuple[DenseAttention, int]":
+    """The dense attention with (nearly) as many MACs, heads of 64, and its exact MACs."""
+    heads = max(1, round(macs / tokens / (4 * C + 2 * keys) / 64))
+    return DenseAttention(64 * heads, heads), tokens * 64 * heads * (4 * C + 2 * keys)
+
+
+def candidate(module: nn.Module, shape: "tuple[int, int]", args: Any) -> Dict[str, Any]:
+    """forward and step (forward + backward) of a module on random tokens."""
+    module = module.to(args.device, args.torch_dtype)
+    x = torch.randn(*shape, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
+    upstream = torch.randn_like(x)
+
+    def forward() -> Tensor:
+        if isinstance(module, DenseAttention):
+            return module(x)
+        return module(x, x, x, need_weights=False)[0]
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        forward().backward(upstream)
+
+    return {"forward": forward, "step": step, "module": module}
+
+
+def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
+    """All sizes at T × B tokens, in one run with the GEMM."""
+    tokens, keys = shape[0] * shape[1], shape[0]
+    product, product_macs = gemm(args.device, args.torch_dtype)
+    found, macs = {}, {}
+    found["fairseq dense (8 heads of 64)"] = MultiheadAttention(C, 8, self_attention=True)
+    macs["fairseq dense (8 heads of 64)"] = tokens * C * (4 * C + 2 * keys)
+    for name, (per_token, experts, dim) in SIZES.items():
+        found[name] = MixtureOfAttention(C, experts, per_token, dim, self_attention=True)
+        macs[name] = mixture_macs(tokens, keys, per_token, experts, dim)
+        found[f"dense of {name}"], macs[f"dense of {name}"] = dense_twin(tokens, keys, macs[name])
+    found = {name: candidate(module, shape, args) for name, module in found.items()}
+    calls = {name: entry["step"] for name, entry in found.items()}
+    times = take_turns({"gemm": product, **calls}, args.rounds, args.device)
+    forwards = take_turns({name: entry["forward"] for name, entry in found.items()}, args.rounds, args.device)
+    rate = product_macs / times.pop("gemm")
+    rows = {}
+    for name, entry in found.items():
+        rows[name] = {
+            "macs": macs[name],
+            "forward_seconds": forwards[name],
+            "step_seconds": times[name],
+            "gemm_share": 3 * macs[name] / times[name] / rate,
+            "kept_bytes": kept_bytes(entry["forward"], entry["module"]),
+            "peak_bytes": peak_bytes(entry["step"], args.device),
+        }
+    for name in SIZES:
+        ours, dense = rows[name], rows[f"dense of {name}"]
+        per_mac = dense["macs"] / ours["macs"]
+        ours["time_over_dense"] = ours["step_seconds"] / dense["step_seconds"] * per_mac
+        ours["kept_over_dense"] = ours["kept_bytes"] / dense["kept_bytes"] * per_mac
+        ours["peak_over_dense"] = ours["peak_bytes"] / dense["peak_bytes"] * per_mac
+    return {"T": shape[0], "B": shape[1], "gemm_macs_per_second": rate, "rows": rows}
+
+
+def sweep_experts(args: Any, per_token: int, dim: int) -> Dict[str, float]:
+    """Seconds of a step against E, at fixed K and D and 8,192 tokens."""
+    shape = SWEEP_SHAPE[args.device]
+    calls = {
+        str(experts): candidate(
+            MixtureOfAttention(C, experts, per_token, dim, self_attention=True), shape, args
+        )["step"]
+        for experts in EXPERTS
+    }
+    return take_turns(calls, args.rounds, args.device)
+
+
+def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], args: Any) -> Figure:
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    width = 0.8 / len(batches)
+    for i, batch in enumerate(batches):
+        names = [name for name in batch["rows"] if not name.startswith("dense of")]
+        places = [place + i * width for place in range(len(names))]
+        shares = [batch["rows"][name]["gemm_share"] for name in names]
+        left.bar(places, shares, width, label=f"{batch['T']} × {batch['B']} tokens")
+    left.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], [n.replace(" (", "\n(") for n in names], fontsize=8)
+    left.axhline(1.0, color="#666666", linewidth=0.8)
+    left.set(ylabel="share of the GEMM rate", title="forward + backward", ylim=(0, 1.1))
+    left.legend(frameon=False)
+    for label, times in sweeps.items():
+        first = next(iter(times.values()))
+        right.plot(list(times), [value / first for value in times.values()], marker="o", label=label)
+    right.axhspan(0.9, 1.1, color="#eeeeee")
+    right.set(xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D", ylim=(0, 1.6))
+    right.legend(frameon=False)
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"One attention layer, width {C}, {args.device}, {args.dtype}")
+    return figure
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    batches = []
+    for shape in SHAPES[args.device]:
+        batches.append(measure(args, shape))
+        print(f"{shape[0]} × {shape[1]} tokens: share of GEMM rate; time, kept and peak memory ÷ dense of equal MACs")
+        for name, row in batches[-1]["rows"].items():
+            ratios = [row.get(key) for key in ("time_over_dense", "kept_over_dense", "peak_over_dense")]
+            text = "".join("      -" if value is None else f"{value:7.2f}" for value in ratios)
+            print(f"  {name:32s} {1000 * row['step_seconds']:8.1f} ms {row['gemm_share']:6.2f} {text}")
+    sweeps = {f"K = {k}, D = {d}": sweep_experts(args, k, d) for k, d in ((4, 128), (8, 128))}
+    for label, times in sweeps.items():
+        first = next(iter(times.values()))
+        print(f"  {label}: " + ", ".join(f"E={e} {t / first:.2f}" for e, t in times.items()))
+    report("attention", args, {"width": C, "batches": batches, "experts_sweep": sweeps}, draw(batches, sweeps, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Beam search: sentences and tokens per second, beam 5, of MoA beside fairseq's dense Transformers.
+
+    python benchmarks/generation.py
+
+fairseq's own SequenceGenerator with models prepared as fairseq-generate prepares them. Weights are random,
+so every hypothesis is made to run for the same number of steps, as long as its source.
+"""
+
+from types import SimpleNamespace
+from typing import Any, Callable, Dict
+
+from _bench import arguments, report, take_turns
+from _models import PAIRS, VOCABULARY, build, dictionary, sentences
+from fairseq.sequence_generator import SequenceGenerator
+from matplotlib.figure import Figure
+
+BEAM = 5
+BATCHES = {"cpu": (1, 16), "cuda": (1, 16, 128)}
+LENGTH = 25
+
+
+def translate(arch: str, words: Any, batch: int, args: Any) -> Callable[[], Any]:
+    """Translate one batch."""
+    model = build(arch, words, args.device, args.torch_dtype).eval()
+    model.prepare_for_inference_(SimpleNamespace(generation=SimpleNamespace(beam=BEAM)))
+    search = SequenceGenerator(
+        [model], words, beam_size=BEAM, max_len_a=0, max_len_b=LENGTH, min_len=LENGTH - 1
+    )
+    sample = {"net_input": sentences(batch, LENGTH, words, args.device)["net_input"]}
+    return lambda: search.generate([model], sample)
+
+
+def measure(batch: int, words: Any, args: Any) -> Dict[str, Any]:
+    archs = [name for pair in PAIRS.items() for name in pair]
+    calls = {arch: translate(arch, words, batch, args) for arch in archs}
+    times = take_turns(calls, args.rounds, args.device)
+    rows = {
+        arch: {
+            "seconds": seconds,
+            "sentences_per_second": batch / seconds,
+            "tokens_per_second": batch * LENGTH / seconds,
+        }
+        for arch, seconds in times.items()
+    }
+    return {
+        "sentences": batch,
+        "rows": rows,
+        "speed_over_dense": {arch: times[dense] / times[arch] for arch, dense in PAIRS.items()},
+    }
+
+
+def draw(results: "list[Dict[str, Any]]", args: Any) -> Figure:
+    figure = Figure(figsize=(4.5 * len(results), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for panel, found in zip(panels, results):
+        names = list(found["rows"])
+        speeds = [found["rows"][name]["tokens_per_second"] for name in names]
+        panel.barh(names, speeds, color=["#0072B2" if n.startswith("moa") else "#999999" for n in names])
+        for place, name in enumerate(names):
+            if name in found["speed_over_dense"]:
+                text = f" {found['speed_over_dense'][name]:.2f} × dense"
+                panel.text(speeds[place], place, text, va="center", fontsize=8)
+        panel.set_xlim(right=1.4 * max(speeds))
+        panel.invert_yaxis()
+        panel.set(xlabel="tokens per second", title=f"{found['sentences']} sentence(s) a batch")
+        panel.spines[["top", "right"]].set_visible(False)
+        if panel is not panels[0]:
+            panel.set_yticklabels([])
+    figure.suptitle(f"Beam {BEAM}, {LENGTH} steps, {args.device}, {args.dtype}")
+    return figure
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    words = dictionary(VOCABULARY[args.device])
+    results = []
+    for batch in BATCHES[args.device]:
+        results.append(measure(batch, words, args))
+        for arch, row in results[-1]["rows"].items():
+            ratio = results[-1]["speed_over_dense"].get(arch)
+            beside = f"  {ratio:.2f} × {PAIRS[arch]}" if ratio else ""
+            rate = f"{row['sentences_per_second']:8.2f} sentences/s {row['tokens_per_second']:8.0f} tokens/s"
+            print(f"{batch:4d} sentences  {arch:36s} {rate}{beside}")
+    report("generation", args, {"beam": BEAM, "steps": LENGTH, "batches": results}, draw(results, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The expert products alone: each backend against a dense GEMM of the same MACs, and `auto` against all.
+
+    python benchmarks/kernels.py
+
+Dispatch and combine with one routing decision, forward + backward and forward alone (decoding), swept
+over tokens, E, K and D. 1.0 is the rate of one large GEMM on the device.
+"""
+
+from typing import Any, Callable, Dict, Iterator, Tuple
+
+import torch
+from _bench import arguments, gemm, report, take_turns
+from matplotlib.figure import Figure
+
+from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import expert_bank
+
+C = 512
+BASE = {"tokens": 2048, "E": 32, "K": 8, "D": 128}
+SWEEPS = {
+    "tokens": (1, 4, 16, 64, 256, 1024, 2048, 8192),
+    "E": (8, 16, 32, 64),
+    "K": (1, 2, 4, 8, 16),
+    "D": (32, 64, 128, 256),
+}
+_REFERENCE_LIMIT = 4e9  # MACs; the reference does all experts, and would take most of the time
+
+
+def points() -> Iterator[Tuple[str, Dict[str, int]]]:
+    """(axis, point) of every sweep."""
+    for axis, values in SWEEPS.items():
+        for value in values:
+            yield axis, {**BASE, axis: value}
+
+
+def backends(device: str) -> "list[str]":
+    """The named backends that this machine can run; auto is measured beside them."""
+    usable = []
+    for name in expert_bank.BACKENDS:
+        try:
+            expert_bank.resolve_backend(name)
+        except UserError:
+            continue
+        if name != "triton" or device == "cuda":
+            usable.append(name)
+    return usable
+
+
+def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable, Callable]":
+    """(forward without gradients, forward + backward) of a dispatch and a combine."""
+    tokens, experts, per_token, dim = (point[key] for key in ("tokens", "E", "K", "D"))
+    generator = torch.Generator().manual_seed(1)
+    index = torch.rand(tokens, experts, generator=generator).topk(per_token).indices.to(args.device)
+    gate = torch.rand(tokens, per_token, generator=generator).to(args.device)
+    probs = torch.zeros(tokens, experts, device=args.device)
+    queries = ExpertLinear(experts, C, dim, "dispatch", backend=backend).to(args.device, args.torch_dtype)
+    outputs = ExpertLinear(experts, dim, C, "combine", backend=backend).to(args.device, args.torch_dtype)
+    x = torch.randn(tokens, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
+    upstream = torch.randn_like(x)
+
+    def forward() -> torch.Tensor:
+        decision = RoutingDecision(index, gate, probs, probs)  # anew: sorting is part of the price
+        return outputs(queries(x, decision), decision)
+
+    def inference() -> torch.Tensor:
+        with torch.no_grad():
+            return forward()
+
+    def step() -> None:
+        for leaf in (x, queries.weight, outputs.weight):
+            leaf.grad = None
+        forward().backward(upstream)
+
+    return inference, step
+
+
+def measure(point: Dict[str, int], args: Any) -> Dict[str, Any]:
+    """Time and GEMM share of every backend at one point."""
+    product, product_macs = gemm(args.device, args.torch_dtype)
+    macs = 2 * point["tokens"] * point["K"] * point["D"] * C
+    calls = {"gemm": product}
+    for backend in backends(args.device):
+        if backend == "reference" and macs * point["E"] / point["K"] > _REFERENCE_LIMIT:
+            continue
+        inference, step = candidate(backend, point, args)
+        calls[f"{backend} forward"], calls[f"{backend} step"] = inference, step
+    times = take_turns(calls, args.rounds, args.device)
+    rate = product_macs / times.pop("gemm")
+    rows = {}
+    for name, seconds in times.items():
+        work = macs * (3 if name.endswith("step") else 1)
+        rows[name] = {"seconds": seconds, "gemm_share": work / seconds / rate}
+    return {**point, "rows": rows, "auto_over_best": auto_over_best(times)}
+
+
+def auto_over_best(times: Dict[str, float]) -> Dict[str, float]:
+    """Time of auto ÷ time of the fastest named backend, of a forward pass and of a step."""
+    result = {}
+    for kind in ("forward", "step"):
+        named = [t for name, t in times.items() if name.endswith(kind) and not name.startswith("auto")]
+        result[kind] = times[f"auto {kind}"] / min(named)
+    return result
+
+
+def draw(results: Dict[str, Any], args: Any) -> Figure:
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(SWEEPS), sharey=True)
+    for panel, (axis, measured) in zip(panels, results.items()):
+        for backend in backends(args.device):
+            rows = [(p[axis], p["rows"].get(f"{backend} step")) for p in measured]
+            rows = [(value, row["gemm_share"]) for value, row in rows if row]
+            style = {"linestyle": "--", "color": "black"} if backend == "auto" else {"marker": "o"}
+            panel.plot(*zip(*rows), label=backend, **style)
+        panel.set_xscale("log", base=2)
+        panel.set(xlabel=axis, ylim=(0, 1.1))
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("share of the GEMM rate")
+    panels[-1].legend(frameon=False)
+    fixed = ", ".join(f"{key} {value:,}" for key, value in BASE.items())
+    figure.suptitle(f"Expert products, forward + backward, {args.device} {args.dtype}; else {fixed}, width {C}")
+    return figure
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    results: Dict[str, Any] = {axis: [] for axis in SWEEPS}
+    worst = 0.0
+    for axis, point in points():
+        found = measure(point, args)
+        results[axis].append(found)
+        worst = max(worst, *found["auto_over_best"].values())
+        shares = ", ".join(f"{n} {row['gemm_share']:.2f}" for n, row in found["rows"].items())
+        ratios = ", ".join(f"{kind} {value:.2f}" for kind, value in found["auto_over_best"].items())
+        print(f"{axis}={point[axis]:<5d} share of GEMM rate: {shares}; auto ÷ best: {ratios}", flush=True)
+    print(f"auto is at most {worst:.2f} times the best backend's time")
+    report("kernels", args, {"width": C, "base": BASE, "sweeps": results, "auto_over_best": worst}, draw(results, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Whole-model training: target tokens per second of MoA beside fairseq's dense Transformers.
+
+    python benchmarks/training.py
+
+An update is forward, criterion (with the routers' losses and statistics), backward and Adam. Base is
+compared with the dense base model (equal MACs), big with the dense big one (equal parameters).
+"""
+
+from typing import Any, Callable, Dict
+
+import torch
+from _bench import arguments, peak_bytes, report, take_turns
+from _models import PAIRS, VOCABULARY, build, criterion, dictionary, sentences
+from matplotlib.figure import Figure
+
+BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # sentence pairs, tokens of each
+
+
+def update(arch: str, sample: Dict[str, Any], words: Any, args: Any) -> "tuple[Callable[[], None], int]":
+    """One optimiser update on the sample, and the model's parameters."""
+    model = build(arch, words, args.device, args.torch_dtype).train()
+    loss_of = criterion(arch, words)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, betas=(0.9, 0.98))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(model, sample)[0].backward()
+        optimizer.step()
+
+    return step, sum(parameter.numel() for parameter in model.parameters())
+
+
+def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    panel = figure.subplots()
+    names = list(rows)
+    colours = ["#0072B2" if name.startswith("moa") else "#999999" for name in names]
+    panel.barh(names, [rows[name]["tokens_per_second"] for name in names], color=colours)
+    for place, name in enumerate(names):
+        if name in ratios:
+            text = f" {ratios[name]:.2f} × {PAIRS[name]}"
+            panel.text(rows[name]["tokens_per_second"], place, text, va="center", fontsize=8)
+    panel.set_xlim(right=1.45 * max(row["tokens_per_second"] for row in rows.values()))
+    panel.invert_yaxis()
+    panel.set(xlabel="target tokens per second", title=f"Training, {args.device}, {args.dtype}")
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    words = dictionary(VOCABULARY[args.device])
+    batch, length = BATCH[args.device]
+    sample = sentences(batch, length, words, args.device)
+    steps, parameters = {}, {}
+    for arch in [name for pair in PAIRS.items() for name in pair]:
+        steps[arch], parameters[arch] = update(arch, sample, words, args)
+    times = take_turns(steps, args.rounds, args.device)
+    rows = {
+        arch: {
+            "seconds": seconds,
+            "tokens_per_second": sample["ntokens"] / seconds,
+            "parameters": parameters[arch],
+            "peak_bytes": peak_bytes(steps[arch], args.device),
+        }
+        for arch, seconds in times.items()
+    }
+    ratios = {arch: times[dense] / times[arch] for arch, dense in PAIRS.items()}
+    for arch, row in rows.items():
+        beside = f"  {ratios[arch]:.2f} × {PAIRS[arch]}" if arch in ratios else ""
+        print(f"{arch:36s} {row['tokens_per_second']:9.0f} tokens/s  {row['peak_bytes'] >> 20} MiB{beside}")
+    payload = {"batch": batch, "length": length, "rows": rows, "speed_over_dense": ratios}
+    report("training", args, payload, draw(rows, ratios, args))
+
+
+if __name__ == "__main__":
+    main()
