@@ -28,8 +28,23 @@ def why_not() -> str:
         return ""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    if torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):
+    if torch.version.hip is not None:
+        return ""
+    import triton
+
+    return unfit(torch.cuda.get_device_capability(), triton.__version__)
+
+
+def unfit(capability: Tuple[int, int], triton_version: str) -> str:
+    """Why this Triton does not serve an NVIDIA GPU of this compute capability, or ""."""
+    major, minor = (int(part) for part in triton_version.split(".")[:2])
+    if capability < (7, 0):
         return "the GPU's compute capability is below 7.0"
+    if capability < (7, 5) and (major, minor) >= (3, 2):
+        return (
+            f"Triton {triton_version} has no matrix instructions for this GPU (compute capability "
+            f"{capability[0]}.{capability[1]}): the last one that has is 3.1, which comes with torch 2.5"
+        )
     return ""
 
 

@@ -312,6 +312,25 @@ def test_a_second_derivative_is_refused_not_wrong():
         grad.sum().backward()
 
 
+def test_distributed_data_parallel_changes_nothing(tmp_path):
+    torch.manual_seed(3)
+    module = MixtureOfAttention(20, 5, 2, 12, self_attention=True, backend="triton").to(DEVICE)
+    x = torch.randn(7, 3, 20, device=DEVICE)
+
+    def gradients(wrapped):
+        module.zero_grad()
+        wrapped(x, x, x, need_weights=False)[0].square().sum().backward()
+        return {name: p.grad.clone() for name, p in module.named_parameters()}
+
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = gradients(torch.nn.parallel.DistributedDataParallel(module))
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, expected in gradients(module).items():
+        torch.testing.assert_close(parallel[name], expected, rtol=0, atol=0, msg=name)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_whole_attention_equals_the_reference_backend(bias):
     torch.manual_seed(2)
