@@ -40,11 +40,13 @@ def unfit(capability: Tuple[int, int], triton_version: str) -> str:
     major, minor = (int(part) for part in triton_version.split(".")[:2])
     if capability < (7, 0):
         return "the GPU's compute capability is below 7.0"
-    if capability < (7, 5) and (major, minor) >= (3, 2):
-        return (
-            f"Triton {triton_version} has no matrix instructions for this GPU (compute capability "
-            f"{capability[0]}.{capability[1]}): the last one that has is 3.1, which comes with torch 2.5"
-        )
+    if capability < (8, 0):
+        last, brought_by = ((3, 1), "2.5") if capability < (7, 5) else ((3, 2), "2.6")
+        if (major, minor) > last:
+            return (
+                f"Triton {triton_version} has no matrix instructions for compute capability "
+                f"{capability[0]}.{capability[1]}; {last[0]}.{last[1]} was the last, with torch {brought_by}"
+            )
     return ""
 
 
@@ -55,7 +57,8 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
     if not rows.is_cuda:
         return _INTERPRETED
     if rows.dtype == torch.bfloat16 and torch.version.hip is None:
-        return torch.cuda.get_device_capability(rows.device)[0] >= 8
+        # torch.compile knows the properties of a device, but not get_device_capability
+        return torch.cuda.get_device_properties(rows.device).major >= 8
     return True
 
 

