@@ -1,4 +1,4 @@
-"""Triton code of the expert products: kernels only, launched by `triton_launch`.
+"""Triton code of the products of rows: kernels only, launched by `triton_launch`.
 
 An expert owns consecutive positions of the sorted order; `order` leads from a position to its flat slot
 (token t, choice k: t·K + k). Each kernel reads the rows it needs through `order` and writes its results in
@@ -18,7 +18,7 @@ _UPCASTS = tl.constexpr(tuning.INTERPRETED)
 
 
 @triton.jit
-def _dot(a, b, TF32: tl.constexpr):
+def dot(a, b, TF32: tl.constexpr):
     if _UPCASTS:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -26,7 +26,7 @@ def _dot(a, b, TF32: tl.constexpr):
 
 
 @triton.jit
-def _expert_block(offsets, block, num_experts, BLOCK, EXPERTS_POW2: tl.constexpr):
+def expert_block(offsets, block, num_experts, BLOCK, EXPERTS_POW2: tl.constexpr):
     """Number of a block → (expert, number within the expert, the expert's first position, its end).
 
     Expert e is given the numbers start // BLOCK + e … end // BLOCK + e: never fewer than the blocks it
@@ -76,7 +76,7 @@ def _product(
             b = tl.load(weight_ptr)
         else:
             b = tl.load(weight_ptr, mask=(inner < INNER - k)[:, None] & column_exists, other=0.0)
-        acc += _dot(a, b, TF32)
+        acc += dot(a, b, TF32)
         row_ptr += BLOCK_K
         weight_ptr += BLOCK_K * INNER_STRIDE
     return acc
@@ -103,7 +103,7 @@ def expand_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """out[slot] = rows[slot // K] · weight[e]ᵀ + bias[e]; a program owns BLOCK_M slots, all columns."""
-    expert, block, start, end = _expert_block(offsets, tl.program_id(0), num_experts, BLOCK_M, EXPERTS_POW2)
+    expert, block, start, end = expert_block(offsets, tl.program_id(0), num_experts, BLOCK_M, EXPERTS_POW2)
     first = start + block * BLOCK_M
     if first >= end:
         return
@@ -151,7 +151,7 @@ def grad_slots_kernel(
 
     A program owns all columns of its slots, so the dot products of grad_gate end where they began.
     """
-    expert, block, start, end = _expert_block(offsets, tl.program_id(0), num_experts, BLOCK_M, EXPERTS_POW2)
+    expert, block, start, end = expert_block(offsets, tl.program_id(0), num_experts, BLOCK_M, EXPERTS_POW2)
     first = start + block * BLOCK_M
     if first >= end:
         return
@@ -210,7 +210,7 @@ def project_kernel(
     tiles share an expert's matrix: both come from the second-level cache.
     """
     column_tiles: tl.constexpr = (OUTER + BLOCK_N - 1) // BLOCK_N
-    expert, block, start, end = _expert_block(
+    expert, block, start, end = expert_block(
         offsets, tl.program_id(0) // column_tiles, num_experts, BLOCK_M, EXPERTS_POW2
     )
     first = start + block * BLOCK_M
@@ -257,129 +257,3 @@ def sum_slots_kernel(
         acc += tl.load(slots + place, mask=mask, other=0.0).to(tl.float32)
     place = token * MODEL_DIM + first_column + column[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
-
-
-@tuning.autotune(
-    tuning.outer_configs, tuning.prune_outer, key=["EXPERT_DIM", "MODEL_DIM", "rows_per_chunk", "TF32"]
-)
-@triton.jit(do_not_specialize=["num_experts", "rows_per_chunk"])
-def outer_kernel(
-    left,  # [N·K, EXPERT_DIM]
-    gate,  # [N·K] or None for ones
-    right,  # [N, MODEL_DIM]
-    out,  # [E, EXPERT_DIM, MODEL_DIM]
-    partial,  # [blocks, EXPERT_DIM, MODEL_DIM] float32
-    sums,  # [E, width] float32 or None
-    partial_sums,  # [blocks, width] float32 or None
-    order,
-    offsets,
-    chunk,
-    num_experts,
-    rows_per_chunk,
-    PER_TOKEN: tl.constexpr,
-    EXPERT_DIM: tl.constexpr,
-    MODEL_DIM: tl.constexpr,
-    SUM_RIGHT: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr,
-    TF32: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """out[e] = Σ_{slots of e} gate·left[slot]ᵀ · right[slot // K], and the bias gradient beside it.
-
-    sums[e] = Σ left[slot] (width EXPERT_DIM), or Σ gate·right[slot // K] (SUM_RIGHT, width MODEL_DIM).
-    The positions of an expert are cut into chunks. A program sums one tile over one chunk; where the
-    chunk is its expert's only one it writes the result, zero for an expert without rows, else a part
-    that `sum_chunks_kernel` adds in a fixed order: many rows on one expert still fill the machine, and
-    the result does not depend on timing, as it would with atomic additions.
-    """
-    column_tiles: tl.constexpr = (MODEL_DIM + BLOCK_C - 1) // BLOCK_C
-    tiles: tl.constexpr = column_tiles * ((EXPERT_DIM + BLOCK_D - 1) // BLOCK_D)
-    number = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    expert, block, start, end = _expert_block(offsets, number, num_experts, chunk, EXPERTS_POW2)
-    first = start + block * chunk
-    if (block > 0) & (first >= end):
-        return
-    last = tl.minimum(first + chunk, end)
-    d = (tile // column_tiles) * BLOCK_D + tl.arange(0, BLOCK_D)
-    c = (tile % column_tiles) * BLOCK_C + tl.arange(0, BLOCK_C)
-    acc = tl.zeros((BLOCK_D, BLOCK_C), dtype=tl.float32)
-    if SUM_RIGHT:
-        total = tl.zeros((BLOCK_C,), dtype=tl.float32)
-    else:
-        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-    for r in range(first, last, BLOCK_R):
-        position = r + tl.arange(0, BLOCK_R)
-        live = position < last
-        slot = tl.load(order + position, mask=live, other=0)
-        a = tl.load(
-            left + slot[:, None] * EXPERT_DIM + d[None, :],
-            mask=live[:, None] & (d < EXPERT_DIM)[None, :],
-            other=0.0,
-        )
-        b = tl.load(
-            right + (slot // PER_TOKEN)[:, None] * MODEL_DIM + c[None, :],
-            mask=live[:, None] & (c < MODEL_DIM)[None, :],
-            other=0.0,
-        )
-        if gate is not None:
-            slot_gate = tl.load(gate + slot, mask=live, other=0.0).to(tl.float32)[:, None]
-            a = (a.to(tl.float32) * slot_gate).to(a.dtype)
-        acc += _dot(tl.trans(a), b, TF32)
-        if sums is not None:
-            if SUM_RIGHT:
-                total += tl.sum(b.to(tl.float32) * slot_gate, axis=0)
-            else:
-                total += tl.sum(a.to(tl.float32), axis=0)
-
-    place = d[:, None] * MODEL_DIM + c[None, :]
-    mask = (d < EXPERT_DIM)[:, None] & (c < MODEL_DIM)[None, :]
-    is_whole = end - start <= chunk
-    if is_whole:
-        out += expert.to(tl.int64) * (EXPERT_DIM * MODEL_DIM)
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
-    else:
-        partial += number.to(tl.int64) * (EXPERT_DIM * MODEL_DIM)
-        tl.store(partial + place, acc, mask=mask)
-    if sums is not None:
-        # every tile of a row (or column) of tiles has the same sums: the first one writes them
-        if SUM_RIGHT:
-            sum_owner = tile // column_tiles
-            sum_place = c
-            width: tl.constexpr = MODEL_DIM
-        else:
-            sum_owner = tile % column_tiles
-            sum_place = d
-            width: tl.constexpr = EXPERT_DIM
-        if sum_owner == 0:
-            if is_whole:
-                tl.store(sums + expert * width + sum_place, total, mask=sum_place < width)
-            else:
-                tl.store(partial_sums + number * width + sum_place, total, mask=sum_place < width)
-
-
-@triton.jit
-def sum_chunks_kernel(
-    partial,  # [blocks, SIZE] float32
-    out,  # [E, SIZE]
-    offsets,
-    chunk,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[e] = the sum of expert e's chunks, in their order; leaves experts of a single chunk alone."""
-    expert = tl.program_id(1)
-    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(offsets + expert)
-    if end - start <= chunk:
-        return
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < SIZE
-    partial += (start // chunk + expert).to(tl.int64) * SIZE
-    acc = tl.zeros((BLOCK,), dtype=tl.float32)
-    for _ in range(0, end - start, chunk):
-        acc += tl.load(partial + place, mask=mask, other=0.0)
-        partial += SIZE
-    tl.store(out + expert.to(tl.int64) * SIZE + place, acc.to(out.dtype.element_ty), mask=mask)

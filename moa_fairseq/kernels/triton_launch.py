@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from moa_fairseq.kernels import triton_kernels as kernels
+from moa_fairseq.kernels import triton_weight_grad as weight_grad
 from moa_fairseq.kernels.triton_tuning import rows_class
 
 _COLUMN_TILE = 128
@@ -229,7 +230,7 @@ def outer(
     routing = _routing(order, offsets, left)
     del routing["rows_per_expert"]
     with _on(left):
-        kernels.outer_kernel[grid](
+        weight_grad.outer_kernel[grid](
             left=left,
             gate=None if gate is None else gate.contiguous(),
             right=right,
@@ -254,6 +255,6 @@ def outer(
 
 def _sum_chunks(partial: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
     size = out[0].numel()
-    kernels.sum_chunks_kernel[(_cdiv(size, _CHUNK_SUM_TILE), out.size(0))](
+    weight_grad.sum_chunks_kernel[(_cdiv(size, _CHUNK_SUM_TILE), out.size(0))](
         partial, out, offsets, chunk, SIZE=size, BLOCK=_CHUNK_SUM_TILE
     )

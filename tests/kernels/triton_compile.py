@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 
 from moa_fairseq.kernels import triton_kernels as kernels
 from moa_fairseq.kernels import triton_tuning as tuning
+from moa_fairseq.kernels import triton_weight_grad as weight_grad
 
 # name → dtype, whether its products may use TF32
 DTYPES = {
@@ -59,9 +60,13 @@ def signatures(name, model_dim, dim, bias):
         "grad_slots": (kernels.grad_slots_kernel, {**expand, **gated}, rows),
         "project": (kernels.project_kernel, {**project, "gate": "*fp32"}, columns),
         "reduce": (kernels.project_kernel, project, columns),
-        "outer of dispatch": (kernels.outer_kernel, {**left_right, **sums}, {**outer, "SUM_RIGHT": False}),
+        "outer of dispatch": (
+            weight_grad.outer_kernel,
+            {**left_right, **sums},
+            {**outer, "SUM_RIGHT": False},
+        ),
         "outer of combine": (
-            kernels.outer_kernel,
+            weight_grad.outer_kernel,
             {**left_right, **sums, "gate": "*fp32"},
             {**outer, "SUM_RIGHT": True},
         ),
@@ -71,7 +76,7 @@ def signatures(name, model_dim, dim, bias):
             dict(PER_TOKEN=8, WIDTH=128, MODEL_DIM=model_dim, BLOCK_T=8, BLOCK_C=128),
         ),
         "sum_chunks": (
-            kernels.sum_chunks_kernel,
+            weight_grad.sum_chunks_kernel,
             dict(partial="*fp32", out=data, offsets="*i32", chunk="i32"),
             dict(SIZE=model_dim * dim, BLOCK=1024),
         ),
@@ -84,7 +89,7 @@ def configs_for(kernel, arch, dtype, meta, every):
         return [triton.Config({}, num_warps=4)]
     sample = SimpleNamespace(device=arch, element_size=lambda: dtype.itemsize)
     found = []
-    if kernel is kernels.outer_kernel:
+    if kernel is weight_grad.outer_kernel:
         found = tuning.prune_outer(kernel.configs, {"left": sample}, **meta)
     else:
         for height in tuning.ROW_CLASSES:
