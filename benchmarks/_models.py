@@ -1,4 +1,4 @@
-"""Whole translation models with random weights and random sentences, for the training and generation benchmarks."""
+"""Whole translation models with random weights, and random sentences: for training.py and generation.py."""
 
 import argparse
 from typing import Any, Dict

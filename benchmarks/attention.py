@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from moa_fairseq.attention.moa import MixtureOfAttention
 
 C = 512
-SIZES = {"8K8E128D": (8, 8, 128), "8K32E128D": (8, 32, 128), "8K32E256D": (8, 32, 256), "16K32E256D": (16, 32, 256)}
+SIZES = {
+    "8K8E128D": (8, 8, 128),
+    "8K32E128D": (8, 32, 128),
+    "8K32E256D": (8, 32, 256),
+    "16K32E256D": (16, 32, 256),
+}
 EXPERTS = (8, 16, 32, 64)
 SHAPES = {"cpu": ((32, 64), (128, 16)), "cuda": ((32, 256), (512, 16))}
 SWEEP_SHAPE = {"cpu": (128, 64), "cuda": (128, 64)}  # 8,192 tokens
@@ -127,7 +132,11 @@ def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], a
         places = [place + i * width for place in range(len(names))]
         shares = [batch["rows"][name]["gemm_share"] for name in names]
         left.bar(places, shares, width, label=f"{batch['T']} × {batch['B']} tokens")
-    left.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], [n.replace(" (", "\n(") for n in names], fontsize=8)
+    left.set_xticks(
+        [place + 0.4 - width / 2 for place in range(len(names))],
+        [n.replace(" (", "\n(") for n in names],
+        fontsize=8,
+    )
     left.axhline(1.0, color="#666666", linewidth=0.8)
     left.set(ylabel="share of the GEMM rate", title="forward + backward", ylim=(0, 1.1))
     left.legend(frameon=False)
@@ -135,7 +144,9 @@ def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], a
         first = next(iter(times.values()))
         right.plot(list(times), [value / first for value in times.values()], marker="o", label=label)
     right.axhspan(0.9, 1.1, color="#eeeeee")
-    right.set(xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D", ylim=(0, 1.6))
+    right.set(
+        xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D", ylim=(0, 1.6)
+    )
     right.legend(frameon=False)
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
@@ -148,7 +159,9 @@ def main() -> None:
     batches = []
     for shape in SHAPES[args.device]:
         batches.append(measure(args, shape))
-        print(f"{shape[0]} × {shape[1]} tokens: share of GEMM rate; time, kept and peak memory ÷ dense of equal MACs")
+        print(
+            f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs"
+        )
         for name, row in batches[-1]["rows"].items():
             ratios = [row.get(key) for key in ("time_over_dense", "kept_over_dense", "peak_over_dense")]
             text = "".join("      -" if value is None else f"{value:7.2f}" for value in ratios)
@@ -157,7 +170,12 @@ def main() -> None:
     for label, times in sweeps.items():
         first = next(iter(times.values()))
         print(f"  {label}: " + ", ".join(f"E={e} {t / first:.2f}" for e, t in times.items()))
-    report("attention", args, {"width": C, "batches": batches, "experts_sweep": sweeps}, draw(batches, sweeps, args))
+    report(
+        "attention",
+        args,
+        {"width": C, "batches": batches, "experts_sweep": sweeps},
+        draw(batches, sweeps, args),
+    )
 
 
 if __name__ == "__main__":

@@ -119,7 +119,9 @@ def draw(results: Dict[str, Any], args: Any) -> Figure:
     panels[0].set_ylabel("share of the GEMM rate")
     panels[-1].legend(frameon=False)
     fixed = ", ".join(f"{key} {value:,}" for key, value in BASE.items())
-    figure.suptitle(f"Expert products, forward + backward, {args.device} {args.dtype}; else {fixed}, width {C}")
+    figure.suptitle(
+        f"Expert products, forward + backward, {args.device} {args.dtype}; else {fixed}, width {C}"
+    )
     return figure
 
 
@@ -135,7 +137,12 @@ def main() -> None:
         ratios = ", ".join(f"{kind} {value:.2f}" for kind, value in found["auto_over_best"].items())
         print(f"{axis}={point[axis]:<5d} share of GEMM rate: {shares}; auto ÷ best: {ratios}", flush=True)
     print(f"auto is at most {worst:.2f} times the best backend's time")
-    report("kernels", args, {"width": C, "base": BASE, "sweeps": results, "auto_over_best": worst}, draw(results, args))
+    report(
+        "kernels",
+        args,
+        {"width": C, "base": BASE, "sweeps": results, "auto_over_best": worst},
+        draw(results, args),
+    )
 
 
 if __name__ == "__main__":

@@ -9,21 +9,26 @@ from torch import Tensor
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import autocast_dtype
-from moa_fairseq.kernels import dense, grouped, reference
+from moa_fairseq.kernels import dense, grouped, reference, triton_bank
 from moa_fairseq.kernels.slot_order import SlotOrder
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "reference", "grouped")
+BACKENDS = ("auto", "reference", "grouped", "triton")
 
 
 def resolve_backend(name: str) -> str:
     """The backend that `--expert-backend NAME` stands for on this machine; logged once.
 
-    Raises UserError for a name that is not in BACKENDS.
+    Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
     """
     if name not in BACKENDS:
         raise UserError(f"--expert-backend {name} is unknown: choose one of {', '.join(BACKENDS)}.")
+    if name == "triton" and triton_bank.why_not():
+        raise UserError(
+            f"--expert-backend triton cannot run here: {triton_bank.why_not()}. Choose auto or grouped; for "
+            """a checkpoint that was trained with it: --model-overrides "{'expert_backend': 'auto'}"."""
+        )
     return _announce(name, "grouped" if name == "auto" else name)
 
 
@@ -56,6 +61,8 @@ def dispatch(
     neither. Inputs follow autocast; the result has the dtype of the product.
     """
     x, weight = _autocast(x, weight)
+    if backend == "triton" and order is not None and triton_bank.takes(x, weight):
+        return triton_bank.dispatch(x, weight, bias, order)
     bias = None if bias is None else bias.to(weight.dtype)
     if backend == "reference":
         slots = reference.dispatch(x, expert_index, weight)
@@ -80,6 +87,8 @@ def combine(
     order: as in `dispatch`. A token whose gates are all zero (padding) gets zeros.
     """
     slots, weight = _autocast(slots, weight)
+    if backend == "triton" and order is not None and triton_bank.takes(slots, weight):
+        return triton_bank.combine(slots, gate, weight, bias, order)
     gate = gate.to(slots.dtype)
     if backend == "reference":
         out = reference.combine(slots, expert_index, gate, weight)

@@ -1,0 +1,136 @@
+"""The small space of tile sizes that Triton chooses from, and what a GPU has room for.
+
+A choice is made once per weight shape, dtype and class of rows per expert (not per batch size), by timing
+the few configurations that are left after pruning; where Triton offers it (`cache_results`), the outcome is
+kept on disk beside the compiled kernels. Under the interpreter there is nothing to time: one small one.
+"""
+
+import inspect
+import os
+from functools import cache
+from typing import Any, Callable, Dict, List
+
+import torch
+import triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+ROW_CLASSES = (16, 64, 128)
+
+# shared memory that one block can have, in KiB, by compute capability
+_SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}
+_OTHER_SHARED_KIB = 99  # 8.6, 8.9, 12.0
+_SLACK = 1024  # bytes per stage for indices and barriers
+
+
+def rows_class(rows: int, num_experts: int) -> int:
+    """The class of `rows` spread over the experts: enough to choose a tile height, stable between batches."""
+    average = rows // max(1, num_experts)
+    return next((size for size in ROW_CLASSES if average <= size), ROW_CLASSES[-1])
+
+
+def shared_limit(capability: Any) -> int:
+    """Bytes of shared memory that a block may use on a GPU of this compute capability (major, minor)."""
+    return 1024 * _SHARED_KIB.get(tuple(capability), _OTHER_SHARED_KIB)
+
+
+@cache
+def _limit_of(device: torch.device) -> int:
+    if torch.version.hip is not None or device.type != "cuda":
+        return 64 * 1024
+    return shared_limit(torch.cuda.get_device_capability(device))
+
+
+def _configs(names: str, *choices: tuple) -> List[triton.Config]:
+    keys = names.split()
+    return [
+        triton.Config(dict(zip(keys, sizes)), num_warps=warps, num_stages=stages)
+        for *sizes, warps, stages in choices
+    ]
+
+
+if INTERPRETED:
+    rows_configs = _configs("BLOCK_M BLOCK_N BLOCK_K", (16, 32, 16, 4, 1))
+    outer_configs = _configs("BLOCK_D BLOCK_C BLOCK_R", (16, 32, 16, 4, 1))
+else:
+    rows_configs = _configs(
+        "BLOCK_M BLOCK_N BLOCK_K",
+        (16, 64, 64, 4, 3),
+        (16, 128, 64, 4, 3),
+        (32, 64, 64, 4, 3),
+        (32, 128, 64, 4, 3),
+        (64, 64, 32, 4, 2),
+        (64, 64, 64, 4, 4),
+        (64, 128, 64, 4, 3),
+        (128, 64, 64, 4, 3),
+        (128, 128, 32, 4, 4),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 8, 3),
+        (128, 256, 64, 8, 3),
+    )
+    # rows are found through `order`, and Triton spreads its stages over both loads: only from five stages
+    # on do the loads of one step overlap the product of the step before
+    outer_configs = _configs(
+        "BLOCK_D BLOCK_C BLOCK_R",
+        (64, 64, 32, 4, 2),
+        (64, 64, 64, 4, 5),
+        (64, 128, 64, 4, 5),
+        (128, 128, 32, 4, 7),
+        (128, 128, 64, 4, 5),
+        (128, 128, 64, 8, 5),
+        (128, 256, 64, 8, 5),
+    )
+
+
+def shared_bytes(config: triton.Config, element_size: int) -> int:
+    """Upper bound of the shared memory of the tiles that a configuration keeps in flight, in bytes."""
+    sizes, in_flight = config.kwargs, config.num_stages
+    if "BLOCK_R" in sizes:
+        elements = sizes["BLOCK_R"] * (sizes["BLOCK_D"] + sizes["BLOCK_C"])
+        in_flight = 1 + max(1, (in_flight - 1) // 2)
+    else:
+        elements = sizes["BLOCK_K"] * (sizes["BLOCK_M"] + sizes["BLOCK_N"])
+    return in_flight * (elements * element_size + _SLACK)
+
+
+def _fits(configs: List[triton.Config], sample: torch.Tensor) -> List[triton.Config]:
+    limit, size = _limit_of(sample.device), sample.element_size()
+    kept = [config for config in configs if shared_bytes(config, size) <= limit]
+    return kept or [min(configs, key=lambda config: shared_bytes(config, size))]
+
+
+def _not_above(configs: List[triton.Config], name: str, size: int) -> List[triton.Config]:
+    """Those whose tile is no larger than `size` needs; the smallest tiles if all are."""
+    smallest = min(config.kwargs[name] for config in configs)
+    needed = max(smallest, triton.next_power_of_2(size))
+    return [config for config in configs if config.kwargs[name] <= needed]
+
+
+def prune_rows(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:
+    """What is worth timing for rows: tiles as high as the experts have rows, no wider than OUTER."""
+    known = {**named, **meta}
+    configs = _fits(configs, known["rows"])
+    height = known["rows_per_expert"]
+    suited = [config for config in configs if height // 2 <= config.kwargs["BLOCK_M"] <= height]
+    return _not_above(suited or configs, "BLOCK_N", known.get("OUTER", 128))
+
+
+def prune_outer(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:
+    """What is worth timing for weight gradients: tiles no larger than the weight."""
+    known = {**named, **meta}
+    configs = _not_above(_fits(configs, known["left"]), "BLOCK_D", known.get("EXPERT_DIM", 128))
+    return _not_above(configs, "BLOCK_C", known.get("MODEL_DIM", 128))
+
+
+def autotune(configs: List[triton.Config], prune: Callable, key: List[str]) -> Callable:
+    """`triton.autotune` over `configs`, its outcome cached on disk where this Triton can.
+
+    Under the interpreter the one configuration is simply set: some autotuners ask for a GPU even then.
+    """
+    if INTERPRETED:
+        return triton.heuristics(
+            {name: lambda _, size=size: size for name, size in configs[0].kwargs.items()}
+        )
+    options = (
+        {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
+    )
+    return triton.autotune(configs, key, prune_configs_by={"early_config_prune": prune}, **options)
