@@ -159,9 +159,7 @@ def main() -> None:
     batches = []
     for shape in SHAPES[args.device]:
         batches.append(measure(args, shape))
-        print(
-            f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs"
-        )
+        print(f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs")
         for name, row in batches[-1]["rows"].items():
             ratios = [row.get(key) for key in ("time_over_dense", "kept_over_dense", "peak_over_dense")]
             text = "".join("      -" if value is None else f"{value:7.2f}" for value in ratios)

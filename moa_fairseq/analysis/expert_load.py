@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
 from moa_fairseq.attention.collector import collect_decisions
-from moa_fairseq.attention.load_statistics import expert_counts
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
 
@@ -73,7 +72,7 @@ class LoadCounter:
     def add(self, decisions: Iterable[Tuple[str, RoutingDecision]]) -> None:
         """Count the decisions of one forward pass."""
         for name, decision in decisions:
-            counts, mass = expert_counts(decision).cpu(), _gate_mass(decision).cpu()
+            counts, mass = decision.expert_counts.cpu(), _gate_mass(decision).cpu()
             load = self._loads.get(name)
             if load is None:
                 self._loads[name] = ExpertLoad(name, decision.expert_index.size(1), counts, mass)

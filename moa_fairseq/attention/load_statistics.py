@@ -5,10 +5,7 @@ from typing import Dict
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.losses import expert_counts
 from moa_fairseq.attention.routing import RoutingDecision
-
-__all__ = ["expert_counts", "load_statistics"]
 
 
 @torch.no_grad()
@@ -18,7 +15,7 @@ def load_statistics(decision: RoutingDecision) -> Dict[str, Tensor]:
     load_entropy: in nats, log E when even. max_load, min_load: the largest and smallest share
     (1/E when even). dead_experts: how many got no token of this batch.
     """
-    counts = expert_counts(decision)
+    counts = decision.expert_counts
     share = counts / counts.sum().clamp_min(1.0)
     return {
         "load_entropy": torch.special.entr(share).sum().float(),

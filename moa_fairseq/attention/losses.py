@@ -6,28 +6,14 @@ from torch import Tensor
 from moa_fairseq.attention.routing import RoutingDecision
 
 
-def _kept(decision: RoutingDecision) -> Tensor:
-    """1 for real tokens, 0 for padding, [N] in the probabilities' dtype."""
-    if decision.padding_mask is None:
-        return decision.probs.new_ones(decision.probs.size(0))
-    return (~decision.padding_mask).to(decision.probs.dtype)
-
-
-def expert_counts(decision: RoutingDecision) -> Tensor:
-    """f_i of Eq. 14: how many tokens chose each expert, [E] float64, padding excluded."""
-    kept = _kept(decision).double().unsqueeze(1).expand(decision.expert_index.shape)
-    counts = kept.new_zeros(decision.num_experts)
-    return counts.scatter_add(0, decision.expert_index.reshape(-1), kept.reshape(-1))
-
-
 def load_balance_loss(decision: RoutingDecision) -> Tensor:
     """L_a = E · Σ_i f_i · P_i, f and P normalised to sum 1 (Eq. 13-15); a float32 scalar.
 
     1 when the load is even, E when one expert gets everything, 0 when all tokens are padding. Only P
     carries a gradient.
     """
-    counts = expert_counts(decision).to(decision.probs.dtype)
-    mass = (decision.probs * _kept(decision).unsqueeze(1)).sum(0)
+    counts = decision.expert_counts.to(decision.probs.dtype)
+    mass = (decision.probs * decision.kept.unsqueeze(1)).sum(0)
     tiny = torch.finfo(mass.dtype).tiny
     load = counts / counts.sum().clamp_min(tiny)
     share = mass / mass.sum().clamp_min(tiny)
@@ -40,7 +26,7 @@ def z_loss(decision: RoutingDecision) -> Tensor:
     logsumexp stays finite where the log of a sum of exponentials overflows. The logits of padding are
     replaced, not multiplied away: 0 · inf would be NaN.
     """
-    kept = _kept(decision)
+    kept = decision.kept
     logits = decision.logits
     if decision.padding_mask is not None:
         logits = logits.masked_fill(decision.padding_mask.unsqueeze(1), 0.0)

@@ -36,6 +36,20 @@ class RoutingDecision:
         return self.expert_index.size(1) == self.num_experts
 
     @cached_property
+    def kept(self) -> Tensor:
+        """1 for real tokens, 0 for padding: [N] in the probabilities' dtype."""
+        if self.padding_mask is None:
+            return self.probs.new_ones(self.probs.size(0))
+        return (~self.padding_mask).to(self.probs.dtype)
+
+    @cached_property
+    def expert_counts(self) -> Tensor:
+        """f_i of MoA Eq. 14: how many tokens chose each expert, [E] float64, padding excluded."""
+        kept = self.kept.double().unsqueeze(1).expand(self.expert_index.shape)
+        counts = kept.new_zeros(self.num_experts)
+        return counts.scatter_add(0, self.expert_index.reshape(-1), kept.reshape(-1))
+
+    @cached_property
     def slot_order(self) -> Optional[SlotOrder]:
         """Slots sorted by expert, computed at the first use and shared afterwards; None when K = E."""
         if self.chooses_all:

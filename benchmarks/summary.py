@@ -1,0 +1,185 @@
+"""results/benchmarks/README.md: what was aimed at, and what the benchmarks' JSON files say was reached.
+
+    python benchmarks/summary.py
+
+A benchmark that has not run on a device says "not run".
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+from _bench import RESULTS
+
+from moa_fairseq.files import atomic_write
+
+Found = Optional[Dict[str, Any]]
+NOT_RUN = "not run"
+
+
+def _smallest_share(names: Tuple[str, ...]) -> Callable[[Dict[str, Any]], str]:
+    def read(found: Dict[str, Any]) -> str:
+        shares = [[batch["rows"][name]["gemm_share"] for batch in found["batches"]] for name in names]
+        return " / ".join(_range(values) for values in shares)
+
+    return read
+
+
+def _over_dense(key: str) -> Callable[[Dict[str, Any]], str]:
+    def read(found: Dict[str, Any]) -> str:
+        return _range(
+            [row[key] for batch in found["batches"] for row in batch["rows"].values() if key in row]
+        )
+
+    return read
+
+
+def _range(values: List[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}-{high:.2f}"
+
+
+def _flatness(found: Dict[str, Any]) -> str:
+    rows = []
+    for label, times in found["experts_sweep"].items():
+        ratios = [times[experts] / times["8"] for experts in times]
+        rows.append(f"{label}: " + ", ".join(f"{ratio:.2f}" for ratio in ratios))
+    return "; ".join(rows)
+
+
+def _triton_share(found: Dict[str, Any]) -> str:
+    rows = [point["rows"].get("triton step") for points in found["sweeps"].values() for point in points]
+    return _range([row["gemm_share"] for row in rows if row]) if any(rows) else NOT_RUN
+
+
+def _training(found: Dict[str, Any]) -> str:
+    return f"{found['speed_over_dense']['moa_transformer_base']:.2f}"
+
+
+def _generation(arch: str) -> Callable[[Dict[str, Any]], str]:
+    def read(found: Dict[str, Any]) -> str:
+        return ", ".join(
+            f"{batch['speed_over_dense'][arch]:.2f} ({batch['sentences']} a batch)"
+            for batch in found["batches"]
+        )
+
+    return read
+
+
+_MIXED = ("8K32E128D", "8K32E256D", "16K32E256D")
+# where, what, target, benchmark, how to read its JSON
+TARGETS = (
+    (
+        "cpu",
+        "layer, forward + backward ÷ GEMM rate, K = E (8K8E128D)",
+        "≥ 0.80",
+        "attention",
+        _smallest_share(("8K8E128D",)),
+    ),
+    ("cpu", "the same, " + " / ".join(_MIXED), "≥ 0.60", "attention", _smallest_share(_MIXED)),
+    ("cpu", "training tokens/s, MoA base ÷ dense base", "≥ 0.9", "training", _training),
+    (
+        "cpu",
+        "generation, beam 5, MoA base ÷ dense base",
+        "≥ 1.0",
+        "generation",
+        _generation("moa_transformer_base"),
+    ),
+    (
+        "cuda",
+        "layer time ÷ dense attention of equal MACs",
+        "≤ 1.15",
+        "attention",
+        _over_dense("time_over_dense"),
+    ),
+    ("cuda", "Triton expert products ÷ dense GEMM rate", "≥ 0.85", "kernels", _triton_share),
+    (
+        "cuda",
+        "generation, MoA big ÷ dense big (equal parameters)",
+        "≥ 1.5",
+        "generation",
+        _generation("moa_transformer_big"),
+    ),
+    *(
+        row
+        for device in ("cpu", "cuda")
+        for row in (
+            (
+                device,
+                "kept for the backward pass ÷ dense attention of equal MACs",
+                "≤ 1.0",
+                "attention",
+                _over_dense("kept_over_dense"),
+            ),
+            (
+                device,
+                "peak of a step, gradients included ÷ the same",
+                "≤ 1.0",
+                "attention",
+                _over_dense("peak_over_dense"),
+            ),
+            (device, "time at E = 8, 16, 32, 64 ÷ time at E = 8", "≤ 1.10", "attention", _flatness),
+            (
+                device,
+                "auto ÷ the fastest backend's time, at most",
+                "≤ 1.10",
+                "kernels",
+                lambda found: f"{found['auto_over_best']:.2f}",
+            ),
+        )
+    ),
+)
+_DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+
+
+def _load(benchmark: str, device: str) -> Found:
+    path = RESULTS / f"{benchmark}-{device}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def table() -> List[str]:
+    """The targets as Markdown lines."""
+    lines = ["| where | measure | target | reached |", "| --- | --- | --- | --- |"]
+    for device, what, target, benchmark, read in TARGETS:
+        found = _load(benchmark, device)
+        lines.append(
+            f"| {_DEVICES[device]} | {what} | {target} | {NOT_RUN if found is None else read(found)} |"
+        )
+    return lines
+
+
+def sources() -> List[str]:
+    """One line per JSON file: command, hardware, versions, date."""
+    lines = []
+    for path in sorted(RESULTS.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        versions, dtype = found["versions"], found.get("dtype", "float32")
+        lines.append(
+            f"- [{path.name}]({path.name}): `{found['command']}`, {found['hardware']}, "
+            f"{dtype}, torch {versions['torch']}, Python {versions['python']}, {found['date']}."
+        )
+    return lines
+
+
+def main() -> None:
+    pictures = [f"![{path.stem}]({path.name})" for path in sorted(Path(RESULTS).glob("*.png"))]
+    text = [
+        "# Speed and memory",
+        "",
+        "Made by `python benchmarks/summary.py` from the JSON files here. Ratios are within one run;",
+        "a range covers the batch shapes, or the sizes of MoA, that the file lists.",
+        "",
+        *table(),
+        "",
+        *sources(),
+        "",
+        *pictures,
+        "",
+    ]
+    with atomic_write(RESULTS / "README.md") as stream:
+        stream.write("\n".join(text))
+    print(f"wrote {RESULTS / 'README.md'}")
+
+
+if __name__ == "__main__":
+    main()
