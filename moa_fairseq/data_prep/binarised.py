@@ -41,6 +41,17 @@ def preprocess_flags(
     }
 
 
+def monolingual_flags(text: Path, destination: Path, splits: Sequence[str], workers: int) -> Dict[str, Any]:
+    """The flags of fairseq-preprocess, by name, for the text of a language model in `<text>/<split>`."""
+    prefix = {"train": "trainpref", "valid": "validpref", "test": "testpref"}
+    return {
+        "only-source": True,
+        **{prefix[split]: str(text / split) for split in splits},
+        "workers": workers,
+        "destdir": str(destination),
+    }
+
+
 def is_binarised(folder: Path) -> bool:
     """True for a folder that fairseq-preprocess wrote to, whole or not."""
     return folder.is_dir() and any(folder.glob("dict.*.txt"))
@@ -70,8 +81,14 @@ def check_binarised(
     return {subset: _check_subset(folder, subset, pair, languages) for subset in subsets}
 
 
+def check_monolingual(folder: Path, subsets: Sequence[str]) -> Dict[str, int]:
+    """As check_binarised, for the data of a language model: dict.txt and `<subset>.bin`, `.idx`."""
+    _dictionary(folder, "")
+    return {subset: _check_pair_of_files(folder / subset) for subset in subsets}
+
+
 def _dictionary(folder: Path, language: str) -> List[bytes]:
-    path = folder / f"dict.{language}.txt"
+    path = folder / (f"dict.{language}.txt" if language else "dict.txt")
     if not path.is_file() or not path.stat().st_size:
         raise UserError(
             f"{path} is missing or empty: {folder} is no whole fairseq-preprocess output for that "

@@ -101,6 +101,16 @@ def replace_unicode_punctuation(line: str) -> str:
     return line.translate(_UNICODE_TRANSLATION)
 
 
+def lowercase(line: str) -> str:
+    """`lowercase.perl`: as str.lower, but every capital sigma becomes σ, at the end of a word too."""
+    return line.replace("Σ", "σ").lower()
+
+
+def straight_apostrophe(line: str) -> str:
+    """What the WMT and IWSLT recipes do to test sets, where nothing else is normalised: ’ becomes '."""
+    return line.replace("’", "'")
+
+
 _UNICODE_TRANSLATION = str.maketrans(_UNICODE_PUNCTUATION)
 
 

@@ -1,0 +1,64 @@
+"""`map` over several processes: results in order, a bounded number of batches in memory, a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, Callable, Deque, Iterable, Iterator, List
+
+from tqdm import tqdm
+
+# So few batches are done sooner than new processes have started.
+FEW = 3
+
+
+def default_workers() -> int:
+    """As many processes as there are processors, at most 8."""
+    return min(8, os.cpu_count() or 1)
+
+
+def ordered_map(
+    work: Callable[[List], Any], batches: Iterable[List], workers: int, label: str, done: int = 0
+) -> Iterator[Any]:
+    """Yield `work(batch)` for each batch, in order. work and the batches must be picklable.
+
+    workers: processes; 1, or few batches, stay in this one. label: of the progress bar, which counts
+    the items of the batches and begins at `done`.
+    """
+    batches = iter(batches)
+    first = list(itertools.islice(batches, FEW))
+    with tqdm(unit=" lines", desc=label, initial=done, disable=None, leave=False) as bar:
+        if workers <= 1 or len(first) < FEW:
+            for batch in itertools.chain(first, batches):
+                yield work(batch)
+                bar.update(len(batch))
+        else:
+            yield from _in_processes(work, itertools.chain(first, batches), workers, bar)
+
+
+def _in_processes(work: Callable, batches: Iterator[List], workers: int, bar: tqdm) -> Iterator[Any]:
+    # Fresh processes: forking one that has loaded torch and started threads can hang for ever.
+    context = multiprocessing.get_context("spawn")
+    pending: Deque[Future] = deque()
+    sizes: Deque[int] = deque()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ProcessPoolExecutor(workers, context, _ignore_interrupt))
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        while True:
+            for batch in itertools.islice(batches, 3 * workers - len(pending)):
+                pending.append(pool.submit(work, batch))
+                sizes.append(len(batch))
+            if not pending:
+                return
+            yield pending.popleft().result()
+            bar.update(sizes.popleft())
+
+
+def _ignore_interrupt() -> None:
+    """Ctrl-C is the parent's to handle; the pool ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
