@@ -27,9 +27,10 @@ class DamagedArchive(UserError):
 def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> Dict[str, int]:
     """Copy members of a tar (also .tgz) or zip archive to `folder/<name of the member>`.
 
-    wanted: groups of member names; of each group the first that the archive has is copied. Names
-    outside of the groups are never written, links are not followed. Returns name → bytes. Raises
-    DamagedArchive for a cut off archive, UserError when a group has no member in it.
+    wanted: groups of member names; of each group the first that the archive has is reported. Names
+    outside of the groups are never written, links are not followed; the archive is read to its end.
+    Returns name → bytes. Raises DamagedArchive for a cut off archive, UserError when a group has no
+    member in it.
     """
     names = {name for group in wanted for name in group}
     for name in names:
@@ -41,8 +42,6 @@ def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> D
             with atomic_write(folder / name, "wb") as output:
                 _copy(stream, output, size, posixpath.basename(name))
             found[name] = size
-            if found.keys() >= {group[0] for group in wanted}:
-                break
     except _DAMAGED as error:
         raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
     missing = [group for group in wanted if not found.keys() & set(group)]
@@ -65,13 +64,16 @@ def _members(archive: Path, names: Collection[str]) -> Iterator[Member]:
                 if name in names and not info.is_dir():
                     with package.open(info) as stream:
                         yield name, info.file_size, stream
-    else:
+        return
+    with gzip.open(archive) if archive.name.endswith("gz") else open(archive, "rb") as raw:
         # As a stream: one pass from front to back, so that a large archive is decompressed only once.
-        with tarfile.open(archive, "r|*") as package:
+        with tarfile.open(fileobj=raw, mode="r|") as package:
             for info in package:
                 name = posixpath.normpath(info.name)
                 if name in names and info.isfile():
                     yield name, info.size, package.extractfile(info)
+        while raw.read(BLOCK):  # to the very end, where gzip keeps its checksum
+            pass
 
 
 def _copy(stream: IO[bytes], output: IO[bytes], size: int, label: str) -> None:

@@ -42,7 +42,6 @@ def write_manifest(
             f"{name}/{file}": {"bytes": size, "sha256": memory.sha256(root / name / file)}
             for name, mark in stages.items()
             for file, size in mark.get("files", {}).items()
-            if not file.endswith(".log")
         },
         "tools": tool_versions(),
     }

@@ -50,7 +50,9 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
                     left -= len(block)
                     lines += block.count(b"\n")
                     output.write("".join([_BYTES[value] for value in block]))
-                lines += block[-1:] != b"\n"
+                if block[-1:] != b"\n":
+                    output.write("\n")
+                    lines += 1
             facts[split] = {"lines": lines, "bytes": size}
     return facts
 

@@ -60,7 +60,7 @@ class Store:
         return pieces
 
     def _text_at_hand(self, part: Part) -> Optional[Path]:
-        """The extracted text in the user's folder, by its name in the archive or its last part; plain or .gz."""
+        """The extracted text in the user's folder, by its name in the archive or the last part of it."""
         for name in part.members or (part.file,):
             found = self._at_hand(name.removesuffix(".gz")) or self._at_hand(name.removesuffix(".gz") + ".gz")
             if found:

@@ -46,7 +46,7 @@ def build_folder(
         files = {
             str(path.relative_to(temporary)): path.stat().st_size
             for path in sorted(temporary.rglob("*"))
-            if path.is_file()
+            if path.is_file() and path.suffix != ".log"
         }
         with atomic_write(temporary / MARK) as stream:
             json.dump({"fingerprint": fingerprint, "files": files, "facts": facts}, stream, indent=1)
