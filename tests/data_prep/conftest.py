@@ -13,11 +13,10 @@ import pytest
 
 from moa_fairseq.data_prep import catalogue
 
-WORDS = {
-    "en": "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %".split(),
-    "de": "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %".split(),
-    "fr": "le un chien maison rue soir court voit « vite » vieux-jeu l'an bien, (vert) M. 3,5 %".split(),
-}
+_ENGLISH = "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
+_GERMAN = "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
+_FRENCH = "le un chien maison rue soir court voit « vite » vieux-jeu l'an bien, (vert) M. 3,5 %"
+WORDS = {lang: row.split() for lang, row in (("en", _ENGLISH), ("de", _GERMAN), ("fr", _FRENCH))}
 
 
 def sentences(count, language, seed=1):
@@ -34,7 +33,8 @@ def text(lines):
 
 def sgm(lines, language, kind="srcset"):
     body = "".join(f'<seg id="{number}">{line}</seg>\n' for number, line in enumerate(lines, start=1))
-    return f'<{kind} setid="x" srclang="any">\n<doc sysid="ref" docid="d" origlang="en">\n<p>\n{body}</p>\n</doc>\n</{kind}>\n'
+    head = f'<{kind} setid="x" srclang="any">\n<doc sysid="ref" docid="d" origlang="en">\n<p>\n'
+    return f"{head}{body}</p>\n</doc>\n</{kind}>\n"
 
 
 def write_tar(path, members):
@@ -210,7 +210,7 @@ def tables(monkeypatch):
 
     def change(urls="http://127.0.0.1:9/", pins=None):
         changed = copy.deepcopy(real)
-        for name, row in changed["sources.yaml"]["files"].items():
+        for name in changed["sources.yaml"]["files"]:
             base = name.rpartition("/")[2]
             changed["sources.yaml"]["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}
         lm = changed["datasets.yaml"]["language_modeling"]

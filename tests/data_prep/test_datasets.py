@@ -125,7 +125,7 @@ def test_iwslt14(prepare, miniature, source, target):
 def test_multi30k(prepare, miniature, source, target):
     prepared, root, _ = prepare("multi30k", miniature("multi30k"), source, target)
     assert prepared.sentences == {"train": 60, "valid": 5, "test": 6, "test1": 4, "test2": 3}
-    assert list(manifest_of(root)["sources"])[0] == f"multi30k/test_2016_flickr.{min(source, target)}.gz"
+    assert next(iter(manifest_of(root)["sources"])) == f"multi30k/test_2016_flickr.{min(source, target)}.gz"
 
 
 def test_wikitext_words(prepare, miniature):
@@ -137,7 +137,7 @@ def test_wikitext_words(prepare, miniature):
 
 
 def test_wikitext_pieces(prepare, miniature):
-    prepared, root, said = prepare("wikitext103_sp8k", miniature("wikitext103_sp8k"))
+    prepared, root, _ = prepare("wikitext103_sp8k", miniature("wikitext103_sp8k"))
     facts = manifest_of(root)["stages"]["text"]
     assert {split: fact["lines"] for split, fact in facts.items()} == {"train": 160, "valid": 12, "test": 14}
     text = (root / "text" / "train").read_text(encoding="utf-8")

@@ -55,7 +55,7 @@ def test_a_wrong_archive_at_hand_is_refused(store, tmp_path, content, words):
 
 def test_a_wrong_checksum_at_hand_is_refused(tables, miniature, tmp_path):
     tables(pins={"de-en.tgz": {"sha256": "0" * 64}})
-    with pytest.raises(UserError, match="sha256 .* instead of 0000"):
+    with pytest.raises(UserError, match=r"sha256 .* instead of 0000"):
         Store(miniature("iwslt14_de_en"), tmp_path / "downloads", True).pieces([PART])
 
 
@@ -74,7 +74,7 @@ def test_a_damaged_download_is_thrown_away(store, miniature, tmp_path):
     archive = tmp_path / "downloads" / "iwslt14" / "de-en.tgz"
     archive.parent.mkdir(parents=True)
     archive.write_bytes((miniature("iwslt14_de_en") / "de-en.tgz").read_bytes()[:300])
-    with pytest.raises(UserError, match="cut off or damaged.*was removed: run the same command again"):
+    with pytest.raises(UserError, match=r"cut off or damaged.*was removed: run the same command again"):
         store().pieces([PART])
     assert not archive.exists()
 
