@@ -63,7 +63,7 @@ def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Pa
     raise UserError(
         f"Could not download {target.name}. {'; '.join(failures)}. Run the same command again to go on from "
         "what was received; or fetch the file in another way, put it into a folder and name that folder with "
-        "--from."
+        "--from (`moa-fairseq recipe`: --data)."
     )
 
 
@@ -121,7 +121,8 @@ def _fetch(url: str, part: _Part) -> None:
         except _NETWORK as error:
             why = f"{getattr(error, 'reason', None) or error or type(error).__name__}"
         if pause is None:
-            raise _Refused(f"{why} ({part.size():,} bytes were received and are kept)")
+            kept = f" ({part.size():,} bytes were received and are kept)" if part.size() else ""
+            raise _Refused(why + kept)
         time.sleep(pause)
 
 

@@ -170,19 +170,26 @@ class Preparation:
         self.say(f"{source}: binarised already; used as it is")
         joined = self.settings["joined_dictionary"]
         sentences = check_binarised(source, self.languages, self.subsets, joined)
-        # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-        sizes = {
-            path.name: path.stat().st_size
-            for path in sorted(source.glob("*.*"))
-            if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
-        }
-        return Prepared(source, sentences, fingerprint_of("given", sizes))
+        return Prepared(source, sentences, given_fingerprint(source))
+
+
+def given_fingerprint(folder: Path) -> str:
+    """A fingerprint of a folder that fairseq-preprocess made elsewhere.
+
+    File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
+    """
+    sizes = {
+        path.name: path.stat().st_size
+        for path in sorted(folder.glob("*.*"))
+        if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
+    }
+    return fingerprint_of("given", sizes)
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
-    name = "_".join(str(settings[key]) for key in ("recipe", "source", "target"))
+    name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
     return parent / f"{name}-{fingerprint_of(dict(settings), place)[:8]}"
 
 

@@ -7,8 +7,10 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import forkserver
 from typing import Any, Callable, Deque, Iterable, Iterator, List
 
 from tqdm import tqdm
@@ -50,6 +52,13 @@ def _context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moa_fairseq.data_prep.text_stages"])
+    if threading.current_thread() is threading.main_thread():
+        # It inherits what is done about Ctrl-C, which is this process's to handle.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, before)
     return context
 
 
@@ -59,15 +68,33 @@ def _in_processes(work: Callable, batches: Iterator[List], workers: int, bar: tq
     sizes: Deque[int] = deque()
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(workers, context, _ignore_interrupt))
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        stack.callback(pool.shutdown, cancel_futures=True)
         while True:
             for batch in itertools.islice(batches, 3 * workers - len(pending)):
-                pending.append(pool.submit(work, batch))
+                with _interrupt_later():
+                    pending.append(pool.submit(work, batch))
                 sizes.append(len(batch))
             if not pending:
                 return
             yield pending.popleft().result()
             bar.update(sizes.popleft())
+
+
+@contextlib.contextmanager
+def _interrupt_later() -> Iterator[None]:
+    """Hold Ctrl-C back to the end of the block: a worker half begun would outlive its pool, and complain."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    received: List[Any] = []
+    signal.signal(signal.SIGINT, lambda *event: received.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        before(*received[0])
 
 
 def _ignore_interrupt() -> None:
