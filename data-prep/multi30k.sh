@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Multi30k raw files → lower-cased, tokenised, 10,000 joint merges, binarised:  data-prep/multi30k.sh --data DIR
+# Multi30k captions → lower-cased, tokenised, 10,000 joint merges, binarised (en-de; --target fr: en-fr)
+#   bash data-prep/multi30k.sh [--from DIR] [--offline] [--workers N] [--target fr] [OUT]    (--help says more)
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/../scripts/_recipe.sh"
-recipe multi30k_ende_transformer_tiny --stage prepare "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/_prepare.sh"

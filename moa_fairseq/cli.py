@@ -11,6 +11,7 @@ from moa_fairseq.errors import UserError
 # verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
     "recipe": ("moa_fairseq.recipes.command", "run one experiment of configs/ from data to score"),
+    "prepare": ("moa_fairseq.data_prep.command", "prepare one data set: download, tokenise, BPE, binarise"),
     "average": ("moa_fairseq.evaluation.average", "average checkpoints into one"),
     "score": ("moa_fairseq.evaluation.score", "BLEU of a fairseq-generate log or of plain text files"),
     "complexity": ("moa_fairseq.evaluation.complexity", "parameters and MACs of an architecture"),

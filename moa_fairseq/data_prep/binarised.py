@@ -41,6 +41,17 @@ def preprocess_flags(
     }
 
 
+def monolingual_flags(text: Path, destination: Path, splits: Sequence[str], workers: int) -> Dict[str, Any]:
+    """The flags of fairseq-preprocess, by name, for the text of a language model in `<text>/<split>`."""
+    prefix = {"train": "trainpref", "valid": "validpref", "test": "testpref"}
+    return {
+        "only-source": True,
+        **{prefix[split]: str(text / split) for split in splits},
+        "workers": workers,
+        "destdir": str(destination),
+    }
+
+
 def is_binarised(folder: Path) -> bool:
     """True for a folder that fairseq-preprocess wrote to, whole or not."""
     return folder.is_dir() and any(folder.glob("dict.*.txt"))
@@ -70,8 +81,14 @@ def check_binarised(
     return {subset: _check_subset(folder, subset, pair, languages) for subset in subsets}
 
 
+def check_monolingual(folder: Path, subsets: Sequence[str]) -> Dict[str, int]:
+    """As check_binarised, for the data of a language model: dict.txt and `<subset>.bin`, `.idx`."""
+    _dictionary(folder, "")
+    return {subset: check_stem(folder / subset) for subset in subsets}
+
+
 def _dictionary(folder: Path, language: str) -> List[bytes]:
-    path = folder / f"dict.{language}.txt"
+    path = folder / (f"dict.{language}.txt" if language else "dict.txt")
     if not path.is_file() or not path.stat().st_size:
         raise UserError(
             f"{path} is missing or empty: {folder} is no whole fairseq-preprocess output for that "
@@ -91,7 +108,7 @@ def _pair_in_file_names(folder: Path, languages: Tuple[str, str]) -> str:
 
 
 def _check_subset(folder: Path, subset: str, pair: str, languages: Tuple[str, str]) -> int:
-    counts = [_check_pair_of_files(folder / f"{subset}.{pair}.{language}") for language in languages]
+    counts = [check_stem(folder / f"{subset}.{pair}.{language}") for language in languages]
     if counts[0] != counts[1]:
         raise UserError(
             f"{folder}: subset {subset} has {counts[0]:,} {languages[0]} and {counts[1]:,} "
@@ -100,8 +117,8 @@ def _check_subset(folder: Path, subset: str, pair: str, languages: Tuple[str, st
     return counts[0]
 
 
-def _check_pair_of_files(stem: Path) -> int:
-    """Check `<stem>.idx` against `<stem>.bin`; return the number of sentences."""
+def check_stem(stem: Path) -> int:
+    """Check `<stem>.idx` against `<stem>.bin`; return the number of sentences. Raises UserError."""
     index, binary = (stem.with_name(stem.name + ending) for ending in (".idx", ".bin"))
     for path in (index, binary):
         if not path.is_file() or not path.stat().st_size:

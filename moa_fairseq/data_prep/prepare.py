@@ -1,64 +1,31 @@
-"""From a data folder to a binarised one: tokenise → BPE → fairseq-preprocess, each kept once it is whole."""
+"""From a data set to a binarised folder: obtain → tokens → BPE → binarised, each kept once it is whole."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_flags
-from moa_fairseq.data_prep.parallel_text import SplitFiles, find_splits
-from moa_fairseq.data_prep.stage_folder import build_folder, digest_files, fingerprint_of
-from moa_fairseq.data_prep.text_stages import TextSteps, learn_codes, segment_files, tokenise_splits
+from moa_fairseq.data_prep.bpe import learn_codes
+from moa_fairseq.data_prep.catalogue import Dataset, translation_sets
+from moa_fairseq.data_prep.inputs import (
+    brought_tokens,
+    check_lengths,
+    hint,
+    split_parts,
+    texts_for_manifest,
+)
+from moa_fairseq.data_prep.manifest import write_manifest
+from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.parallel_text import Piece, PiecePair
+from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
+from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
+from moa_fairseq.data_prep.workers import default_workers as workers
 from moa_fairseq.errors import UserError
 
 Say = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class TextSource:
-    """What one data recipe knows about its raw files.
-
-    stems: split → file name without language. moses: edition of Moses' scripts, "" when the text is
-    tokenised already. bring: what --data must hold, for error messages.
-    """
-
-    stems: Mapping[str, str]
-    moses: str
-    bring: str
-
-
-_PLAIN_STEMS = {"train": "train", "valid": "valid", "test": "test", "test1": "test1", "test2": "test2"}
-
-SOURCES: Dict[str, TextSource] = {
-    "multi30k": TextSource(
-        {
-            "train": "train",
-            "valid": "val",
-            "test": "test_2016_flickr",
-            "test1": "test_2017_flickr",
-            "test2": "test_2017_mscoco",
-        },
-        # Multi30k's published token files were made with the Moses scripts of 2016; BLEU depends on it.
-        "2016",
-        "Give --data the folder data/task1/raw of the GitHub repository multi30k/dataset: raw text in "
-        "train, val and test_2016_flickr .{source} and .{target}, plain or .gz.",
-    ),
-    "embedded": TextSource(
-        _PLAIN_STEMS,
-        "current",
-        "Give --data a folder with train, valid and test .{source} and .{target}, or leave --data away: "
-        "`moa-fairseq corpus` then builds the embedded corpus.",
-    ),
-    "parallel": TextSource(
-        _PLAIN_STEMS,
-        "",
-        "Give --data a folder with train, valid and test .{source} and .{target} (plain or .gz): tokenised "
-        "text, one sentence per line, before BPE. Segmented already? Add --set data.bpe=none. A folder "
-        "made by fairseq-preprocess is used as it is.",
-    ),
-}
+Texts = Dict[str, List[PiecePair]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +42,20 @@ class Preparation:
     """One data section of a recipe, ready to be carried out.
 
     settings: the recipe's `data` section as a mapping. subsets: those that training and generation
-    need. source: the --data folder. root: where the stages are kept. preprocess: runs
-    fairseq-preprocess with the given flags and raises when it fails.
+    need. source: the --data folder, or None for a data set that is downloaded. root: where the stages
+    are kept. preprocess: runs fairseq-preprocess with the given flags and raises when it fails.
+    downloads: where public files are kept (beside `root` unless given).
     """
 
     settings: Mapping[str, Any]
     subsets: Sequence[str]
-    source: Path
+    source: Optional[Path]
     root: Path
     preprocess: Callable[[Mapping[str, Any]], None]
     say: Say = print
+    downloads: Optional[Path] = None
+    offline: bool = False
+    workers: int = dataclasses.field(default_factory=workers)
 
     @property
     def languages(self) -> Tuple[str, str]:
@@ -93,88 +64,143 @@ class Preparation:
 
     def run(self) -> Prepared:
         """Carry out every stage that is not done yet. Raises UserError for unusable data."""
-        if self.settings["recipe"] == "binarised" or is_binarised(self.source):
-            return self._use_binarised()
-        origin = SOURCES[self.settings["recipe"]]
-        bring = origin.bring.format(**self.settings)
-        splits = find_splits(self.source, dict(origin.stems), self.languages, self.subsets, bring)
-        tokens, tokens_mark = self._tokenise(splits, origin)
-        text, text_mark = self._segment(tokens, tokens_mark, list(splits))
-        return self._binarise(text, text_mark, list(splits))
+        if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
+            return self._use_binarised(self.source)
+        dataset = translation_sets()[self.settings["recipe"]]
+        if self.source and brought_tokens(dataset, self.source, self.languages):
+            train = " and ".join(f"train.{language}" for language in self.languages)
+            self.say(f"{self.source} holds {train}: taken as tokenised and cleaned; what is left is BPE")
+            dataset = translation_sets()["parallel"]
+        store = Store(self.source, self.downloads or self.root.parent / "downloads", self.offline, self.say)
+        texts = self._obtain(dataset, store)
+        tokens, mark = self._tokenise(dataset, texts)
+        text, mark = self._segment(dataset, tokens, mark)
+        prepared = self._binarise(dataset, text, mark)
+        manifest_settings = {**self.settings, "summary": dataset.summary}
+        read = texts_for_manifest(texts, self._memory())
+        write_manifest(self.root, manifest_settings, store.origins, read, dataset.expected)
+        return prepared
 
-    def _tokenise(self, splits: Dict[str, SplitFiles], origin: TextSource) -> Tuple[Path, str]:
-        steps = TextSteps(self.settings["lowercase"], origin.moses)
-        files = [path for pair in splits.values() for path in pair]
-        mark = fingerprint_of(
-            "tokens", 1, steps, self.languages, digest_files(files, self.root / "inputs.json")
-        )
+    def _obtain(self, dataset: Dataset, store: Store) -> Texts:
+        """split → pairs of text files, fetched and extracted where necessary, of equal length."""
+        parts = split_parts(dataset, self.languages, self.source, self.subsets, self.settings)
+        # Both languages together, so that an archive is gone through once.
+        flat = [part for sides in parts.values() for side in sides for part in side]
+        pieces: Dict[Any, Piece] = dict(zip(flat, store.pieces(flat)))
+        texts = {
+            split: [(pieces[one], pieces[other]) for one, other in zip(*sides)]
+            for split, sides in parts.items()
+        }
+        check_lengths(texts, self._memory())
+        return texts
+
+    def _memory(self) -> FileMemory:
+        return FileMemory(self.root / "files.json")
+
+    def _tokenise(self, dataset: Dataset, texts: Texts) -> Tuple[Path, str]:
+        jobs = [self._text_job(dataset, split, files) for split, files in texts.items()]
+        memory = self._memory()
+        described = [
+            [job.split, job.chain, job.hold_out and dataclasses.astuple(job.hold_out)]
+            + [[piece.markup, memory.sha256(piece.path)] for pair in job.files for piece in pair]
+            for job in jobs
+        ]
+        mark = fingerprint_of("tokens", 2, self.languages, described)
         folder = self.root / "tokens"
-        build_folder(
-            folder, mark, lambda new: tokenise_splits(splits, self.languages, steps, new, self.say), self.say
-        )
+
+        def build(new: Path) -> Dict[str, Any]:
+            return run_jobs(jobs, self.languages, new, self.workers, self.say)
+
+        build_folder(folder, mark, build, self.say, resumable=True)
         return folder, mark
 
-    def _segment(self, tokens: Path, tokens_mark: str, splits: List[str]) -> Tuple[Path, str]:
+    def _text_job(self, dataset: Dataset, split: str, files: List[PiecePair]) -> Job:
+        steps = [dataset.steps_for(split, language) for language in self.languages]
+        if self.settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps[0]):
+            steps = [(("lowercase", {}), *side) for side in steps]
+        chain = Chain((steps[0], steps[1]), cleaning=dataset.cleaning("tokens", split))
+        train = split == "train"
+        return Job(split, files, chain, dataset.hold_out if train else None, lenient=train)
+
+    def _segment(self, dataset: Dataset, tokens: Path, tokens_mark: str) -> Tuple[Path, str]:
         merges = self.settings["bpe"]
         if merges is None:
             return tokens, tokens_mark
-        mark = fingerprint_of("bpe", 1, merges, tokens_mark)
-        files = [f"{split}.{language}" for split in splits for language in self.languages]
+        cleaning = {split: dataset.cleaning("bpe", split) for split in dataset.subsets}
+        mark = fingerprint_of("bpe", 2, merges, cleaning, tokens_mark)
 
-        def build(new: Path) -> Dict[str, int]:
-            self.say(f"learning {merges:,} joint BPE merges")
-            learn_codes([tokens / f"train.{language}" for language in self.languages], merges, new / "codes")
-            segment_files({tokens / name: new / name for name in files}, new / "codes")
-            return {"merges": merges}
+        def build(new: Path) -> Dict[str, Any]:
+            codes = new / "codes"
+            if not codes.is_file():
+                self.say(f"learning {merges:,} joint BPE merges")
+                train = [tokens / f"train.{language}" for language in self.languages]
+                learn_codes(train, merges, codes, self.workers)
+            jobs = [
+                Job(split, [self._pair(tokens, split)], Chain(codes=str(codes), cleaning=cleaning.get(split)))
+                for split in self._splits(tokens)
+            ]
+            return run_jobs(jobs, self.languages, new, self.workers, self.say)
 
-        build_folder(self.root / "bpe", mark, build, self.say)
+        build_folder(self.root / "bpe", mark, build, self.say, resumable=True)
         return self.root / "bpe", mark
 
-    def _binarise(self, text: Path, text_mark: str, splits: List[str]) -> Prepared:
-        joined, extra = self.settings["joined_dictionary"], self.settings["flags"]
-        mark = fingerprint_of("binarised", 1, joined, extra, text_mark)
+    def _pair(self, folder: Path, split: str) -> PiecePair:
+        source, target = (Piece(folder / f"{split}.{language}") for language in self.languages)
+        return source, target
+
+    def _splits(self, folder: Path) -> List[str]:
+        """The splits in a stage's folder; train and valid first, as ever."""
+        names = {path.stem for path in folder.glob(f"*.{self.languages[0]}")}
+        return sorted(names, key=lambda name: (name != "train", name != "valid", name))
+
+    def _binarise(self, dataset: Dataset, text: Path, text_mark: str) -> Prepared:
+        joined, extra = self.settings["joined_dictionary"], {**dataset.preprocess, **self.settings["flags"]}
+        mark = fingerprint_of("binarised", 2, joined, extra, text_mark)
+        splits = self._splits(text)
 
         def build(new: Path) -> Dict[str, int]:
-            self.preprocess(preprocess_flags(text, new, splits, self.languages, joined, workers(), extra))
+            values = preprocess_flags(text, new, splits, self.languages, joined, self.workers, extra)
+            self.preprocess(values)
             return check_binarised(new, self.languages, splits, joined)
 
         sentences = build_folder(self.root / "binarised", mark, build, self.say)
         return Prepared(self.root / "binarised", sentences, mark)
 
-    def _use_binarised(self) -> Prepared:
-        self.say(f"{self.source}: binarised already; used as it is")
-        sentences = check_binarised(
-            self.source, self.languages, self.subsets, self.settings["joined_dictionary"]
-        )
-        # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-        sizes = {
-            path.name: path.stat().st_size
-            for path in sorted(self.source.glob("*.*"))
-            if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
-        }
-        return Prepared(self.source, sentences, fingerprint_of("given", sizes))
+    def _use_binarised(self, source: Path) -> Prepared:
+        self.say(f"{source}: binarised already; used as it is")
+        joined = self.settings["joined_dictionary"]
+        sentences = check_binarised(source, self.languages, self.subsets, joined)
+        return Prepared(source, sentences, given_fingerprint(source))
+
+
+def given_fingerprint(folder: Path) -> str:
+    """A fingerprint of a folder that fairseq-preprocess made elsewhere.
+
+    File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
+    """
+    sizes = {
+        path.name: path.stat().st_size
+        for path in sorted(folder.glob("*.*"))
+        if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
+    }
+    return fingerprint_of("given", sizes)
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
-    name = "_".join(str(settings[key]) for key in ("recipe", "source", "target"))
+    name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
     return parent / f"{name}-{fingerprint_of(dict(settings), place)[:8]}"
 
 
-def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Path:
-    """The --data folder, or a UserError that says what to bring."""
-    if source is not None:
-        return source
+def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
+    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring."""
     recipe = settings["recipe"]
+    if source is not None or (recipe in translation_sets() and translation_sets()[recipe].downloadable):
+        return source
     bring = (
-        SOURCES[recipe].bring.format(**settings)
-        if recipe in SOURCES
+        hint(translation_sets()[recipe], settings)
+        if recipe in translation_sets()
         else "Give --data the folder made by it."
     )
     raise UserError(f"--data is missing: data recipe {recipe!r} starts from your files. {bring}")
-
-
-def workers() -> int:
-    """Processes for fairseq-preprocess."""
-    return min(8, os.cpu_count() or 1)

@@ -14,16 +14,22 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import DISK_FULL, NOT_WRITABLE, atomic_write
 
 MARK = "stage.json"
+RESUME = "unfinished"
 
 
 def build_folder(
-    folder: Path, fingerprint: str, build: Callable[[Path], Any], say: Callable[[str], None]
+    folder: Path,
+    fingerprint: str,
+    build: Callable[[Path], Any],
+    say: Callable[[str], None],
+    resumable: bool = False,
 ) -> Any:
     """Make `folder` by `build(temporary folder)`, unless it was made before from the same fingerprint.
 
     build writes its files into the folder that it is given and returns facts about them (JSON
     values), which are kept in `stage.json`. A folder that is half-written or was changed since is
-    made anew. Returns the facts. Raises UserError when the disk fills up; the old folder then stays.
+    made anew. resumable: build goes on from what an interrupted one left in the temporary folder.
+    Returns the facts. Raises UserError when the disk fills up; the old folder then stays.
     """
     mark = read_mark(folder)
     if mark and mark["fingerprint"] == fingerprint:
@@ -33,19 +39,31 @@ def build_folder(
             return mark["facts"]
         say(f"{folder}: {damaged[0]} is missing or was changed; making it again")
     temporary = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(temporary, ignore_errors=True)
     with disk_errors(folder):
-        temporary.mkdir(parents=True)
+        _begin(temporary, fingerprint, resumable)
         facts = build(temporary)
+        (temporary / RESUME).unlink(missing_ok=True)
         files = {
             str(path.relative_to(temporary)): path.stat().st_size
             for path in sorted(temporary.rglob("*"))
-            if path.is_file()
+            if path.is_file() and path.suffix != ".log"
         }
         with atomic_write(temporary / MARK) as stream:
             json.dump({"fingerprint": fingerprint, "files": files, "facts": facts}, stream, indent=1)
         _replace_folder(temporary, folder)
     return facts
+
+
+def _begin(temporary: Path, fingerprint: str, resumable: bool) -> None:
+    """An empty temporary folder, or the one that an interrupted build of the same thing left."""
+    note = temporary / RESUME
+    if resumable and note.is_file() and note.read_text(encoding="utf-8") == fingerprint:
+        return
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    if resumable:
+        with atomic_write(note) as stream:
+            stream.write(fingerprint)
 
 
 def read_mark(folder: Path) -> Dict[str, Any]:
@@ -63,24 +81,39 @@ def fingerprint_of(*values: Any) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def digest_files(paths: Sequence[Path], memory: Path) -> Dict[str, str]:
-    """sha256 of each file by its name; files of the remembered size and time stamp are not read again."""
-    try:
-        remembered = json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        remembered = {}
-    known = {}
-    for path in paths:
+class FileMemory:
+    """Facts about files that are dear to find out, kept in a JSON file by path, size and time stamp."""
+
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+        try:
+            self.known = json.loads(memory.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.known = {}
+
+    def fact(self, path: Path, name: str, find: Callable[[Path], Any]) -> Any:
+        """The fact called `name` about a file: remembered, or found by `find(path)` and remembered."""
         stat = path.stat()
         stamp = [stat.st_size, stat.st_mtime_ns]
-        entry = remembered.get(str(path.resolve()), {})
-        known[str(path.resolve())] = (
-            entry if entry.get("stamp") == stamp else {"stamp": stamp, "sha256": _sha256(path)}
-        )
-    if known != remembered:
-        with atomic_write(memory) as stream:
-            json.dump(known, stream, indent=1)
-    return {path.name: known[str(path.resolve())]["sha256"] for path in paths}
+        key = str(path.resolve())
+        entry = self.known.get(key)
+        if not entry or entry.get("stamp") != stamp:
+            entry = self.known[key] = {"stamp": stamp}
+        if name not in entry:
+            entry[name] = find(path)
+            with atomic_write(self.memory) as stream:
+                json.dump(self.known, stream, indent=1)
+        return entry[name]
+
+    def sha256(self, path: Path) -> str:
+        """Hexadecimal sha256 of a file; one of the remembered size and time stamp is not read again."""
+        return self.fact(path, "sha256", sha256_of)
+
+
+def digest_files(paths: Sequence[Path], memory: Path) -> Dict[str, str]:
+    """sha256 of each file by its name; files of the remembered size and time stamp are not read again."""
+    known = FileMemory(memory)
+    return {path.name: known.sha256(path) for path in paths}
 
 
 @contextlib.contextmanager
@@ -109,7 +142,8 @@ def _replace_folder(new: Path, old: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Hexadecimal sha256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):

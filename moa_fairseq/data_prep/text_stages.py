@@ -1,161 +1,145 @@
-"""The text stages: raw lines → normalised and tokenised lines → subwords, over several processes."""
+"""One stage over sentence pairs: line functions, subwords, cleaning; several processes, resumable."""
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import functools
-import io
 import itertools
-import multiprocessing
-import os
-import signal
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from subword_nmt.apply_bpe import BPE
-from subword_nmt.learn_bpe import learn_bpe
-from tqdm import tqdm
-
-from moa_fairseq.data_prep.parallel_text import SplitFiles, chunks, read_lines, read_pairs
+from moa_fairseq.data_prep.bpe import load_codes
+from moa_fairseq.data_prep.catalogue import HoldOut
+from moa_fairseq.data_prep.cleaning import Cleaning, clean
+from moa_fairseq.data_prep.parallel_text import BAD, PiecePair, chunks, read_pairs
+from moa_fairseq.data_prep.resumable_files import ResumableFiles, resumable_files
+from moa_fairseq.data_prep.workers import ordered_map
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
-from moa_fairseq.text import normalize_punctuation, tokenize
+from moa_fairseq.text.pipeline import Step, apply_steps
 
 Pair = Tuple[str, str]
+Say = Callable[[str], None]
 CHUNK = 2000
+# Chunks between two commits: what an interruption costs.
+COMMIT_EVERY = 25
+# More unusable lines than this are no accident: the file has another encoding, or is no text.
+MOST_BAD = 0.01
 
 
-class TextSteps(NamedTuple):
-    """What is done to each raw line.
+class Chain(NamedTuple):
+    """What is done to a pair: steps per side, then BPE by the file `codes`, then cleaning."""
 
-    moses: edition of Moses' scripts for punctuation and tokens ("current", "2016"), or "" for text
-    that is tokenised already. lowercase comes first, as in Multi30k's own preparation.
+    steps: Tuple[Tuple[Step, ...], Tuple[Step, ...]] = ((), ())
+    codes: str = ""
+    cleaning: Optional[Cleaning] = None
+
+    def apply(self, pair: Pair) -> Union[Pair, str]:
+        """The finished pair, or the reason why it is dropped."""
+        for text in pair:
+            if text.startswith(BAD):
+                return text[len(BAD) :]
+        source, target = (" ".join(apply_steps(text, steps).split()) for text, steps in zip(pair, self.steps))
+        if self.codes:
+            source, target = (load_codes(self.codes).segment(text) for text in (source, target))
+        return clean(source, target, self.cleaning) if self.cleaning else (source, target)
+
+
+class Job(NamedTuple):
+    """One split: its files and its chain. hold_out: lines that go to another split.
+
+    lenient: lines that are no text are dropped and counted; else they are an error.
     """
 
-    lowercase: bool
-    moses: str
+    split: str
+    files: Sequence[PiecePair]
+    chain: Chain
+    hold_out: Optional[HoldOut] = None
+    lenient: bool = False
+
+    @property
+    def outputs(self) -> List[str]:
+        """Names of the splits that it writes."""
+        return [self.split, *([self.hold_out.split] if self.hold_out else [])]
 
 
-def process_line(line: str, language: str, steps: TextSteps) -> str:
-    """One raw line → its tokens, separated by single spaces."""
-    text = line.lower() if steps.lowercase else line
-    if steps.moses:
-        text = normalize_punctuation(text, language, edition=steps.moses)
-        text = tokenize(text, language, edition=steps.moses)
-    return " ".join(text.split())
+def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int, say: Say) -> Dict[str, Any]:
+    """Write `<split>.<lang>` into `folder` for each job, going on where an interrupted call stopped.
 
-
-def tokenise_splits(
-    splits: Dict[str, SplitFiles], languages: Pair, steps: TextSteps, folder: Path, say: Callable[[str], None]
-) -> Dict[str, Dict[str, int]]:
-    """Write `<split>.<lang>` into `folder` for each split.
-
-    Training pairs with an empty side are left out and counted; other splits keep every line.
-    Returns split → {"lines", "dropped", "tokens_<lang>"}.
+    Returns split → {"lines", "tokens_<lang>", and for a job's own split "read" and "dropped": reason →
+    pairs}. Raises UserError for files that are no aligned text or when nothing is left of a split.
     """
-    work = functools.partial(_process_pairs, languages=languages, steps=steps)
-    facts = {}
-    for split, files in splits.items():
-        facts[split] = _write_split(
-            split,
-            _parallel_map(work, chunks(read_pairs(files), CHUNK), split),
-            languages,
-            folder,
-            drop_empty=split == "train",
-        )
-        numbers = ", ".join(
-            f"{facts[split][f'tokens_{language}']:,} {language} tokens" for language in languages
-        )
-        dropped = facts[split]["dropped"]
-        say(
-            f"{split}: {facts[split]['lines']:,} pairs, {numbers}"
-            + (f"; {dropped:,} pairs with an empty side left out" if dropped else "")
-        )
-        if not facts[split]["lines"]:
-            raise UserError(f"{files.source} and {files.target}: no pair with text on both sides.")
-    return facts
-
-
-def learn_codes(text_files: Iterable[Path], merges: int, codes: Path) -> None:
-    """Learn `merges` joint BPE operations on all the files together; fewer where the text gives no more."""
-    lines = itertools.chain.from_iterable(read_lines(path) for path in text_files)
-    # subword-nmt draws its own progress bar, which is only noise in a log file.
-    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
-    with atomic_write(codes) as stream, quiet:
-        learn_bpe(lines, stream, merges)
-
-
-def segment_files(files: Dict[Path, Path], codes: Path) -> None:
-    """Apply BPE codes: each file of the mapping is read and its subwords are written to the mapped file."""
-    work = functools.partial(_segment_lines, codes=str(codes))
-    for source, destination in files.items():
-        with atomic_write(destination) as stream:
-            for lines in _parallel_map(work, chunks(read_lines(source), CHUNK), f"BPE {source.name}"):
-                stream.writelines(line + "\n" for line in lines)
-
-
-def _process_pairs(pairs: List[Pair], languages: Pair, steps: TextSteps) -> List[Pair]:
-    return [
-        (process_line(source, languages[0], steps), process_line(target, languages[1], steps))
-        for source, target in pairs
-    ]
-
-
-def _segment_lines(lines: List[str], codes: str) -> List[str]:
-    bpe = _load_codes(codes)
-    return [bpe.segment(line) for line in lines]
-
-
-@functools.lru_cache(maxsize=1)
-def _load_codes(codes: str) -> BPE:
-    with open(codes, encoding="utf-8") as stream:
-        return BPE(stream)
-
-
-def _write_split(
-    split: str, results: Iterable[List[Pair]], languages: Pair, folder: Path, drop_empty: bool
-) -> Dict[str, int]:
-    facts = {"lines": 0, "dropped": 0, **{f"tokens_{language}": 0 for language in languages}}
-    with (
-        atomic_write(folder / f"{split}.{languages[0]}") as source,
-        atomic_write(folder / f"{split}.{languages[1]}") as target,
-    ):
-        for pair in itertools.chain.from_iterable(results):
-            if drop_empty and not all(pair):
-                facts["dropped"] += 1
+    names = [f"{split}.{language}" for job in jobs for split in job.outputs for language in languages]
+    with resumable_files(folder, names) as files:
+        facts = files.state.get("facts", {})
+        for job in jobs:
+            if facts.get(job.split, {}).get("done"):
                 continue
-            facts["lines"] += 1
-            for text, stream, language in zip(pair, (source, target), languages):
-                stream.write(text + "\n")
-                facts[f"tokens_{language}"] += len(text.split())
+            _run_job(job, languages, files, facts, workers)
+            facts[job.split]["done"] = True
+            files.commit({"facts": facts})
+            for split in job.outputs:
+                say(describe(split, facts[split], languages))
+    for fact in facts.values():
+        fact.pop("done", None)
     return facts
 
 
-def _parallel_map(work: Callable, batches: Iterator[List], label: str) -> Iterator[List]:
-    """`map` over batches in order, in several processes once there is enough to do, with a progress bar.
-
-    A group of batches is in memory at a time, so files of any length pass through.
-    """
-    processes = min(8, os.cpu_count() or 1)
-    first = list(itertools.islice(batches, 3))
-    with tqdm(unit=" lines", desc=label, disable=None, leave=False) as bar, contextlib.ExitStack() as stack:
-        if len(first) < 3 or processes == 1:
-            groups: Iterable[Iterable[List]] = [map(work, itertools.chain(first, batches))]
-        else:
-            # Fresh processes: forking one that has loaded torch and started threads can hang for ever.
-            pool = stack.enter_context(
-                ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _ignore_interrupt)
-            )
-            groups = (
-                pool.map(work, group) for group in chunks(itertools.chain(first, batches), 8 * processes)
-            )
-        for result in itertools.chain.from_iterable(groups):
-            bar.update(len(result))
-            yield result
+def describe(split: str, fact: Dict[str, Any], languages: Pair) -> str:
+    """One line about a split: pairs, tokens per language, and what was dropped."""
+    tokens = ", ".join(f"{fact[f'tokens_{language}']:,} {language} tokens" for language in languages)
+    dropped = "".join(f"; {count:,} dropped: {why}" for why, count in fact.get("dropped", {}).items())
+    return f"{split}: {fact['lines']:,} pairs, {tokens}{dropped}"
 
 
-def _ignore_interrupt() -> None:
-    """Ctrl-C is the parent's to handle; the pool ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _run_job(job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, Any], workers: int) -> None:
+    for split in job.outputs:
+        facts.setdefault(split, {"lines": 0, **{f"tokens_{language}": 0 for language in languages}})
+    own = facts[job.split]
+    own.setdefault("read", 0)
+    dropped = collections.Counter(own.get("dropped", {}))
+    pairs = itertools.islice(read_pairs(job.files, job.lenient), own["read"], None)
+    work = functools.partial(_process_pairs, chain=job.chain)
+    results = ordered_map(work, chunks(pairs, CHUNK), workers, job.split, own["read"])
+    for number, batch in enumerate(results, start=1):
+        for result in batch:
+            own["read"] += 1
+            if isinstance(result, str):
+                dropped[result] += 1
+            else:
+                _write(result, job, languages, files, facts)
+        own["dropped"] = dict(sorted(dropped.items()))
+        if number % COMMIT_EVERY == 0:
+            files.commit({"facts": facts})
+    _check(job, own)
+
+
+def _process_pairs(pairs: List[Pair], chain: Chain) -> List[Union[Pair, str]]:
+    return [chain.apply(pair) for pair in pairs]
+
+
+def _write(pair: Pair, job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, Any]) -> None:
+    split = job.split
+    if job.hold_out:
+        kept = sum(facts[name]["lines"] for name in job.outputs) + 1
+        split = job.hold_out.split if kept % job.hold_out.every == 0 else job.split
+    fact = facts[split]
+    fact["lines"] += 1
+    for text, language in zip(pair, languages):
+        files.write(f"{split}.{language}", text)
+        fact[f"tokens_{language}"] += text.count(" ") + 1 if text else 0
+
+
+def _check(job: Job, own: Dict[str, Any]) -> None:
+    names = " and ".join(str(piece.path) for piece in job.files[0])
+    bad = {why: count for why, count in own["dropped"].items() if why in BAD_LINES}
+    if sum(bad.values()) > MOST_BAD * own["read"]:
+        stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
+        raise UserError(
+            f"{names}: of {own['read']:,} pairs of lines too many are no text ({stories}). Is the file "
+            "whole, and UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
+        )
+    if not own["lines"]:
+        raise UserError(f"{names}: no pair with text on both sides is left of {own['read']:,}.")
+
+
+BAD_LINES = ("line of a million bytes", "NUL byte", "not UTF-8")

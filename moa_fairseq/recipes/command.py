@@ -17,6 +17,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -38,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DIR",
-        help="raw data as the recipe's data section wants it, or a folder made by fairseq-preprocess",
+        help="raw data or archives as the recipe's data section wants them (what is public and lacking is "
+        "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`",
     )
     parser.add_argument(
         "--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)"
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = choose_devices(present, args.gpus, args.dry_run)
     options = Options(
         stage=args.stage,
-        data=args.data,
+        data=_binarised_inside(args.data),
         save_dir=args.save_dir,
         restart=args.restart,
         record=_record_path(args),
@@ -95,6 +97,11 @@ def run(args: argparse.Namespace) -> int:
     for command in plan:
         print(f"$ {commands.to_shell(command, environment)}")
     return 0
+
+
+def _binarised_inside(data: Path | None) -> Path | None:
+    """--data as given, or the binarised folder in it when `moa-fairseq prepare` made it."""
+    return data / "binarised" if data and is_binarised(data / "binarised") else data
 
 
 def _say(text: str) -> None:

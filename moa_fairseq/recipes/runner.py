@@ -218,14 +218,15 @@ def _prepare(
 
     # Two runs of one data set may start together: the second one waits and finds everything done.
     with locked(root, patience=math.inf, say=say):
-        prepared = Preparation(settings, _subsets(recipe), source, root, preprocess, say).run()
+        downloads = options.data_root / "downloads"
+        prepared = Preparation(settings, _subsets(recipe), source, root, preprocess, say, downloads).run()
     used = BINARISED_KEYS if _is_given(recipe, source) else settings
     state.put(
         "prepare",
         folder=str(prepared.folder.resolve()),
         sentences=prepared.sentences,
         fingerprint=prepared.fingerprint,
-        source=str(source.resolve()),
+        source=str(source.resolve()) if source else None,
         settings={key: settings[key] for key in used},
     )
     return prepared

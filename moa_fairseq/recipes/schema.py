@@ -6,9 +6,10 @@ import dataclasses
 import re
 from typing import Any, Dict, List, Optional
 
+from moa_fairseq.data_prep.catalogue import translation_sets
 from moa_fairseq.errors import UserError
 
-DATA_RECIPES = ("multi30k", "embedded", "parallel", "binarised")
+DATA_RECIPES = (*translation_sets(), "binarised")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = ("multi_bleu", "compound_split_bleu", "sacrebleu")
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")

@@ -8,58 +8,65 @@ bytes, so their `\\d`, `\\s` and `[a-z]` mean ASCII: every pattern below is comp
 import re
 import unicodedata
 from functools import cache
-from typing import Dict, List, Pattern, Tuple
+from typing import Dict, List, Optional, Pattern, Tuple
 
 from moa_fairseq.errors import UserError
 
-Rule = Tuple[Pattern, str]
+# (what must be in the text, pattern or None, replacement): without a pattern the first is replaced as it
+# stands. Looking for a fixed string first is what makes this fast: most rules concern few lines.
+Rule = Tuple[str, Optional[Pattern], str]
 
 # "current" is Moses' master branch; "2016" is the release that made Multi30k's published files.
 EDITIONS = ("current", "2016")
 
+_ONE_SPACE = ("  ", " +", " ")
 _BRACKETS_AND_COLONS = [
-    (r"\r", ""),
-    (r"\(", " ("),
-    (r"\)", ") "),
-    (r" +", " "),
-    (r"\) ([.!:?;,])", r")\1"),
-    (r"\( ", "("),
-    (r" \)", ")"),
-    (r"(\d) %", r"\1%"),
-    (r" ([:;])", r"\1"),
+    ("\r", None, ""),
+    ("(", None, " ("),
+    (")", None, ") "),
+    _ONE_SPACE,
+    (") ", r"\) ([.!:?;,])", r")\1"),
+    ("( ", None, "("),
+    (" )", None, ")"),
+    (" %", r"(\d) %", r"\1%"),
+    (" :", None, ":"),
+    (" ;", None, ";"),
 ]
 _QUOTES_AND_DASHES = [
-    ("`", "'"),
-    ("''", ' " '),
-    ("[„“”]", '"'),
-    ("–", "-"),
-    ("—", " - "),
-    (" +", " "),
-    ("´", "'"),
-    ("([a-zA-Z])‘([a-zA-Z])", r"\1'\2"),
-    ("([a-zA-Z])’([a-zA-Z])", r"\1'\2"),
+    ("`", None, "'"),
+    ("''", None, ' " '),
+    *((sign, None, '"') for sign in "„“”"),
+    ("–", None, "-"),
+    ("—", None, " - "),
+    _ONE_SPACE,
+    ("´", None, "'"),
+    ("‘", "([a-zA-Z])‘([a-zA-Z])", r"\1'\2"),
+    ("’", "([a-zA-Z])’([a-zA-Z])", r"\1'\2"),
 ]
-_SINGLE_QUOTES = {"current": [("[‘‚]", "'"), ("’", '"')], "2016": [("[‘‚’]", '"')]}
+_SINGLE_QUOTES = {
+    "current": [("‘", None, "'"), ("‚", None, "'"), ("’", None, '"')],
+    "2016": [(sign, None, '"') for sign in "‘‚’"],
+}
 _GUILLEMETS_AND_NO_BREAK_SPACES = [
-    ("''", '"'),
-    ("…", "..."),
-    ("\u00a0«\u00a0", ' "'),
-    ("«\u00a0", '"'),
-    ("«", '"'),
-    ("\u00a0»\u00a0", '" '),
-    ("\u00a0»", '"'),
-    ("»", '"'),
-    ("\u00a0%", "%"),
-    ("nº\u00a0", "nº "),
-    ("\u00a0:", ":"),
-    ("\u00a0ºC", " ºC"),
-    ("\u00a0cm", " cm"),
-    ("\u00a0([?!;])", r"\1"),
-    (",\u00a0", ", "),
-    (" +", " "),
+    ("''", None, '"'),
+    ("…", None, "..."),
+    ("\u00a0«\u00a0", None, ' "'),
+    ("«\u00a0", None, '"'),
+    ("«", None, '"'),
+    ("\u00a0»\u00a0", None, '" '),
+    ("\u00a0»", None, '"'),
+    ("»", None, '"'),
+    ("\u00a0%", None, "%"),
+    ("nº\u00a0", None, "nº "),
+    ("\u00a0:", None, ":"),
+    ("\u00a0ºC", None, " ºC"),
+    ("\u00a0cm", None, " cm"),
+    ("\u00a0", "\u00a0([?!;])", r"\1"),
+    (",\u00a0", None, ", "),
+    _ONE_SPACE,
 ]
-_COMMA_AFTER_QUOTE = [(',"', '",'), (r'(\.+)"(\s*[^<])', r'"\1\2')]
-_COMMA_BEFORE_QUOTE = [(r'"([,.]+)', r'\1"')]
+_COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)"(\s*[^<])', r'"\1\2')]
+_COMMA_BEFORE_QUOTE = [('"', r'"([,.]+)', r'\1"')]
 
 # Wide and typographic signs → ASCII. "１" becomes a quote in Moses too: a slip that every score has.
 _UNICODE_PUNCTUATION: Dict[str, str] = {
@@ -81,8 +88,9 @@ def normalize_punctuation(line: str, lang: str, edition: str = "current") -> str
     """
     # The Perl script sees the line end, and one of its rules matches it: `."` at the end is rewritten.
     text = line + "\n"
-    for pattern, replacement in _normalization_rules(lang, edition):
-        text = pattern.sub(replacement, text)
+    for needed, pattern, replacement in _normalization_rules(lang, edition):
+        if needed in text:
+            text = pattern.sub(replacement, text) if pattern else text.replace(needed, replacement)
     return text[:-1]
 
 
@@ -101,6 +109,16 @@ def replace_unicode_punctuation(line: str) -> str:
     return line.translate(_UNICODE_TRANSLATION)
 
 
+def lowercase(line: str) -> str:
+    """`lowercase.perl`: as str.lower, but every capital sigma becomes σ, at the end of a word too."""
+    return line.replace("Σ", "σ").lower()
+
+
+def straight_apostrophe(line: str) -> str:
+    """What the WMT and IWSLT recipes do to test sets, where nothing else is normalised: ’ becomes '."""
+    return line.replace("’", "'")
+
+
 _UNICODE_TRANSLATION = str.maketrans(_UNICODE_PUNCTUATION)
 
 
@@ -115,5 +133,8 @@ def _normalization_rules(lang: str, edition: str) -> List[Rule]:
     elif lang not in ("cs", "cz"):
         rows = rows + _COMMA_AFTER_QUOTE
     mark = "," if lang in ("de", "es", "cz", "cs", "fr") else "."
-    rows = [*rows, ("(\\d)\u00a0(\\d)", rf"\g<1>{mark}\g<2>")]
-    return [(re.compile(pattern, re.ASCII), replacement) for pattern, replacement in rows]
+    rows = [*rows, ("\u00a0", "(\\d)\u00a0(\\d)", rf"\g<1>{mark}\g<2>")]
+    return [
+        (needed, re.compile(pattern, re.ASCII) if pattern else None, replacement)
+        for needed, pattern, replacement in rows
+    ]

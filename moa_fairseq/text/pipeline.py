@@ -6,17 +6,24 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Sequence, Tuple
 
-from moa_fairseq.text.normalize import normalize_punctuation, remove_nonprinting, replace_unicode_punctuation
+from moa_fairseq.text.normalize import (
+    lowercase,
+    normalize_punctuation,
+    remove_nonprinting,
+    replace_unicode_punctuation,
+    straight_apostrophe,
+)
 from moa_fairseq.text.tokenizer import tokenize
 
 # A step is data, so that it can be written in a recipe and sent to another process.
 Step = Tuple[str, Dict[str, Any]]
 
 STEPS: Dict[str, Callable[..., str]] = {
-    "lowercase": str.lower,
+    "lowercase": lowercase,
     "normalize_punctuation": normalize_punctuation,
     "remove_nonprinting": remove_nonprinting,
     "replace_unicode_punctuation": replace_unicode_punctuation,
+    "straight_apostrophe": straight_apostrophe,
     "tokenize": tokenize,
 }
 _BATCH = 5000

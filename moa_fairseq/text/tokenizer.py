@@ -33,11 +33,10 @@ _HAS_ALPHA = regex.compile(_ALPHA)
 _STARTS_LOWER = regex.compile(r"\p{Lowercase}")
 _STARTS_WITH_DIGIT = re.compile(r"[0-9]")
 _SPACES = re.compile(r" +")
-_ESCAPES = str.maketrans(
-    {
-        **{"&": "&amp;", "<": "&lt;", ">": "&gt;", "'": "&apos;", '"': "&quot;"},
-        **{"|": "&#124;", "[": "&#91;", "]": "&#93;"},
-    }
+# The first is the first to be replaced, as it stands in the others.
+_ESCAPES = (
+    *(("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&apos;"), ('"', "&quot;")),
+    *(("|", "&#124;"), ("[", "&#91;"), ("]", "&#93;")),
 )
 # Stands for one dot of a run: control characters are gone by then, so no text can hold it.
 _DOT = "\x00"
@@ -80,7 +79,7 @@ def tokenize(
             f"Moses' tokenizer for language {lang!r}, edition {edition!r} is not available: choose an "
             f"edition of {', '.join(EDITIONS)} and another language than {', '.join(UNSUPPORTED_LANGUAGES)}."
         )
-    text = line.translate(_CONTROLS)
+    text = line if line.isprintable() else line.translate(_CONTROLS)
     if not text.strip():
         return line if text == line else ""
     text = " ".join(text.split())
@@ -101,7 +100,14 @@ def tokenize(
     if edition != "2016":
         text = _LAST_FULL_STOP_AND_QUOTE.sub(" . '", text)
     text = text.replace(_DOT, ".")
-    return text.translate(_ESCAPES) if escape else text
+    return _escape(text) if escape else text
+
+
+def _escape(text: str) -> str:
+    for sign, entity in _ESCAPES:
+        if sign in text:
+            text = text.replace(sign, entity)
+    return text
 
 
 def _hide_dots(run: "re.Match[str]") -> str:

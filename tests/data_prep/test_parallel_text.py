@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from moa_fairseq.data_prep.parallel_text import SplitFiles, find_splits, read_lines, read_pairs
+from moa_fairseq.data_prep.parallel_text import BAD, Piece, read_lines, read_pairs
 from moa_fairseq.errors import UserError
 
 
@@ -37,6 +37,13 @@ def test_bad_bytes(tmp_path, content, words):
         assert word in str(error.value)
 
 
+def test_bad_lines_can_be_marked_instead(tmp_path):
+    path = tmp_path / "x.en"
+    path.write_bytes(b"fine\nna\xefve\nc\0d\n" + b"x" * 10_000_000 + b"\nlast\r\n")
+    expected = ["fine", BAD + "not UTF-8", BAD + "NUL byte", BAD + "line of a million bytes", "last"]
+    assert list(read_lines(path, mark_bad=True)) == expected
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-12], lambda data: b"<html>" + data])
 def test_damaged_gzip(tmp_path, damage):
     path = tmp_path / "x.en.gz"
@@ -45,15 +52,16 @@ def test_damaged_gzip(tmp_path, damage):
         list(read_lines(path))
 
 
-def pair_of(tmp_path, source, target):
-    files = SplitFiles(tmp_path / "x.en", tmp_path / "x.de")
-    for path, text in zip(files, (source, target)):
-        path.write_text(text, encoding="utf-8")
+def pair_of(tmp_path, source, target, name="x"):
+    files = (Piece(tmp_path / f"{name}.en"), Piece(tmp_path / f"{name}.de"))
+    for piece, text in zip(files, (source, target)):
+        piece.path.write_text(text, encoding="utf-8")
     return files
 
 
 def test_pairs(tmp_path):
-    assert list(read_pairs(pair_of(tmp_path, "a\nb\n", "c\nd\n"))) == [("a", "c"), ("b", "d")]
+    one, other = pair_of(tmp_path, "a\nb\n", "c\nd\n"), pair_of(tmp_path, "e\n", "f", "y")
+    assert list(read_pairs([one, other])) == [("a", "c"), ("b", "d"), ("e", "f")]
 
 
 @pytest.mark.parametrize(
@@ -61,40 +69,9 @@ def test_pairs(tmp_path):
 )
 def test_different_length(tmp_path, source, target, longer):
     with pytest.raises(UserError, match=rf"{longer} has 3 lines and \S+ has 1:"):
-        list(read_pairs(pair_of(tmp_path, source, target)))
+        list(read_pairs([pair_of(tmp_path, source, target)]))
 
 
 def test_empty_files(tmp_path):
-    with pytest.raises(UserError, match="are empty"):
-        list(read_pairs(pair_of(tmp_path, "", "")))
-
-
-NAMES = {"train": "train", "valid": "val", "test": "test16", "test1": "test17"}
-
-
-def find(folder):
-    return find_splits(folder, NAMES, ("en", "de"), ["train", "valid", "test"], "Bring files.")
-
-
-def test_find_splits(tmp_path):
-    for name in ("train.en", "train.de.gz", "val.en", "val.de", "test16.en", "test16.de"):
-        (tmp_path / name).touch()
-    found = find(tmp_path)
-    assert list(found) == ["train", "valid", "test"]
-    assert found["train"] == (tmp_path / "train.en", tmp_path / "train.de.gz")
-
-
-def test_missing_files_are_all_named(tmp_path):
-    for name in ("train.en", "val.en", "val.de", "test17.de"):
-        (tmp_path / name).touch()
-    with pytest.raises(UserError) as error:
-        find(tmp_path)
-    for word in ("train.de[.gz]", "test16.en[.gz]", "test16.de[.gz]", "test17.en[.gz]", "Bring files."):
-        assert word in str(error.value)
-
-
-def test_missing_and_empty_folders(tmp_path):
-    with pytest.raises(UserError, match=r"no data folder.*Bring files"):
-        find(tmp_path / "none")
-    with pytest.raises(UserError, match="is empty"):
-        find(tmp_path)
+    with pytest.raises(UserError, match="hold no line"):
+        list(read_pairs([pair_of(tmp_path, "", "")]))

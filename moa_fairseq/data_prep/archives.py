@@ -1,0 +1,87 @@
+"""Taking single files out of archives: only what was asked for, to where this program says."""
+
+from __future__ import annotations
+
+import gzip
+import posixpath
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Collection, Dict, Iterator, Sequence, Tuple
+
+from tqdm import tqdm
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+
+BLOCK = 1 << 20
+Member = Tuple[str, int, IO[bytes]]
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, NotImplementedError)
+
+
+class DamagedArchive(UserError):
+    """An archive that cannot be read to the end."""
+
+
+def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> Dict[str, int]:
+    """Copy members of a tar (also .tgz) or zip archive to `folder/<name of the member>`.
+
+    wanted: groups of member names; of each group the first that the archive has is reported. Names
+    outside of the groups are never written, links are not followed; the archive is read to its end.
+    Returns name → bytes. Raises DamagedArchive for a cut off archive, UserError when a group has no
+    member in it.
+    """
+    names = {name for group in wanted for name in group}
+    for name in names:
+        if posixpath.isabs(name) or ".." in name.split("/"):
+            raise ValueError(f"{name} would leave the folder")
+    found: Dict[str, int] = {}
+    try:
+        for name, size, stream in _members(archive, names):
+            with atomic_write(folder / name, "wb") as output:
+                _copy(stream, output, size, posixpath.basename(name))
+            found[name] = size
+    except _DAMAGED as error:
+        raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
+    missing = [group for group in wanted if not found.keys() & set(group)]
+    if missing:
+        what = ", ".join(" or ".join(group) for group in missing)
+        raise UserError(f"{archive} does not contain {what}: it is another archive than the recipe knows.")
+    return {_first(group, found): found[_first(group, found)] for group in wanted}
+
+
+def _first(group: Sequence[str], found: Dict[str, int]) -> str:
+    return next(name for name in group if name in found)
+
+
+def _members(archive: Path, names: Collection[str]) -> Iterator[Member]:
+    """(name, size, content) of each ordinary file of the archive that is one of `names`."""
+    if archive.name.endswith(".zip"):
+        with zipfile.ZipFile(archive) as package:
+            for info in package.infolist():
+                name = posixpath.normpath(info.filename)
+                if name in names and not info.is_dir():
+                    with package.open(info) as stream:
+                        yield name, info.file_size, stream
+        return
+    with gzip.open(archive) if archive.name.endswith("gz") else open(archive, "rb") as raw:
+        # As a stream: one pass from front to back, so that a large archive is decompressed only once.
+        with tarfile.open(fileobj=raw, mode="r|") as package:
+            for info in package:
+                name = posixpath.normpath(info.name)
+                if name in names and info.isfile():
+                    yield name, info.size, package.extractfile(info)
+        while raw.read(BLOCK):  # to the very end, where gzip keeps its checksum
+            pass
+
+
+def _copy(stream: IO[bytes], output: IO[bytes], size: int, label: str) -> None:
+    left = size
+    with tqdm(total=size, unit="B", unit_scale=True, desc=label, disable=None, leave=False) as bar:
+        while block := stream.read(BLOCK):
+            output.write(block)
+            left -= len(block)
+            bar.update(len(block))
+    if left:
+        raise EOFError(f"{label} ends {left:,} bytes early")

@@ -1,0 +1,78 @@
+"""Byte pair encoding by subword-nmt: learning merges on several files together, loading them once."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Counter, List, Sequence
+
+from subword_nmt.apply_bpe import BPE
+from subword_nmt.learn_bpe import learn_bpe
+
+from moa_fairseq.data_prep.parallel_text import chunks, read_lines
+from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+
+# Lines that are counted at once: larger than in other stages, as a table of words comes back.
+CHUNK = 50_000
+# Words whose segmentation is remembered; with more, subword-nmt's memory starts anew.
+REMEMBERED = 1_000_000
+
+
+class Codes(BPE):
+    """subword-nmt's BPE whose memory of segmented words does not grow without end."""
+
+    def segment(self, sentence: str, dropout: float = 0) -> str:
+        """The subwords of a line of tokens, separated by spaces."""
+        if len(self.cache) > REMEMBERED:
+            self.cache.clear()
+        return super().segment(sentence, dropout)
+
+
+def load_codes(path: str) -> Codes:
+    """The codes of a file, read once per process unless the file changes."""
+    stat = os.stat(path)
+    return _load(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _load(path: str, size: int, time: int) -> Codes:
+    with open(path, encoding="utf-8") as stream:
+        return Codes(stream)
+
+
+def learn_codes(text_files: Sequence[Path], merges: int, codes: Path, workers: int = 1) -> None:
+    """Learn `merges` joint BPE operations on all the files together; fewer where the text gives no more.
+
+    The same codes as `subword-nmt learn-bpe -s MERGES` on the files one after the other. Raises
+    UserError for text without a single pair of letters.
+    """
+    words = count_words(text_files, workers)
+    if not any(len(word) > 1 for word in words):
+        names = ", ".join(str(path) for path in text_files)
+        raise UserError(f"{names}: there is no word of two letters to learn BPE from.")
+    # subword-nmt draws its own progress bar, which is only noise in a log file.
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    with atomic_write(codes) as stream, quiet:
+        learn_bpe([f"{word} {count}" for word, count in words.items()], stream, merges, is_dict=True)
+
+
+def count_words(text_files: Sequence[Path], workers: int = 1) -> Counter[str]:
+    """How often each word between spaces occurs in all the files together."""
+    total: Counter[str] = collections.Counter()
+    for path in text_files:
+        label = f"words of {path.name}"
+        for counts in ordered_map(_count, chunks(read_lines(path), CHUNK), workers, label):
+            total.update(counts)
+    total.pop("", None)
+    return total
+
+
+def _count(lines: List[str]) -> Counter[str]:
+    return collections.Counter(word for line in lines for word in line.split(" "))

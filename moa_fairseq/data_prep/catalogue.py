@@ -1,0 +1,144 @@
+"""The two tables of this room as objects: public files (sources.yaml) and data sets (datasets.yaml)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import yaml
+
+from moa_fairseq.data_prep.cleaning import Cleaning
+from moa_fairseq.text.pipeline import Step
+
+HERE = Path(__file__).parent
+_WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
+
+
+@dataclasses.dataclass(frozen=True)
+class PublicFile:
+    """One file on the internet. name: where it is kept, below the folder of downloads."""
+
+    name: str
+    urls: Tuple[str, ...]
+    size: Optional[int] = None
+    sha256: Optional[str] = None
+    md5: Optional[str] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One text of a split: a member of an archive (the first of `members` that is there), or a `file`."""
+
+    archive: str = ""
+    members: Tuple[str, ...] = ()
+    file: str = ""
+    markup: str = "plain"
+
+    def named(self, lang: str = "", side: str = "") -> Part:
+        """The same part with {lang} and {side} filled in."""
+        members = tuple(member.format(lang=lang, side=side) for member in self.members)
+        return dataclasses.replace(self, members=members, file=self.file.format(lang=lang, side=side))
+
+
+@dataclasses.dataclass(frozen=True)
+class HoldOut:
+    """Every n-th line of the training text becomes another split."""
+
+    split: str
+    every: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """How one data set becomes text for fairseq; see the head of datasets.yaml for the keys."""
+
+    name: str
+    summary: str
+    splits: Mapping[str, Tuple[Part, ...]]
+    languages: Tuple[str, ...] = ()
+    steps: Mapping[str, Tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    clean: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hold_out: Optional[HoldOut] = None
+    merges: Optional[int] = None
+    joined_dictionary: bool = True
+    preprocess: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    expected: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bring: str = ""
+    encoder: str = ""
+    pieces: int = 0
+    byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def downloadable(self) -> bool:
+        """True when sources.yaml knows every part of it."""
+        language = self.languages[0] if self.languages else ""
+        parts = [part.named(language) for parts in self.splits.values() for part in parts]
+        return all((part.archive or part.file) in public_files() for part in parts)
+
+    @property
+    def subsets(self) -> List[str]:
+        """The names of all splits, the held-out one and byte ranges included."""
+        names = list(self.byte_splits or self.splits)
+        if self.hold_out:
+            names.insert(1, self.hold_out.split)
+        return names
+
+    def steps_for(self, split: str, language: str) -> Tuple[Step, ...]:
+        """The line functions for one language of a split, as moa_fairseq.text.pipeline takes them."""
+        rows = self.steps.get(split, self.steps.get("other", ()))
+        named = [(row, {}) if isinstance(row, str) else next(iter(row.items())) for row in rows]
+        return tuple(
+            (name, {**options, "lang": language} if name in _WITH_LANGUAGE else dict(options))
+            for name, options in named
+        )
+
+    def cleaning(self, stage: str, split: str) -> Optional[Cleaning]:
+        """What drops pairs of a split after `stage` ("tokens" or "bpe"); None: nothing."""
+        if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
+            return None
+        return Cleaning(**{key: value for key, value in self.clean.items() if key not in ("after", "splits")})
+
+
+def _table(name: str) -> Dict[str, Any]:
+    return yaml.safe_load((HERE / name).read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1)
+def public_files() -> Dict[str, PublicFile]:
+    """name → PublicFile, of sources.yaml."""
+    table = _table("sources.yaml")
+    found = {}
+    for name, row in table["files"].items():
+        urls = tuple(url.format(**table["places"]) for url in row["urls"])
+        found[name] = PublicFile(name, urls, **{key: row[key] for key in row if key != "urls"})
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _datasets() -> Dict[str, Dict[str, Dataset]]:
+    return {
+        kind: {name: _dataset(name, row) for name, row in rows.items()}
+        for kind, rows in _table("datasets.yaml").items()
+    }
+
+
+def translation_sets() -> Dict[str, Dataset]:
+    """name → Dataset of two languages."""
+    return _datasets()["translation"]
+
+
+def language_modeling_sets() -> Dict[str, Dataset]:
+    """name → Dataset of one language."""
+    return _datasets()["language_modeling"]
+
+
+def _dataset(name: str, row: Dict[str, Any]) -> Dataset:
+    splits = {
+        split: tuple(Part(**{**part, "members": tuple(part.get("members", ()))}) for part in parts)
+        for split, parts in row["splits"].items()
+    }
+    hold_out = HoldOut(**row["hold_out"]) if "hold_out" in row else None
+    rest = {key: value for key, value in row.items() if key not in ("splits", "hold_out", "languages")}
+    return Dataset(name, splits=splits, hold_out=hold_out, languages=tuple(row.get("languages", ())), **rest)

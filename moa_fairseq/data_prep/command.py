@@ -1,0 +1,142 @@
+"""Prepare one data set: download, verify, extract, clean, tokenise, learn and apply BPE, binarise.
+
+  moa-fairseq prepare wmt14_en_de                            # into data/wmt14_en_de
+  moa-fairseq prepare wmt14_en_de --flavour vaswani --from ~/Downloads
+  moa-fairseq prepare iwslt14_de_en --source en --target de OUT
+  moa-fairseq prepare multi30k --target fr --from multi30k/data/task1/raw --offline
+
+Every stage is a folder in OUT that appears when it is whole: run the same line again after an interruption
+and it goes on where it stopped. manifest.json tells where everything came from, with checksums and counts.
+OUT/binarised is what fairseq-train and `moa-fairseq recipe --data` take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any, Dict, Mapping
+
+from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, translation_sets
+from moa_fairseq.data_prep.manifest import summary
+from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.prepare import Preparation
+from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
+from moa_fairseq.data_prep.workers import default_workers
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
+from moa_fairseq.recipes.run_folder import locked
+
+
+def names() -> Dict[str, Dataset]:
+    """The data sets that can be prepared from public files."""
+    every = {**translation_sets(), **language_modeling_sets()}
+    return {name: dataset for name, dataset in every.items() if dataset.downloadable}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `moa-fairseq prepare`."""
+    about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in names().items())
+    parser.add_argument("name", metavar="NAME", choices=sorted(names()), help=about)
+    parser.add_argument("output", type=Path, nargs="?", metavar="OUT", help="default: data/NAME")
+    parser.add_argument(
+        "--from",
+        type=Path,
+        dest="at_hand",
+        metavar="DIR",
+        help="a folder with archives, or extracted files, that are at hand; what it lacks is downloaded",
+    )
+    parser.add_argument("--offline", action="store_true", help="never download")
+    parser.add_argument(
+        "--downloads",
+        type=Path,
+        metavar="DIR",
+        help="where downloads are kept (default: downloads beside OUT)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=default_workers(),
+        metavar="N",
+        help="processes (default: %(default)s)",
+    )
+    parser.add_argument("--flavour", metavar="NAME", help="another edition: vaswani (of wmt14_en_de)")
+    parser.add_argument("--source", metavar="LANG", help="source language, to turn a pair round")
+    parser.add_argument("--target", metavar="LANG", help="target language")
+    parser.add_argument("--json", action="store_true", help="print the manifest instead of its summary")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare (or find) the data set and print its summary; returns the exit status."""
+    dataset = _dataset(args)
+    output = args.output or Path("data") / dataset.name
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers}: at least one process is needed.")
+    if args.at_hand is not None and not args.at_hand.is_dir():
+        raise UserError(f"--from {args.at_hand} is not a folder.")
+    downloads = args.downloads or output.parent / "downloads"
+    with terminate_as_interrupt(), locked(output, math.inf, _say) as lock:
+
+        def preprocess(flags: Mapping[str, Any]) -> None:
+            command = ["fairseq-preprocess", *commands.flags(flags)]
+            _say("$ " + commands.to_shell(command).replace("binarised.partial", "binarised"))
+            Executor(keep_open=lock).run(command, output / "preprocess.log")
+
+        if dataset.name in translation_sets():
+            settings = _settings(dataset, args)
+            subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
+            Preparation(
+                settings,
+                subsets,
+                args.at_hand,
+                output,
+                preprocess,
+                _say,
+                downloads,
+                args.offline,
+                args.workers,
+            ).run()
+        else:
+            if args.source or args.target:
+                raise UserError(f"{dataset.name} has one language: leave --source and --target out.")
+            store = Store(args.at_hand, downloads, args.offline, _say)
+            MonolingualPreparation(dataset, store, output, preprocess, _say, args.workers).run()
+    manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
+    print(json.dumps(manifest, indent=1) if args.json else "\n".join(summary(manifest, output)))
+    return 0
+
+
+def _dataset(args: argparse.Namespace) -> Dataset:
+    name = f"{args.name}_{args.flavour}" if args.flavour else args.name
+    if name not in names():
+        flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
+        known = f"it has {', '.join(flavours)}" if flavours else "it has none"
+        raise UserError(f"--flavour {args.flavour}: {args.name} has no such flavour; {known}.")
+    return names()[name]
+
+
+def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
+    """The data section of a recipe that uses the data set as its table row says."""
+    first, second = dataset.languages[:2]
+    source, target = args.source or first, args.target
+    if target is None:
+        target = second if source != second else first
+    if args.source is None and target == first:
+        source = second
+    if source == target:
+        raise UserError(f"--source and --target are both {source!r}.")
+    return {
+        "recipe": dataset.name,
+        "source": source,
+        "target": target,
+        "bpe": dataset.merges,
+        "joined_dictionary": dataset.joined_dictionary,
+        "lowercase": False,
+        "flags": {},
+    }
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,92 @@
+"""manifest.json: what a prepared data set was made from, how, and what came out, with checksums."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
+from moa_fairseq.files import atomic_write
+
+TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy")
+FAIRSEQ = ("fairseq", "ve-fairseq")
+STAGES = ("model", "text", "tokens", "bpe", "binarised")
+
+
+def write_manifest(
+    root: Path,
+    settings: Mapping[str, Any],
+    sources: Mapping[str, Any],
+    texts: Mapping[str, Any],
+    expected: Mapping[str, int],
+) -> Dict[str, Any]:
+    """Write `root/manifest.json` about the stage folders below `root`; returns its content.
+
+    settings: of the data section. sources: name → urls, bytes, sha256. texts: split → the text files
+    that were read. expected: split → published number of lines. Holds no time and no path outside of
+    `root`, so that two preparations of the same data have equal manifests.
+    """
+    memory = FileMemory(root / "files.json")
+    stages = {name: read_mark(root / name) for name in STAGES}
+    lines = _lines(stages)
+    manifest = {
+        "settings": dict(settings),
+        "sources": dict(sorted(sources.items())),
+        "texts": texts,
+        "stages": {name: mark["facts"] for name, mark in stages.items() if mark},
+        "lines": {split: {"found": lines[split], "expected": expected.get(split)} for split in sorted(lines)},
+        "outputs": {
+            f"{name}/{file}": {"bytes": size, "sha256": memory.sha256(root / name / file)}
+            for name, mark in stages.items()
+            for file, size in mark.get("files", {}).items()
+        },
+        "tools": tool_versions(),
+    }
+    with atomic_write(root / "manifest.json") as stream:
+        json.dump(manifest, stream, indent=1, ensure_ascii=False)
+    return manifest
+
+
+def tool_versions() -> Dict[str, str]:
+    """Versions of everything that shapes the result."""
+    import moa_fairseq
+
+    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
+    for tool in (*TOOLS, *FAIRSEQ):
+        try:
+            versions[tool] = metadata.version(tool)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
+    """The manifest for people: lines per split beside the published numbers, drops, where things are."""
+    out = [f"{'split':8s} {'lines':>12s}  published"]
+    for split, count in manifest["lines"].items():
+        expected = count["expected"]
+        verdict = "" if expected is None else "the same" if expected == count["found"] else f"{expected:,}!"
+        out.append(f"{split:8s} {count['found']:12,d}  {verdict}".rstrip())
+    for stage, facts in manifest["stages"].items():
+        for split, fact in facts.items():
+            if isinstance(fact, dict):
+                drops = [f"{n:,} dropped: {why}" for why, n in fact.get("dropped", {}).items()]
+                out += [f"{stage} of {split}: {fact['read']:,} read, {', '.join(drops)}"] if drops else []
+    different = [split for split, n in manifest["lines"].items() if n["expected"] not in (None, n["found"])]
+    if different:
+        out.append(f"! {', '.join(different)}: another number of lines than published; see the drops above.")
+    out.append(f"{root}/manifest.json has sources, checksums, counts and versions.")
+    return out
+
+
+def _lines(stages: Mapping[str, Any]) -> Dict[str, int]:
+    """split → lines, after the last stage that counts them."""
+    found: Dict[str, int] = {}
+    for name in ("text", "tokens", "bpe"):
+        for split, fact in stages[name].get("facts", {}).items():
+            if isinstance(fact, dict) and "lines" in fact:
+                found[split] = fact["lines"]
+    return found

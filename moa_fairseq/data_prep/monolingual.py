@@ -1,0 +1,133 @@
+"""Text of language models: words, SentencePiece pieces or bytes, one split per file."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence
+
+from moa_fairseq.data_prep.parallel_text import Piece, chunks
+from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+
+Texts = Mapping[str, Sequence[Piece]]
+Facts = Dict[str, Dict[str, int]]
+CHUNK = 5000
+BLOCK = 1 << 20
+MODEL = "sentencepiece.model"
+# SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
+ROW = 100_000
+# Bytes as decimal numbers; a line feed ends the line, and fairseq's end-of-line symbol stands for it.
+_BYTES = [f"{value} " for value in range(256)]
+_BYTES[ord("\n")] = "\n"
+
+
+def write_lines(texts: Texts, folder: Path) -> Facts:
+    """Copy the lines of each split, checked, to `folder/<split>`. Returns split → lines, tokens."""
+    return {split: _write(folder / split, _lines(pieces)) for split, pieces in texts.items()}
+
+
+def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
+    """Cut one file into splits of so many bytes and write a byte as a number: `folder/<split>`.
+
+    Raises UserError for a file of another size than all splits together.
+    """
+    (piece,) = texts["train"]
+    total, found = sum(sizes.values()), piece.path.stat().st_size
+    if found != total:
+        raise UserError(
+            f"{piece.path} has {found:,} bytes instead of {total:,}: it is cut off or another file."
+        )
+    facts = {}
+    with open(piece.path, "rb") as stream:
+        for split, size in sizes.items():
+            with atomic_write(folder / split) as output:
+                lines, left = 0, size
+                while left:
+                    block = stream.read(min(BLOCK, left))
+                    left -= len(block)
+                    lines += block.count(b"\n")
+                    output.write("".join([_BYTES[value] for value in block]))
+                if block[-1:] != b"\n":
+                    output.write("\n")
+                    lines += 1
+            facts[split] = {"lines": lines, "bytes": size}
+    return facts
+
+
+def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, int]:
+    """Learn `count` SentencePiece pieces (BPE, digits apart) on text; writes `folder/sentencepiece.model`."""
+    import sentencepiece
+
+    with atomic_write(folder / MODEL, "wb") as stream:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_lines(texts),
+                model_writer=stream,
+                vocab_size=count,
+                model_type="bpe",
+                split_digits=True,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            raise UserError(
+                f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}. Is the text whole?"
+            ) from error
+    return {"pieces": count}
+
+
+def write_pieces(texts: Texts, model: Path, folder: Path, workers: int, row: int = ROW) -> Facts:
+    """Write the pieces of each split to `folder/<split>`, line ends forgotten, `row` pieces a line."""
+    work = functools.partial(_encode, model=str(model))
+    facts = {}
+    for split, pieces in texts.items():
+        read = _Counted(_lines(pieces))
+        batches = ordered_map(work, chunks(read, CHUNK), workers, split)
+        tokens = itertools.chain.from_iterable(itertools.chain.from_iterable(batches))
+        facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, row)))
+        facts[split]["lines"] = read.count
+    return facts
+
+
+class _Counted:
+    """An iterator that remembers how many items it gave."""
+
+    def __init__(self, items: Iterator[str]) -> None:
+        self.items = items
+        self.count = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for item in self.items:
+            self.count += 1
+            yield item
+
+
+def _lines(pieces: Iterable[Piece]) -> Iterator[str]:
+    return itertools.chain.from_iterable(piece.lines() for piece in pieces)
+
+
+def _write(path: Path, lines: Iterable[str]) -> Dict[str, int]:
+    facts = {"lines": 0, "tokens": 0}
+    with atomic_write(path) as stream:
+        for line in lines:
+            stream.write(line + "\n")
+            facts["lines"] += 1
+            facts["tokens"] += len(line.split())
+    if not facts["tokens"]:
+        raise UserError(f"There is no text for the split {path.name}.")
+    return facts
+
+
+def _encode(lines: List[str], model: str) -> List[List[str]]:
+    processor = _load(model)
+    # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
+    return [[processor.id_to_piece(number) for number in numbers] for numbers in processor.encode(lines)]
+
+
+@functools.lru_cache(maxsize=1)
+def _load(model: str) -> Any:
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=model)

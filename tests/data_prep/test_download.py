@@ -1,0 +1,209 @@
+"""Downloads from a server on this machine: resumed, from a mirror, and refused when they are not the file."""
+
+import contextlib
+import gzip
+import hashlib
+import http.server
+import re
+import threading
+from dataclasses import replace
+
+import pytest
+
+from moa_fairseq.data_prep import download as module
+from moa_fairseq.data_prep.catalogue import PublicFile
+from moa_fairseq.data_prep.download import confirmation_address, download
+from moa_fairseq.errors import UserError
+
+CONTENT = gzip.compress(bytes(range(256)) * 4000, mtime=0) + b"x" * 3_000_000
+FORM = (
+    '<html><head><title>Virus scan warning</title></head><body><form id="download-form" '
+    'action="/confirmed" method="get"><input type="hidden" name="id" value="7">'
+    '<input type="hidden" name="confirm" value="t&amp;x"></form></body></html>'
+)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves CONTENT at /file.gz with ranges; `server.cut` bytes are sent per answer before it hangs up."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        self.server.requests.append((self.path, self.headers.get("Range")))
+        name = self.path.partition("?")[0]
+        if name == "/form":
+            return self._send(200, FORM.encode(), "text/html; charset=utf-8")
+        if name == "/page.gz":
+            return self._send(200, b"<html><title>Please log in</title></html>", "text/html")
+        if name == "/disguised.gz":
+            return self._send(200, b"<!DOCTYPE html><html>", "application/gzip")
+        if name == "/busy.gz":
+            return self._send(503, b"", "text/plain")
+        if name not in ("/file.gz", "/confirmed", "/plain.gz"):
+            return self._send(404, b"gone", "text/plain")
+        start, status = 0, 200
+        wanted = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if wanted and name != "/plain.gz" and self.headers.get("If-Range") == self.server.tag:
+            start, status = int(wanted.group(1)), 206
+        return self._send(status, self.server.content[start:], "application/gzip", start)
+
+    def _send(self, status, body, kind, start=0):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if self.path != "/plain.gz":
+            self.send_header("ETag", self.server.tag)
+        if status == 206:
+            total = start + len(body)
+            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
+        self.end_headers()
+        cut = self.server.cut.pop(0) if self.server.cut and status in (200, 206) else len(body)
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(body[:cut])
+        self.close_connection = True
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(module, "PAUSES", (0, 0))
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.requests, running.cut, running.content, running.tag = [], [], CONTENT, '"1"'
+    running.url = f"http://127.0.0.1:{running.server_port}/"
+    thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+    running.server_close()
+
+
+SHA = hashlib.sha256(CONTENT).hexdigest()
+
+
+def source(server, *names, **pins):
+    urls = tuple(server.url + name for name in names or ("file.gz",))
+    return PublicFile("sub/file.gz", urls, **{"sha256": SHA, **pins})
+
+
+def fetch(server, folder, *names, **pins):
+    return download(source(server, *names, **pins), folder, lambda line: None)
+
+
+def test_whole(server, tmp_path):
+    path = fetch(server, tmp_path, size=len(CONTENT), md5=hashlib.md5(CONTENT).hexdigest())
+    assert path == tmp_path / "sub" / "file.gz" and path.read_bytes() == CONTENT
+    assert [file.name for file in path.parent.iterdir()] == ["file.gz"]
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(server, tmp_path):
+    server.cut = [1_500_000, 700_000]
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    assert [span for _, span in server.requests] == [None, "bytes=1500000-", "bytes=2200000-"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_download_is_taken_up_by_the_next_run(server, tmp_path, monkeypatch, error):
+    count = iter([None, error()])
+
+    class Bar(module.tqdm):
+        def update(self, amount=1):
+            problem = next(count)
+            if problem:
+                raise problem
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "tqdm", Bar)
+        with pytest.raises(error):
+            fetch(server, tmp_path)
+    assert not (tmp_path / "sub" / "file.gz").exists()
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    assert server.requests[1][1] == f"bytes={2 * module.BLOCK}-"
+
+
+def test_a_file_that_changed_in_between_is_fetched_anew(server, tmp_path):
+    server.cut, server.content = [1_000_000, 0, 0], b"\x1f\x8bolder" * 300_000
+    with pytest.raises(UserError, match="1,000,000 bytes were received"):
+        fetch(server, tmp_path)
+    server.content, server.tag = CONTENT, '"2"'
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+
+
+def test_a_server_without_ranges(server, tmp_path):
+    server.cut = [1_500_000]
+    assert fetch(server, tmp_path, "plain.gz").read_bytes() == CONTENT
+
+
+def test_the_next_mirror_serves(server, tmp_path):
+    assert fetch(server, tmp_path, "gone.gz", "page.gz", "busy.gz", "file.gz").read_bytes() == CONTENT
+    assert [name for name, _ in server.requests].count("/busy.gz") == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "pins", "words"),
+    [
+        (["page.gz"], {}, ["page.gz", "web page titled 'Please log in'"]),
+        (["disguised.gz"], {}, ["disguised.gz", "is a web page instead of the file"]),
+        (["gone.gz"], {}, ["gone.gz", "HTTP 404"]),
+        (["busy.gz"], {}, ["HTTP 503"]),
+        (["file.gz"], {"sha256": "0" * 64}, [SHA, "instead of 000"]),
+        (["file.gz"], {"sha256": None, "md5": "0" * 32}, ["md5"]),
+        (["file.gz"], {"size": 12}, [f"{len(CONTENT):,} bytes instead of 12"]),
+        (["gone.gz", "page.gz"], {}, ["gone.gz", "page.gz"]),
+    ],
+)
+def test_what_is_not_the_file_is_refused(server, tmp_path, names, pins, words):
+    with pytest.raises(UserError) as error:
+        fetch(server, tmp_path, *names, **pins)
+    for word in [*words, "Could not download file.gz", "--from"]:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "sub" / "file.gz").exists()
+    assert not list(tmp_path.rglob("*.part"))  # nothing wrong is gone on from
+
+
+@pytest.mark.parametrize(("name", "kind"), [("file.gz", "gzip"), ("file.zip", "zip"), ("file.tar", "tar")])
+def test_formats(server, tmp_path, name, kind):
+    server.content = b"something else"
+    wrong = replace(source(server, sha256=None), name=name)
+    with pytest.raises(UserError, match=f"is no {kind} file"):
+        download(wrong, tmp_path, print)
+
+
+def test_always_cut_off(server, tmp_path):
+    server.cut = [1_000_000, 10, 10]
+    with pytest.raises(UserError, match=r"1,000,020 bytes were received and are kept"):
+        fetch(server, tmp_path)
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+
+
+def test_nobody_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PAUSES", (0,))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    gone = PublicFile("file.gz", ("http://127.0.0.1:9/file.gz",))
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9/file\.gz: .*refused"):
+        download(gone, tmp_path, print)
+
+
+def test_a_page_that_asks_for_confirmation_is_confirmed(server, tmp_path):
+    assert fetch(server, tmp_path, "form").read_bytes() == CONTENT
+    assert server.requests[-1][0] == "/confirmed?id=7&confirm=t%26x"
+
+
+def test_google_drive():
+    assert module._address("gdrive:ABC").endswith("download?id=ABC&export=download&confirm=t")
+    assert confirmation_address("<html>nothing</html>", "http://x/") is None
+
+
+def test_full_disk(server, tmp_path, monkeypatch):
+    import errno
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_copy", full)
+    with pytest.raises(UserError, match="disk is full"):
+        fetch(server, tmp_path)
