@@ -91,7 +91,7 @@ def _pair_in_file_names(folder: Path, languages: Tuple[str, str]) -> str:
 
 
 def _check_subset(folder: Path, subset: str, pair: str, languages: Tuple[str, str]) -> int:
-    counts = [_check_pair_of_files(folder / f"{subset}.{pair}.{language}") for language in languages]
+    counts = [check_stem(folder / f"{subset}.{pair}.{language}") for language in languages]
     if counts[0] != counts[1]:
         raise UserError(
             f"{folder}: subset {subset} has {counts[0]:,} {languages[0]} and {counts[1]:,} "
@@ -100,8 +100,8 @@ def _check_subset(folder: Path, subset: str, pair: str, languages: Tuple[str, st
     return counts[0]
 
 
-def _check_pair_of_files(stem: Path) -> int:
-    """Check `<stem>.idx` against `<stem>.bin`; return the number of sentences."""
+def check_stem(stem: Path) -> int:
+    """Check `<stem>.idx` against `<stem>.bin`; return the number of sentences. Raises UserError."""
     index, binary = (stem.with_name(stem.name + ending) for ending in (".idx", ".bin"))
     for path in (index, binary):
         if not path.is_file() or not path.stat().st_size:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_flags
 from moa_fairseq.data_prep.parallel_text import SplitFiles, find_splits
 from moa_fairseq.data_prep.stage_folder import build_folder, digest_files, fingerprint_of
+from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.data_prep.text_stages import TextSteps, learn_codes, segment_files, tokenise_splits
 from moa_fairseq.errors import UserError
 
@@ -146,19 +147,26 @@ class Preparation:
         sentences = check_binarised(
             self.source, self.languages, self.subsets, self.settings["joined_dictionary"]
         )
-        # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-        sizes = {
-            path.name: path.stat().st_size
-            for path in sorted(self.source.glob("*.*"))
-            if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
-        }
-        return Prepared(self.source, sentences, fingerprint_of("given", sizes))
+        return Prepared(self.source, sentences, given_fingerprint(self.source))
+
+
+def given_fingerprint(folder: Path) -> str:
+    """A fingerprint of a folder that fairseq-preprocess made elsewhere.
+
+    File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
+    """
+    sizes = {
+        path.name: path.stat().st_size
+        for path in sorted(folder.glob("*.*"))
+        if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
+    }
+    return fingerprint_of("given", sizes)
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
-    name = "_".join(str(settings[key]) for key in ("recipe", "source", "target"))
+    name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
     return parent / f"{name}-{fingerprint_of(dict(settings), place)[:8]}"
 
 
@@ -167,10 +175,9 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Path:
     if source is not None:
         return source
     recipe = settings["recipe"]
+    known = {**SOURCES, **TEXT_SOURCES}
     bring = (
-        SOURCES[recipe].bring.format(**settings)
-        if recipe in SOURCES
-        else "Give --data the folder made by it."
+        known[recipe].bring.format(**settings) if recipe in known else "Give --data the folder made by it."
     )
     raise UserError(f"--data is missing: data recipe {recipe!r} starts from your files. {bring}")
 

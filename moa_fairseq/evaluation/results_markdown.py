@@ -22,6 +22,7 @@ OTHER_SCORES = {
     "multi_bleu": "multi-bleu",
     "compound_split_bleu": "compound-split",
     "sacrebleu": "sacreBLEU",
+    "masked_lm_ppl": "Masked-LM ppl",
     "valid_ppl": "Valid ppl",
 }
 
@@ -92,7 +93,8 @@ def _evidence(runs: List[dict]) -> str:
 
 def _facts(run: dict) -> List[str]:
     facts = [form.format(run[key]) for key, form in FACTS.items() if run.get(key) is not None]
-    facts += [f"{key} {value}" for key, value in (run.get("generation") or {}).items()]
+    for section in ("generation", "evaluation"):
+        facts += [f"{key.replace('_', ' ')} {value}" for key, value in (run.get(section) or {}).items()]
     if run.get("commit"):
         commit, dash, dirty = run["commit"].partition("-")
         facts.append(f"commit {commit[:10]}{dash}{dirty}")

@@ -23,9 +23,11 @@ _REFUSED = {"quant_noise_pq": 0, "mha_reg_scale_factor": 0, "mha_heads_to_keep":
 
 
 class MixtureRobertaEncoder(RobertaEncoder):
-    """RoBERTa's encoder with a mixture of attention heads in every layer; embeddings and LM head are its own."""
+    """RoBERTa's encoder with a mixture of attention heads in every layer; all else is its own."""
 
-    def build_encoder(self, args: argparse.Namespace, dictionary: Any, embed_tokens: nn.Embedding) -> nn.Module:
+    def build_encoder(
+        self, args: argparse.Namespace, dictionary: Any, embed_tokens: nn.Embedding
+    ) -> nn.Module:
         encoder = MixtureEncoder(TransformerConfig.from_namespace(args), dictionary, embed_tokens)
         encoder.apply(init_bert_params)
         return encoder
@@ -138,7 +140,7 @@ def roberta_tiny(args: argparse.Namespace) -> None:
 def moa_roberta_tiny(args: argparse.Namespace) -> None:
     """4K8E96D in the body of `roberta_tiny`.
 
-    (K + 1) · D = 480 against the dense attention's 2 · 256: its projections cost 6 % less, the router included.
+    (K + 1) · D = 480 against the dense attention's 2 · 256: its projections cost 6 % less.
     """
     _set_body(args, _TINY)
     _mixture(args, per_token=4, num_experts=8, dim=96)
