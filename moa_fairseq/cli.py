@@ -13,10 +13,12 @@ VERBS = {
     "recipe": ("moa_fairseq.recipes.command", "run one experiment of configs/ from data to score"),
     "prepare": ("moa_fairseq.data_prep.command", "prepare one data set: download, tokenise, BPE, binarise"),
     "average": ("moa_fairseq.evaluation.average", "average checkpoints into one"),
-    "score": ("moa_fairseq.evaluation.score", "BLEU of a fairseq-generate log or of plain text files"),
+    "score": ("moa_fairseq.evaluation.score", "BLEU of translations, perplexity of a masked language model"),
+    "fill-mask": ("moa_fairseq.evaluation.fill_mask", "let a masked language model fill a gap"),
     "complexity": ("moa_fairseq.evaluation.complexity", "parameters and MACs of an architecture"),
     "compare": ("moa_fairseq.evaluation.compare", "the papers' numbers beside the measured ones"),
     "analyze": ("moa_fairseq.analysis.command", "expert load and learning curves of a trained model"),
+    "gpt2-bpe": ("moa_fairseq.data_prep.gpt2_bpe_command", "encode text as RoBERTa's and binarise it"),
     "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
 }
 

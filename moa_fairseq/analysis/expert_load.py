@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Tuple
 
 import torch
-from fairseq import checkpoint_utils, utils
-from torch import Tensor, nn
+from torch import Tensor
 
-import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.trained_model import batches, device_for, load_trained
 
 
 @dataclass
@@ -101,50 +100,16 @@ def measure_expert_load(
     Returns one ExpertLoad per router in forward order. Raises UserError if the checkpoint cannot be
     loaded, does not fit the data, or has no router, or if the subset does not exist or is empty.
     """
-    model, task = _load(checkpoint, data)
-    device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+    model, task = load_trained(checkpoint, data)
+    device = device_for(cpu)
     model = model.to(device).eval()
     counter = LoadCounter()
-    for sample in _batches(task, model, subset, max_tokens):
-        sample = utils.move_to_cuda(sample) if device.type == "cuda" else sample
+    for sample in batches(task, model, subset, max_tokens, device):
         with torch.no_grad(), collect_decisions() as decisions:
-            model(**sample["net_input"])
+            model(**sample["net_input"], features_only=True)  # the output layer routes nothing
         if not decisions:
             raise UserError(f"{checkpoint} routes nothing: {type(model).__name__} has no mixture of experts.")
         counter.add(decisions)
     if not counter.loads():
         raise UserError(f"The subset {subset} of {data} has no sentence of at most {max_tokens} tokens.")
     return counter.loads()
-
-
-def _load(checkpoint: Path, data: Path) -> Tuple[nn.Module, Any]:
-    if not checkpoint.is_file():
-        raise UserError(f"{checkpoint} does not exist: name a checkpoint, such as a run's average.pt.")
-    if not data.is_dir():
-        raise UserError(f"--data {data} is no folder: name the one that fairseq-preprocess wrote.")
-    try:
-        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(checkpoint)], arg_overrides={"data": str(data)}
-        )
-    except UserError:
-        raise
-    except Exception as error:  # fairseq raises bare ones, too
-        raise UserError(f"{checkpoint} does not load with the data in {data}: {_shortened(error)}") from error
-    return models[0], task
-
-
-def _batches(task: Any, model: nn.Module, subset: str, max_tokens: int) -> Iterable[Dict[str, Any]]:
-    try:
-        task.load_dataset(subset)
-    except (OSError, RuntimeError, KeyError) as error:
-        raise UserError(f"--subset {subset}: {_shortened(error)}") from error
-    limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)
-    iterator = task.get_batch_iterator(
-        task.dataset(subset), max_tokens=max_tokens, max_positions=limits, ignore_invalid_inputs=True
-    )
-    return (sample for sample in iterator.next_epoch_itr(shuffle=False) if sample)
-
-
-def _shortened(error: Exception) -> str:
-    """fairseq and torch put hundreds of parameter names into one message: its beginning tells."""
-    return " ".join(str(error).split())[:300]

@@ -20,6 +20,7 @@ from moa_fairseq.data_prep.manifest import write_manifest
 from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.parallel_text import Piece, PiecePair
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
+from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
 from moa_fairseq.data_prep.workers import default_workers as workers
 from moa_fairseq.errors import UserError
@@ -198,9 +199,10 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optio
     recipe = settings["recipe"]
     if source is not None or (recipe in translation_sets() and translation_sets()[recipe].downloadable):
         return source
-    bring = (
-        hint(translation_sets()[recipe], settings)
-        if recipe in translation_sets()
-        else "Give --data the folder made by it."
-    )
+    if recipe in TEXT_SOURCES:
+        bring = TEXT_SOURCES[recipe].bring
+    elif recipe in translation_sets():
+        bring = hint(translation_sets()[recipe], settings)
+    else:
+        bring = "Give --data the folder made by it."
     raise UserError(f"--data is missing: data recipe {recipe!r} starts from your files. {bring}")

@@ -24,9 +24,9 @@ MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
 class Cell:
     """One printed number beside ours.
 
-    quantity: "parameters", "macs_paper_convention", the name of a metric, or None. ours is the mean
-    over the runs; spread their sample standard deviation where there are several. difference is ours
-    minus the paper's.
+    quantity: "parameters", "macs_paper_convention", "macs_attention_twice", the name of a metric, or
+    None. ours is the mean over the runs; spread their sample standard deviation where there are several.
+    difference is ours minus the paper's. plain: for MACs, the count of every matrix product once.
     """
 
     column: str
@@ -37,6 +37,7 @@ class Cell:
     difference: Optional[float] = None
     status: str = NO_RECIPE
     runs: int = 0
+    plain: Optional[int] = None
 
 
 @dataclass
@@ -117,7 +118,7 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
     for row in table["rows"]:
         stands_for = [run for run in runs if _stands_for(run, paper["paper"], table["table"], row)]
         cells = [
-            _cell(row, column, table["columns"].get(column, {}), value, stands_for)
+            _cell(row, column, _about(table, row, column), value, stands_for)
             for column, value in row["values"].items()
         ]
         rows.append(Row(_label(row), row.get("arch"), cells, stands_for))
@@ -125,6 +126,11 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
     return Table(
         paper["paper"], paper["title"], paper["citation"], table["table"], table["caption"], notes, rows
     )
+
+
+def _about(table: dict, row: dict, column: str) -> dict:
+    """Where our number comes from: the column's description, changed by what the row says of its own."""
+    return {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
 
 
 def _label(row: dict) -> str:
@@ -165,8 +171,10 @@ def _computed(arch: Optional[str], column: str, about: dict, paper: float) -> Ce
     if arch is None:
         return cell
     lengths = (about.get("src_len", 10), about.get("tgt_len", 10))
-    cell.ours = _count(arch, about["vocab_size"], *lengths)[about["quantity"]]
+    counts = _count(arch, about["vocab_size"], *lengths)
+    cell.ours = counts[about["quantity"]]
     cell.difference, cell.status = cell.ours - paper, COMPUTED
+    cell.plain = None if about["quantity"] == "parameters" else counts["macs"]
     return cell
 
 

@@ -6,7 +6,7 @@ from typing import Dict, List, Optional
 
 from moa_fairseq.evaluation.results import COMPUTED, NO_RECIPE, Cell, Comparison, Table
 
-COUNTS = ("parameters", "macs_paper_convention")
+COUNTS = ("parameters", "macs_paper_convention", "macs_attention_twice")
 # What a run in results/measured/ may say about itself, in the order in which it is printed.
 FACTS = {
     "status": "{}",
@@ -22,6 +22,7 @@ OTHER_SCORES = {
     "multi_bleu": "multi-bleu",
     "compound_split_bleu": "compound-split",
     "sacrebleu": "sacreBLEU",
+    "masked_lm_ppl": "Masked-LM ppl",
     "valid_ppl": "Valid ppl",
 }
 
@@ -60,21 +61,25 @@ def _costs(table: Table) -> str:
     rows = [row for row in table.rows if any(cell.status == COMPUTED for cell in row.cells)]
     columns = [cell.column for cell in rows[0].cells if cell.quantity in COUNTS] if rows else []
     head = ["Model", "Architecture"]
+    plain = {cell.column for row in rows for cell in row.cells if cell.plain is not None}
     for column in columns:
-        head += [f"{column}, paper", "ours", "difference"]
+        head += [f"{column}, paper", "ours", "difference", *(["plain count"] if column in plain else [])]
     lines = []
     for row in rows:
         cells = {cell.column: cell for cell in row.cells}
-        counts = [field for column in columns for field in _count_fields(cells.get(column))]
+        counts = [field for column in columns for field in _count_fields(cells.get(column), column in plain)]
         lines.append([row.row, f"`{row.arch}`", *counts])
     return _grid(head, lines, left=2)
 
 
-def _count_fields(cell: Optional[Cell]) -> List[str]:
+def _count_fields(cell: Optional[Cell], plain: bool) -> List[str]:
+    """Paper, ours, difference, and for MACs every matrix product counted once."""
     if cell is None:
-        return ["", "", ""]
+        return [""] * (4 if plain else 3)
     percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
-    return [f"{cell.paper / 1e6:g}M", f"{cell.ours / 1e6:.1f}M", f"{percent:+.1f} %"]
+    decimals = max(1, len(f"{cell.paper / 1e6:g}".partition(".")[2]))
+    fields = [f"{cell.paper / 1e6:g}M", f"{cell.ours / 1e6:.{decimals}f}M", f"{percent:+.1f} %"]
+    return fields + ([f"{cell.plain / 1e6:.1f}M"] if plain else [])
 
 
 def _runs(table: Table) -> List[dict]:
@@ -88,7 +93,8 @@ def _evidence(runs: List[dict]) -> str:
 
 def _facts(run: dict) -> List[str]:
     facts = [form.format(run[key]) for key, form in FACTS.items() if run.get(key) is not None]
-    facts += [f"{key} {value}" for key, value in (run.get("generation") or {}).items()]
+    for section in ("generation", "evaluation"):
+        facts += [f"{key.replace('_', ' ')} {value}" for key, value in (run.get(section) or {}).items()]
     if run.get("commit"):
         commit, dash, dirty = run["commit"].partition("-")
         facts.append(f"commit {commit[:10]}{dash}{dirty}")

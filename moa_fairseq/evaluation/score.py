@@ -1,7 +1,9 @@
-"""BLEU of a fairseq-generate log, or of plain text files, by every chain that the papers use.
+"""BLEU of a fairseq-generate log, or of plain text files, by every chain that the papers use; perplexity
+of a masked language model.
 
   moa-fairseq score generate-test.txt
   moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
+  moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
 
 Without --chain three numbers are printed, each with its chain:
 
@@ -21,6 +23,23 @@ On request (--chain, can be repeated):
 fairseq's own fairseq-score uses the formula of multi-bleu.perl; it differs only in counting any
 Unicode white space (a no-break space, say) as a word boundary, an empty line as one token, and in
 never matching <unk>. The scores here are multi-bleu.perl's on both chains.
+
+A masked language model (--masked-lm) guesses the tokens that a masking of the subset hides; --maskings
+maskings, of successive seeds, are averaged and given with their standard deviation. The masking is that of
+training (--mask-prob and so on stand in the checkpoint), fixed by seed and place in the data:
+
+  masked_lm_ppl       e^(mean negative log-likelihood in nats) = 2^(fairseq's loss) of all masked positions,
+                      <s> at the start of a sample and </s> at the ends of lines among them: what fairseq's
+                      own validation prints as ppl, and what is compared with the papers
+  masked_lm_text_ppl  the same without <s> and </s>, which are nearly always guessed
+  masked_lm_word_ppl  word level: the mean of a subword, times the number of subwords (</s> included), over
+                      the number of white-space words plus one end of line each. For a masked model this is
+                      a convention, no likelihood of the text: it makes different subwords comparable, and
+                      it is not comparable with a left-to-right model's perplexity
+
+The text is scored as it stands in the files: WikiText's `@-@`, `@,@` and `@.@` are words like any other,
+and so is `<unk>` of its .tokens files (three subwords that are easy to guess: prefer the .raw files, which
+have none). How often both occur is counted when the text is prepared, and stands in --json.
 """
 
 import argparse
@@ -29,6 +48,7 @@ import sys
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation import masked_lm
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU, multi_bleu_chain, sacrebleu_chain
 from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
 
@@ -73,12 +93,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
     parser.add_argument("--allow-partial", action="store_true", help="score a log that was cut short")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    masked_lm.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the scores asked for. Raises UserError on bad input."""
+    if args.masked_lm:
+        if args.log or args.hypothesis or args.reference:
+            raise UserError(
+                "--masked-lm scores a checkpoint: leave GENERATE_OUTPUT, --hypothesis, --reference out."
+            )
+        return masked_lm.run(args)
     if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
-        raise UserError("Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE.")
+        raise UserError(
+            "Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE, or --masked-lm "
+            "CHECKPOINT."
+        )
     material = _from_log(args) if args.log else _from_files(args)
     chains = args.chain or DEFAULT_CHAINS
     scores = score(material, chains, args.lowercase)

@@ -1,5 +1,5 @@
 """Thin fairseq subclasses that choose an attention, and the named architectures."""
 
-from moa_fairseq.models import translation
+from moa_fairseq.models import roberta, translation
 
-__all__ = ["translation"]
+__all__ = ["roberta", "translation"]

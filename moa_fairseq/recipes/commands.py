@@ -106,7 +106,7 @@ def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[s
             "distributed-world-size": hardware.devices,
         }
     )
-    return command + precision_flags(train.precision, hardware) + _device_flags(hardware)
+    return command + precision_flags(train.precision, hardware) + device_flags(hardware)
 
 
 def average_command(recipe: Recipe, paths: RunPaths) -> List[str]:
@@ -143,7 +143,7 @@ def generate_command(recipe: Recipe, hardware: Hardware, paths: RunPaths, subset
                 **generate.flags,
             }
         ),
-        *_device_flags(hardware),
+        *device_flags(hardware),
         *(REDIRECT, str(paths.save_dir / f"generate-{subset}.txt")),
     ]
 
@@ -201,5 +201,6 @@ def _task_flags(recipe: Recipe, paths: RunPaths) -> List[str]:
     return flags(task)
 
 
-def _device_flags(hardware: Hardware) -> List[str]:
+def device_flags(hardware: Hardware) -> List[str]:
+    """--cpu for a run without GPUs."""
     return [] if hardware.gpus else ["--cpu"]

@@ -13,7 +13,7 @@ from typing import Any, Dict, Optional
 
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
-from moa_fairseq.recipes.stages import Run, translated_as_the_recipe_says
+from moa_fairseq.recipes.stages import Run, evaluated_as_the_recipe_says, evaluation_state
 from moa_fairseq.recipes.train_log import summarise
 
 
@@ -25,15 +25,15 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
     """
     recipe, trained = run.recipe, run.state.get("train")
     summary = summarise(run.folder / "train.jsonl")
-    subset = recipe.generate.subsets[0] if recipe.generate else None
-    generated = run.state.get(f"generate-{subset}")
-    settings = generated.get("settings", {})
+    subset = recipe.subsets[0] if recipe.subsets else None
+    evaluated = evaluation_state(run, subset)
+    settings = evaluated.get("settings", {})
     metrics = flat_metrics(scores[subset]) if subset in scores else {}
     if "valid_ppl" in summary:
         metrics["valid_ppl"] = summary.pop("valid_ppl")
     result = {
         "experiment": recipe.experiment,
-        "reproduces": _reproduces(recipe) if translated_as_the_recipe_says(run, subset) else None,
+        "reproduces": _reproduces(recipe) if evaluated_as_the_recipe_says(run, subset) else None,
         "headline": recipe.score.headline if recipe.score else None,
         "metrics": metrics,
         "subset": subset,
@@ -41,8 +41,9 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
         "parameters": trained.get("parameters"),
         **{key: value for key, value in summary.items() if key != "valid_ppl"},
         "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
-        "checkpoints_averaged": generated.get("checkpoints"),
-        "generation": {key: settings.get(key) for key in ("beam", "lenpen")},
+        "checkpoints_averaged": evaluated.get("checkpoints"),
+        "generation": {key: settings.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
+        "evaluation": scores.get(subset, {}).get("meta", {}).get("evaluation"),
         "seed": recipe.train.seed,
         "hardware": trained.get("hardware", run.hardware.describe()),
         "versions": versions(),
@@ -60,6 +61,8 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
 def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
+    spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
+    metrics.update({name: sd for name, sd in spreads.items() if sd is not None})
     signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
     if signature:
         metrics["sacrebleu_signature"] = signature

@@ -12,17 +12,20 @@ import yaml
 
 from moa_fairseq.data_prep.binarised import is_binarised, preprocess_flags
 from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder, require_source, workers
+from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text, text_preprocess_flags
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes import commands, stages
+from moa_fairseq.recipes import commands, masked_lm_stages, stages
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import write_result
 from moa_fairseq.recipes.run_folder import RunState, locked, move_aside
-from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.schema import MASKED_LM, Recipe
 
 STAGES = ("prepare", "train", "average", "generate", "score")
+# Data recipes that need no --data: `moa-fairseq corpus` makes it.
+EMBEDDED = ("embedded", "embedded_gpt2bpe")
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
@@ -61,7 +64,7 @@ def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> Li
     """Every command of the wanted stages, for --dry-run: nothing is written."""
     settings = to_mapping(recipe)["data"]
     given = _is_given(recipe, options.data)
-    embedded = options.data is None and recipe.data.recipe == "embedded"
+    embedded = options.data is None and recipe.data.recipe in EMBEDDED
     root = prepared_folder(settings, options.corpus_root if embedded else options.data, options.data_root)
     data = (options.data or Path("DATA-BIN")) if given else root / "binarised"
     paths = commands.RunPaths(data, save_dir_of(recipe, options), user_dir())
@@ -74,12 +77,25 @@ def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> Li
         planned.append(commands.train_command(recipe, hardware, paths))
     if options.wants("average") and recipe.average:
         planned.append(commands.average_command(recipe, paths))
-    subsets = recipe.generate.subsets if recipe.generate else []
+    return planned + _planned_evaluation(recipe, hardware, options, paths)
+
+
+def _planned_evaluation(
+    recipe: Recipe, hardware: Hardware, options: Options, paths: commands.RunPaths
+) -> List[List[str]]:
+    planned: List[List[str]] = []
+    scored = options.wants("score") and recipe.score
+    if recipe.train.task == MASKED_LM:
+        return [
+            masked_lm_stages.score_command(recipe, hardware, paths, subset)
+            for subset in (recipe.subsets if scored else [])
+        ]
     if options.wants("generate"):
-        planned += [commands.generate_command(recipe, hardware, paths, subset) for subset in subsets]
-    if options.wants("score") and recipe.score:
+        planned += [commands.generate_command(recipe, hardware, paths, subset) for subset in recipe.subsets]
+    if scored:
         planned += [
-            commands.score_command(recipe, paths.save_dir / f"generate-{subset}.txt") for subset in subsets
+            commands.score_command(recipe, paths.save_dir / f"generate-{subset}.txt")
+            for subset in recipe.subsets
         ]
     return planned
 
@@ -165,6 +181,9 @@ def _write_recipe(run: stages.Run) -> None:
 def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
     """The last step of the preparation, for --dry-run: the steps before it run inside of this program."""
     data = recipe.data
+    if recipe.train.task == MASKED_LM:
+        values = text_preprocess_flags(root / "bpe", root / "binarised", _subsets(recipe), data.flags)
+        return ["fairseq-preprocess", *commands.flags(values)]
     text = root / ("tokens" if data.bpe is None else "bpe")
     values = preprocess_flags(
         text,
@@ -180,9 +199,12 @@ def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
 
 def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str, Any]:
     recipe = run.recipe
-    subsets = recipe.generate.subsets if recipe.generate else []
     scores = {}
-    for subset in subsets:
+    for subset in recipe.subsets:
+        if recipe.train.task == MASKED_LM:
+            if options.wants("score"):
+                scores[subset] = masked_lm_stages.score(run, prepared, subset)
+            continue
         if options.wants("generate"):
             stages.generate(run, prepared, subset)
         if options.wants("score") and recipe.score:
@@ -205,7 +227,7 @@ def _prepare(
         return _recall_prepared(recipe, folder, known)
     settings = to_mapping(recipe)["data"]
     given = options.data or (Path(known["source"]) if known.get("source") else None)
-    if given is None and recipe.data.recipe == "embedded":
+    if given is None and recipe.data.recipe in EMBEDDED:
         given = _embedded_corpus(options.corpus_root, folder, executor, show)
     source = require_source(settings, given)
     root = prepared_folder(settings, source, options.data_root)
@@ -219,7 +241,11 @@ def _prepare(
     # Two runs of one data set may start together: the second one waits and finds everything done.
     with locked(root, patience=math.inf, say=say):
         downloads = options.data_root / "downloads"
-        prepared = Preparation(settings, _subsets(recipe), source, root, preprocess, say, downloads).run()
+        if recipe.train.task == MASKED_LM:
+            preparation = TextPreparation(settings, _subsets(recipe), source, root, preprocess, say)
+        else:
+            preparation = Preparation(settings, _subsets(recipe), source, root, preprocess, say, downloads)
+        prepared = preparation.run()
     used = BINARISED_KEYS if _is_given(recipe, source) else settings
     state.put(
         "prepare",
@@ -254,12 +280,13 @@ def _recall_prepared(recipe: Recipe, folder: Path, known: Mapping[str, Any]) -> 
 
 
 def _subsets(recipe: Recipe) -> List[str]:
-    return ["train", "valid", *(recipe.generate.subsets if recipe.generate else [])]
+    return list(dict.fromkeys(["train", "valid", *recipe.subsets]))
 
 
 def _is_given(recipe: Recipe, data: Optional[Path]) -> bool:
     """True when the data is used as fairseq-preprocess left it."""
-    return recipe.data.recipe == "binarised" or (data is not None and is_binarised(data))
+    binarised = data is not None and (is_binarised(data) or is_binarised_text(data))
+    return recipe.data.recipe == "binarised" or binarised
 
 
 def _embedded_corpus(root: Path, folder: Path, executor: Executor, show: Callable[[List[str]], None]) -> Path:

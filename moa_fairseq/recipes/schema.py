@@ -7,11 +7,16 @@ import re
 from typing import Any, Dict, List, Optional
 
 from moa_fairseq.data_prep.catalogue import translation_sets
+from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.errors import UserError
 
-DATA_RECIPES = (*translation_sets(), "binarised")
+DATA_RECIPES = (*translation_sets(), "binarised", *TEXT_SOURCES)
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
-HEADLINE_METRICS = ("multi_bleu", "compound_split_bleu", "sacrebleu")
+HEADLINE_METRICS = (
+    *("multi_bleu", "compound_split_bleu", "sacrebleu"),
+    *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl"),
+)
+MASKED_LM = "masked_lm"
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -30,13 +35,13 @@ class Reproduces:
 class Data:
     """Which text, and how it becomes a binarised folder.
 
-    bpe: number of joint merges to learn on the training text, or None when the text is segmented
-    already. flags: passed on to fairseq-preprocess.
+    source, target: languages; left out for language models. bpe: number of joint merges to learn on the
+    training text, or None when the text is segmented already. flags: passed on to fairseq-preprocess.
     """
 
     recipe: str
-    source: str
-    target: str
+    source: Optional[str] = None
+    target: Optional[str] = None
     bpe: Optional[int] = None
     joined_dictionary: bool = True
     lowercase: bool = False
@@ -104,9 +109,14 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score."""
+    """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score.
+
+    subsets: what a language model is scored on, the first one being the recipe's result; translations
+    are scored on generate.subsets.
+    """
 
     headline: str = "multi_bleu"
+    subsets: List[str] = dataclasses.field(default_factory=list)
     flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -124,6 +134,13 @@ class Recipe:
     generate: Optional[Generate] = None
     score: Optional[Score] = None
 
+    @property
+    def subsets(self) -> List[str]:
+        """What is evaluated, the recipe's result first."""
+        if self.generate:
+            return self.generate.subsets
+        return self.score.subsets if self.score else []
+
 
 def check(recipe: Recipe, file: str) -> None:
     """Raise UserError naming file and key where two keys contradict each other."""
@@ -133,6 +150,7 @@ def check(recipe: Recipe, file: str) -> None:
         _check_experts,
         _check_embeddings,
         _check_length,
+        _check_kind,
         _check_flags,
     ):
         rule(recipe, file)
@@ -154,8 +172,6 @@ def _check_choices(recipe: Recipe, file: str) -> None:
             fail(file, key, f"{value!r} is not one of {', '.join(c for c in allowed if c)}.")
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
         fail(file, "experiment", "use lower-case letters, digits and underscores only (it names folders).")
-    if recipe.data.source == recipe.data.target:
-        fail(file, "data.target", f"source and target are both {recipe.data.source!r}.")
 
 
 def _check_positive(recipe: Recipe, file: str) -> None:
@@ -203,10 +219,36 @@ def _check_length(recipe: Recipe, file: str) -> None:
         fail(file, "train.max_epoch", "is missing: say max_epoch or max_update, or training never ends.")
     if average:
         _check_average(average, train, file)
-    if recipe.score and not recipe.generate:
-        fail(file, "score", "needs a generate section.")
     if recipe.generate and not recipe.generate.subsets:
         fail(file, "generate.subsets", "is empty: name at least one subset, such as [test].")
+
+
+def _check_kind(recipe: Recipe, file: str) -> None:
+    """What a translation needs and a masked language model has no use for, and the other way round."""
+    data, score = recipe.data, recipe.score
+    masked = recipe.train.task == MASKED_LM
+    if masked != (data.recipe in TEXT_SOURCES) and data.recipe != "binarised":
+        fail(file, "data.recipe", f"{data.recipe!r} makes no data for train.task {recipe.train.task!r}.")
+    if score and score.headline.startswith(MASKED_LM) != masked:
+        fail(file, "score.headline", f"{score.headline!r} is no score of train.task {recipe.train.task!r}.")
+    if masked:
+        unused = {"data.source": data.source, "data.target": data.target, "data.bpe": data.bpe}
+        unused.update({"data.lowercase": data.lowercase, "generate": recipe.generate})
+        for key, value in unused.items():
+            if value:
+                fail(file, key, "has no meaning for a masked language model: leave it out.")
+        if score and not score.subsets:
+            fail(file, "score.subsets", "is empty: name at least one subset, such as [test].")
+        return
+    for key in ("source", "target"):
+        if getattr(data, key) is None:
+            fail(file, f"data.{key}", "is missing: name the language, such as en.")
+    if data.source == data.target:
+        fail(file, "data.target", f"source and target are both {data.source!r}.")
+    if score and not recipe.generate:
+        fail(file, "score", "needs a generate section.")
+    if score and score.subsets:
+        fail(file, "score.subsets", "say generate.subsets.")
 
 
 def _check_average(average: Average, train: Train, file: str) -> None:
@@ -217,7 +259,7 @@ def _check_average(average: Average, train: Train, file: str) -> None:
             file,
             f"average.{'epochs' if average.epochs else 'updates'}",
             "an average of one checkpoint is no average: "
-            "use 2 or more, or average: null to generate from the best checkpoint.",
+            "use 2 or more, or average: null to evaluate the best checkpoint.",
         )
     if average.epochs and average.epochs > train.keep_last_epochs:
         fail(
@@ -302,5 +344,6 @@ def _reserved_flags() -> Dict[str, Dict[str, str]]:
         "target-lang": "say data.target",
         "destdir": own,
     }
+    score = {"json": own, "masked-lm": own, "data": own, "subset": "say score.subsets"}
     both = {**train, **model}
-    return {"data": data, "model": both, "train": both, "generate": generate, "score": {"json": own}}
+    return {"data": data, "model": both, "train": both, "generate": generate, "score": score}

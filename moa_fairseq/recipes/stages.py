@@ -109,16 +109,40 @@ def trained_as_the_recipe_says(run: Run) -> bool:
     return bool(trained) and trained.get("done") == _training_done(run, trained.get("settings"))
 
 
-def translated_as_the_recipe_says(run: Run, subset: str) -> bool:
-    """Whether a subset was translated by the finished training's model with the recipe's own settings."""
+def evaluated_as_the_recipe_says(run: Run, subset: str) -> bool:
+    """Whether a subset was evaluated by the finished training's model with the recipe's own settings."""
     count = run.recipe.average.count if run.recipe.average else 1
-    generated = run.state.get(f"generate-{subset}")
+    section = run.recipe.generate or run.recipe.score
+    evaluated = evaluation_state(run, subset)
     return (
         trained_as_the_recipe_says(run)
-        and generated.get("training") == run.state.get("train")["done"]
-        and generated.get("checkpoints") == count
-        and generated.get("settings") == dataclasses.asdict(run.recipe.generate)
+        and evaluated.get("training") == run.state.get("train")["done"]
+        and evaluated.get("checkpoints") == count
+        and evaluated.get("settings") == dataclasses.asdict(section)
     )
+
+
+def evaluation_state(run: Run, subset: str) -> Dict[str, Any]:
+    """What the stage that read the model remembers: generate, or score where nothing is generated."""
+    return run.state.get(f"generate-{subset}" if run.recipe.generate else f"score-{subset}")
+
+
+def origin_of_model(run: Run) -> Dict[str, Any]:
+    """For a stage's entry: which training the model comes from, and how many checkpoints are in it."""
+    origin = run.state.get("average" if run.recipe.average else "train")
+    return {
+        "checkpoints": origin.get("checkpoints", 1),
+        "training": origin.get("training", origin.get("done")),
+    }
+
+
+def require_model(run: Run) -> Path:
+    """The checkpoint to evaluate. Raises UserError when it is not there or cut off."""
+    model = run.paths.model(run.recipe)
+    if not is_whole(model):
+        stage = "average" if run.recipe.average else "train"
+        raise UserError(f"{model} is missing or cut off: run --stage {stage} first (or --stage all).")
+    return model
 
 
 def train_settings(recipe: Recipe, prepared: Prepared) -> Dict[str, Any]:
@@ -149,7 +173,7 @@ def average(run: Run) -> None:
             f"{folder}/{damaged[0]} is cut off and cannot be averaged. Delete it and run the train stage "
             "on, or average fewer checkpoints."
         )
-    done = fingerprint_of([_stamp(path) for path in found[-wanted:]])
+    done = fingerprint_of([stamp(path) for path in found[-wanted:]])
     output = run.folder / "average.pt"
     if run.state.is_done("average", done, output):
         run.say(f"average: done before ({output})")
@@ -163,26 +187,14 @@ def average(run: Run) -> None:
 
 def generate(run: Run, prepared: Prepared, subset: str) -> Path:
     """Translate one subset; returns `generate-<subset>.txt`, which appears only when it is whole."""
-    model, output = run.paths.model(run.recipe), run.folder / f"generate-{subset}.txt"
-    if not is_whole(model):
-        stage = "average" if run.recipe.average else "train"
-        raise UserError(f"{model} is missing or cut off: run --stage {stage} first (or --stage all).")
-    done = fingerprint_of(
-        _stamp(model), dataclasses.asdict(run.recipe.generate), subset, prepared.fingerprint
-    )
+    model, output = require_model(run), run.folder / f"generate-{subset}.txt"
+    done = fingerprint_of(stamp(model), dataclasses.asdict(run.recipe.generate), subset, prepared.fingerprint)
     stage = f"generate-{subset}"
     if run.state.is_done(stage, done, output):
         run.say(f"{stage}: done before ({output})")
     else:
         _translate(run, prepared, subset, output)
-    origin = run.state.get("average" if run.recipe.average else "train")
-    run.state.put(
-        stage,
-        done=done,
-        settings=dataclasses.asdict(run.recipe.generate),
-        checkpoints=origin.get("checkpoints", 1),
-        training=origin.get("training", origin.get("done")),
-    )
+    run.state.put(stage, done=done, settings=dataclasses.asdict(run.recipe.generate), **origin_of_model(run))
     return output
 
 
@@ -203,19 +215,24 @@ def score(run: Run, subset: str) -> Dict[str, Any]:
     if not source.is_file():
         raise UserError(f"{source} is missing: run --stage generate first (or --stage all).")
     stage = f"score-{subset}"
-    done = fingerprint_of(_stamp(source), dataclasses.asdict(run.recipe.score))
+    done = fingerprint_of(stamp(source), dataclasses.asdict(run.recipe.score))
     if run.state.is_done(stage, done, output):
         run.say(f"{stage}: done before ({output})")
         return json.loads(output.read_text(encoding="utf-8"))
-    command = commands.score_command(run.recipe, source)
+    scores = run_scoring(run, commands.score_command(run.recipe, source), output)
+    run.state.put(stage, done=done)
+    return scores
+
+
+def run_scoring(run: Run, command: List[str], output: Path) -> Dict[str, Any]:
+    """Run a `moa-fairseq score --json` line and keep what it printed in `output`; returns it."""
     run.show(command)
-    partial = run.folder / f"score-{subset}.partial"
-    run.executor.run(command, run.log(stage), output=partial)
+    partial = output.with_suffix(".partial")
+    run.executor.run(command, run.log(output.stem), output=partial)
     scores = _read_scores(partial)
     with atomic_write(output) as stream:
         json.dump(scores, stream, indent=1)
     partial.unlink()
-    run.state.put(stage, done=done)
     return scores
 
 
@@ -270,6 +287,7 @@ def _flatten(mapping: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
     return flat
 
 
-def _stamp(path: Path) -> List[Any]:
+def stamp(path: Path) -> List[Any]:
+    """Name, size and time of a file: enough to tell that it was made again."""
     stat = path.stat()
     return [path.name, stat.st_size, stat.st_mtime_ns]

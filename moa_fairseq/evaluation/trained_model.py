@@ -1,0 +1,65 @@
+"""A trained model with the data it is to be measured on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, Iterable, Optional, Tuple
+
+import torch
+from fairseq import checkpoint_utils, utils
+from torch import nn
+
+import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
+from moa_fairseq.errors import UserError
+
+
+def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any]:
+    """The model and the task of a checkpoint, the task reading the binarised `data`.
+
+    data: None for the folder that it was trained on. Raises UserError if the checkpoint or the folder is not
+    there, or if they do not fit together.
+    """
+    if not checkpoint.is_file():
+        raise UserError(f"{checkpoint} does not exist: name a checkpoint, such as a run's average.pt.")
+    if data is not None and not data.is_dir():
+        raise UserError(f"--data {data} is no folder: name the one that fairseq-preprocess wrote.")
+    overrides = {} if data is None else {"data": str(data)}
+    try:
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+            [str(checkpoint)], arg_overrides=overrides
+        )
+    except UserError:
+        raise
+    except Exception as error:  # fairseq raises bare ones, too
+        where = (
+            f"the data in {data}" if data else "the data that it was trained on (name another with --data)"
+        )
+        raise UserError(f"{checkpoint} does not load with {where}: {shortened(error)}") from error
+    return models[0], task
+
+
+def device_for(cpu: bool) -> torch.device:
+    """The GPU where there is one, unless the CPU is asked for."""
+    return torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+
+
+def batches(
+    task: Any, model: nn.Module, subset: str, max_tokens: int, device: torch.device
+) -> Iterable[Dict[str, Any]]:
+    """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
+    try:
+        task.load_dataset(subset)
+    except (OSError, RuntimeError, KeyError) as error:
+        raise UserError(f"--subset {subset}: {shortened(error)}") from error
+    limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)
+    iterator = task.get_batch_iterator(
+        task.dataset(subset), max_tokens=max_tokens, max_positions=limits, ignore_invalid_inputs=True
+    )
+    for sample in iterator.next_epoch_itr(shuffle=False):
+        if sample:
+            yield utils.move_to_cuda(sample) if device.type == "cuda" else sample
+
+
+def shortened(error: Exception) -> str:
+    """fairseq and torch put hundreds of parameter names into one message: its beginning tells."""
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,42 @@
+"""The last stage of a masked language model: its perplexity on each subset, straight from the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Dict, List
+
+from moa_fairseq.data_prep.prepare import Prepared
+from moa_fairseq.data_prep.stage_folder import fingerprint_of
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.stages import Run, origin_of_model, require_model, run_scoring, stamp
+
+
+def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, subset: str) -> List[str]:
+    """The scoring of one subset, as JSON on stdout; in fp32, so that scores do not depend on the hardware."""
+    values = {
+        "masked-lm": str(paths.model(recipe)),
+        "data": str(paths.data),
+        "subset": subset,
+        **recipe.score.flags,
+        "json": True,
+    }
+    scores = paths.save_dir / f"score-{subset}.json"
+    device = commands.device_flags(hardware)
+    return ["moa-fairseq", "score", *commands.flags(values), *device, commands.REDIRECT, str(scores)]
+
+
+def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
+    """Score one subset; returns what `score-<subset>.json` holds. Raises UserError without a whole model."""
+    model, output = require_model(run), run.folder / f"score-{subset}.json"
+    settings = dataclasses.asdict(run.recipe.score)
+    stage, done = f"score-{subset}", fingerprint_of(stamp(model), settings, prepared.fingerprint)
+    if run.state.is_done(stage, done, output):
+        run.say(f"{stage}: done before ({output})")
+        scores = json.loads(output.read_text(encoding="utf-8"))
+    else:
+        scores = run_scoring(run, score_command(run.recipe, run.hardware, run.paths, subset), output)
+    run.state.put(stage, done=done, settings=settings, **origin_of_model(run))
+    return scores
