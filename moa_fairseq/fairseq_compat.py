@@ -1,6 +1,6 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes six things in fairseq, each because today's
+`install()` runs when the plugin is imported. It changes seven things in fairseq, each because today's
 stack breaks or endangers it:
 
 1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
@@ -15,6 +15,7 @@ stack breaks or endangers it:
    once, by the seed of the first epoch that a process sees, so a restart in a later epoch regroups them,
    and repeats some and skips others. Here a restart groups by the seed of epoch 1 as well.
 6. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
+7. Several processes: see `fairseq_workers`.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from typing import Any, Callable, Optional, Union
 
 import torch
 
+from moa_fairseq import fairseq_workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import DISK_FULL, as_user_error
 
@@ -193,9 +195,7 @@ def _batches_of_the_first_epoch(get_batch_iterator: Callable) -> Callable:
     """Wrap a task's batching: sentences are grouped by seed + 1 in whatever epoch the process starts."""
 
     @functools.wraps(get_batch_iterator)
-    def wrapped(
-        task: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **options: Any
-    ) -> Any:
+    def wrapped(task: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **options: Any) -> Any:
         keeps = task.can_reuse_epoch_itr(dataset)
         if options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache") or not keeps:
             return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
@@ -242,5 +242,6 @@ def install() -> None:
         FairseqTask.get_batch_iterator = _batches_of_the_first_epoch(FairseqTask.get_batch_iterator)
     if not hasattr(data_utils.batch_by_size, "__wrapped__"):
         data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
+    fairseq_workers.install()
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_user_errors

@@ -13,15 +13,24 @@ so that one update has the recipe's number of tokens on any machine.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
+from moa_fairseq.recipes.hardware import (
+    CAPABILITIES,
+    Hardware,
+    assumed_hardware,
+    choose_devices,
+    detect_hardware,
+)
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.preflight import check_train_command, fairseq_is_installed
+from moa_fairseq.recipes.preflight import check_scale, check_train_command, fairseq_is_installed
 from moa_fairseq.recipes.runner import STAGES, Options, planned_commands, run_recipe
+from moa_fairseq.recipes.world import find_world
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)"
     )
+    parser.add_argument(
+        "--device-name",
+        choices=sorted(CAPABILITIES),
+        help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
+    )
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="how many machines train together (default: 1)"
+    )
+    parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
+    parser.add_argument("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
     parser.add_argument(
         "--data",
         type=Path,
@@ -69,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     """Run or, with --dry-run, print one recipe. Returns the exit status."""
     recipe = load_recipe(args.config, args.overrides)
     present = detect_hardware()
-    hardware = choose_devices(present, args.gpus, args.dry_run)
+    hardware = _hardware(args, present)
     options = Options(
         stage=args.stage,
         data=args.data,
@@ -78,12 +97,15 @@ def run(args: argparse.Namespace) -> int:
         record=_record_path(args),
         command_line=_command_line(),
     )
+    warning = check_scale(recipe, hardware)
     plan = planned_commands(recipe, hardware, options)
     print(f"{recipe.experiment}: {recipe.summary}")
     if recipe.reproduces:
         cell = recipe.reproduces
         print(f"stands for {cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}")
     print(f"hardware: {hardware.describe()}", flush=True)
+    if warning:
+        print(warning, flush=True)
     training = next((command for command in plan if command[0] == "fairseq-train"), None)
     if training and (fairseq_is_installed() or not args.dry_run):
         check_train_command(training)
@@ -95,6 +117,18 @@ def run(args: argparse.Namespace) -> int:
     for command in plan:
         print(f"$ {commands.to_shell(command, environment)}")
     return 0
+
+
+def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
+    """The devices that the command line asks for, and who trains together with them."""
+    if args.device_name:
+        if not args.dry_run:
+            raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
+        hardware = assumed_hardware(args.device_name, args.gpus)
+    else:
+        hardware = choose_devices(present, args.gpus, args.dry_run)
+    world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
+    return dataclasses.replace(hardware, world=world)
 
 
 def _say(text: str) -> None:

@@ -19,9 +19,10 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import write_result
-from moa_fairseq.recipes.run_folder import RunState, locked, move_aside
+from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
 from moa_fairseq.recipes.schema import Recipe
 
+HANDOVER_SECONDS = 60.0
 STAGES = ("prepare", "train", "average", "generate", "score")
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
@@ -106,8 +107,58 @@ def run_recipe(
             pass
         say(f"{folder} moved to {move_aside(folder)}")
     environment = commands.device_environment(hardware, present)
-    with terminate_as_interrupt(), locked(folder) as lock:
+    world = hardware.world
+    if world and world.shared:
+        _check_shared(options, folder)
+    if world and not world.leads:
+        with terminate_as_interrupt():
+            _join_training(recipe, hardware, options, folder, executor_class(environment), say)
+        return None
+    # After a restart of torchrun the one that had the folder before may take its time to go.
+    patience = HANDOVER_SECONDS if world and world.shared else PATIENCE_SECONDS
+    with terminate_as_interrupt(), locked(folder, patience) as lock:
         return _run_stages(recipe, hardware, options, folder, executor_class(environment, lock), say)
+
+
+def _check_shared(options: Options, folder: Path) -> None:
+    """Several programs train together; anything else is for one of them alone."""
+    if options.stage != "train":
+        raise UserError(
+            f"Several machines (or torchrun's processes) can share the train stage only, not --stage "
+            f"{options.stage}: run --stage prepare on one of them first, then --stage train on all, then the "
+            "other stages on one. The scripts in scripts/launch/ do so."
+        )
+    if options.restart:
+        raise UserError(
+            "--restart would move the run folder aside under the others: give it to --stage prepare."
+        )
+    known = RunState(folder).get("prepare")
+    if not known:
+        raise UserError(
+            f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
+            "folder must be on a file system that all machines share."
+        )
+    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
+        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
+
+
+def _join_training(
+    recipe: Recipe,
+    hardware: Hardware,
+    options: Options,
+    folder: Path,
+    executor: Executor,
+    say: Callable[[str], None],
+) -> None:
+    """Train with the machine that keeps the run folder; this program writes nothing there but a log."""
+    state = RunState(folder)
+    prepared = _recall_prepared(recipe, folder, state.get("prepare"))
+    paths = commands.RunPaths(prepared.folder, folder, user_dir())
+
+    def show(command: List[str]) -> None:
+        say(f"$ {commands.to_shell(command, executor.environment)}")
+
+    stages.train(stages.Run(recipe, hardware, paths, state, executor, show, say), prepared)
 
 
 def _run_stages(
@@ -126,7 +177,8 @@ def _run_stages(
         _append_command(folder / "commands.sh", line)
 
     started = time.time()
-    prepared = _prepare(recipe, options, folder, state, executor, show, say)
+    shared = bool(hardware.world and hardware.world.shared)
+    prepared = _prepare(recipe, options, folder, state, executor, show, say, shared)
     paths = commands.RunPaths(prepared.folder, folder, user_dir())
     run = stages.Run(recipe, hardware, paths, state, executor, show, say)
     if options.wants("train"):
@@ -198,10 +250,11 @@ def _prepare(
     executor: Executor,
     show: Callable[[List[str]], None],
     say: Callable[[str], None],
+    shared: bool,
 ) -> Prepared:
-    """Do the prepare stage, or for a later stage alone recall what it made."""
+    """Do the prepare stage, or for a later stage alone (or shared with others) recall what it made."""
     known = state.get("prepare")
-    if not options.wants("prepare") and options.data is None:
+    if not options.wants("prepare") and (options.data is None or shared):
         return _recall_prepared(recipe, folder, known)
     settings = to_mapping(recipe)["data"]
     given = options.data or (Path(known["source"]) if known.get("source") else None)
