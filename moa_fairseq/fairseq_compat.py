@@ -222,7 +222,6 @@ def install() -> None:
         from fairseq import checkpoint_utils
         from fairseq.data import data_utils
         from fairseq.dataclass import utils as dataclass_utils
-        from fairseq.distributed import utils as distributed_utils
         from fairseq.tasks.fairseq_task import FairseqTask
     except ImportError as error:
         raise ImportError(
@@ -230,9 +229,8 @@ def install() -> None:
             f"`bash scripts/setup.sh` installs one that runs on Python 3.11 and 3.12 "
             f"(PyPI's own fairseq 0.12.2 does not)."
         ) from error
-    for module in (checkpoint_utils, distributed_utils):
-        if not isinstance(module.torch, _SafeTorch):
-            module.torch = _SafeTorch("torch")
+    if not isinstance(checkpoint_utils.torch, _SafeTorch):
+        checkpoint_utils.torch = _SafeTorch("torch")
     path_manager = checkpoint_utils.PathManager
     if not path_manager.path_requires_pathmanager("checkpoint.pt"):
         path_manager.copy = staticmethod(_atomic_copy)

@@ -7,14 +7,20 @@
 2. A training may go on with another number of processes. fairseq keeps the place in an epoch as a number
    of batches *of one process*, so that a restart on half as many GPUs would see part of the epoch
    twice, and one on more GPUs would skip part of it. Here the place is kept for all processes together.
+3. A training of several processes can be resumed with torch >= 2.6. Process 0 reads the checkpoint (by
+   `fairseq_compat`'s allow-list) and sends it to the others together with its config, whose type
+   torch's own default refuses. What the processes of one training send each other is no file of unknown
+   origin; fairseq exchanges it by pickle elsewhere, too.
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import math
 import os
+import types
 from typing import Any, Callable, Dict
 
 import torch
@@ -24,6 +30,19 @@ from moa_fairseq.errors import UserError
 logger = logging.getLogger(__name__)
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class _PeerTorch(types.ModuleType):
+    """torch as fairseq's communication sees it: `load` takes what another process of the training sent."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def load(buffer: io.BytesIO, map_location: Any = None) -> Any:
+        if not isinstance(buffer, io.BytesIO):
+            raise TypeError("only what was received from another process is loaded here")
+        return torch.load(buffer, map_location=map_location, weights_only=False)
 
 
 def torchrun_size() -> int:
@@ -138,6 +157,8 @@ def install() -> None:
     from fairseq.data import iterators
     from fairseq.distributed import utils as distributed_utils
 
+    if not isinstance(distributed_utils.torch, _PeerTorch):
+        distributed_utils.torch = _PeerTorch("torch")
     for owner, name, wrap in (
         (distributed_utils, "infer_init_method", _together_or_not_at_all),
         (iterators.EpochBatchIterator, "state_dict", _saying_the_place_of_all),
