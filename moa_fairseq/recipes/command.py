@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ from moa_fairseq.recipes.hardware import (
 )
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import check_scale, check_train_command, fairseq_is_installed
-from moa_fairseq.recipes.runner import STAGES, Options, planned_commands, run_recipe
+from moa_fairseq.recipes.runner import STAGES, Options, planned_commands, prepared_before, run_recipe
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.throughput import read_rows
 from moa_fairseq.recipes.world import find_world
 
 
@@ -40,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print parameters, MACs, updates, memory and hours for V100, A100, H100 and H200 (or --gpus N "
+        "--device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
+    )
+    parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)"
     )
@@ -80,13 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="NAME",
-        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment)",
+        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment); with "
+        "--stage train, write the speed to results/throughput/NAME.json, for --plan",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run or, with --dry-run, print one recipe. Returns the exit status."""
     recipe = load_recipe(args.config, args.overrides)
+    if args.json and not args.plan:
+        raise UserError("--json goes with --plan.")
     present = detect_hardware()
     hardware = _hardware(args, present)
     options = Options(
@@ -97,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         record=_record_path(args),
         command_line=_command_line(),
     )
+    if args.plan:
+        return _plan(args, recipe, hardware)
     warning = check_scale(recipe, hardware)
     plan = planned_commands(recipe, hardware, options)
     print(f"{recipe.experiment}: {recipe.summary}")
@@ -122,13 +137,28 @@ def run(args: argparse.Namespace) -> int:
 def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
     """The devices that the command line asks for, and who trains together with them."""
     if args.device_name:
-        if not args.dry_run:
+        if not (args.dry_run or args.plan):
             raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
         hardware = assumed_hardware(args.device_name, args.gpus)
     else:
-        hardware = choose_devices(present, args.gpus, args.dry_run)
+        hardware = choose_devices(present, args.gpus, args.dry_run or args.plan)
     world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
     return dataclasses.replace(hardware, world=world)
+
+
+def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
+    if not fairseq_is_installed():
+        raise UserError("--plan builds the model and needs fairseq: run `bash scripts/setup.sh` first.")
+    from moa_fairseq.recipes import plan
+
+    data = args.data or prepared_before(recipe, args.save_dir)
+    rows = read_rows(args.config.resolve().parent.parent / "results")
+    machines = plan.machines_to_plan(hardware, args.gpus, args.device_name)
+    report = plan.plan(recipe, plan.workload(recipe, data), machines, rows)
+    print(json.dumps(report, indent=1) if args.json else f"{recipe.experiment}: {recipe.summary}")
+    if not args.json:
+        print(plan.as_text(report))
+    return 0
 
 
 def _say(text: str) -> None:
@@ -141,7 +171,7 @@ def _record_path(args: argparse.Namespace) -> Path | None:
     return (
         args.config.resolve().parent.parent
         / "results"
-        / "measured"
+        / ("throughput" if args.stage == "train" else "measured")
         / f"{args.record or args.config.stem}.json"
     )
 

@@ -18,7 +18,7 @@ from moa_fairseq.recipes import commands, stages
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
-from moa_fairseq.recipes.result import write_result
+from moa_fairseq.recipes.result import write_result, write_throughput
 from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
 from moa_fairseq.recipes.schema import Recipe
 
@@ -56,6 +56,13 @@ def user_dir() -> Path:
 def save_dir_of(recipe: Recipe, options: Options) -> Path:
     """The run folder: --save-dir, or runs/<experiment>."""
     return options.save_dir or Path("runs") / recipe.experiment
+
+
+def prepared_before(recipe: Recipe, save_dir: Optional[Path]) -> Optional[Path]:
+    """The binarised folder that a prepare stage of this recipe's run folder made, if there is one."""
+    folder = save_dir_of(recipe, Options(save_dir=save_dir))
+    known = RunState(folder).get("prepare")
+    return Path(known["folder"]) if known and Path(known["folder"]).is_dir() else None
 
 
 def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
@@ -99,7 +106,7 @@ def run_recipe(
     before stays and is not done again next time.
     """
     folder = save_dir_of(recipe, options)
-    if options.record and not (options.wants("score") and recipe.score):
+    if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
         why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
         raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
     if options.restart and folder.exists():
@@ -188,6 +195,9 @@ def _run_stages(
     # Written after `train` has agreed to the settings: a refused run must not overwrite the old copy.
     if options.stage != "prepare" or not state.get("train"):
         _write_recipe(run)
+    if options.stage == "train" and options.record:
+        write_throughput(run, prepared.folder, options.record, options.command_line)
+        say(f"speed recorded as {options.record}")
     if options.stage in ("average", "generate", "score") and not getattr(recipe, options.stage):
         say(f"{options.stage}: the recipe has no {options.stage} section; there is nothing to do")
     if options.wants("average") and recipe.average:
