@@ -19,6 +19,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import (
@@ -30,7 +31,14 @@ from moa_fairseq.recipes.hardware import (
 )
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import check_scale, check_train_command, fairseq_is_installed
-from moa_fairseq.recipes.runner import STAGES, Options, planned_commands, prepared_before, run_recipe
+from moa_fairseq.recipes.runner import (
+    STAGES,
+    Options,
+    planned_commands,
+    prepared_before,
+    run_recipe,
+    save_dir_of,
+)
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.throughput import read_rows
 from moa_fairseq.recipes.world import find_world
@@ -48,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print parameters, MACs, updates, memory and hours for V100, A100, H100 and H200 (or --gpus N "
         "--device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
+    )
+    parser.add_argument(
+        "--hydra",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="write the training's config for fairseq-hydra-train to DIR (default: the run folder), print "
+        "the line that trains by it, and do nothing else",
     )
     parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
     parser.add_argument(
@@ -112,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.plan:
         return _plan(args, recipe, hardware)
+    if args.hydra is not None:
+        return _hydra(args, recipe, hardware)
     warning = check_scale(recipe, hardware)
     plan = planned_commands(recipe, hardware, options)
     print(f"{recipe.experiment}: {recipe.summary}")
@@ -158,6 +176,25 @@ def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
     print(json.dumps(report, indent=1) if args.json else f"{recipe.experiment}: {recipe.summary}")
     if not args.json:
         print(plan.as_text(report))
+    return 0
+
+
+def _hydra(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
+    if not fairseq_is_installed():
+        raise UserError("--hydra asks fairseq for its config: run `bash scripts/setup.sh` first.")
+    from moa_fairseq.recipes.hydra import write_hydra
+
+    check_scale(recipe, hardware)
+    options = Options(data=args.data or prepared_before(recipe, args.save_dir), save_dir=args.save_dir)
+    if options.data is None or not is_binarised(options.data):
+        raise UserError(
+            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
+            "--data a folder made by fairseq-preprocess."
+        )
+    training = next(c for c in planned_commands(recipe, hardware, options) if c[0] == "fairseq-train")
+    folder = Path(args.hydra) if args.hydra else save_dir_of(recipe, options) / "hydra"
+    header = f"{recipe.summary}\nMade by: {_command_line()}\nThe same as: {commands.to_shell(training)}"
+    print(commands.to_shell(write_hydra(training, folder, recipe.experiment, header)))
     return 0
 
 
