@@ -1,6 +1,6 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes six things in fairseq, each because today's
+`install()` runs when the plugin is imported. It changes seven things in fairseq, each because today's
 stack breaks or endangers it:
 
 1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
@@ -15,6 +15,7 @@ stack breaks or endangers it:
    once, by the seed of the first epoch that a process sees, so a restart in a later epoch regroups them,
    and repeats some and skips others. Here a restart groups by the seed of epoch 1 as well.
 6. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
+7. Several processes: see `fairseq_workers`.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from typing import Any, Callable, ContextManager, Optional, Union
 
 import torch
 
+from moa_fairseq import fairseq_workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import DISK_FULL, as_user_error
 
@@ -228,7 +230,6 @@ def install() -> None:
         from fairseq import checkpoint_utils
         from fairseq.data import data_utils
         from fairseq.dataclass import utils as dataclass_utils
-        from fairseq.distributed import utils as distributed_utils
         from fairseq.tasks.fairseq_task import FairseqTask
     except ImportError as error:
         raise ImportError(
@@ -236,9 +237,8 @@ def install() -> None:
             f"`bash scripts/setup.sh` installs one that runs on Python 3.11 and 3.12 "
             f"(PyPI's own fairseq 0.12.2 does not)."
         ) from error
-    for module in (checkpoint_utils, distributed_utils):
-        if not isinstance(module.torch, _SafeTorch):
-            module.torch = _SafeTorch("torch")
+    if not isinstance(checkpoint_utils.torch, _SafeTorch):
+        checkpoint_utils.torch = _SafeTorch("torch")
     path_manager = checkpoint_utils.PathManager
     if not path_manager.path_requires_pathmanager("checkpoint.pt"):
         path_manager.copy = staticmethod(_atomic_copy)
@@ -248,5 +248,6 @@ def install() -> None:
         FairseqTask.get_batch_iterator = _batches_of_the_first_epoch(FairseqTask.get_batch_iterator)
     if not hasattr(data_utils.batch_by_size, "__wrapped__"):
         data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
+    fairseq_workers.install()
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_user_errors

@@ -129,13 +129,16 @@ def test_bf16_is_a_gpu_dtype_when_there_is_a_gpu(monkeypatch):
     assert seen == [False, True]
 
 
-def test_objects_broadcast_between_workers_load_under_the_same_rule():
+def test_workers_send_each_other_configs_but_load_no_file(toy_checkpoint):
     from fairseq.distributed import utils as distributed_utils
+    from omegaconf import OmegaConf
 
     buffer = io.BytesIO()
-    torch.save({"args": argparse.Namespace(a=1)}, buffer)
+    torch.save({"cfg": OmegaConf.create({"a": 1})}, buffer)
     buffer.seek(0)
-    assert distributed_utils.torch.load(buffer, map_location="cpu")["args"].a == 1
+    assert distributed_utils.torch.load(buffer, map_location="cpu")["cfg"].a == 1
+    with pytest.raises(TypeError, match="received from another process"):
+        distributed_utils.torch.load(str(toy_checkpoint))
 
 
 # --- fairseq's commands -------------------------------------------------------------------------

@@ -13,16 +13,35 @@ so that one update has the recipe's number of tokens on any machine.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import shlex
 import sys
 from pathlib import Path
 
 from moa_fairseq.data_prep.binarised import is_binarised
+from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
+from moa_fairseq.recipes.hardware import (
+    CAPABILITIES,
+    Hardware,
+    assumed_hardware,
+    choose_devices,
+    detect_hardware,
+)
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.preflight import check_train_command, fairseq_is_installed
-from moa_fairseq.recipes.runner import STAGES, Options, planned_commands, run_recipe
+from moa_fairseq.recipes.preflight import check_scale, check_train_command, fairseq_is_installed
+from moa_fairseq.recipes.runner import (
+    STAGES,
+    Options,
+    planned_commands,
+    prepared_before,
+    run_recipe,
+    save_dir_of,
+)
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.throughput import read_rows
+from moa_fairseq.recipes.world import find_world
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +52,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="print parameters, MACs, updates, memory and hours for V100, A100, H100 and H200 (or --gpus N "
+        "--device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
+    )
+    parser.add_argument(
+        "--hydra",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="write the training's config for fairseq-hydra-train to DIR (default: the run folder), print "
+        "the line that trains by it, and do nothing else",
+    )
+    parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
+    parser.add_argument(
         "--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)"
     )
+    parser.add_argument(
+        "--device-name",
+        choices=sorted(CAPABILITIES),
+        help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
+    )
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="how many machines train together (default: 1)"
+    )
+    parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
+    parser.add_argument("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
     parser.add_argument(
         "--data",
         type=Path,
@@ -63,15 +107,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="NAME",
-        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment)",
+        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment); with "
+        "--stage train, write the speed to results/throughput/NAME.json, for --plan",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run or, with --dry-run, print one recipe. Returns the exit status."""
     recipe = load_recipe(args.config, args.overrides)
+    if args.json and not args.plan:
+        raise UserError("--json goes with --plan.")
     present = detect_hardware()
-    hardware = choose_devices(present, args.gpus, args.dry_run)
+    hardware = _hardware(args, present)
     options = Options(
         stage=args.stage,
         data=_binarised_inside(args.data),
@@ -80,12 +127,19 @@ def run(args: argparse.Namespace) -> int:
         record=_record_path(args),
         command_line=_command_line(),
     )
+    if args.plan:
+        return _plan(args, recipe, hardware)
+    if args.hydra is not None:
+        return _hydra(args, recipe, hardware)
+    warning = check_scale(recipe, hardware)
     plan = planned_commands(recipe, hardware, options)
     print(f"{recipe.experiment}: {recipe.summary}")
     if recipe.reproduces:
         cell = recipe.reproduces
         print(f"stands for {cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}")
     print(f"hardware: {hardware.describe()}", flush=True)
+    if warning:
+        print(warning, flush=True)
     training = next((command for command in plan if command[0] == "fairseq-train"), None)
     if training and (fairseq_is_installed() or not args.dry_run):
         check_train_command(training)
@@ -104,6 +158,52 @@ def _binarised_inside(data: Path | None) -> Path | None:
     return data / "binarised" if data and is_binarised(data / "binarised") else data
 
 
+def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
+    """The devices that the command line asks for, and who trains together with them."""
+    if args.device_name:
+        if not (args.dry_run or args.plan):
+            raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
+        hardware = assumed_hardware(args.device_name, args.gpus)
+    else:
+        hardware = choose_devices(present, args.gpus, args.dry_run or args.plan)
+    world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
+    return dataclasses.replace(hardware, world=world)
+
+
+def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
+    if not fairseq_is_installed():
+        raise UserError("--plan builds the model and needs fairseq: run `bash scripts/setup.sh` first.")
+    from moa_fairseq.recipes import plan
+
+    data = args.data or prepared_before(recipe, args.save_dir)
+    rows = read_rows(args.config.resolve().parent.parent / "results")
+    machines = plan.machines_to_plan(hardware, args.gpus, args.device_name)
+    report = plan.plan(recipe, plan.workload(recipe, data), machines, rows)
+    print(json.dumps(report, indent=1) if args.json else f"{recipe.experiment}: {recipe.summary}")
+    if not args.json:
+        print(plan.as_text(report))
+    return 0
+
+
+def _hydra(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
+    if not fairseq_is_installed():
+        raise UserError("--hydra asks fairseq for its config: run `bash scripts/setup.sh` first.")
+    from moa_fairseq.recipes.hydra import write_hydra
+
+    check_scale(recipe, hardware)
+    options = Options(data=args.data or prepared_before(recipe, args.save_dir), save_dir=args.save_dir)
+    if options.data is None or not is_binarised(options.data):
+        raise UserError(
+            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
+            "--data a folder made by fairseq-preprocess."
+        )
+    training = next(c for c in planned_commands(recipe, hardware, options) if c[0] == "fairseq-train")
+    folder = Path(args.hydra) if args.hydra else save_dir_of(recipe, options) / "hydra"
+    header = f"{recipe.summary}\nMade by: {_command_line()}\nThe same as: {commands.to_shell(training)}"
+    print(commands.to_shell(write_hydra(training, folder, recipe.experiment, header)))
+    return 0
+
+
 def _say(text: str) -> None:
     print(text, flush=True)
 
@@ -114,7 +214,7 @@ def _record_path(args: argparse.Namespace) -> Path | None:
     return (
         args.config.resolve().parent.parent
         / "results"
-        / "measured"
+        / ("throughput" if args.stage == "train" else "measured")
         / f"{args.record or args.config.stem}.json"
     )
 

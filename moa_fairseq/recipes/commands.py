@@ -44,8 +44,13 @@ class BatchPlan:
             f"= {self.effective:,} tokens per update"
         )
         if self.wanted and self.wanted != self.effective:
-            line += f" ({self.wanted:,} asked for, {self.effective / self.wanted - 1:+.2%} by rounding)"
+            line += f" ({self.wanted:,} asked for, {self.deviation:+.2%} by rounding)"
         return line
+
+    @property
+    def deviation(self) -> float:
+        """How far the update is from the one that was asked for, as a fraction of it."""
+        return self.effective / self.wanted - 1 if self.wanted else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +98,7 @@ def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[s
             "share-all-embeddings": model.share_all_embeddings,
             **model.flags,
             "criterion": train.criterion,
+            **scale_flags(hardware),
             **train.flags,
             "max-tokens": batch.max_tokens,
             "update-freq": batch.update_freq,
@@ -103,10 +109,21 @@ def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[s
             "save-dir": str(paths.checkpoints),
             "log-format": "json",
             "log-interval": train.log_interval,
-            "distributed-world-size": hardware.devices,
+            **(hardware.world.flags() if hardware.world else {"distributed-world-size": hardware.devices}),
         }
     )
     return command + precision_flags(train.precision, hardware) + device_flags(hardware)
+
+
+def scale_flags(hardware: Hardware) -> Dict[str, Any]:
+    """How several processes talk; a recipe's train.flags go over it.
+
+    fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
+    expert that no token chose has a gradient of zeros.
+    """
+    if hardware.world and not hardware.gpus:
+        return {"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"}
+    return {}
 
 
 def average_command(recipe: Recipe, paths: RunPaths) -> List[str]:

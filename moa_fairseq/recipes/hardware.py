@@ -8,25 +8,33 @@ import platform
 from typing import List, Optional, Tuple
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.world import World
+
+# What --device-name may say: CUDA capability, so that precision and plans fit a machine that is not at hand.
+CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor)."""
+    """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor).
+
+    world: the other machines or processes of the same training, None when there are none.
+    """
 
     gpus: int = 0
     name: str = "CPU"
     capability: Optional[Tuple[int, int]] = None
     visible: Tuple[str, ...] = ()
+    world: Optional[World] = None
 
     @property
     def devices(self) -> int:
-        """Processes that train side by side: one per GPU, or one on the CPU."""
-        return max(1, self.gpus)
+        """Processes that train side by side, on all machines: one per GPU, or one on each machine's CPU."""
+        return self.world.size if self.world else max(1, self.gpus)
 
     def describe(self) -> str:
         """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores."""
-        return f"{self.gpus} x {self.name}" if self.gpus else self.name
+        return f"{self.devices} x {self.name}" if self.gpus or self.world else self.name
 
 
 def detect_hardware() -> Hardware:
@@ -41,6 +49,15 @@ def detect_hardware() -> Hardware:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
     return Hardware(count, torch.cuda.get_device_name(0), capability, identifiers[:count])
+
+
+def assumed_hardware(device_name: str, gpus: Optional[int]) -> Hardware:
+    """`gpus` (1 unless given) GPUs of a kind in CAPABILITIES, for --dry-run and --plan without them."""
+    count = 1 if gpus is None else gpus
+    if count < 1:
+        raise UserError(f"--gpus {count} --device-name {device_name}: say at least one GPU.")
+    visible = tuple(str(index) for index in range(count))
+    return Hardware(count, device_name, CAPABILITIES[device_name], visible)
 
 
 def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> Hardware:
@@ -58,7 +75,7 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     if wanted < present.gpus:
         return dataclasses.replace(present, gpus=wanted, visible=present.visible[:wanted])
     if dry_run:
-        return Hardware(wanted, "GPU (assumed V100)", (7, 0), tuple(str(index) for index in range(wanted)))
+        return dataclasses.replace(assumed_hardware("V100", wanted), name="GPU (assumed V100)")
     raise UserError(
         f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or "
         f"check CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver."

@@ -13,6 +13,7 @@ from typing import Any, Dict, List, Sequence, Union
 import yaml
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.execution import is_execution_flag
 from moa_fairseq.recipes.schema import Recipe, check, fail
 
 PathLike = Union[str, Path]
@@ -170,7 +171,8 @@ def _is_faithful(key: str, mapping: Dict[str, Any]) -> bool:
     if key == "data.bpe":  # none: the user's own text is segmented already
         data = mapping["data"]
         return data["bpe"] in (None, "none") and data.get("recipe") in ("parallel", "binarised")
-    return key in FAITHFUL
+    averages_updates = bool((mapping.get("average") or {}).get("updates"))
+    return key in FAITHFUL or is_execution_flag(key, averages_updates)
 
 
 def _check_key(keys: List[str], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Asking fairseq's own parser about a training command before any work is done."""
+"""Before any work is done: fairseq's own parser is asked about the training command, and traps of scale."""
 
 from __future__ import annotations
 
@@ -8,14 +8,71 @@ import io
 import logging
 import re
 import sys
-from typing import List
+from typing import List, Optional
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.commands import plan_batch
+from moa_fairseq.recipes.hardware import Hardware, precision_flags
+from moa_fairseq.recipes.schema import Recipe
+
+LOUD_DEVIATION = 0.01
+FAIRSCALE_REMEDY = (
+    "fairseq does it with the package fairscale, which is not installed: pip install fairscale, or save "
+    "memory with --set train.flags.checkpoint-activations=true or a lower train.max_tokens."
+)
 
 
 def fairseq_is_installed() -> bool:
     """True when this Python can import fairseq."""
     return importlib.util.find_spec("fairseq") is not None
+
+
+def check_scale(recipe: Recipe, hardware: Hardware) -> Optional[str]:
+    """Settings that fairseq would only refuse, or break on, once every process runs.
+
+    Returns a warning to print, or None. Raises UserError with the remedy.
+    """
+    asked = {**recipe.model.flags, **recipe.train.flags}
+    _check_sharding(asked, precision_flags(recipe.train.precision, hardware), hardware)
+    batch = plan_batch(recipe.train, hardware.devices)
+    if batch.wanted and batch.wanted < hardware.devices:
+        raise UserError(
+            f"train.effective_batch_tokens is {batch.wanted:,} for {hardware.devices:,} devices: not even "
+            "one token for each. Use fewer devices."
+        )
+    if abs(batch.deviation) > LOUD_DEVIATION:
+        return (
+            f"WARNING: {hardware.devices} devices cannot share {batch.wanted:,} tokens evenly; an update has "
+            f"{batch.effective:,} ({batch.deviation:+.1%}). Another number of devices or --set "
+            "train.max_tokens=... comes nearer."
+        )
+    return None
+
+
+def _check_sharding(asked: dict, precision: List[str], hardware: Hardware) -> None:
+    backend, sharded = asked.get("ddp-backend"), asked.get("zero-sharding") == "os"
+    for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
+        if asked.get(name) and precision != [f"--{name[-4:]}"]:
+            raise UserError(
+                f"train.flags.{name} goes with train.precision {name[-4:]}, and this run has "
+                f"{precision[0][2:] if precision else 'fp32'} on {hardware.describe()}: change one of them."
+            )
+    if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
+        what = "train.flags.zero-sharding os" if sharded else f"train.flags.ddp-backend {backend}"
+        raise UserError(f"{what}: {FAIRSCALE_REMEDY}")
+    flattened = not (asked.get("fp16-no-flatten-grads") or asked.get("memory-efficient-fp16"))
+    if sharded and precision == ["--fp16"] and flattened:
+        raise UserError(
+            "train.flags.zero-sharding os with fp16 needs --set train.flags.fp16-no-flatten-grads=true, or "
+            "memory-efficient-fp16."
+        )
+    if backend == "fully_sharded" and precision == ["--bf16"]:
+        raise UserError(
+            "fairseq's fully_sharded knows fp32 and fp16 only: add --set train.precision=fp16, or use "
+            "--set train.flags.zero-sharding=os instead."
+        )
+    if hardware.world and not hardware.gpus and backend not in (None, "legacy_ddp", "no_c10d"):
+        raise UserError(f"train.flags.ddp-backend {backend} works on GPUs only: leave it out on the CPU.")
 
 
 def check_train_command(command: List[str]) -> None:

@@ -43,6 +43,13 @@ HINTS = (
         "This torch was not built for this GPU: install a torch built for it (V100: CUDA 12.6 or older).",
     ),
     (
+        r"Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|NCCL (error|communicator)|"
+        r"Watchdog caught collective|ProcessExitedException|ProcessRaisedException|DistBackendError",
+        "Another process of this training stopped or could not be reached, so that this one stopped too. If "
+        "the lines below do not say why, the logs of the others do (train.log, train.process*.log). Start "
+        "the same command again on every machine; training goes on from the last whole checkpoint.",
+    ),
+    (
         r"exceeds max_tokens",
         "A sentence is longer than one device's batch: raise train.max_tokens, or leave long "
         "sentences out of the data.",

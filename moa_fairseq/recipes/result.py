@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Dict, Optional
 
 from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes.commands import plan_batch
+from moa_fairseq.recipes.hardware import precision_flags
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
 from moa_fairseq.recipes.stages import Run, evaluated_as_the_recipe_says, evaluation_state
 from moa_fairseq.recipes.train_log import summarise
@@ -56,6 +58,33 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
         json.dump(result, stream, indent=1, ensure_ascii=False)
         stream.write("\n")
     return path
+
+
+def write_throughput(run: Run, data: Path, path: Path, command: str) -> None:
+    """Write how fast the train stage was, for --plan to go by. data: the binarised folder."""
+    from moa_fairseq.recipes.plan import workload
+
+    recipe, hardware, summary = run.recipe, run.hardware, summarise(run.folder / "train.jsonl")
+    batch = plan_batch(recipe.train, hardware.devices)
+    row = {
+        "experiment": recipe.experiment,
+        "hardware": run.state.get("train").get("hardware", hardware.describe()),
+        "precision": (precision_flags(recipe.train.precision, hardware) or ["--fp32"])[0][2:],
+        "tokens_per_second": summary["tokens_per_second"],
+        "macs_per_target_token": round(workload(recipe, data).macs_per_target_token),
+        "parameters": run.state.get("train").get("parameters"),
+        "max_tokens": batch.max_tokens,
+        "update_freq": batch.update_freq,
+        "updates": summary["updates"],
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "command": command,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as stream:
+        json.dump(row, stream, indent=1, ensure_ascii=False)
+        stream.write("\n")
 
 
 def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import re
 import time
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -130,22 +131,37 @@ def is_whole(checkpoint: Path) -> bool:
     return checkpoint.is_file() and zipfile.is_zipfile(checkpoint)
 
 
-def checkpoint_to_resume(folder: Path) -> Optional[Path]:
-    """checkpoint_last.pt, or the newest whole checkpoint where a crash cut the last one off.
+def is_readable(checkpoint: Path) -> bool:
+    """False for a checkpoint that is cut off or in which any byte differs from what was written.
 
-    None when training has to start from the beginning. Raises UserError when there are checkpoints
-    but none is whole.
+    Reads the whole file: torch writes a checksum for every part of it.
+    """
+    try:
+        with zipfile.ZipFile(checkpoint) as archive:
+            has_data = any(name.endswith("/data.pkl") for name in archive.namelist())
+            return has_data and archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+        return False
+
+
+def checkpoint_to_resume(folder: Path, say: Callable[[str], None] = print) -> Optional[Path]:
+    """checkpoint_last.pt, or the newest readable checkpoint where a crash or a disk damaged the last one.
+
+    say: is told of every damaged one that was passed over. None when training has to start from the
+    beginning. Raises UserError when there are checkpoints but none is readable.
     """
     last = folder / "checkpoint_last.pt"
-    if is_whole(last):
-        return last
-    candidates = epoch_checkpoints(folder) + update_checkpoints(folder)
-    whole = sorted((path for path in candidates if is_whole(path)), key=lambda path: path.stat().st_mtime_ns)
-    if whole:
-        return whole[-1]
-    if last.exists() or candidates:
+    numbered = [*epoch_checkpoints(folder), *update_checkpoints(folder)]
+    numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    candidates = [last, *numbered, folder / "checkpoint_best.pt"]
+    candidates = [path for path in candidates if path.exists()]
+    for path in candidates:
+        if is_readable(path):
+            return path
+        say(f"{path} is damaged (cut off, or changed on the disk): looking for an older checkpoint")
+    if candidates:
         raise UserError(
-            f"No checkpoint in {folder} is whole (a crash or a full disk cut them off). Start again with "
+            f"No checkpoint in {folder} is whole (a crash, a full or a failing disk). Start again with "
             "--restart, which moves the folder aside."
         )
     return None

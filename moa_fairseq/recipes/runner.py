@@ -19,10 +19,11 @@ from moa_fairseq.recipes import commands, masked_lm_stages, stages
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
-from moa_fairseq.recipes.result import write_result
-from moa_fairseq.recipes.run_folder import RunState, locked, move_aside
+from moa_fairseq.recipes.result import write_result, write_throughput
+from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
 from moa_fairseq.recipes.schema import MASKED_LM, Recipe
 
+HANDOVER_SECONDS = 60.0
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
@@ -58,6 +59,13 @@ def user_dir() -> Path:
 def save_dir_of(recipe: Recipe, options: Options) -> Path:
     """The run folder: --save-dir, or runs/<experiment>."""
     return options.save_dir or Path("runs") / recipe.experiment
+
+
+def prepared_before(recipe: Recipe, save_dir: Optional[Path]) -> Optional[Path]:
+    """The binarised folder that a prepare stage of this recipe's run folder made, if there is one."""
+    folder = save_dir_of(recipe, Options(save_dir=save_dir))
+    known = RunState(folder).get("prepare")
+    return Path(known["folder"]) if known and Path(known["folder"]).is_dir() else None
 
 
 def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
@@ -114,7 +122,7 @@ def run_recipe(
     before stays and is not done again next time.
     """
     folder = save_dir_of(recipe, options)
-    if options.record and not (options.wants("score") and recipe.score):
+    if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
         why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
         raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
     if options.restart and folder.exists():
@@ -122,8 +130,58 @@ def run_recipe(
             pass
         say(f"{folder} moved to {move_aside(folder)}")
     environment = commands.device_environment(hardware, present)
-    with terminate_as_interrupt(), locked(folder) as lock:
+    world = hardware.world
+    if world and world.shared:
+        _check_shared(options, folder)
+    if world and not world.leads:
+        with terminate_as_interrupt():
+            _join_training(recipe, hardware, options, folder, executor_class(environment), say)
+        return None
+    # After a restart of torchrun the one that had the folder before may take its time to go.
+    patience = HANDOVER_SECONDS if world and world.shared else PATIENCE_SECONDS
+    with terminate_as_interrupt(), locked(folder, patience) as lock:
         return _run_stages(recipe, hardware, options, folder, executor_class(environment, lock), say)
+
+
+def _check_shared(options: Options, folder: Path) -> None:
+    """Several programs train together; anything else is for one of them alone."""
+    if options.stage != "train":
+        raise UserError(
+            f"Several machines (or torchrun's processes) can share the train stage only, not --stage "
+            f"{options.stage}: run --stage prepare on one of them first, then --stage train on all, then the "
+            "other stages on one. The scripts in scripts/launch/ do so."
+        )
+    if options.restart:
+        raise UserError(
+            "--restart would move the run folder aside under the others: give it to --stage prepare."
+        )
+    known = RunState(folder).get("prepare")
+    if not known:
+        raise UserError(
+            f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
+            "folder must be on a file system that all machines share."
+        )
+    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
+        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
+
+
+def _join_training(
+    recipe: Recipe,
+    hardware: Hardware,
+    options: Options,
+    folder: Path,
+    executor: Executor,
+    say: Callable[[str], None],
+) -> None:
+    """Train with the machine that keeps the run folder; this program writes nothing there but a log."""
+    state = RunState(folder)
+    prepared = _recall_prepared(recipe, folder, state.get("prepare"))
+    paths = commands.RunPaths(prepared.folder, folder, user_dir())
+
+    def show(command: List[str]) -> None:
+        say(f"$ {commands.to_shell(command, executor.environment)}")
+
+    stages.train(stages.Run(recipe, hardware, paths, state, executor, show, say), prepared)
 
 
 def _run_stages(
@@ -142,7 +200,8 @@ def _run_stages(
         _append_command(folder / "commands.sh", line)
 
     started = time.time()
-    prepared = _prepare(recipe, options, folder, state, executor, show, say)
+    shared = bool(hardware.world and hardware.world.shared)
+    prepared = _prepare(recipe, options, folder, state, executor, show, say, shared)
     paths = commands.RunPaths(prepared.folder, folder, user_dir())
     run = stages.Run(recipe, hardware, paths, state, executor, show, say)
     if options.wants("train"):
@@ -152,6 +211,9 @@ def _run_stages(
     # Written after `train` has agreed to the settings: a refused run must not overwrite the old copy.
     if options.stage != "prepare" or not state.get("train"):
         _write_recipe(run)
+    if options.stage == "train" and options.record:
+        write_throughput(run, prepared.folder, options.record, options.command_line)
+        say(f"speed recorded as {options.record}")
     if options.stage in ("average", "generate", "score") and not getattr(recipe, options.stage):
         say(f"{options.stage}: the recipe has no {options.stage} section; there is nothing to do")
     if options.wants("average") and recipe.average:
@@ -220,10 +282,11 @@ def _prepare(
     executor: Executor,
     show: Callable[[List[str]], None],
     say: Callable[[str], None],
+    shared: bool,
 ) -> Prepared:
-    """Do the prepare stage, or for a later stage alone recall what it made."""
+    """Do the prepare stage, or for a later stage alone (or shared with others) recall what it made."""
     known = state.get("prepare")
-    if not options.wants("prepare") and options.data is None:
+    if not options.wants("prepare") and (options.data is None or shared):
         return _recall_prepared(recipe, folder, known)
     settings = to_mapping(recipe)["data"]
     given = options.data or (Path(known["source"]) if known.get("source") else None)

@@ -322,6 +322,10 @@ def _reserved_flags() -> Dict[str, Dict[str, str]]:
         "log_interval",
     ):
         train[key.replace("_", "-")] = f"say train.{key}"
+    distributed = ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")
+    train.update(
+        {f"distributed-{name}": "say --gpus, --nodes, --node-rank and --master" for name in distributed}
+    )
     train["update-freq"] = "it follows from train.effective_batch_tokens"
     train.update({name: "say train.precision" for name in ("fp16", "bf16", "amp")})
     model = {

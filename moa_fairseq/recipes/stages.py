@@ -14,6 +14,7 @@ from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.execution import experiment_flags
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.process import Executor
 from moa_fairseq.recipes.run_folder import (
@@ -50,6 +51,11 @@ class Run:
         """The run folder."""
         return self.paths.save_dir
 
+    @property
+    def leads(self) -> bool:
+        """True for the one program that writes the run folder."""
+        return self.hardware.world is None or self.hardware.world.leads
+
     def log(self, name: str) -> Path:
         """Where a stage's full output goes."""
         return self.folder / f"{name}.log"
@@ -59,25 +65,23 @@ def train(run: Run, prepared: Prepared) -> None:
     """Train, or go on, until the recipe's end. Raises UserError for checkpoints of other settings."""
     settings = train_settings(run.recipe, prepared)
     done = _training_done(run, settings)
-    resume = checkpoint_to_resume(run.paths.checkpoints)
+    resume = checkpoint_to_resume(run.paths.checkpoints, run.say)
     remembered = run.state.get("train")
     if resume is not None:
         _refuse_other_settings(run, remembered.get("settings"), settings)
         if remembered.get("done") == done:
             run.say(f"train: done before ({run.paths.checkpoints})")
             return
-    else:
+    elif run.leads:
         (run.folder / "train.jsonl").unlink(missing_ok=True)
+    if not run.leads:
+        _join(run, resume)
+        return
     run.state.put("train", settings=settings, parameters=remembered.get("parameters"))
-    command = commands.train_command(run.recipe, run.hardware, run.paths)
-    if resume is not None and resume.name != "checkpoint_last.pt":
-        run.say(f"train: checkpoint_last.pt is cut off; going on from {resume.name}")
-        command += ["--restore-file", str(resume)]
-    run.say("train: " + commands.plan_batch(run.recipe.train, run.hardware.devices).describe())
-    run.show(command)
+    command = _train_command(run, resume)
     log = TrainLog(run.folder / "train.jsonl", run.recipe.train.max_epoch, run.recipe.train.max_update)
     run.executor.run(command, run.log("train"), on_line=log)
-    if checkpoint_to_resume(run.paths.checkpoints) is None:
+    if not (run.paths.checkpoints / "checkpoint_last.pt").is_file():
         raise UserError(
             f"fairseq-train ended without writing a checkpoint into {run.paths.checkpoints}; its output is "
             f"in {run.log('train')}."
@@ -89,6 +93,26 @@ def train(run: Run, prepared: Prepared) -> None:
         parameters=sum(log.parameters) or remembered.get("parameters"),
         hardware=run.hardware.describe(),
     )
+
+
+def _join(run: Run, resume: Optional[Path]) -> None:
+    """Train as one of the processes of another machine's run: nothing is written but a log."""
+    rank = run.hardware.world.rank
+    run.executor.run(_train_command(run, resume), run.log(f"train.process{rank}"))
+    run.say(f"train: process {rank} is done; the machine of process 0 has the results")
+
+
+def _train_command(run: Run, resume: Optional[Path]) -> List[str]:
+    """The fairseq-train line, said and shown; it names the checkpoint where it is not checkpoint_last.pt."""
+    command = commands.train_command(run.recipe, run.hardware, run.paths)
+    if resume is not None and resume.name != "checkpoint_last.pt":
+        run.say(f"train: checkpoint_last.pt is damaged or missing; going on from {resume.name}")
+        command += ["--restore-file", str(resume)]
+    if run.hardware.world:
+        run.say(f"train: {run.hardware.world.describe()}")
+    run.say("train: " + commands.plan_batch(run.recipe.train, run.hardware.devices).describe())
+    run.show(command)
+    return command
 
 
 def _training_done(run: Run, settings: Dict[str, Any]) -> str:
@@ -148,7 +172,11 @@ def require_model(run: Run) -> Path:
 def train_settings(recipe: Recipe, prepared: Prepared) -> Dict[str, Any]:
     """What must not change between two runs of one training."""
     kept = {key: value for key, value in dataclasses.asdict(recipe.train).items() if key not in VOLATILE}
-    return {"data": prepared.fingerprint, "model": dataclasses.asdict(recipe.model), "train": kept}
+    settings = {"data": prepared.fingerprint, "model": dataclasses.asdict(recipe.model), "train": kept}
+    averages_updates = bool(recipe.average and recipe.average.updates)
+    for section in ("model", "train"):
+        settings[section]["flags"] = experiment_flags(section, settings[section]["flags"], averages_updates)
+    return settings
 
 
 def average(run: Run) -> None:

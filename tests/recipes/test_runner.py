@@ -24,7 +24,7 @@ SCORES = {
 def write_checkpoint(path, content="x"):
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("data", content)
+        archive.writestr("archive/data.pkl", content)
 
 
 def option(command, flag):

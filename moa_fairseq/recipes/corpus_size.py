@@ -1,0 +1,123 @@
+"""How large a recipe's training set is: measured on binarised data, else looked up in corpus_sizes.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.schema import Recipe
+
+TABLE = Path(__file__).with_name("corpus_sizes.json")
+SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusSize:
+    """A training set. Tokens include the end of each sentence.
+
+    fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
+    sentences that are longer on the source side. batches: how many fairseq cuts one epoch into, known of
+    measured data only. origin: where the numbers are from.
+    """
+
+    name: str
+    sentences: int
+    source_tokens: int
+    target_tokens: int
+    vocabulary: int
+    fill: float
+    origin: str
+    batches: Optional[int] = None
+
+    def updates_per_epoch(self, effective: int, devices: int, update_freq: int) -> int:
+        """Updates in an epoch; effective: tokens that one of them may have."""
+        if self.batches is not None:
+            return math.ceil(math.ceil(self.batches / devices) / update_freq)
+        return max(1, round(self.target_tokens / (effective * self.fill)))
+
+
+def known_size(recipe: Recipe) -> Optional[CorpusSize]:
+    """The entry of the table whose experiments the recipe belongs to, by the longest common beginning."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
+    names = (recipe.experiment, recipe.data.recipe)
+    found = [
+        (len(beginning), entry)
+        for entry in table
+        for beginning in entry["experiments"]
+        if any(name.startswith(beginning) for name in names)
+    ]
+    if not found:
+        return None
+    entry: dict[str, Any] = max(found, key=lambda pair: pair[0])[1]
+    return CorpusSize(**{key: value for key, value in entry.items() if key != "experiments"})
+
+
+def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
+    """Read the lengths of all training sentences and cut them into batches as fairseq will.
+
+    folder: made by fairseq-preprocess. Raises UserError when its training set is not there.
+    """
+    source, target = getattr(recipe.data, "source", None), getattr(recipe.data, "target", None)
+    pair = f"{source}-{target}"
+    if source and not (folder / f"train.{pair}.{source}.idx").is_file():
+        pair = f"{target}-{source}"  # fairseq takes a folder of the other direction, too
+    stems = [f"train.{pair}.{language}" for language in (source, target)] if source else ["train", "train"]
+    source_sizes, target_sizes = (_sizes(folder / stem) for stem in stems)
+    dictionary = folder / (f"dict.{target}.txt" if source else "dict.txt")
+    try:
+        with open(dictionary, "rb") as lines:
+            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS
+    except OSError as error:
+        raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
+    batches = _batches(source_sizes, target_sizes, max_tokens) if source else None
+    total = int(target_sizes.sum())
+    return CorpusSize(
+        name=folder.name,
+        sentences=len(target_sizes),
+        source_tokens=int(source_sizes.sum()),
+        target_tokens=total,
+        vocabulary=vocabulary,
+        fill=total / (batches * max_tokens) if batches else 1.0,
+        origin=f"measured in {folder}",
+        batches=batches,
+    )
+
+
+def _sizes(stem: Path) -> numpy.ndarray:
+    """Tokens of every sentence."""
+    from fairseq.data.indexed_dataset import MMapIndexedDataset
+
+    if not stem.with_name(stem.name + ".idx").is_file():
+        raise UserError(f"{stem}.idx is missing: --plan measures a folder made by fairseq-preprocess.")
+    dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
+    return numpy.array(dataset.sizes, dtype=numpy.int64)
+
+
+def _batches(source: numpy.ndarray, target: numpy.ndarray, max_tokens: int) -> int:
+    """Number of batches of sentence pairs: sorted as fairseq sorts them; the longer side counts."""
+    from fairseq.data import data_utils
+
+    import moa_fairseq  # noqa: F401  (so that the last batch is kept, as in training)
+
+    longer = numpy.maximum(source, target)
+    order = numpy.lexsort((target, source))
+    if longer.max(initial=0) > max_tokens:
+        raise UserError(
+            f"A training sentence has {longer.max():,} tokens and train.max_tokens is {max_tokens:,}: raise "
+            "it, or leave long sentences out of the data."
+        )
+    return len(
+        data_utils.batch_by_size(
+            order,
+            num_tokens_fn=None,
+            num_tokens_vec=longer[order],
+            max_tokens=max_tokens,
+            required_batch_size_multiple=8,
+        )
+    )

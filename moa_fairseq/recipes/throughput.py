@@ -1,0 +1,143 @@
+"""How fast a device trains: what was measured (results/), else its peak and an assumed share of it.
+
+Rows are the files results/measured/*.json (whole runs, by --record) and results/throughput/*.json (short
+ones, by --stage train --record). A row counts when it names hardware and target tokens per second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+# A multiply-accumulate is two operations, and the backward pass costs two forward passes.
+OPERATIONS_PER_MAC = 6
+# fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
+# target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
+ASSUMED_UTILISATION = 0.137
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU's data sheet. peak_half: operations a second in fp16 or bf16, dense; peak_single: in fp32."""
+
+    name: str
+    memory: int
+    peak_half: float
+    peak_single: float
+
+    def peak(self, precision: str) -> float:
+        """Operations a second in a precision."""
+        return self.peak_single if precision == "fp32" else self.peak_half
+
+
+# NVIDIA's data sheets of the SXM modules, without sparsity.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("V100", 32_000_000_000, 125e12, 15.7e12),
+        Device("A100", 80_000_000_000, 312e12, 19.5e12),
+        Device("H100", 80_000_000_000, 989e12, 67e12),
+        Device("H200", 141_000_000_000, 989e12, 67e12),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement. device: a key of DEVICES or "CPU"; speed: target tokens a second of all `count`."""
+
+    experiment: str
+    device: str
+    count: int
+    speed: float
+    macs: Optional[float]
+    precision: str
+    hardware: str
+    file: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Target tokens a second, and where the number is from. measured: of this experiment on this device."""
+
+    tokens_per_second: float
+    origin: str
+    measured: bool
+
+
+def read_rows(results: Path) -> List[Row]:
+    """All rows of a results folder; files that are no such rows are passed over."""
+    rows = []
+    for path in sorted([*results.glob("measured/*.json"), *results.glob("throughput/*.json")]):
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        speed = row.get("tokens_per_second") if isinstance(row, dict) else None
+        if speed and row.get("hardware") and row.get("experiment"):
+            rows.append(_row(row, f"{path.parent.name}/{path.name}"))
+    return rows
+
+
+def _row(row: Dict[str, Any], file: str) -> Row:
+    hardware = str(row["hardware"])
+    count = re.match(r"(\d+) x ", hardware)
+    return Row(
+        experiment=row["experiment"],
+        device=device_kind(hardware) or "CPU",
+        count=int(count.group(1)) if count else 1,
+        speed=float(row["tokens_per_second"]),
+        macs=row.get("macs_per_target_token"),
+        precision=row.get("precision", "fp32"),
+        hardware=hardware,
+        file=file,
+    )
+
+
+def device_kind(hardware: str) -> Optional[str]:
+    """The key of DEVICES that a hardware's name contains, or None."""
+    return next((name for name in DEVICES if name in hardware), None)
+
+
+def expected_speed(
+    rows: List[Row], experiment: str, device: str, count: int, macs: float, precision: str
+) -> Optional[Speed]:
+    """The speed of an experiment on `count` devices; None on a device of which nothing is known.
+
+    macs: of one target token, its share of the source included. The best of: this experiment measured on
+    this device (scaled by the number of devices); the experiment nearest in MACs measured there, at its
+    operations a second; the nearest measured share of the peak of another device; ASSUMED_UTILISATION.
+    """
+    here = [row for row in rows if row.device == device]
+    own = [row for row in here if row.experiment == experiment]
+    if own:
+        row = min(own, key=lambda row: abs(math.log(row.count / count)))
+        scaled = f", scaled from {row.count} to {count}" if row.count != count else ""
+        return Speed(
+            row.speed * count / row.count, f"measured: {row.file} ({row.hardware}){scaled}", not scaled
+        )
+    near = _nearest([row for row in here if row.macs], macs)
+    if near:
+        speed = near.speed / near.count * near.macs / macs * count
+        return Speed(speed, f"estimate from {near.file} ({near.experiment} on {near.hardware})", False)
+    if device not in DEVICES:
+        return None
+    other = _nearest([row for row in rows if row.macs and row.device in DEVICES], macs)
+    share, origin = (
+        ASSUMED_UTILISATION,
+        f"estimate, not measured: {ASSUMED_UTILISATION:.1%} of the peak assumed",
+    )
+    if other:
+        done = other.speed / other.count * other.macs * OPERATIONS_PER_MAC
+        share = done / DEVICES[other.device].peak(other.precision)
+        origin = f"estimate, not measured: {share:.1%} of the peak, as {other.file} on {other.hardware}"
+    speed = DEVICES[device].peak(precision) * share / (OPERATIONS_PER_MAC * macs) * count
+    return Speed(speed, origin, False)
+
+
+def _nearest(rows: List[Row], macs: float) -> Optional[Row]:
+    return min(rows, key=lambda row: abs(math.log(row.macs / macs)), default=None)
