@@ -28,7 +28,7 @@ class TextSource(NamedTuple):
 _WIKI = ("wiki.{split}.raw", "wiki.{split}.tokens")
 TEXT_SOURCES: Dict[str, TextSource] = {
     "wikitext103_gpt2bpe": TextSource(
-        (*_WIKI, "wikitext-103.{split}.txt"),
+        (*_WIKI, "wikitext-103.{split}.txt", "{split}"),
         {"train": 103_227_021, "valid": 217_646, "test": 245_569},
         "Give --data the unpacked folder (or the .zip) of WikiText-103: wiki.train.raw, wiki.valid.raw and "
         "wiki.test.raw, or the .tokens files, plain or .gz.",
