@@ -62,7 +62,7 @@ def draw(results: "list[Dict[str, Any]]", args: Any) -> Figure:
                 panel.text(speeds[place], place, text, va="center", fontsize=8)
         panel.set_xlim(right=1.4 * max(speeds))
         panel.invert_yaxis()
-        panel.set(xlabel="tokens per second", title=f"{found['sentences']} sentence(s) a batch")
+        panel.set(xlabel="tokens per second", title=f"sentences a batch: {found['sentences']}")
         panel.spines[["top", "right"]].set_visible(False)
         if panel is not panels[0]:
             panel.set_yticklabels([])

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, Iterator, Tuple
 import torch
 from _bench import arguments, gemm, report, take_turns
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routing import RoutingDecision
@@ -25,6 +26,8 @@ SWEEPS = {
     "K": (1, 2, 4, 8, 16),
     "D": (32, 64, 128, 256),
 }
+COLOURS = {"auto": "#000000", "reference": "#999999", "grouped": "#0072B2", "triton": "#D55E00"}
+STYLES = {"auto": {"linestyle": "--"}}
 _REFERENCE_LIMIT = 4e9  # MACs; the reference does all experts, and would take most of the time
 
 
@@ -111,13 +114,17 @@ def draw(results: Dict[str, Any], args: Any) -> Figure:
         for backend in backends(args.device):
             rows = [(p[axis], p["rows"].get(f"{backend} step")) for p in measured]
             rows = [(value, row["gemm_share"]) for value, row in rows if row]
-            style = {"linestyle": "--", "color": "black"} if backend == "auto" else {"marker": "o"}
-            panel.plot(*zip(*rows), label=backend, **style)
+            if rows:
+                panel.plot(
+                    *zip(*rows), label=backend, color=COLOURS[backend], **STYLES.get(backend, {"marker": "o"})
+                )
         panel.set_xscale("log", base=2)
+        panel.set_xticks(SWEEPS[axis][:: 2 if len(SWEEPS[axis]) > 5 else 1])
+        panel.xaxis.set_major_formatter(ScalarFormatter())
         panel.set(xlabel=axis, ylim=(0, 1.1))
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("share of the GEMM rate")
-    panels[-1].legend(frameon=False)
+    panels[0].legend(frameon=False)
     fixed = ", ".join(f"{key} {value:,}" for key, value in BASE.items())
     figure.suptitle(
         f"Expert products, forward + backward, {args.device} {args.dtype}; else {fixed}, width {C}"
