@@ -1,5 +1,5 @@
 """Thin fairseq subclasses that choose an attention, and the named architectures."""
 
-from moa_fairseq.models import translation
+from moa_fairseq.models import causal_lm, mae_translation, translation
 
-__all__ = ["translation"]
+__all__ = ["causal_lm", "mae_translation", "translation"]
