@@ -193,9 +193,7 @@ def _batches_of_the_first_epoch(get_batch_iterator: Callable) -> Callable:
     """Wrap a task's batching: sentences are grouped by seed + 1 in whatever epoch the process starts."""
 
     @functools.wraps(get_batch_iterator)
-    def wrapped(
-        task: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **options: Any
-    ) -> Any:
+    def wrapped(task: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **options: Any) -> Any:
         keeps = task.can_reuse_epoch_itr(dataset)
         if options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache") or not keeps:
             return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)

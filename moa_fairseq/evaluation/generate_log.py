@@ -119,8 +119,10 @@ def _check(entries: Entries, path: Union[str, Path], complete: bool, allow_parti
         return
     lonely = sorted(targets.keys() ^ hypotheses.keys())
     if not complete or lonely:
-        reason = "has no closing line 'Generate ... with beam=...'" if not complete else (
-            f"has a target or a hypothesis, but not both, for sentence {lonely[0]}"
+        reason = (
+            "has no closing line 'Generate ... with beam=...'"
+            if not complete
+            else (f"has a target or a hypothesis, but not both, for sentence {lonely[0]}")
         )
         raise UserError(
             f"{path} {reason}: the generation was cut short, or is still running. Run fairseq-generate to "
