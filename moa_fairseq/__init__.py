@@ -5,9 +5,9 @@ before, and it never imports criterions: so all of it is imported here.
 """
 
 from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
-from moa_fairseq import criterions, models
+from moa_fairseq import criterions, models, tasks
 
-__all__ = ["criterions", "fairseq_compat", "models"]
+__all__ = ["criterions", "fairseq_compat", "models", "tasks"]
 __version__ = "0.1.0"
 
 fairseq_compat.install()

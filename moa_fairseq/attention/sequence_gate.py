@@ -46,7 +46,11 @@ class EarlierBatchNorm(nn.BatchNorm1d):
 
     @torch.no_grad()
     def absorb(self, sums: Tensor) -> None:
-        """Let sums (as `pending`, over all workers) into the running statistics; forget what is pending."""
+        """Let sums (as `pending`, over all workers) into the running statistics; forget what is pending.
+
+        Sums that overflowed, of a batch in half precision, are passed over.
+        """
+        sums = torch.where(sums.isfinite().all(), sums, torch.zeros_like(sums))
         count = sums[-1]
         mean, square = (sums[:-1] / count.clamp_min(1.0)).chunk(2)
         spread = (self.running_var + self.eps).sqrt()

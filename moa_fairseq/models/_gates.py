@@ -12,8 +12,8 @@ from moa_fairseq.attention.sequence_gate import absorb_statistics, gates_of
 class GatedModel:
     """Mixed into a fairseq model: after each update, what its gates observed enters their statistics.
 
-    fairseq tells the model the number of updates after every update, and once more before every
-    micro-batch; only a new number ends an update. Nothing is pending after one in which the gates were
+    The model is told the number of updates after every update, and once more before every micro-batch;
+    only a new number ends an update. Nothing is pending after one in which the gates were
     frozen, and in one in which they learn all workers have something, so all of them meet here.
     """
 

@@ -1,4 +1,4 @@
-"""Mixtures of attentive experts: equal to the papers' sums, to dense attention, to themselves step by step."""
+"""Mixtures of attentive experts: equal to the paper's sums, to dense attention, and step by step."""
 
 import itertools
 import math
