@@ -7,9 +7,9 @@ before, and it never imports criterions: so all of it is imported here.
 from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
 import torch
 
-from moa_fairseq import criterions, host_memory, models
+from moa_fairseq import criterions, host_memory, models, tasks
 
-__all__ = ["criterions", "fairseq_compat", "models"]
+__all__ = ["criterions", "fairseq_compat", "models", "tasks"]
 __version__ = "0.1.0"
 
 fairseq_compat.install()

@@ -1,7 +1,7 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes seven things in fairseq, each because today's
-stack breaks or endangers it:
+`install()` runs when the plugin is imported. It changes eight things in fairseq, each because today's
+stack breaks or endangers it, or because a hook is missing:
 
 1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
    torch ≥ 2.6 refuses the Namespace in fairseq's checkpoints by default, and fairseq's main branch
@@ -16,6 +16,10 @@ stack breaks or endangers it:
    and repeats some and skips others. Here a restart groups by the seed of epoch 1 as well.
 6. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
 7. Several processes: see `fairseq_workers`.
+8. A task that has a method `before_update(trainer, samples)` gets to see all micro-batches of an update
+   before the trainer begins with the first one; fairseq shows a task one at a time. And the model hears of
+   an update when it has been made (`set_num_updates`), not only before the next one: what it keeps per
+   update is then complete in a checkpoint that is saved in between.
 """
 
 import argparse
@@ -215,6 +219,24 @@ def _batches_of_the_first_epoch(get_batch_iterator: Callable) -> Callable:
     return wrapped
 
 
+def _announcing_updates(train_step: Callable) -> Callable:
+    """Wrap the trainer's update: the task hears of it before, and the model afterwards."""
+
+    @functools.wraps(train_step)
+    def wrapped(trainer: Any, samples: Any, *args: Any, **options: Any) -> Any:
+        before_update = getattr(trainer.task, "before_update", None)
+        if before_update is not None:
+            before_update(trainer, samples)
+        result = train_step(trainer, samples, *args, **options)
+        model = trainer.get_model()
+        if hasattr(model, "set_num_updates"):
+            model.set_num_updates(trainer.get_num_updates())
+        return result
+
+    wrapped.announces_updates = True
+    return wrapped
+
+
 def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
@@ -231,6 +253,7 @@ def install() -> None:
         from fairseq.data import data_utils
         from fairseq.dataclass import utils as dataclass_utils
         from fairseq.tasks.fairseq_task import FairseqTask
+        from fairseq.trainer import Trainer
     except ImportError as error:
         raise ImportError(
             f"moa_fairseq is a plugin of fairseq, which cannot be imported ({error}). "
@@ -249,5 +272,7 @@ def install() -> None:
     if not hasattr(data_utils.batch_by_size, "__wrapped__"):
         data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
     fairseq_workers.install()
+    if not hasattr(Trainer.train_step, "announces_updates"):
+        Trainer.train_step = _announcing_updates(Trainer.train_step)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_user_errors

@@ -1,5 +1,5 @@
 """Thin fairseq subclasses that choose an attention, and the named architectures."""
 
-from moa_fairseq.models import roberta, translation
+from moa_fairseq.models import causal_lm, mae_translation, roberta, translation
 
-__all__ = ["roberta", "translation"]
+__all__ = ["causal_lm", "mae_translation", "roberta", "translation"]

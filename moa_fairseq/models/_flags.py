@@ -2,6 +2,7 @@
 
 import argparse
 
+from moa_fairseq.attention.mae import GATES
 from moa_fairseq.attention.routers import RENORMALIZATIONS
 from moa_fairseq.kernels.expert_bank import BACKENDS
 
@@ -59,3 +60,49 @@ def set_mixture_defaults(args: argparse.Namespace, num_experts: int, per_token: 
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+
+
+def add_mae_args(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of mixtures of attentive experts; their defaults come from the architecture."""
+    suppress = argparse.SUPPRESS
+    parser.add_argument(
+        "--mae-dropped-heads",
+        type=int,
+        metavar="T",
+        default=suppress,
+        help="heads that each expert leaves out (of 8 heads, 1 makes MAE-7 and 2 makes MAE-6)",
+    )
+    parser.add_argument(
+        "--mae-gate",
+        choices=GATES,
+        default=suppress,
+        help="how experts are weighted: by a gate that sees the input, or all alike (UNI-MAE)",
+    )
+    parser.add_argument(
+        "--gate-hidden-dim", type=int, metavar="N", default=suppress, help="hidden size of the gate's MLP"
+    )
+    parser.add_argument(
+        "--gate-dropout", type=float, metavar="P", default=suppress, help="dropout after its first layer"
+    )
+    parser.add_argument(
+        "--gate-window",
+        type=int,
+        metavar="N",
+        default=suppress,
+        help="how many of the latest inputs a decoder's gate averages (translation: all so far)",
+    )
+
+
+def set_mae_defaults(args: argparse.Namespace) -> None:
+    """Give the flags of `add_mae_args` their defaults, unless the user or an architecture set them."""
+    defaults = {
+        "mae_dropped_heads": 1,
+        "mae_gate": "learned",
+        "gate_hidden_dim": 256,
+        "gate_dropout": 0.1,
+        "gate_window": None,
+    }
+    for name, value in defaults.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    args.attention_family = "mae"

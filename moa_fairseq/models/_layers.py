@@ -1,7 +1,7 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
 import functools
-from typing import Any, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
@@ -11,11 +11,21 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.collector import query_padding
 from moa_fairseq.attention.core import mark_causal
+from moa_fairseq.attention.incremental import IncrementalAttention
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 
 
-def build_attention(cfg: Any, embed_dim: int, **role: Any) -> nn.Module:
-    """The attention module that `cfg` asks for; `role` says whether it is self- or cross-attention."""
+def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any) -> nn.Module:
+    """The attention module of the family that `cfg.attention_family` names.
+
+    role: whether it is self- or cross-attention, as fairseq's attention takes it; decoder: whether it
+    stands in a decoder, where nothing may look at later queries.
+    """
+    return ATTENTIONS[getattr(cfg, "attention_family", "moa")](cfg, embed_dim, decoder, **role)
+
+
+def _build_moa(cfg: Any, embed_dim: int, decoder: bool, **role: Any) -> nn.Module:
     return MixtureOfAttention(
         embed_dim,
         num_experts=cfg.num_experts,
@@ -28,6 +38,25 @@ def build_attention(cfg: Any, embed_dim: int, **role: Any) -> nn.Module:
         backend=cfg.expert_backend,
         **role,
     )
+
+
+def _build_mae(cfg: Any, embed_dim: int, decoder: bool, **role: Any) -> nn.Module:
+    side = cfg.decoder if decoder else cfg.encoder
+    return MixtureOfAttentiveExperts(
+        embed_dim,
+        side.attention_heads,
+        dropped_heads=cfg.mae_dropped_heads,
+        gate=cfg.mae_gate,
+        dropout=cfg.attention_dropout,
+        causal=decoder,
+        gate_window=cfg.gate_window,
+        gate_hidden_dim=cfg.gate_hidden_dim,
+        gate_dropout=cfg.gate_dropout,
+        **role,
+    )
+
+
+ATTENTIONS: Dict[str, Callable[..., nn.Module]] = {"moa": _build_moa, "mae": _build_mae}
 
 
 class MixtureEncoderLayer(TransformerEncoderLayerBase):
@@ -47,12 +76,13 @@ class MixtureDecoderLayer(TransformerDecoderLayerBase):
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
-        return build_attention(cfg, embed_dim, self_attention=not cfg.cross_self_attention)
+        return build_attention(cfg, embed_dim, decoder=True, self_attention=not cfg.cross_self_attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         return build_attention(
             cfg,
             embed_dim,
+            decoder=True,
             encoder_decoder_attention=True,
             kdim=cfg.encoder.embed_dim,
             vdim=cfg.encoder.embed_dim,
@@ -97,5 +127,5 @@ class MixtureDecoder(TransformerDecoderBase):
 def name_attentions(model: nn.Module) -> None:
     """Tell every attention its path in the model, under which its routing decisions are reported."""
     for name, module in model.named_modules():
-        if isinstance(module, MixtureOfAttention):
+        if isinstance(module, IncrementalAttention):
             module.name = name

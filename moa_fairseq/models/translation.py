@@ -20,11 +20,10 @@ _REFUSED = {
 }
 
 
-@register_model("moa_transformer")
-class MoATransformerModel(TransformerModel):
-    """fairseq's Transformer with a mixture of attention heads in place of every attention (MoA §5.1).
+class MixtureTransformerModel(TransformerModel):
+    """fairseq's Transformer with a mixture of attention heads in place of every attention.
 
-    All 6 + 6 + 6 attentions of the base model: encoder self-, decoder self- and cross-attention.
+    A family says which flags it has (`add_family_args`) and what they default to (`set_defaults`).
     """
 
     @classmethod
@@ -32,16 +31,25 @@ class MoATransformerModel(TransformerModel):
         return {}  # the parent's are dense checkpoints
 
     @classmethod
-    def add_args(cls, parser: argparse.ArgumentParser) -> None:
-        super().add_args(parser)
-        add_mixture_args(parser)
+    def add_family_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add the flags of the family's attention."""
+        raise NotImplementedError
 
     @classmethod
-    def build_model(cls, args: Any, task: Any) -> "MoATransformerModel":
+    def set_defaults(cls, args: argparse.Namespace) -> None:
+        """Give every flag of the model that has no value one."""
+        raise NotImplementedError
+
+    @classmethod
+    def add_args(cls, parser: argparse.ArgumentParser) -> None:
+        super().add_args(parser)
+        cls.add_family_args(parser)
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "MixtureTransformerModel":
         """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
-        if isinstance(args, DictConfig):  # fairseq-hydra-train
-            args = argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
-        moa_transformer_base(args)
+        args = as_namespace(args)
+        cls.set_defaults(args)
         _check(args, task)
         model = super().build_model(args, task)
         name_attentions(model)
@@ -57,10 +65,35 @@ class MoATransformerModel(TransformerModel):
         return MixtureDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
-def _check(args: argparse.Namespace, task: Any) -> None:
+@register_model("moa_transformer")
+class MoATransformerModel(MixtureTransformerModel):
+    """MoA for translation (MoA §5.1): encoder self-, decoder self- and cross-attention, all of them."""
+
+    @classmethod
+    def add_family_args(cls, parser: argparse.ArgumentParser) -> None:
+        add_mixture_args(parser)
+
+    @classmethod
+    def set_defaults(cls, args: argparse.Namespace) -> None:
+        moa_transformer_base(args)
+
+
+def as_namespace(args: Any) -> argparse.Namespace:
+    """Command-line arguments as they are; the config of fairseq-hydra-train as such arguments."""
+    if isinstance(args, DictConfig):
+        return argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
+    return args
+
+
+def refuse_dense_options(args: argparse.Namespace) -> None:
+    """Raise UserError for options of fairseq that concern the inside of its own attention."""
     for name, flag in _REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"{flag} has no meaning for mixtures of attention heads: leave it out.")
+
+
+def _check(args: argparse.Namespace, task: Any) -> None:
+    refuse_dense_options(args)
     if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise UserError(
             "--share-all-embeddings needs one dictionary for both languages, and this data folder has two "

@@ -1,0 +1,1 @@
+"""Optimisation beside fairseq's own."""

@@ -1,0 +1,99 @@
+"""One G step: all gates move along the gradient of one whole update's batch (MAE Algorithm 1)."""
+
+import contextlib
+import math
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import torch
+from fairseq.logging import metrics
+from torch.nn import Parameter
+
+from moa_fairseq.attention.sequence_gate import absorb_statistics, gates_of
+from moa_fairseq.models._gates import sum_over_workers
+from moa_fairseq.optim.gate_sgd import GateGradients, sgd_step
+
+_MIN_LOSS_SCALE = 1e-4  # fairseq's --min-loss-scale
+
+
+class GStep:
+    """Takes G steps with a fairseq trainer's model and criterion, whose optimizer it leaves alone.
+
+    trainer: fairseq's. lr, clip_norm: of the gates' SGD (no clipping if clip_norm is 0). In fp16 the
+    loss is scaled as fairseq scales it in that update; should the gates' gradients overflow
+    nevertheless, the step is tried again at half the scale, so that what happens depends on nothing that
+    a checkpoint does not hold. The gates and their gradients are in float32 always.
+    """
+
+    def __init__(self, trainer: Any, lr: float, clip_norm: float):
+        self.trainer = trainer
+        self.lr = lr
+        self.clip_norm = clip_norm
+        self._done: Optional[List[Dict[str, Any]]] = None
+
+    def __call__(self, samples: List[Dict[str, Any]]) -> None:
+        """Update the gates once with the micro-batches `samples` of this worker and those of the others."""
+        if samples is self._done:  # with --amp fairseq tries the F step again after an overflow
+            return
+        self._done = samples
+        model = self.trainer.get_model()
+        gates = gates_of(model)
+        parameters = [parameter for gate in gates for parameter in gate.parameters()]
+        scale = self._loss_scale()
+        while True:
+            gradients = self._gradients(samples, parameters, scale)
+            finite = bool(torch.isfinite(gradients.flat).all())
+            if finite or scale / 2 < _MIN_LOSS_SCALE or scale == 1.0:
+                break
+            scale /= 2
+        absorb_statistics(gates, sum_over_workers())
+        metrics.log_scalar("g_skipped", int(not finite), round=3)
+        if finite:
+            norm = sgd_step(parameters, gradients.mean(), self.lr, self.clip_norm)
+            sample_size = float(gradients.sample_size)
+            loss = float(gradients.loss) / max(sample_size, 1.0) / math.log(2)
+            metrics.log_scalar("g_loss", loss, sample_size, round=3)
+            metrics.log_scalar("gate_gnorm", float(norm), round=4)
+
+    def _gradients(
+        self, samples: Sequence[Dict[str, Any]], parameters: Sequence[Parameter], scale: float
+    ) -> GateGradients:
+        """Forward and backward passes of all micro-batches, at one and the same state of the gates."""
+        trainer = self.trainer
+        model, criterion = trainer.get_model(), trainer.get_criterion()
+        trainer._set_seed()
+        model.train()
+        criterion.train()
+        model.set_num_updates(trainer.get_num_updates())
+        for gate in gates_of(model):
+            gate.norm.pending.zero_()
+        with _requiring_gradients(parameters):
+            sums = GateGradients(parameters)
+            for sample in samples:
+                sample, is_dummy = trainer._prepare_sample(sample)
+                if is_dummy:  # a worker that has no micro-batch left
+                    continue
+                with torch.autocast("cuda", enabled=bool(trainer.cuda and trainer.cfg.common.amp)):
+                    loss, sample_size, _ = criterion(model, sample)
+                sums.add(loss, float(sample_size), scale)
+        all_reduce = sum_over_workers()
+        if all_reduce is not None:
+            all_reduce(sums.flat)
+        return sums
+
+    def _loss_scale(self) -> float:
+        optimizer = self.trainer.optimizer
+        if self.trainer.cfg.common.amp:
+            return float(optimizer.scaler.get_scale())
+        scaler = getattr(optimizer, "scaler", None)
+        return float(scaler.loss_scale) if scaler is not None else 1.0
+
+
+@contextlib.contextmanager
+def _requiring_gradients(parameters: Sequence[Parameter]) -> Iterator[None]:
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)

@@ -1,0 +1,21 @@
+"""`--task translation_bcd`: translation with MAE's block coordinate descent."""
+
+from dataclasses import dataclass
+
+from fairseq.tasks import register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from omegaconf import II
+
+from moa_fairseq.tasks._bcd import BlockCoordinateDescent, BlockCoordinateDescentConfig
+
+
+@dataclass
+class TranslationBCDConfig(BlockCoordinateDescentConfig, TranslationConfig):
+    """fairseq's translation flags and those of block coordinate descent."""
+
+    seed: int = II("common.seed")
+
+
+@register_task("translation_bcd", dataclass=TranslationBCDConfig)
+class TranslationBCDTask(BlockCoordinateDescent, TranslationTask):
+    """fairseq's translation task whose updates alternate between gates and experts (MAE Algorithms 1-3)."""

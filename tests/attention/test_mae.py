@@ -1,0 +1,229 @@
+"""Mixtures of attentive experts: equal to the paper's sums, to dense attention, and step by step."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from fairseq.modules import MultiheadAttention
+
+from moa_fairseq.attention.collector import collect_decisions, query_padding
+from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.errors import UserError
+
+C, H = 24, 8
+
+
+def build(seed=0, **settings):
+    torch.manual_seed(seed)
+    module = MixtureOfAttentiveExperts(C, H, **{"self_attention": True, "gate_hidden_dim": 16, **settings})
+    for gate in (module.gate,) if module.gate is not None else ():
+        torch.nn.init.normal_(gate.fc2.weight, std=2.0)  # an untrained gate is nearly uniform
+        gate.norm.running_mean.normal_(std=0.1)
+        gate.norm.running_var.uniform_(0.5, 2.0)
+    return module.double().eval()
+
+
+def inputs(length=6, batch=3, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(length, batch, C, generator=g, dtype=torch.float64, requires_grad=True)
+
+
+def dense_with_the_weights_of(module):
+    dense = MultiheadAttention(C, H, self_attention=True).double().eval()
+    weights = {k: v for k, v in module.state_dict().items() if not k.startswith("gate.")}
+    dense.load_state_dict(weights)  # strict: same names, same shapes
+    return dense
+
+
+def literal_mixture(module, x, gate, dropped_heads, attn_mask=None, padding=None):
+    """Σ_i g_i f_i with every expert built: Eq. 4-6 of the paper, word for word. gate [T or 1, B, E]."""
+    H_j = []
+    for j in range(H):
+        rows = slice(j * C // H, (j + 1) * C // H)
+        q, k, v = (
+            x @ p.weight[rows].t() + p.bias[rows] for p in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        scores = torch.einsum("tbd,sbd->bts", q, k) / math.sqrt(C // H)
+        if attn_mask is not None:
+            scores = scores + attn_mask
+        if padding is not None:
+            scores = scores.masked_fill(padding[:, None], -math.inf)
+        H_j.append(torch.einsum("bts,sbd->tbd", scores.softmax(-1), v) @ module.out_proj.weight[:, rows].t())
+    total = 0.0
+    for i, subset in enumerate(itertools.combinations(range(H), dropped_heads)):
+        expert = H / (H - dropped_heads) * (-sum(H_j[j] for j in subset) + sum(H_j))
+        total = total + gate[..., i : i + 1] * expert
+    return total + module.out_proj.bias
+
+
+def gate_of(module, x, **call):
+    with collect_decisions() as decisions:
+        out, _ = module(x, x, x, need_weights=False, **call)
+    return out, decisions[0][1]
+
+
+@pytest.mark.parametrize("dropped", [1, 2, 3])
+def test_uniform_gate_is_fairseqs_dense_attention_with_gradients(dropped):
+    module = build(gate="uniform", dropped_heads=dropped)
+    dense = dense_with_the_weights_of(module)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 6])
+    results = []
+    for attention in (module, dense):
+        x = inputs()
+        out, weights = attention(x, x, x, key_padding_mask=padding)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+        out.backward(upstream)
+        results.append(
+            [out, weights.double(), x.grad, *(p.grad for _, p in sorted(attention.named_parameters()))]
+        )
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    # forced to be uniform, a learned gate gives the same
+    learned = build(dropped_heads=dropped)
+    learned.load_state_dict(module.state_dict(), strict=False)
+    torch.nn.init.zeros_(learned.gate.fc2.weight)
+    torch.nn.init.zeros_(learned.gate.fc2.bias)
+    x = inputs()
+    torch.testing.assert_close(learned(x, x, x, key_padding_mask=padding)[0], results[1][0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropped, experts", [(1, 8), (2, 28)])
+def test_equals_the_literal_sum_over_experts_with_gradients(dropped, experts, causal):
+    module = build(dropped_heads=dropped, causal=causal)
+    mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1) if causal else None
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 6])
+    upstream = torch.randn(6, 3, C, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    results = []
+    for literal in (False, True):
+        x = inputs()
+        out, decision = gate_of(module, x, attn_mask=mask, key_padding_mask=padding)
+        assert decision.num_experts == experts
+        if literal:
+            gate = decision.probs.view(-1, 3, experts)
+            assert gate.std(-1).min() > 0.005  # far from uniform, or the test shows nothing
+            out = literal_mixture(module, x, gate, dropped, mask, padding)
+        module.zero_grad()
+        out.backward(upstream)
+        results.append([out, x.grad, *(p.grad for p in module.parameters())])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dropped", [1, 2])
+def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
+    module = build(dropped_heads=dropped, dropout=0.0).train()
+    x = inputs()
+    with drawing_experts(ExpertDraw(torch.tensor([5, 6, 7]), seed=1, update=3)):
+        out, decision = gate_of(module, x)
+    one_hot = torch.nn.functional.one_hot(decision.expert_index[:, 0], decision.num_experts).double()
+    torch.testing.assert_close(out, literal_mixture(module, x, one_hot[None], dropped))
+    out.square().sum().backward()
+    assert all(p.grad is None for p in module.gate.parameters())
+    assert module.gate.norm.pending.any()  # observed: nobody froze this gate
+    # evaluation mixes, whatever is drawn around it
+    module.eval()
+    mixed, _ = gate_of(module, x)
+    with drawing_experts(ExpertDraw(torch.tensor([5, 6, 7]), 1, 3)):
+        torch.testing.assert_close(gate_of(module, x)[0], mixed)
+    assert not torch.allclose(mixed, out)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("draw", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_future_token_changes_nothing_before_it(training, draw, window):
+    module = build(causal=True, gate_window=window, gate_dropout=0.0).train(training)
+    mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
+    outs = []
+    for change in (0.0, 10.0):
+        x = inputs().detach()
+        x[4:, 1] += change
+        with drawing_experts(ExpertDraw(torch.arange(3), 1, 1)) if draw else query_padding(None):
+            outs.append(gate_of(module, x, attn_mask=mask)[0].detach())
+        module.gate.norm.pending.zero_()
+    assert torch.equal(outs[0][:4], outs[1][:4])
+    assert torch.equal(outs[0][:, [0, 2]], outs[1][:, [0, 2]])  # nor in other sentences
+    assert not torch.allclose(outs[0][4:, 1], outs[1][4:, 1])
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_incremental_equals_full_with_reordered_beams(window):
+    module = build(causal=True, gate_window=window)
+    length = 11
+    x = inputs(length, batch=4).detach()
+    mask = torch.triu(torch.full((length, length), -math.inf, dtype=torch.float64), 1)
+    full, _ = gate_of(module, x, attn_mask=mask)
+    state, order = {}, torch.arange(4)
+    for step in range(length):
+        if step == 5:  # beams are swapped on the way
+            order = torch.tensor([2, 0, 1, 1])
+            module.reorder_incremental_state(state, order)
+        now = x[step : step + 1, order]
+        out, _ = module(now, now, now, incremental_state=state)
+        prefix = torch.cat([x[:5, order], x[5 : step + 1, order]]) if step >= 5 else x[: step + 1]
+        expected = (
+            full[step] if step < 5 else gate_of(module, prefix, attn_mask=mask[: step + 1, : step + 1])[0][-1]
+        )
+        torch.testing.assert_close(out[0], expected)
+
+
+def test_cross_attention_equals_fairseqs_and_caches_the_encoders_keys():
+    settings = dict(self_attention=False, encoder_decoder_attention=True, kdim=10, vdim=10, causal=True)
+    module = build(gate="uniform", **settings)
+    dense = MultiheadAttention(C, H, kdim=10, vdim=10, encoder_decoder_attention=True).double().eval()
+    dense.load_state_dict(module.state_dict())
+    memory = torch.randn(5, 3, 10, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5])
+    x = inputs().detach()
+    one, other = (m(x, memory, memory, key_padding_mask=padding, static_kv=True) for m in (module, dense))
+    torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(one[1].double(), other[1].double(), rtol=1e-6, atol=1e-6)
+    learned = build(**settings)
+    full, _ = learned(x, memory, memory, key_padding_mask=padding, static_kv=True)
+    state = {}
+    for step in range(6):
+        key = memory if step == 0 else None
+        out, _ = learned(
+            x[step : step + 1], key, key, key_padding_mask=padding, incremental_state=state, static_kv=True
+        )
+        torch.testing.assert_close(out[0], full[step])
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_and_neighbours_are_irrelevant(causal, training):
+    module = build(causal=causal, gate_dropout=0.0).train(training)
+    x = inputs().detach()
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 6])
+    mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1) if causal else None
+    out, _ = gate_of(module, x, key_padding_mask=padding, attn_mask=mask)
+    seen = module.gate.norm.pending.clone()
+    alone, decision = gate_of(module, x[:4, 1:2], attn_mask=None if mask is None else mask[:4, :4])
+    torch.testing.assert_close(out[:4, 1:2], alone)
+    assert decision.padding_mask is None
+    module.gate.norm.pending.zero_()
+    x[4:, 1] = 1e6  # what stands under the padding
+    again, _ = gate_of(module, x, key_padding_mask=padding, attn_mask=mask)
+    torch.testing.assert_close(again[:4, 1], out[:4, 1])
+    torch.testing.assert_close(module.gate.norm.pending, seen)
+    blind = torch.ones(3, 6, dtype=torch.bool)
+    assert gate_of(module, x, key_padding_mask=blind)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(dropped_heads=8), "--mae-dropped-heads 8 must lie between 1 and 7"),
+        (dict(dropped_heads=0), "--mae-dropped-heads 0"),
+        (dict(gate="oracle"), "--mae-gate oracle is unknown"),
+        (dict(gate_window=0), "--gate-window 0"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(settings, message):
+    with pytest.raises(UserError, match=message):
+        build(**settings)
+    with pytest.raises(UserError, match="multiple"):
+        MixtureOfAttentiveExperts(10, 4)

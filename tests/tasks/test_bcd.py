@@ -1,0 +1,222 @@
+"""Block coordinate descent, step by step: what a G step moves, what an F step moves, and by how much."""
+
+import copy
+import math
+
+import pytest
+import torch
+from fairseq.logging import metrics
+
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.errors import UserError
+
+F_EPOCH, G_EPOCH = 1, 2
+EVERY_SECOND = ("--bcd-g-every", 2)
+
+
+def is_gate(name):
+    return ".gate." in name
+
+
+def snapshot(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.get_model().state_dict().items()}
+
+
+def changed(before, after):
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def update(trainer, epoch, samples):
+    trainer.begin_epoch(epoch)
+    with metrics.aggregate(new_root=True) as log:
+        trainer.train_step(samples)
+    return log.get_smoothed_values()
+
+
+def manual_gate_gradient(trainer, samples):
+    """∂(mean loss over all tokens of all micro-batches)/∂gates, by backward through everything."""
+    model, criterion = trainer.get_model(), trainer.get_criterion()
+    twin = copy.deepcopy(model).train()
+    for gate in gates_of(twin):
+        gate.requires_grad_(True)
+        gate.dropout = 0.0
+    total, tokens = 0.0, 0
+    for sample in samples:
+        loss, sample_size, _ = criterion(twin, sample)
+        total, tokens = total + loss, tokens + sample_size
+    (total / tokens).backward()
+    return {name: p.grad for name, p in twin.named_parameters() if is_gate(name)}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
+    trainer, samples = build_trainer(
+        *EVERY_SECOND, "--gate-dropout", 0, "--gate-lr", 0.5, "--gate-clip-norm", clip, "--weight-decay", 0.1
+    )
+    update(trainer, F_EPOCH, samples[:1])  # Adam has moments now
+    before, adam = snapshot(trainer), copy.deepcopy(trainer.optimizer.state_dict())
+    expected = manual_gate_gradient(trainer, samples[:2])
+    trainer.begin_epoch(G_EPOCH)
+    trainer.zero_grad()
+    trainer.task.before_update(trainer, samples[:2])
+    after = snapshot(trainer)
+
+    assert {name for name in changed(before, after)} == {name for name in before if is_gate(name)}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    factor = min(1.0, clip / norm) if clip else 1.0
+    assert (factor < 1) == bool(clip)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(after[name], before[name] - 0.5 * factor * gradient, rtol=1e-5, atol=1e-7)
+    again = trainer.optimizer.state_dict()
+    assert again["state"] and again["param_groups"] == adam["param_groups"]
+    for key, state in adam["state"].items():
+        assert all(
+            torch.equal(value, again["state"][key][name])
+            for name, value in state.items()
+            if torch.is_tensor(value)
+        )
+    assert all(p.grad is None for p in trainer.get_model().parameters())
+    assert not any(p.requires_grad for gate in gates_of(trainer.get_model()) for p in gate.parameters())
+
+
+def test_an_f_step_moves_all_but_the_gates(build_trainer):
+    trainer, samples = build_trainer(*EVERY_SECOND, "--weight-decay", 0.1)
+    optimized = sum(p.numel() for p in trainer.optimizer.params)
+    gates = sum(p.numel() for gate in gates_of(trainer.get_model()) for p in gate.parameters())
+    assert optimized + gates == sum(p.numel() for p in trainer.get_model().parameters())
+    before = snapshot(trainer)
+    log = update(trainer, F_EPOCH, samples[:2])
+    moved = changed(before, snapshot(trainer))
+    # Embeddings are tied, so one tensor has three names. A key's bias shifts all scores of a softmax
+    # alike: its gradient is a rounding error, or zero.
+    parameters = {n for n, _ in trainer.get_model().named_parameters(remove_duplicate=False)}
+    expected = {n for n in parameters if not is_gate(n) and "k_proj.bias" not in n}
+    assert {n for n in moved if "k_proj.bias" not in n} == expected
+    assert log["bcd_step"] == "F" and "g_loss" not in log
+
+
+def test_the_draw_uses_the_gates_that_the_g_step_has_just_updated(build_trainer, monkeypatch):
+    flags = (*EVERY_SECOND, "--gate-dropout", 0, "--gate-lr", 50)
+    first, samples = build_trainer(*flags)
+    second, _ = build_trainer(*flags)
+    first.begin_epoch(G_EPOCH)
+
+    def probabilities():
+        with torch.no_grad(), collect_decisions() as decisions:
+            first.get_model().eval()(**samples[0]["net_input"])
+        return {name: decision.probs for name, decision in decisions}
+
+    stale = probabilities()
+    first.task.before_update(first, samples[:1])
+    fresh, drawn = probabilities(), {}
+    choose = ExpertDraw.choose
+
+    def spy(self, name, probs):
+        drawn[name] = (probs.flatten(0, -2), choose(self, name, probs), self)
+        return drawn[name][1]
+
+    monkeypatch.setattr(ExpertDraw, "choose", spy)
+    log = update(second, G_EPOCH, samples[:1])
+    assert log["bcd_step"] == "GF" and log["g_loss"] > 0
+    # Modules that stand on a drawn one see other inputs: the first of the encoder tells.
+    name = "encoder.layers.0.self_attn"
+    torch.testing.assert_close(drawn[name][0], fresh[name], rtol=1e-4, atol=1e-5)
+    assert (drawn[name][0] - stale[name]).abs().max() > 1e-3
+    assert drawn[name][1].shape == (1, samples[0]["id"].numel())  # one expert per sequence
+    assert set(drawn) == {name, "decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"}
+    assert drawn[name][2].update == 0 and drawn[name][2].seed == 7
+    assert torch.equal(drawn[name][2].sequence_ids, samples[0]["id"])
+
+
+def test_a_whole_update_is_a_g_step_and_then_an_f_step(build_trainer):
+    flags = (*EVERY_SECOND, "--gate-dropout", 0)
+    both, samples = build_trainer(*flags)
+    apart, _ = build_trainer(*flags)
+    update(both, G_EPOCH, samples[:2])
+    apart.begin_epoch(G_EPOCH)
+    apart.task.before_update(apart, samples[:2])
+    update(apart, F_EPOCH, samples[:2])
+    assert not changed(snapshot(both), snapshot(apart))
+
+
+def test_joint_training_moves_everything_by_adam(build_trainer):
+    trainer, samples = build_trainer("--bcd", "none")
+    before = snapshot(trainer)
+    log = update(trainer, 5, samples[:2])
+    still = before.keys() - changed(before, snapshot(trainer))
+    assert {n for n in still if not n.endswith(("k_proj.bias", "version", "_float_tensor"))} == set()
+    assert "bcd_step" not in log and log["gate_entropy"] > 1.9
+    assert trainer.get_model().encoder.layers[0].self_attn.gate.norm.num_batches_tracked == 1
+
+
+def test_uniform_gates_need_no_g_step(build_trainer):
+    trainer, samples = build_trainer("--mae-gate", "uniform", "--bcd-g-every", 1, "--mae-dropped-heads", 2)
+    log = update(trainer, 1, samples[:1])
+    assert log["gate_entropy"] == pytest.approx(math.log(28), abs=1e-3)
+    assert "g_loss" not in log
+    assert not any(is_gate(name) for name in trainer.get_model().state_dict())
+
+
+def test_the_future_leaks_neither_into_training_nor_into_evaluation(build_trainer):
+    """G and F computation of the whole model: a later target token changes no earlier prediction."""
+    trainer, samples = build_trainer("--decoder-layers", 2, "--gate-dropout", 0)
+    model, sample = trainer.get_model(), samples[-1]
+    previous = sample["net_input"]["prev_output_tokens"]
+    other = previous.clone()
+    other[:, -2] = torch.where(previous[:, -2] == 10, 11, 10)  # where there is no padding
+    draw = ExpertDraw(sample["id"], 1, 1)
+    position = previous.size(1) - 2
+    for training, drawn in ((True, True), (True, False), (False, False)):
+        model.train(training)
+        outs = []
+        for tokens in (previous, other):
+            net_input = {**sample["net_input"], "prev_output_tokens": tokens}
+            with drawing_experts(draw) if drawn else torch.no_grad():
+                outs.append(model(**net_input)[0].detach())
+        assert torch.equal(outs[0][:, :position], outs[1][:, :position])
+        assert not torch.allclose(outs[0][:, position:], outs[1][:, position:])
+
+
+def test_activation_checkpointing_recomputes_the_same_experts(build_trainer):
+    results = []
+    for flags in ((), ("--checkpoint-activations",)):
+        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0, *flags)
+        for epoch in (F_EPOCH, G_EPOCH):
+            log = update(trainer, epoch, samples[:2])
+        results.append((snapshot(trainer), log["gate_entropy"]))
+    for name, tensor in results[0][0].items():
+        torch.testing.assert_close(results[1][0][name], tensor, rtol=1e-4, atol=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], abs=1e-4)
+
+
+def test_accumulation_equals_one_batch(build_trainer):
+    """The same sentences as two micro-batches and as one: steps, draws and statistics are the same."""
+    results = []
+    for tokens, size in ((100, 4), (4000, 8)):
+        flags = (*EVERY_SECOND, "--gate-dropout", 0, "--max-tokens", tokens, "--batch-size", size)
+        trainer, samples = build_trainer(*flags, "--required-batch-size-multiple", 1)
+        ids = sorted(i for sample in samples for i in sample["id"].tolist())[:8]
+        dataset = trainer.task.dataset("train")
+        parts = (ids[:4], ids[4:]) if size == 4 else (ids,)
+        batches = [dataset.collater([dataset[i] for i in part]) for part in parts]
+        for epoch in (G_EPOCH, F_EPOCH, G_EPOCH):
+            update(trainer, epoch, batches)
+        results.append(snapshot(trainer))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(
+            results[1][name], tensor, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    "flags, options, message",
+    [
+        (("--bcd-g-every", 0), {}, "--bcd-g-every 0"),
+        ((), {"arch": "moa_transformer_tiny"}, "whose name begins with mae_"),
+    ],
+)
+def test_impossible_flags_are_refused_by_name(build_trainer, flags, options, message):
+    with pytest.raises(UserError, match=message):
+        build_trainer(*flags, **options)
