@@ -153,11 +153,13 @@ def sources() -> List[str]:
     lines = []
     for path in sorted(RESULTS.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        versions, dtype = found["versions"], found.get("dtype", "float32")
-        lines.append(
-            f"- [{path.name}]({path.name}): `{found['command']}`, {found['hardware']}, "
-            f"{dtype}, torch {versions['torch']}, Python {versions['python']}, {found['date']}."
-        )
+        hardware, versions = found["hardware"], found["versions"]
+        if isinstance(hardware, dict):
+            hardware = f"{hardware['processors']} × {hardware['model']}"
+        used = ", ".join(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)
+        command = found.get("command", "python benchmarks/text.py")
+        details = ", ".join(filter(None, [hardware, found.get("dtype"), used, found["date"]]))
+        lines.append(f"- [{path.name}]({path.name}): `{command}`, {details}.")
     return lines
 
 
