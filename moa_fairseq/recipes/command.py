@@ -141,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
     if warning:
         print(warning, flush=True)
     training = next((command for command in plan if command[0] == "fairseq-train"), None)
-    if training and (fairseq_is_installed() or not args.dry_run):
+    leads = hardware.world is None or hardware.world.leads
+    if training and leads and (fairseq_is_installed() or not args.dry_run):
         check_train_command(training)
     if not args.dry_run:
         run_recipe(recipe, hardware, present, options, say=_say)

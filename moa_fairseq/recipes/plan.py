@@ -134,8 +134,8 @@ def _duration(
         "updates": updates,
         "epochs": round(epochs, 2),
         "target_tokens": round(tokens),
-        "hours": round(hours, 2) if hours is not None else None,
-        "device_hours": round(hours * batch.devices, 2) if hours is not None else None,
+        "hours": _rounded(hours) if hours is not None else None,
+        "device_hours": _rounded(hours * batch.devices) if hours is not None else None,
     }
 
 
@@ -199,8 +199,17 @@ def _line(entry: Dict[str, Any]) -> str:
     return (
         f"{_name(entry):>10} {entry['precision']:>9} {number('tokens_per_update'):>13} "
         f"{number('updates'):>9} {number('updates_per_epoch'):>17} {memory:>12} "
-        f"{number('tokens_per_second'):>10} {number('hours', ',.1f'):>9} {number('device_hours', ',.0f'):>10}"
+        f"{number('tokens_per_second'):>10} {_hours(entry.get('hours')):>9} "
+        f"{_hours(entry.get('device_hours')):>10}"
     )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _hours(hours: Optional[float]) -> str:
+    return "?" if hours is None else f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}"
 
 
 def _name(entry: Dict[str, Any]) -> str:

@@ -1,9 +1,11 @@
 """The run folder: its lock, its memory, and which checkpoint training goes on from."""
 
 import math
+import os
 import threading
 
 import pytest
+import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, locked, move_aside
@@ -50,3 +52,38 @@ def test_move_aside_never_overwrites(tmp_path):
         (tmp_path / "run").mkdir()
         assert move_aside(tmp_path / "run") == tmp_path / f"run.old-{number}"
     assert move_aside(tmp_path / "run") is None
+
+
+def write_checkpoint(path, age=0):
+    torch.save({"weights": torch.zeros(4000)}, path)
+    os.utime(path, ns=(10**18 - age, 10**18 - age))
+
+
+def damage(path):
+    """One byte in the middle changes, as a failing disk does it; the file's end is whole."""
+    content, time = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    os.utime(path, ns=(time, time))
+
+
+def test_the_newest_readable_checkpoint_is_taken(tmp_path):
+    for age, name in enumerate(["_last", "_2_40", "2", "_1_20", "1"]):
+        write_checkpoint(tmp_path / f"checkpoint{name}.pt", age)
+    write_checkpoint(tmp_path / "checkpoint_best.pt")
+    assert checkpoint_to_resume(tmp_path).name == "checkpoint_last.pt"
+    told = []
+    for name in ("_last", "_2_40", "2"):
+        damage(tmp_path / f"checkpoint{name}.pt")
+    assert checkpoint_to_resume(tmp_path, told.append).name == "checkpoint_1_20.pt"
+    assert [line.split("/")[-1].split(" is damaged")[0] for line in told] == [
+        "checkpoint_last.pt",
+        "checkpoint_2_40.pt",
+        "checkpoint2.pt",
+    ]
+    for name in ("_1_20", "1"):
+        damage(tmp_path / f"checkpoint{name}.pt")
+    assert checkpoint_to_resume(tmp_path).name == "checkpoint_best.pt"
+    (tmp_path / "checkpoint_best.pt").unlink()
+    with pytest.raises(UserError, match="No checkpoint"):
+        checkpoint_to_resume(tmp_path)

@@ -1,0 +1,148 @@
+"""The Slurm script with two stand-in machines: one is killed, the job is started again, training goes on."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moa_fairseq.recipes.run_folder import RunState
+from moa_fairseq.recipes.train_log import read_records
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "scripts" / "launch"
+SCRIPTS = ("slurm.sh", "multinode.sh", "torchrun.sh")
+# Starts the command once for each machine and fails when one of them failed.
+SRUN = """#!/usr/bin/env bash
+machines=${SLURM_NNODES:-1} pids=() status=0
+while [[ $1 == --* ]]; do case $1 in --nodes=*) machines=${1#*=} ;; esac; shift; done
+for ((i = 0; i < machines; i++)); do SLURM_NODEID=$i "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit $status
+"""
+SCONTROL = """#!/usr/bin/env bash
+case $1 in show) echo 127.0.0.1 ;; requeue) echo "requeued $2" ;; esac
+"""
+EPOCHS = 8
+
+
+@pytest.fixture
+def job(toy_data, tmp_path):
+    """A small recipe without anything after the training, and the environment of a job of two machines."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    sizes = {
+        f"{side}-{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 1), ("embed-dim", 16))
+    }
+    recipe = {
+        "experiment": "small",
+        "summary": "a small recipe",
+        "data": {"recipe": "binarised", "source": "en", "target": "de"},
+        "model": {"arch": "moa_transformer_tiny", "num_experts": 4, "experts_per_token": 2, "expert_dim": 8},
+        "train": {
+            "effective_batch_tokens": 800,
+            "max_tokens": 400,
+            "max_epoch": EPOCHS,
+            "log_interval": 1,
+            "criterion": "label_smoothed_cross_entropy_with_routing",
+            "flags": {"optimizer": "adam", "lr": 0.001, "num-workers": 0},
+        },
+    }
+    recipe["model"].update(share_all_embeddings=True, flags=sizes)
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment.update(SLURM_JOB_ID=str(os.getpid()), SLURM_NNODES="2", SLURM_JOB_NODELIST="two")
+    environment.update(MOA_FAIRSEQ_ROOT=str(ROOT), VIRTUAL_ENV=sys.prefix, PYTHONWARNINGS="ignore")
+    options = ["small.yaml", "--gpus", "0", "--data", str(toy_data), "--save-dir", "run"]
+
+    def start():
+        return subprocess.Popen(
+            ["bash", str(LAUNCH / "slurm.sh"), *options],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    return start
+
+
+def training_of_machine(number, folder):
+    """The process id of a machine's fairseq-train, from what the system says about all processes."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        wanted = ["fairseq_cli.train", "--distributed-rank", str(number)]
+        if all(word in words for word in wanted) and os.readlink(entry.parent / "cwd") == str(folder):
+            return int(entry.parent.name)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds the processes in /proc")
+def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
+    first = job()
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "run" / "checkpoints" / "checkpoint2.pt").exists():
+        assert first.poll() is None and time.monotonic() < deadline, first.stdout.read()[-3000:]
+        time.sleep(0.02)
+    os.kill(training_of_machine(1, tmp_path), signal.SIGKILL)
+    output = first.communicate(timeout=60)[0]
+    assert first.returncode == 2, output[-3000:]
+    assert "was killed by signal 9" in output and "Another process of this training stopped" in output
+    reached = max(record["epoch"] for record in read_records(tmp_path / "run" / "train.jsonl"))
+    assert reached < EPOCHS
+
+    last = tmp_path / "run" / "checkpoints" / "checkpoint_last.pt"
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 255  # and the disk of the dying machine wrote nonsense
+    last.write_bytes(content)
+    second = job()
+    output = second.communicate(timeout=240)[0]
+    assert second.returncode == 0, output[-3000:]
+    assert "checkpoint_last.pt is damaged" in output and "going on from checkpoint" in output
+    assert "going on from update" in output and "train: done before" in output
+    assert RunState(tmp_path / "run").get("train")["hardware"].startswith("2 x ")
+    ended = [r for r in read_records(tmp_path / "run" / "train.jsonl") if "valid_loss" in r]
+    assert [record["epoch"] for record in ended] == list(range(1, EPOCHS + 1))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp_path):
+    path = LAUNCH / script
+    assert path.stat().st_mode & 0o111 and "set -euo pipefail" in path.read_text(encoding="utf-8")
+    environment = {**os.environ, "MOA_FAIRSEQ_ROOT": str(ROOT), "VIRTUAL_ENV": sys.prefix}
+
+    def run(*words):
+        command = ["bash", str(path), *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    told = run("--help")
+    assert told.returncode == 0 and f"scripts/launch/{script}" in told.stdout and "#" not in told.stdout
+    assert run().returncode == 2
+    assert "there is no recipe no_such" in run("no_such").stderr
+    assert "leave --stage out" in run("quickstart_moa", "--stage", "train").stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck():
+    files = sorted(map(str, LAUNCH.glob("*.sh")))
+    command = ["shellcheck", "-x", "-e", "SC1091,SC2154,SC2034", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout

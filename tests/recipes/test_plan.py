@@ -1,0 +1,135 @@
+"""--plan and --dry-run of every recipe; the speed that a plan goes by."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.cli import main
+from moa_fairseq.recipes.corpus_size import TABLE, known_size, measured_size
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.hydra import _full_config, hydra_config
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.runner import Options, planned_commands
+from moa_fairseq.recipes.throughput import ASSUMED_UTILISATION, DEVICES, Row, expected_speed, read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A directory without earlier runs, and a machine that stands outside of torchrun and Slurm."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def plan_of(capsys, *arguments):
+    assert main(["recipe", *map(str, arguments), "--plan", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan_and_a_dry_run(path, elsewhere, capsys):
+    report = plan_of(capsys, path)
+    recipe = load_recipe(path)
+    assert report["experiment"] == path.stem and report["parameters"] > 1e6
+    assert [entry["count"] for entry in report["hardware"]] == [1, 8, 32] * 4
+    for entry in report["hardware"]:
+        assert entry["memory"]["total"] > 16 * report["parameters"] // entry["count"]
+        if recipe.train.effective_batch_tokens:
+            assert abs(entry["tokens_per_update"] / recipe.train.effective_batch_tokens - 1) < 0.01
+        if report["corpus"]:
+            assert (
+                entry["hours"] > 0 and (recipe.train.max_update or entry["updates"]) >= entry["updates"] > 0
+            )
+        assert entry["measured"] or "not measured" in entry["speed_origin"] or "from" in entry["speed_origin"]
+    assert main(["recipe", str(path), "--dry-run", "--gpus", "8", "--device-name", "A100"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("$ fairseq-train"))
+    assert "--bf16" in line and "--distributed-world-size 8" in line
+    training = next(c for c in planned_commands(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
+    config = hydra_config(training)
+    assert config["optimization"]["lr"] == [recipe.train.flags["lr"]]
+    assert config["model"]["_name"] == recipe.model.arch
+    assert config["distributed_training"]["distributed_world_size"] == 1
+
+
+def test_the_text_names_what_is_assumed(elsewhere, capsys):
+    path = ROOT / "configs" / "wmt14_ende_moa_big.yaml"
+    assert main(["recipe", str(path), "--plan", "--gpus", "8", "--device-name", "V100"]) == 0
+    text = capsys.readouterr().out
+    assert "199,974,912" in text  # MoA's printed 200M
+    assert "8 V100" in text and "fp16" in text and "262,144" in text and "H100" not in text
+    assert "not measured" in text or "measured:" in text or "estimate from" in text
+
+
+def test_every_size_has_an_origin():
+    table = json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
+    assert all(entry["origin"] and 0 < entry["fill"] <= 1 and entry["experiments"] for entry in table)
+    assert known_size(load_recipe(ROOT / "configs" / "wmt14_enfr_moa_big.yaml")).vocabulary == 44512
+
+
+def test_measured_updates_are_those_of_the_training(small, write_config, toy_data):
+    from fairseq.tasks import setup_task
+
+    line = [str(toy_data), "--task", "translation", "--arch", "transformer", "--max-tokens", "60"]
+    task = setup_task(_full_config([*line, "-s", "en", "-t", "de"])[1].task)
+    task.load_dataset("train")
+    small["train"].update(max_tokens=60, effective_batch_tokens=240)
+    recipe = load_recipe(write_config(small))
+    size = measured_size(recipe, toy_data, 60)
+    iterator = task.get_batch_iterator(
+        task.dataset("train"),
+        max_tokens=60,
+        max_positions=(1024, 1024),
+        required_batch_size_multiple=8,
+        num_shards=2,
+    )
+    assert size.updates_per_epoch(240, devices=2, update_freq=2) == -(-len(iterator) // 2)
+    assert (size.sentences, size.vocabulary) == (120, len(task.target_dictionary))
+    assert size.source_tokens == int(task.dataset("train").src_sizes.sum())
+
+
+def row(experiment="x", device="V100", count=1, speed=1000.0, macs=1e8, precision="fp16"):
+    return Row(experiment, device, count, speed, macs, precision, f"{count} x {device}", "throughput/x.json")
+
+
+def test_without_measurements_the_assumption_is_named():
+    speed = expected_speed([], "x", "A100", 8, 1e8, "bf16")
+    assert not speed.measured and "not measured" in speed.origin
+    assert speed.tokens_per_second == pytest.approx(312e12 * ASSUMED_UTILISATION / 6e8 * 8)
+    assert expected_speed([], "x", "CPU", 1, 1e8, "fp32") is None
+
+
+def test_the_same_experiment_on_the_same_device_counts_first():
+    rows = [row("y", speed=9.0), row("x", count=4, speed=4000.0), row("x", "A100", speed=7.0)]
+    speed = expected_speed(rows, "x", "V100", 4, 1e8, "fp16")
+    assert speed.measured and speed.tokens_per_second == 4000
+    scaled = expected_speed(rows, "x", "V100", 8, 1e8, "fp16")
+    assert not scaled.measured and scaled.tokens_per_second == 8000 and "scaled from 4 to 8" in scaled.origin
+
+
+def test_another_experiment_counts_by_its_operations_and_another_device_by_its_share():
+    rows = [row("near", macs=1e8, speed=1000.0), row("far", macs=1e10, speed=1.0)]
+    assert expected_speed(rows, "x", "V100", 2, 2e8, "fp16").tokens_per_second == pytest.approx(1000)
+    share = 1000 * 6e8 / DEVICES["V100"].peak_half
+    other = expected_speed(rows, "x", "H100", 1, 1.5e8, "bf16")
+    assert other.tokens_per_second == pytest.approx(989e12 * share / 9e8) and "not measured" in other.origin
+
+
+def test_rows_are_read_from_results(tmp_path):
+    (tmp_path / "throughput").mkdir()
+    values = {
+        "experiment": "x",
+        "hardware": "8 x NVIDIA A100-SXM4-80GB",
+        "tokens_per_second": 5,
+        "precision": "bf16",
+    }
+    (tmp_path / "throughput" / "a.json").write_text(json.dumps({**values, "macs_per_target_token": 3}))
+    (tmp_path / "throughput" / "broken.json").write_text("{")
+    (tmp_path / "throughput" / "running.json").write_text(json.dumps({**values, "tokens_per_second": None}))
+    assert [(r.device, r.count, r.speed, r.macs, r.precision) for r in read_rows(tmp_path)] == [
+        ("A100", 8, 5.0, 3, "bf16")
+    ]
+    assert {r.device for r in read_rows(ROOT / "results")} >= {"CPU"}
