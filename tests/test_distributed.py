@@ -1,22 +1,36 @@
-"""Two processes: an expert that gets no token must not stall the gradient all-reduce."""
+"""Two processes train the model that one trains: with idle experts, and in block coordinate descent."""
 
 import os
 import socket
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import moa_fairseq
 from moa_fairseq.fairseq_compat import load_checkpoint
 
 USER_DIR = os.path.dirname(moa_fairseq.__file__)
-# 16 experts of which a token picks one, and batches of few tokens: some experts are idle in every batch
-FLAGS = ("--num-experts", 16, "--experts-per-token", 1, "--max-tokens", 60, "--max-update", 8, "--dropout", 0)
+# 16 experts of which a token picks one, and batches of few tokens: some experts are idle in every batch,
+# which must not stall the gradient all-reduce
+IDLE = ("--num-experts", 16, "--experts-per-token", 1, "--max-tokens", 60, "--max-update", 8, "--dropout", 0)
+# three epochs, the second one with G steps; one worker has no micro-batch left in the last update of each
+BCD = ("--task", "translation_bcd", "--bcd-g-every", 2, "--criterion", "label_smoothed_cross_entropy")
+# (a large epsilon: Adam would blow the rounding errors of vanishing gradients up to whole steps)
+BCD += ("--max-tokens", 100, "--max-epoch", 3, "--dropout", 0, "--gate-dropout", 0, "--adam-eps", 1e-4)
+NOBCD = (*BCD, "--bcd", "none")
+CASES = {
+    "idle experts": ("moa_transformer_tiny", IDLE, '"dead_experts"'),
+    "bcd": ("mae_transformer_tiny", BCD, '"bcd_step": "GF"'),
+    "joint": ("mae_transformer_tiny", NOBCD, '"gate_entropy"'),
+}
 
 
-def test_two_workers_train_one_model(fairseq, toy_data, tmp_path):
-    single = fairseq.train(toy_data, tmp_path / "single", *FLAGS, "--update-freq", 2)
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_train_one_model(fairseq, toy_data, tmp_path, case):
+    arch, flags, logged = CASES[case]
+    single = fairseq.train(toy_data, tmp_path / "single", *flags, "--update-freq", 2, arch=arch)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,9 +52,10 @@ def test_two_workers_train_one_model(fairseq, toy_data, tmp_path):
     ]
     outputs = [worker.communicate(timeout=240)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs[0][-2000:] + outputs[1][-2000:]
-    assert '"dead_experts"' in outputs[0]
+    assert logged in outputs[0]
     one, two = (load_checkpoint(tmp_path / name / "checkpoint_last.pt") for name in ("single", "double"))
-    assert two["optimizer_history"][-1]["num_updates"] == 8
+    updates = two["optimizer_history"][-1]["num_updates"]
+    assert updates == one["optimizer_history"][-1]["num_updates"] >= 8
     # the same global batches: two workers' micro-batches are one worker's two
     for name, tensor in one["model"].items():
         torch.testing.assert_close(
