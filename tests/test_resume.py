@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import moa_fairseq
@@ -12,6 +13,13 @@ from moa_fairseq.fairseq_compat import load_checkpoint
 
 USER_DIR = os.path.dirname(moa_fairseq.__file__)
 EPOCHS = ("--max-tokens", 100, "--max-epoch", 3, "--save-interval-updates", 4, "--keep-interval-updates", 2)
+# the second epoch, in which the kill comes, has G steps
+BCD = ("--task", "translation_bcd", "--bcd-g-every", 2, "--criterion", "label_smoothed_cross_entropy")
+CASES = {
+    "moa": ("moa_transformer_tiny", (), "q_experts.weight"),
+    "bcd": ("mae_transformer_tiny", BCD, "gate.fc2.weight"),
+    "joint": ("mae_transformer_tiny", (*BCD, "--bcd", "none"), "gate.norm.running_mean"),
+}
 
 
 def kill_after(updates, command):
@@ -33,9 +41,11 @@ def final(folder):
     return state["model"], state["extra_state"]["val_loss"], state["optimizer_history"][-1]["num_updates"]
 
 
-def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path):
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, case):
+    arch, flags, moving = CASES[case]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = fairseq.train(toy_data, whole, *EPOCHS)
+    done = fairseq.train(toy_data, whole, *EPOCHS, *flags, arch=arch)
     command = [sys.executable, "-m", "fairseq_cli.train", *map(str, done.args[3:])]
     command = [str(killed) if word == str(whole) else word for word in command]
     model, loss, updates = final(whole)
@@ -43,7 +53,7 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path):
     assert kill_after(updates // 2, command) == -signal.SIGKILL
     part, _, reached = final(killed)
     assert 0 < reached < updates
-    resumed = fairseq.train(toy_data, killed, *EPOCHS)
+    resumed = fairseq.train(toy_data, killed, *EPOCHS, *flags, arch=arch)
     assert f"@ {reached} updates" in resumed.stdout + resumed.stderr
 
     again, loss_again, updates_again = final(killed)
@@ -53,7 +63,7 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path):
         torch.testing.assert_close(
             again[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
-    name = "encoder.layers.0.self_attn.q_experts.weight"
+    name = f"encoder.layers.0.self_attn.{moving}"
     assert not torch.allclose(part[name], model[name])  # it had not been finished before the kill
 
 

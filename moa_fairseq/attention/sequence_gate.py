@@ -1,6 +1,7 @@
 """MAE's gate: how responsible each expert is for an input (arXiv 2005.06537, §2.3 and Appendix A)."""
 
-from typing import Callable, List, Optional, Sequence, Tuple
+import contextlib
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +105,15 @@ class SequenceGate(nn.Module):
 def gates_of(model: nn.Module) -> List[SequenceGate]:
     """Every learned gate of a model, in order."""
     return [module for module in model.modules() if isinstance(module, SequenceGate)]
+
+
+@contextlib.contextmanager
+def forgetting_statistics(gates: Sequence[SequenceGate]) -> Iterator[None]:
+    """What the gates observe inside the block does not count (but has been pending: workers still meet)."""
+    before = [gate.norm.pending.clone() for gate in gates]
+    yield
+    for gate, pending in zip(gates, before):
+        gate.norm.pending.copy_(pending)
 
 
 def absorb_statistics(

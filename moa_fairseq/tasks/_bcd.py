@@ -26,7 +26,7 @@ from torch import nn
 
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.attention.sequence_gate import forgetting_statistics, gates_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.tasks._g_step import GStep
 from moa_fairseq.tasks._gate_log import GateEntropyLog
@@ -139,7 +139,10 @@ class BlockCoordinateDescent:
         """fairseq's forward and backward pass of one micro-batch, as an F step if steps alternate."""
         rest = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
         if not self.alternates:
-            return super().train_step(sample, *rest, **kwargs)
+            # a batch that only fills a gap among the workers has no gradient, and is no observation
+            gates = gates_of(model) if ignore_grad else []
+            with forgetting_statistics(gates):
+                return super().train_step(sample, *rest, **kwargs)
         draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
         with drawing_experts(draw):
             return super().train_step(sample, *rest, **kwargs)
