@@ -1,5 +1,6 @@
 """Shared fixtures: a toy parallel corpus, binarised once, and fairseq's commands as subprocesses."""
 
+import json
 import os
 import random
 import subprocess
@@ -7,8 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from fairseq import options
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+from fairseq_cli import preprocess as fairseq_preprocess
 
 import moa_fairseq
+from moa_fairseq.data_prep.gpt2_files import Gpt2Files
+from moa_fairseq.data_prep.prepare_text import TextPreparation
+from moa_fairseq.recipes.commands import flags
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
 
@@ -67,4 +74,93 @@ def toy_checkpoint(tmp_path_factory, fairseq, toy_data):
     """A tiny MoA model after two epochs on `toy_data`; treat its folder as read-only."""
     folder = tmp_path_factory.mktemp("toy_checkpoints")
     fairseq.train(toy_data, folder, "--max-epoch", 2)
+    return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture(scope="session")
+def preprocess():
+    """preprocess(flags by name) runs fairseq-preprocess in this process."""
+
+    def run(values):
+        parser = options.get_preprocessing_parser()
+        fairseq_preprocess.main(parser.parse_args(flags({**values, "workers": 1})))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def toy_gpt2(tmp_path_factory):
+    """A byte-pair encoding in GPT-2's format: 256 bytes, a few merges, and their ids as a dictionary."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    symbols = list(bytes_to_unicode().values())
+    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("c", "a"), ("ca", "t"), ("Ġ", "cat"), ("s", "a")]
+    encoder = {symbol: number for number, symbol in enumerate([*symbols, *map("".join, merges)])}
+    (folder / "encoder.json").write_text(json.dumps(encoder))
+    (folder / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in merges))
+    (folder / "dict.txt").write_text("".join(f"{number} 1\n" for number in encoder.values()))
+    return Gpt2Files(folder / "encoder.json", folder / "vocab.bpe", folder / "dict.txt", "roberta")
+
+
+@pytest.fixture(scope="session")
+def toy_wiki(tmp_path_factory):
+    """WikiText's look: headings, empty lines, @-@ and <unk>. 160 + 40 + 40 lines."""
+    folder = tmp_path_factory.mktemp("wiki")
+    generator = random.Random(5)
+    words = ["the", "cat", "sat", "on", "mat", "well", "@-@", "known", "<unk>", ",", "."]
+    for split, size in (("train", 80), ("valid", 20), ("test", 20)):
+        rows = [" ".join(generator.choices(words, k=generator.randint(2, 12))) for _ in range(size)]
+        (folder / f"wiki.{split}.raw").write_text("".join(f" \n {row} \n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def toy_wiki_data(tmp_path_factory, toy_wiki, toy_gpt2, preprocess):
+    """`toy_wiki` encoded by `toy_gpt2` and binarised; treat it as read-only."""
+
+    settings = {"recipe": "text_gpt2bpe", "flags": {}}
+    source = tmp_path_factory.mktemp("source")
+    for path in toy_wiki.iterdir():
+        (source / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
+    root = tmp_path_factory.mktemp("toy_wiki")
+    preparation = TextPreparation(
+        *(settings, ["train", "valid", "test"], source, root, preprocess),
+        say=lambda line: None,
+        gpt2_files=lambda folders, say: toy_gpt2,
+    )
+    return preparation.run().folder
+
+
+@pytest.fixture(scope="session")
+def train_masked_lm(fairseq, toy_wiki_data):
+    """train_masked_lm(save_dir, *flags) trains a one-layer masked LM on `toy_wiki_data`."""
+
+    def train(save_dir, *args, arch="moa_roberta_tiny", criterion="masked_lm_with_routing"):
+        return fairseq(
+            "train",
+            toy_wiki_data,
+            *(
+                "--user-dir",
+                USER_DIR,
+                "--cpu",
+                "--task",
+                "masked_lm",
+                "--arch",
+                arch,
+                "--criterion",
+                criterion,
+            ),
+            *("--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16),
+            *("--tokens-per-sample", 24, "--max-positions", 24, "--optimizer", "adam", "--lr", 0.01),
+            *("--max-tokens", 240, "--num-workers", 0, "--seed", 7, "--log-format", "json"),
+            *("--save-dir", save_dir, *args),
+        )
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def toy_masked_lm(tmp_path_factory, train_masked_lm):
+    """A tiny masked LM with mixtures after two epochs; treat its folder as read-only."""
+    folder = tmp_path_factory.mktemp("toy_masked_lm")
+    train_masked_lm(folder, "--max-epoch", 2)
     return folder / "checkpoint_last.pt"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional
+from typing import List, Optional
 
 from moa_fairseq.evaluation.results import COMPUTED, NO_RECIPE, Cell, Comparison, Table
 
@@ -22,9 +22,10 @@ OTHER_SCORES = {
     "multi_bleu": "multi-bleu",
     "compound_split_bleu": "compound-split",
     "sacrebleu": "sacreBLEU",
-    "masked_lm_ppl": "Masked-LM ppl",
     "valid_ppl": "Valid ppl",
 }
+# Columns that only appear where a run has them.
+LANGUAGE_MODEL_SCORES = {"masked_lm_ppl": "Masked-LM ppl", "masked_lm_word_ppl": "word level"}
 
 
 def render(comparison: Comparison) -> str:
@@ -108,12 +109,16 @@ def _baselines(table: Table) -> str:
 
 
 def _other(runs: List[dict]) -> str:
-    head = ["Experiment", *OTHER_SCORES.values(), "#Params", "Training"]
-    return _grid(head, [_other_fields(run, run["metrics"]) for run in runs], left=1)
+    present = {key for run in runs for key in run["metrics"]}
+    extra = {key: name for key, name in LANGUAGE_MODEL_SCORES.items() if key in present}
+    columns = {**OTHER_SCORES, **extra}
+    head = ["Experiment", *columns.values(), "#Params", "Training"]
+    return _grid(head, [_other_fields(run, list(columns)) for run in runs], left=1)
 
 
-def _other_fields(run: dict, metrics: Dict[str, float]) -> List[str]:
-    scores = ["" if metrics.get(key) is None else f"{metrics[key]:.2f}" for key in OTHER_SCORES]
+def _other_fields(run: dict, columns: List[str]) -> List[str]:
+    metrics = run["metrics"]
+    scores = ["" if metrics.get(key) is None else f"{metrics[key]:.2f}" for key in columns]
     if run.get("status"):
         scores[0] = run["status"]
     parameters, seconds = run.get("parameters"), run.get("train_seconds")

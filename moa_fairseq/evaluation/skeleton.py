@@ -19,9 +19,11 @@ from fairseq.models import (
     FairseqEncoderDecoderModel,
     FairseqLanguageModel,
 )
+from fairseq.models.roberta import model as fairseq_roberta
 
 import moa_fairseq  # noqa: F401  (registers the architectures)
 from moa_fairseq.errors import UserError
+from moa_fairseq.models import roberta as moa_roberta
 
 EMBEDDINGS = {
     "shared": ["--share-all-embeddings"],
@@ -74,10 +76,24 @@ def build_skeleton(
 
 def _build(args: argparse.Namespace, task: SimpleNamespace) -> BaseFairseqModel:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _without_bert_initialisation():
             return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
-    except NotImplementedError:  # RoBERTa copies values while it initialises: only real weights will do
+    except NotImplementedError:  # something copies values while it initialises: only real weights will do
         return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
+
+
+@contextlib.contextmanager
+def _without_bert_initialisation() -> Iterator[None]:
+    """RoBERTa draws its weights on the CPU and copies them, which the meta device cannot."""
+    modules = (fairseq_roberta, moa_roberta)
+    real = fairseq_roberta.init_bert_params
+    for module in modules:
+        module.init_bert_params = lambda weights: None
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.init_bert_params = real
 
 
 def _parse(flags: List[str]) -> argparse.Namespace:

@@ -211,14 +211,18 @@ def test_values_are_the_printed_row(table, row):
 
 def test_architectures_of_the_rows_exist():
     archs = {row["arch"] for _, row in ROWS if "arch" in row}
-    assert len(archs) == 10
-    assert {task_of(arch) for arch in archs} == {"translation"}
+    assert len(archs) == 16
+    tasks = {arch: task_of(arch) for arch in archs}
+    assert {arch for arch, task in tasks.items() if task == "masked_lm"} == {
+        a for a in archs if "roberta" in a
+    }
+    assert set(tasks.values()) == {"translation", "masked_lm"}
 
 
 def test_experiments_of_the_rows_have_recipes():
     configs = default_results().parent / "configs"
     experiments = {name for _, row in ROWS for name in row["experiments"]}
-    assert len(experiments) == 12
+    assert len(experiments) == 18
     assert not [name for name in sorted(experiments) if not (configs / f"{name}.yaml").is_file()]
 
 
@@ -238,6 +242,20 @@ def test_computed_numbers_agree_with_the_printed_ones():
             assert abs(cell.difference) < 1e6
         else:
             assert cell.ours == pytest.approx(cell.paper, rel=3e-3)
+
+
+def test_table_2_has_both_conventions_beside_the_plain_count():
+    (table,) = (t for t in load_comparison(default_results()).tables if (t.paper, t.table) == ("moa", "2"))
+    cells = [{cell.column: cell for cell in row.cells} for row in table.rows]
+    # to 0.01M; the paper prints 52.45 for 52.444
+    assert all(abs(row["#Params"].difference) < 0.0101e6 for row in cells)
+    assert [row["MACs"].ours / row["MACs"].paper for row in cells] == pytest.approx([1] * 6, abs=7e-3)
+    assert [row["MACs"].quantity for row in cells] == ["macs_paper_convention"] + ["macs_attention_twice"] * 5
+    assert all(row["MACs"].plain not in (None, row["MACs"].ours) for row in cells)
+    text = render(load_comparison(default_results()))
+    assert (
+        "| `moa_roberta_8k64e256d` | 179.91M | 179.91M | +0.0 % | 8980M |" in text and "plain count" in text
+    )
 
 
 def test_the_readme_holds_the_current_table():

@@ -40,12 +40,26 @@ def test_english_french_parameters():
     assert round(complexity("moa_transformer_big", vocab_size=44512).total_parameters / 1e6) == 204
 
 
-def test_masked_lm_of_table_2():
-    flags = "--encoder-layers 8 --encoder-embed-dim 512 --encoder-ffn-embed-dim 2048 "
-    flags += "--encoder-attention-heads 8 --max-positions 128"
-    cost = complexity("roberta_base", 50265, 128, 1, model_flags=flags.split())
-    assert round(cost.total_parameters / 1e6, 2) == 51.34
-    assert round(cost.paper_macs / 1e9, 2) == 6.55
+# arch → parameters in millions, MACs of 128 tokens in thousand millions, as printed in MoA Table 2
+PRINTED_2 = {
+    "roberta_medium_wt103": (51.34, 6.55),
+    "moa_roberta_8k8e128d": (52.45, 7.27),
+    "moa_roberta_8k8e256d": (61.89, 8.97),
+    "moa_roberta_8k16e256d": (78.75, 8.97),
+    "moa_roberta_8k32e256d": (112.47, 8.98),
+    "moa_roberta_8k64e256d": (179.91, 8.98),
+}
+
+
+@pytest.mark.parametrize("arch", PRINTED_2)
+def test_masked_lm_of_table_2(arch):
+    parameters, macs = PRINTED_2[arch]
+    cost = complexity(arch, 50265, 128)
+    assert abs(cost.total_parameters / 1e6 - parameters) < 0.0101
+    ours = cost.paper_macs if arch.startswith("roberta") else cost.doubled_macs
+    assert ours / 1e9 == pytest.approx(macs, rel=7e-3)
+    assert cost.total_macs - cost.paper_macs == cost.doubled_macs - cost.total_macs > 0
+    assert cost.not_counted == [] and cost.parameters["other"] == 0
 
 
 def test_one_moa_layer_by_hand():
@@ -117,7 +131,7 @@ def test_json_keys(capsys):
     flags = ["--num-experts", "16", "--json", "--", "--encoder-layers", "2"]
     assert main(["complexity", "--arch", "moa_transformer_tiny", "--src-len", "4", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
-    for key in ("parameters", "macs", "macs_paper_convention"):
+    for key in ("parameters", "macs", "macs_paper_convention", "macs_attention_twice"):
         assert type(report[key]) is int
     assert report["parameters"] == sum(report["parameters_by_part"].values())
     assert report["macs"] == sum(report["macs_by_part"].values())

@@ -19,17 +19,21 @@ V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 15
+    assert len(CONFIGS) == 25
     assert len(set(NAMES)) == len(NAMES)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("hardware", [Hardware(), V100S], ids=["cpu", "8gpu"])
 def test_fairseq_accepts_the_training_line(path, hardware):
-    plan = planned_commands(load_recipe(path), hardware, Options())
+    recipe = load_recipe(path)
+    plan = planned_commands(recipe, hardware, Options())
     plan = [command for command in plan if command[1] != "corpus"]  # what the embedded corpus begins with
-    programs = [command[0] for command in plan]
-    assert programs[:4] == ["fairseq-preprocess", "fairseq-train", "moa-fairseq", "fairseq-generate"]
+    programs = [" ".join(command[:2]) if command[0] == "moa-fairseq" else command[0] for command in plan]
+    average = ["moa-fairseq average"] if recipe.average else []
+    evaluation = "moa-fairseq score" if recipe.train.task == "masked_lm" else "fairseq-generate"
+    expected = ["fairseq-preprocess", "fairseq-train", *average, evaluation]
+    assert programs[: len(expected)] == expected
     check_train_command(plan[1])
 
 
@@ -62,9 +66,34 @@ def test_the_papers_batch_and_losses(path):
     assert sizes in recipe.summary
 
 
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "wikitext103_mlm" in p.stem], ids=lambda p: p.stem)
+def test_the_papers_masked_lm(path):
+    """Tables 5 and 6, section 5.2, and where the learning rate ends."""
+    recipe = load_recipe(path)
+    train, model = recipe.train, recipe.model
+    assert train.effective_batch_tokens == 16384 * 32 and train.max_epoch == 60
+    expected = {
+        "tokens-per-sample": 128,
+        "lr": 0.0006,
+        "lr-scheduler": "polynomial_decay",
+        "warmup-updates": 2000,
+    }
+    assert {key: train.flags[key] for key in expected} == expected
+    dropouts = {"dropout": 0.1, "attention-dropout": 0, "activation-dropout": 0}
+    assert {key: model.flags[key] for key in dropouts} == dropouts
+    assert (recipe.reproduces.table, recipe.reproduces.column, recipe.subsets) == ("2", "PPL", ["test"])
+    if "moa" in path.stem:
+        sizes = f"{model.experts_per_token}k{model.num_experts}e{model.expert_dim}d"
+        assert path.stem.endswith(sizes) and model.arch == f"moa_roberta_{sizes}"
+        assert sizes.upper() in recipe.reproduces.row
+        assert (train.flags["load-balance-coef"], train.flags["z-loss-coef"]) == (0.01, 0.001)
+
+
 @pytest.mark.parametrize(
     ("dense", "mixture"),
     [
+        ("wikitext103_mlm_transformer", "wikitext103_mlm_moa_8k8e256d"),
+        ("wikitext2_mlm_transformer_tiny", "wikitext2_mlm_moa_4k16e48d_tiny"),
         ("multi30k_ende_transformer_tiny", "multi30k_ende_moa_tiny"),
         ("quickstart_transformer", "quickstart_moa"),
     ],

@@ -1,0 +1,106 @@
+"""Perplexities of a masked LM: fairseq's own number, its maskings, and the arithmetic of words."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+import moa_fairseq
+from moa_fairseq.cli import main
+from moa_fairseq.data_prep.prepare_text import read_manifest
+from moa_fairseq.evaluation.masked_lm import LINE_END, TEXT, Masking, measure
+from moa_fairseq.evaluation.trained_model import load_trained
+
+CPU = torch.device("cpu")
+
+
+def scores(capsys, checkpoint, *args):
+    assert main(["score", "--masked-lm", str(checkpoint), "--json", "--cpu", *map(str, args)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_one_masking_is_what_fairseqs_validation_prints(toy_masked_lm, toy_wiki_data, fairseq, capsys):
+    done = fairseq(
+        *("validate", toy_wiki_data, "--user-dir", str(moa_fairseq.__path__[0]), "--task", "masked_lm"),
+        *("--path", toy_masked_lm, "--valid-subset", "test", "--max-tokens", 240, "--cpu"),
+    )
+    printed = float(re.search(r"ppl (\S+)", done.stdout + done.stderr).group(1))
+    # trained with --seed 7: validation masks by that seed
+    ours = scores(capsys, toy_masked_lm, "--mask-seed", 7, "--maskings", 1)["masked_lm_ppl"]
+    assert (
+        ours["score"] == pytest.approx(printed, rel=0.002) and ours["sd"] is None
+    )  # its loss has three digits
+
+
+def test_several_maskings_are_averaged_and_repeatable(toy_masked_lm, toy_wiki_data, capsys):
+    first = scores(capsys, toy_masked_lm, "--maskings", 3)
+    values = first["masked_lm_ppl"]["values"]
+    assert len(set(values)) == 3
+    assert first["masked_lm_ppl"]["score"] == pytest.approx(sum(values) / 3)
+    assert first["masked_lm_ppl"]["sd"] == pytest.approx(torch.tensor(values).std().item(), rel=1e-4)
+    shifted = scores(capsys, toy_masked_lm, "--maskings", 2, "--mask-seed", 2, "--max-tokens", 60)
+    assert shifted["masked_lm_ppl"]["values"] == pytest.approx(values[1:])  # whatever the batches
+    words = read_manifest(toy_wiki_data)["splits"]["test"]
+    tokens = first["meta"]["tokens"]
+    assert (tokens["text"], tokens["line_end"]) == (words["subwords"], words["lines"])
+    assert first["meta"]["text"]["hyphen"] > 0 and first["meta"]["text"]["unk"] > 0
+
+
+def test_each_kind_of_token_is_counted_for_itself(toy_masked_lm, toy_wiki_data):
+    model, task = load_trained(toy_masked_lm, toy_wiki_data)
+    result = measure(model.eval(), task, "test", 1, 240, CPU)
+    assert all(0 < result.masked[kind] < result.tokens[kind] for kind in (TEXT, LINE_END))
+    share = sum(result.masked.values()) / sum(result.tokens.values())
+    assert share == pytest.approx(task.cfg.mask_prob, abs=0.03)
+
+
+def test_the_word_level_number_shares_subwords_out():
+    tokens = {"start": 10, "line_end": 4, "text": 100}
+    result = Masking(
+        tokens, {"start": 2, "line_end": 1, "text": 15}, {"start": 0.1, "line_end": 0.5, "text": 30.0}
+    )
+    assert result.perplexity() == pytest.approx(math.exp(30.6 / 18))
+    assert result.text_perplexity() == pytest.approx(math.exp(2))
+    assert result.word_perplexity(words=50, lines=4) == pytest.approx(math.exp((2 * 100 + 0.5 * 4) / 54))
+
+
+def test_text_report_and_missing_manifest(toy_masked_lm, toy_wiki_data, tmp_path, capsys):
+    for path in toy_wiki_data.iterdir():
+        if path.name != "manifest.json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    command = [
+        "score",
+        "--masked-lm",
+        str(toy_masked_lm),
+        "--data",
+        str(tmp_path),
+        "--maskings",
+        "2",
+        "--cpu",
+    ]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert re.search(r"masked_lm_ppl +\d+\.\d+ ± \d", said.out) and "masked_lm_word_ppl" not in said.out
+    assert "no word-level perplexity" in said.err
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--subset", "test9"], "--subset test9"),
+        (["--maskings", "0"], "--maskings must be at least 1"),
+        (["--data", "nowhere"], "--data nowhere is no folder"),
+        (["generate-test.txt"], "leave GENERATE_OUTPUT"),
+    ],
+)
+def test_bad_input(toy_masked_lm, capsys, flags, says):
+    assert main(["score", "--masked-lm", str(toy_masked_lm), "--cpu", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_translation_model_is_refused(toy_checkpoint, toy_data, capsys):
+    assert main(["score", "--masked-lm", str(toy_checkpoint), "--data", str(toy_data)]) == 2
+    assert "no masked language model" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""Masked language models with mixtures: what is replaced, what stays RoBERTa's, and using them afterwards."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_MODEL_REGISTRY
+
+import moa_fairseq
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.losses import expert_counts
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.errors import UserError
+from moa_fairseq.models.roberta import TABLE_2, MoARobertaModel
+
+assert moa_fairseq.__version__
+PAD = 1
+
+
+def build(arch="moa_roberta_tiny", *flags, symbols=40):
+    parser = options.get_training_parser()
+    line = ["data", "--task", "masked_lm", "--arch", arch, *map(str, flags)]
+    args = options.parse_args_and_arch(parser, line)
+    dictionary = Dictionary()
+    for i in range(symbols):
+        dictionary.add_symbol(f"w{i}")
+    return ARCH_MODEL_REGISTRY[arch].build_model(args, argparse.Namespace(source_dictionary=dictionary))
+
+
+def tokens(*lengths):
+    """<s> w w ... </s>, padded on the right to the longest."""
+    g = torch.Generator().manual_seed(0)
+    batch = torch.full((len(lengths), max(lengths)), PAD)
+    for row, length in zip(batch, lengths):
+        row[:length] = torch.randint(4, 40, (length,), generator=g)
+        row[0], row[length - 1] = 0, 2
+    return batch
+
+
+@pytest.mark.parametrize("row", TABLE_2)
+def test_architectures_have_the_papers_k_e_d(row):
+    model = build(f"moa_roberta_{row}", "--encoder-layers", 1)
+    (attention,) = (m for m in model.modules() if isinstance(m, MixtureOfAttention))
+    sizes = (attention.experts_per_token, attention.num_experts, attention.expert_dim)
+    assert f"{sizes[0]}k{sizes[1]}e{sizes[2]}d" == row
+    assert attention.k_proj.bias is not None and attention.out_experts.bias is not None
+    assert attention.router.projection.bias is None and attention.router.renormalize == "detached"
+    assert model.encoder.sentence_encoder.embed_positions.weight.shape == (128 + 2, 512)
+    assert model.max_positions() == 128
+
+
+def test_every_attention_is_a_mixture_and_the_rest_is_robertas():
+    model, dense = build(), build("roberta_tiny")
+    mixtures = [m.name for m in model.modules() if isinstance(m, MixtureOfAttention)]
+    assert mixtures == [f"encoder.sentence_encoder.layers.{i}.self_attn" for i in range(4)]
+    assert not any(type(m).__name__ == "MultiheadAttention" for m in model.modules())
+    ours, theirs = (
+        {name: p.shape for name, p in m.state_dict().items() if "self_attn." not in name}
+        for m in (model, dense)
+    )
+    assert ours == theirs
+    assert model.encoder.lm_head.weight is model.encoder.sentence_encoder.embed_tokens.weight
+
+
+def test_flags_override_the_architecture_and_noise_starts_at_zero():
+    model = build("moa_roberta_tiny", "--num-experts", 5, "--no-expert-bias", "--routing-noise")
+    attention = model.encoder.sentence_encoder.layers[0].self_attn
+    assert attention.num_experts == 5 and attention.k_proj.bias is None
+    assert not attention.router.noise_projection.weight.any()
+    with pytest.raises(UserError, match="--mha-heads-to-keep has no meaning"):
+        build("moa_roberta_tiny", "--mha-heads-to-keep", 2)
+
+
+def test_padding_and_other_samples_reach_neither_the_load_nor_the_features():
+    torch.manual_seed(0)
+    model = build().eval()
+    batch = tokens(9, 5, 7)
+    with collect_decisions() as decisions:
+        together, _ = model(batch, features_only=True)
+    assert len(decisions) == 4
+    alone = [torch.zeros(8, dtype=torch.float64) for _ in decisions]
+    for row, length in zip(range(3), (9, 5, 7)):
+        with collect_decisions() as single:
+            features, _ = model(batch[row : row + 1, :length], features_only=True)
+        torch.testing.assert_close(together[row, :length], features[0], rtol=1e-4, atol=1e-5)
+        alone = [total + expert_counts(decision) for total, (_, decision) in zip(alone, single)]
+    for (name, decision), counts in zip(decisions, alone):
+        assert torch.equal(decision.padding_mask, batch.eq(PAD).t().reshape(-1)), name
+        assert torch.equal(expert_counts(decision), counts) and counts.sum() == (9 + 5 + 7) * 4
+
+
+def test_a_checkpoint_brings_its_heads_and_old_names_along():
+    model = build()
+    model.register_classification_head("mood", num_classes=3)
+    state = {
+        key.replace("layernorm_embedding", "emb_layer_norm").replace("encoder.", "decoder.", 1): value
+        for key, value in model.state_dict().items()
+    }
+    plain, with_heads = build(), build("moa_roberta_tiny", "--load-checkpoint-heads")
+    with_heads.load_state_dict(dict(state))
+    torch.testing.assert_close(with_heads.state_dict(), model.state_dict())
+    plain.load_state_dict(dict(state))
+    assert not plain.classification_heads
+    scores, _ = with_heads.eval()(tokens(5, 4), classification_head_name="mood")
+    assert scores.shape == (2, 3)
+
+
+def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data):
+    folder, name = str(toy_masked_lm.parent), toy_masked_lm.name
+    encoding = {
+        "gpt2_encoder_json": str(toy_wiki_data / "encoder.json"),
+        "gpt2_vocab_bpe": str(toy_wiki_data / "vocab.bpe"),
+    }
+    hub = MoARobertaModel.from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
+    encoded = hub.encode("the cat")
+    assert encoded.tolist()[0] == 0 and encoded.tolist()[-1] == 2 and hub.decode(encoded) == "the cat"
+    assert hub.eval().extract_features(encoded).shape == (1, len(encoded), 16)
+    assert len(hub.extract_features(encoded, return_all_hiddens=True)) == 2
+    ((text, probability, token),) = hub.fill_mask("the <mask> sat", topk=1)
+    assert text == f"the{token} sat" and 0 < probability < 1
+
+
+@pytest.mark.slow
+def test_fine_tuning_through_fairseqs_sentence_prediction(
+    tmp_path, fairseq, preprocess, toy_masked_lm, toy_wiki_data
+):
+    """Which of two tokens comes first: a head on the pre-trained encoder learns it."""
+    texts, labels = ["12 13 14", "15 13 14"] * 20, ["a", "b"] * 20
+    for name, lines in (("input0", texts), ("label", labels)):
+        (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+        prefixes = {"trainpref": str(tmp_path / name), "validpref": str(tmp_path / name)}
+        source = str(toy_wiki_data / "dict.txt") if name == "input0" else None
+        destination = str(tmp_path / "data" / name)
+        preprocess({"only-source": True, **prefixes, "srcdict": source, "destdir": destination})
+    user_dir = str(moa_fairseq.__path__[0])
+    done = fairseq(
+        *("train", tmp_path / "data", "--user-dir", user_dir, "--cpu", "--arch", "moa_roberta_tiny"),
+        *("--task", "sentence_prediction", "--criterion", "sentence_prediction", "--num-classes", 2),
+        *("--restore-file", toy_masked_lm, "--reset-optimizer", "--reset-dataloader", "--reset-meters"),
+        *("--init-token", 0, "--separator-token", 2, "--max-positions", 24),
+        *("--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16),
+        *("--optimizer", "adam", "--lr", 0.01, "--max-tokens", 100, "--max-epoch", 6, "--num-workers", 0),
+        *("--log-format", "json", "--save-dir", tmp_path / "tuned", "--no-epoch-checkpoints"),
+    )
+    records = [
+        json.loads(line[line.index("{") :]) for line in done.stderr.splitlines() if '"valid_acc' in line
+    ]
+    records += [
+        json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"valid_acc' in line
+    ]
+    assert float(records[-1]["valid_accuracy"]) == 100
+    assert "Loaded checkpoint" in done.stderr + done.stdout
