@@ -8,6 +8,10 @@ Prints the plain fairseq commands that it runs; they also stand in <save-dir>/co
 line again after an interruption: finished stages are skipped, training goes on from its last
 checkpoint. --gpus says how many GPUs to use (all that torch sees; 0: the CPU); --update-freq follows,
 so that one update has the recipe's number of tokens on any machine.
+
+  moa-fairseq recipe configs/wmt14_ende_moa_big.yaml --plan                    what it will cost
+  moa-fairseq recipe configs/wmt14_ende_moa_big.yaml --data BIN --hydra DIR    for fairseq-hydra-train
+  bash scripts/launch/slurm.sh --help                  Slurm; multinode.sh and torchrun.sh beside it
 """
 
 from __future__ import annotations

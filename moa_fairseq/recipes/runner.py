@@ -22,8 +22,8 @@ from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import write_result, write_throughput
 from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
 from moa_fairseq.recipes.schema import MASKED_LM, Recipe
+from moa_fairseq.recipes.sharing import HANDOVER_SECONDS, check_shared, join_training
 
-HANDOVER_SECONDS = 60.0
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
@@ -132,56 +132,17 @@ def run_recipe(
     environment = commands.device_environment(hardware, present)
     world = hardware.world
     if world and world.shared:
-        _check_shared(options, folder)
+        check_shared(options.stage, options.restart, options.data, folder)
     if world and not world.leads:
+        prepared = _recall_prepared(recipe, folder, RunState(folder).get("prepare"))
+        paths = commands.RunPaths(prepared.folder, folder, user_dir())
         with terminate_as_interrupt():
-            _join_training(recipe, hardware, options, folder, executor_class(environment), say)
+            join_training(recipe, hardware, paths, prepared, executor_class(environment), say)
         return None
     # After a restart of torchrun the one that had the folder before may take its time to go.
     patience = HANDOVER_SECONDS if world and world.shared else PATIENCE_SECONDS
     with terminate_as_interrupt(), locked(folder, patience) as lock:
         return _run_stages(recipe, hardware, options, folder, executor_class(environment, lock), say)
-
-
-def _check_shared(options: Options, folder: Path) -> None:
-    """Several programs train together; anything else is for one of them alone."""
-    if options.stage != "train":
-        raise UserError(
-            f"Several machines (or torchrun's processes) can share the train stage only, not --stage "
-            f"{options.stage}: run --stage prepare on one of them first, then --stage train on all, then the "
-            "other stages on one. The scripts in scripts/launch/ do so."
-        )
-    if options.restart:
-        raise UserError(
-            "--restart would move the run folder aside under the others: give it to --stage prepare."
-        )
-    known = RunState(folder).get("prepare")
-    if not known:
-        raise UserError(
-            f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
-            "folder must be on a file system that all machines share."
-        )
-    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
-        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
-
-
-def _join_training(
-    recipe: Recipe,
-    hardware: Hardware,
-    options: Options,
-    folder: Path,
-    executor: Executor,
-    say: Callable[[str], None],
-) -> None:
-    """Train with the machine that keeps the run folder; this program writes nothing there but a log."""
-    state = RunState(folder)
-    prepared = _recall_prepared(recipe, folder, state.get("prepare"))
-    paths = commands.RunPaths(prepared.folder, folder, user_dir())
-
-    def show(command: List[str]) -> None:
-        say(f"$ {commands.to_shell(command, executor.environment)}")
-
-    stages.train(stages.Run(recipe, hardware, paths, state, executor, show, say), prepared)
 
 
 def _run_stages(

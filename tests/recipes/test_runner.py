@@ -12,6 +12,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
+from moa_fairseq.recipes.throughput import read_rows
 
 CPU = Hardware()
 SCORES = {
@@ -291,8 +292,8 @@ def test_a_stage_without_a_section_says_so(go):
 
 
 def test_recording_needs_a_score(go, tmp_path):
-    with pytest.raises(UserError, match=r"--record.*--stage train does not score"):
-        go(stage="train", record=tmp_path / "x.json")
+    with pytest.raises(UserError, match=r"--record.*--stage average does not score"):
+        go(stage="average", record=tmp_path / "x.json")
     with pytest.raises(UserError, match=r"--record.*no score section"):
         go("score=null", record=tmp_path / "x.json")
     assert FakeExecutor.programs() == []
@@ -310,3 +311,12 @@ def test_the_dry_run_plans_what_the_run_does(small, write_config, binarised, tmp
         "runs/small/generate-test.txt",
         "runs/small/score-test.json",
     ]
+
+
+def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
+    path = tmp_path / "results" / "throughput" / "small.json"
+    go(stage="train", record=path, command_line="moa-fairseq recipe x")
+    row = json.loads(path.read_text())
+    assert (row["experiment"], row["tokens_per_second"], row["precision"]) == ("small", 10.0, "fp32")
+    assert row["macs_per_target_token"] > 1000 and row["command"] == "moa-fairseq recipe x"
+    assert [found.speed for found in read_rows(tmp_path / "results")] == [10.0]
