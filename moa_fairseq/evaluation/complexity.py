@@ -34,7 +34,7 @@ PARTS = {
     "decoder_self_attention": "decoder self-attention",
     "cross_attention": "cross-attention",
     "feed_forward": "feed-forward",
-    "router": "router",
+    "router": "router and gates",
     "norms": "norms",
     "output": "output",
     "other": "other",
@@ -78,7 +78,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
     counts once, under the module that comes first, so a tied output projection has no parameters.
     Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
-    cross-attention see src_len.
+    cross-attention see src_len; a gate in an encoder sees one mean.
     """
     cost = Cost()
     modules = dict(model.named_modules())
@@ -104,7 +104,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
 def part_of(name: str, module: nn.Module) -> str:
     """The key of PARTS for the module `name` (dotted, as in named_modules)."""
     path = name.split(".")
-    if "router" in path:
+    if "router" in path or "gate" in path:
         return "router"
     if {"output_projection", "lm_head", "adaptive_softmax"} & set(path):
         return "output"
@@ -142,14 +142,16 @@ def attention_width(module: nn.Module) -> int:
     """Summed width of the heads that attend for one query: K·D of MoA, else embed_dim; 0 elsewhere."""
     if hasattr(module, "experts_per_token") and hasattr(module, "expert_dim"):
         return module.experts_per_token * module.expert_dim
-    if type(module).__name__ == "MultiheadAttention":
+    if type(module).__name__ in ("MultiheadAttention", "MixtureOfAttentiveExperts"):
         return module.embed_dim
     return 0
 
 
 def tokens_seen(name: str, src_len: int, tgt_len: int) -> int:
-    """How many tokens pass through the module `name`."""
+    """How many tokens pass through the module `name`; an encoder's gate sees their mean only."""
     path = name.split(".")
+    if "gate" in path and path[0] == "encoder":
+        return 1
     if path[0] == "encoder" or (_is_cross(name) and path[-1] in ("k_proj", "v_proj")):
         return src_len
     return tgt_len

@@ -12,8 +12,6 @@ from moa_fairseq.attention.sequence_gate import absorb_statistics, gates_of
 from moa_fairseq.models._gates import sum_over_workers
 from moa_fairseq.optim.gate_sgd import GateGradients, sgd_step
 
-_MIN_LOSS_SCALE = 1e-4  # fairseq's --min-loss-scale
-
 
 class GStep:
     """Takes G steps with a fairseq trainer's model and criterion, whose optimizer it leaves alone.
@@ -42,7 +40,7 @@ class GStep:
         while True:
             gradients = self._gradients(samples, parameters, scale)
             finite = bool(torch.isfinite(gradients.flat).all())
-            if finite or scale / 2 < _MIN_LOSS_SCALE or scale == 1.0:
+            if finite or scale <= 1.0:
                 break
             scale /= 2
         absorb_statistics(gates, sum_over_workers())

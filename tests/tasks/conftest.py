@@ -13,9 +13,14 @@ assert moa_fairseq.__version__
 
 @pytest.fixture
 def build_trainer(toy_data):
-    """build_trainer(*flags) → (trainer, micro-batches of the first epoch)."""
+    """build_trainer(*flags) → (trainer, micro-batches of the first epoch).
 
-    def build(*flags, data=toy_data, arch="mae_transformer_tiny", task="translation_bcd", model=None):
+    common: settings of fairseq's common section that its parser does not let through on a CPU.
+    """
+
+    def build(
+        *flags, data=toy_data, arch="mae_transformer_tiny", task="translation_bcd", model=None, common=()
+    ):
         torch.manual_seed(3)
         model = ("--encoder-layers", 1, "--share-all-embeddings") if model is None else model
         base = [str(data), "--arch", arch, "--task", task, "--cpu", "--decoder-layers", 1]
@@ -24,6 +29,7 @@ def build_trainer(toy_data):
         words = [str(word) for word in (*base, *model, *flags)]
         args = options.parse_args_and_arch(options.get_training_parser(), words)
         cfg = convert_namespace_to_omegaconf(args)
+        cfg.common.update(common)
         task = tasks.setup_task(cfg.task)
         trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
         batches = trainer.get_train_iterator(1).next_epoch_itr(shuffle=False)

@@ -11,6 +11,7 @@ from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
+from moa_fairseq.optim.gate_sgd import GateGradients
 
 F_EPOCH, G_EPOCH = 1, 2
 EVERY_SECOND = ("--bcd-g-every", 2)
@@ -208,6 +209,47 @@ def test_accumulation_equals_one_batch(build_trainer):
         torch.testing.assert_close(
             results[1][name], tensor, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+HALF = {
+    "fp16": {"fp16": True, "fp16_no_flatten_grads": True, "fp16_init_scale": 2**7},
+    "bf16": {"bf16": True, "tpu": False},
+}
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_half_precision_takes_the_same_g_steps(build_trainer, precision):
+    """The gates stay in float32 and their gradients are unscaled: close to the step in full precision."""
+    moves = []
+    for common in ({}, HALF[precision]):
+        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0, common=common)
+        before = snapshot(trainer)
+        log = update(trainer, G_EPOCH, samples[:2])
+        after = snapshot(trainer)
+        assert log["bcd_step"] == "GF" and log["g_skipped"] == 0
+        moves.append(
+            {n: after[n] - before[n] for n in before if n.endswith(("gate.fc1.weight", "gate.fc2.bias"))}
+        )
+    assert trainer.get_model().encoder.layers[0].fc1.weight.dtype in (torch.float16, torch.bfloat16)
+    for name, expected in moves[0].items():
+        assert moves[1][name].dtype == torch.float32
+        error = (moves[1][name] - expected).norm() / expected.norm()
+        assert error < 0.1, f"{name}: {error}"
+
+
+def test_an_overflow_lowers_the_scale_of_that_g_step_only(build_trainer, monkeypatch):
+    scale = {**HALF["fp16"], "fp16_init_scale": 2**20}  # activations' gradients overflow at first
+    trainer, samples = build_trainer(*EVERY_SECOND, common=scale)
+    trainer.begin_epoch(G_EPOCH)
+    tried = []
+    add = GateGradients.add
+    monkeypatch.setattr(GateGradients, "add", lambda *args: (tried.append(args[-1]), add(*args)))
+    with metrics.aggregate(new_root=True) as log:
+        trainer.task.before_update(trainer, samples[:1])
+    assert log.get_smoothed_values()["g_skipped"] == 0 and log.get_smoothed_values()["gate_gnorm"] > 0
+    assert tried == [2.0 ** (20 - i) for i in range(len(tried))] and len(tried) > 1
+    assert trainer.optimizer.scaler.loss_scale == 2**20  # it is fairseq's to lower
+    assert all(torch.isfinite(tensor).all() for tensor in snapshot(trainer).values())
 
 
 @pytest.mark.parametrize(
