@@ -11,7 +11,6 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
-from moa_fairseq.attention.losses import expert_counts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.errors import UserError
 from moa_fairseq.models.roberta import TABLE_2, MoARobertaModel
@@ -86,10 +85,10 @@ def test_padding_and_other_samples_reach_neither_the_load_nor_the_features():
         with collect_decisions() as single:
             features, _ = model(batch[row : row + 1, :length], features_only=True)
         torch.testing.assert_close(together[row, :length], features[0], rtol=1e-4, atol=1e-5)
-        alone = [total + expert_counts(decision) for total, (_, decision) in zip(alone, single)]
+        alone = [total + decision.expert_counts for total, (_, decision) in zip(alone, single)]
     for (name, decision), counts in zip(decisions, alone):
         assert torch.equal(decision.padding_mask, batch.eq(PAD).t().reshape(-1)), name
-        assert torch.equal(expert_counts(decision), counts) and counts.sum() == (9 + 5 + 7) * 4
+        assert torch.equal(decision.expert_counts, counts) and counts.sum() == (9 + 5 + 7) * 4
 
 
 def test_a_checkpoint_brings_its_heads_and_old_names_along():
