@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_flags
 from moa_fairseq.data_prep.bpe import learn_codes
-from moa_fairseq.data_prep.catalogue import Dataset, translation_sets
+from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, translation_sets
 from moa_fairseq.data_prep.inputs import (
     brought_tokens,
     check_lengths,
@@ -197,12 +197,13 @@ def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent:
 def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
     """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring."""
     recipe = settings["recipe"]
-    if source is not None or (recipe in translation_sets() and translation_sets()[recipe].downloadable):
+    known = {**translation_sets(), **language_modeling_sets()}
+    if source is not None or (recipe in known and known[recipe].downloadable):
         return source
     if recipe in TEXT_SOURCES:
         bring = TEXT_SOURCES[recipe].bring
-    elif recipe in translation_sets():
-        bring = hint(translation_sets()[recipe], settings)
+    elif recipe in known:
+        bring = hint(known[recipe], settings)
     else:
         bring = "Give --data the folder made by it."
     raise UserError(f"--data is missing: data recipe {recipe!r} starts from your files. {bring}")

@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 
 from moa_fairseq.data_prep.binarised import is_binarised
+from moa_fairseq.data_prep.prepare_text import is_binarised_text
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import (
@@ -160,7 +161,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _binarised_inside(data: Path | None) -> Path | None:
     """--data as given, or the binarised folder in it when `moa-fairseq prepare` made it."""
-    return data / "binarised" if data and is_binarised(data / "binarised") else data
+    inside = data / "binarised" if data else None
+    return inside if inside and (is_binarised(inside) or is_binarised_text(inside)) else data
 
 
 def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:

@@ -15,6 +15,7 @@ MODULES = {
     "fairseq-preprocess": "fairseq_cli.preprocess",
     "fairseq-train": "fairseq_cli.train",
     "fairseq-generate": "fairseq_cli.generate",
+    "fairseq-eval-lm": "fairseq_cli.eval_lm",
     "fairseq-validate": "fairseq_cli.validate",
     "moa-fairseq": "moa_fairseq.cli",
 }

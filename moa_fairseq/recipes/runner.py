@@ -15,18 +15,20 @@ from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder
 from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text, text_preprocess_flags
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes import commands, masked_lm_stages, stages
+from moa_fairseq.recipes import commands, lm_stages, masked_lm_stages, stages
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import write_result, write_throughput
 from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
-from moa_fairseq.recipes.schema import MASKED_LM, Recipe
+from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, Recipe
 from moa_fairseq.recipes.sharing import HANDOVER_SECONDS, check_shared, join_training
 
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
+# Language models are scored straight from the checkpoint.
+SCORERS = {MASKED_LM: masked_lm_stages, CAUSAL_LM: lm_stages}
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
@@ -93,9 +95,9 @@ def _planned_evaluation(
 ) -> List[List[str]]:
     planned: List[List[str]] = []
     scored = options.wants("score") and recipe.score
-    if recipe.train.task == MASKED_LM:
+    if recipe.kind in SCORERS:
         return [
-            masked_lm_stages.score_command(recipe, hardware, paths, subset)
+            SCORERS[recipe.kind].score_command(recipe, hardware, paths, subset)
             for subset in (recipe.subsets if scored else [])
         ]
     if options.wants("generate"):
@@ -204,7 +206,9 @@ def _write_recipe(run: stages.Run) -> None:
 def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
     """The last step of the preparation, for --dry-run: the steps before it run inside of this program."""
     data = recipe.data
-    if recipe.train.task == MASKED_LM:
+    if recipe.kind == CAUSAL_LM:
+        return lm_stages.preprocess_command(recipe, root)
+    if recipe.kind == MASKED_LM:
         values = text_preprocess_flags(root / "bpe", root / "binarised", _subsets(recipe), data.flags)
         return ["fairseq-preprocess", *commands.flags(values)]
     text = root / ("tokens" if data.bpe is None else "bpe")
@@ -224,9 +228,9 @@ def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str
     recipe = run.recipe
     scores = {}
     for subset in recipe.subsets:
-        if recipe.train.task == MASKED_LM:
+        if recipe.kind in SCORERS:
             if options.wants("score"):
-                scores[subset] = masked_lm_stages.score(run, prepared, subset)
+                scores[subset] = SCORERS[recipe.kind].score(run, prepared, subset)
             continue
         if options.wants("generate"):
             stages.generate(run, prepared, subset)
@@ -265,10 +269,13 @@ def _prepare(
     # Two runs of one data set may start together: the second one waits and finds everything done.
     with locked(root, patience=math.inf, say=say):
         downloads = options.data_root / "downloads"
-        if recipe.train.task == MASKED_LM:
-            preparation = TextPreparation(settings, _subsets(recipe), source, root, preprocess, say)
+        common = (settings, _subsets(recipe), source, root, preprocess, say)
+        if recipe.kind == MASKED_LM:
+            preparation = TextPreparation(*common)
+        elif recipe.kind == CAUSAL_LM:
+            preparation = lm_stages.preparation(*common, downloads)
         else:
-            preparation = Preparation(settings, _subsets(recipe), source, root, preprocess, say, downloads)
+            preparation = Preparation(*common, downloads)
         prepared = preparation.run()
     used = BINARISED_KEYS if _is_given(recipe, source) else settings
     state.put(

@@ -6,17 +6,20 @@ import dataclasses
 import re
 from typing import Any, Dict, List, Optional
 
-from moa_fairseq.data_prep.catalogue import translation_sets
+from moa_fairseq.data_prep.catalogue import language_modeling_sets, translation_sets
 from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.errors import UserError
 
-DATA_RECIPES = (*translation_sets(), "binarised", *TEXT_SOURCES)
+LM_DATA = tuple(name for name, data in language_modeling_sets().items() if data.encoder != "none")
+DATA_RECIPES = (*translation_sets(), "binarised", *TEXT_SOURCES, *LM_DATA)
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = (
     *("multi_bleu", "compound_split_bleu", "sacrebleu"),
-    *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl"),
+    *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl"),
 )
-MASKED_LM = "masked_lm"
+# The kinds of recipes, by the beginning of train.task, and the beginning of their headline metrics.
+MASKED_LM, CAUSAL_LM, TRANSLATION = "masked_lm", "language_modeling", "translation"
+_HEADLINES = {MASKED_LM: "masked_lm_", CAUSAL_LM: "lm_"}
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -109,7 +112,8 @@ class Generate:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score.
+    """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score, or for a
+    causal language model to fairseq-eval-lm.
 
     subsets: what a language model is scored on, the first one being the recipe's result; translations
     are scored on generate.subsets.
@@ -133,6 +137,12 @@ class Recipe:
     average: Optional[Average] = None
     generate: Optional[Generate] = None
     score: Optional[Score] = None
+
+    @property
+    def kind(self) -> str:
+        """MASKED_LM, CAUSAL_LM or TRANSLATION: it decides which stages there are."""
+        kinds = (MASKED_LM, CAUSAL_LM)
+        return next((kind for kind in kinds if self.train.task.startswith(kind)), TRANSLATION)
 
     @property
     def subsets(self) -> List[str]:
@@ -224,22 +234,39 @@ def _check_length(recipe: Recipe, file: str) -> None:
 
 
 def _check_kind(recipe: Recipe, file: str) -> None:
-    """What a translation needs and a masked language model has no use for, and the other way round."""
+    """What a translation needs and a language model has no use for, and the other way round."""
+    data, score, task = recipe.data, recipe.score, recipe.train.task
+    wanted = {MASKED_LM: tuple(TEXT_SOURCES), CAUSAL_LM: LM_DATA, TRANSLATION: tuple(translation_sets())}
+    if data.recipe not in (*wanted[recipe.kind], "binarised"):
+        fail(file, "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}.")
+    if score and not _suits(score.headline, recipe.kind):
+        fail(file, "score.headline", f"{score.headline!r} is no score of train.task {task!r}.")
+    if recipe.kind == TRANSLATION:
+        _check_translation(recipe, file)
+    else:
+        _check_language_model(recipe, file)
+
+
+def _suits(headline: str, kind: str) -> bool:
+    if kind == TRANSLATION:
+        return not headline.startswith(tuple(_HEADLINES.values()))
+    return headline.startswith(_HEADLINES[kind])
+
+
+def _check_language_model(recipe: Recipe, file: str) -> None:
+    data = recipe.data
+    unused = {"data.source": data.source, "data.target": data.target, "data.bpe": data.bpe}
+    unused.update({"data.lowercase": data.lowercase, "generate": recipe.generate})
+    what = "a masked language model" if recipe.kind == MASKED_LM else "a causal language model"
+    for key, value in unused.items():
+        if value:
+            fail(file, key, f"has no meaning for {what}: leave it out.")
+    if recipe.score and not recipe.score.subsets:
+        fail(file, "score.subsets", "is empty: name at least one subset, such as [test].")
+
+
+def _check_translation(recipe: Recipe, file: str) -> None:
     data, score = recipe.data, recipe.score
-    masked = recipe.train.task == MASKED_LM
-    if masked != (data.recipe in TEXT_SOURCES) and data.recipe != "binarised":
-        fail(file, "data.recipe", f"{data.recipe!r} makes no data for train.task {recipe.train.task!r}.")
-    if score and score.headline.startswith(MASKED_LM) != masked:
-        fail(file, "score.headline", f"{score.headline!r} is no score of train.task {recipe.train.task!r}.")
-    if masked:
-        unused = {"data.source": data.source, "data.target": data.target, "data.bpe": data.bpe}
-        unused.update({"data.lowercase": data.lowercase, "generate": recipe.generate})
-        for key, value in unused.items():
-            if value:
-                fail(file, key, "has no meaning for a masked language model: leave it out.")
-        if score and not score.subsets:
-            fail(file, "score.subsets", "is empty: name at least one subset, such as [test].")
-        return
     for key in ("source", "target"):
         if getattr(data, key) is None:
             fail(file, f"data.{key}", "is missing: name the language, such as en.")
@@ -349,5 +376,6 @@ def _reserved_flags() -> Dict[str, Dict[str, str]]:
         "destdir": own,
     }
     score = {"json": own, "masked-lm": own, "data": own, "subset": "say score.subsets"}
+    score.update({"path": own, "user-dir": own, "gen-subset": "say score.subsets", "cpu": own})
     both = {**train, **model}
     return {"data": data, "model": both, "train": both, "generate": generate, "score": score}

@@ -11,15 +11,21 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import check_train_command
 from moa_fairseq.recipes.runner import Options, planned_commands
+from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, TRANSLATION
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
+EVALUATION = {
+    TRANSLATION: "fairseq-generate",
+    MASKED_LM: "moa-fairseq score",
+    CAUSAL_LM: "fairseq-eval-lm",
+}
 V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 25
+    assert len(CONFIGS) == 43
     assert len(set(NAMES)) == len(NAMES)
 
 
@@ -31,8 +37,7 @@ def test_fairseq_accepts_the_training_line(path, hardware):
     plan = [command for command in plan if command[1] != "corpus"]  # what the embedded corpus begins with
     programs = [" ".join(command[:2]) if command[0] == "moa-fairseq" else command[0] for command in plan]
     average = ["moa-fairseq average"] if recipe.average else []
-    evaluation = "moa-fairseq score" if recipe.train.task == "masked_lm" else "fairseq-generate"
-    expected = ["fairseq-preprocess", "fairseq-train", *average, evaluation]
+    expected = ["fairseq-preprocess", "fairseq-train", *average, EVALUATION[recipe.kind]]
     assert programs[: len(expected)] == expected
     check_train_command(plan[1])
 
@@ -96,12 +101,17 @@ def test_the_papers_masked_lm(path):
         ("wikitext2_mlm_transformer_tiny", "wikitext2_mlm_moa_4k16e48d_tiny"),
         ("multi30k_ende_transformer_tiny", "multi30k_ende_moa_tiny"),
         ("quickstart_transformer", "quickstart_moa"),
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_mae_tiny"),
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_nobcd_tiny"),
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_uni_mae_tiny"),
+        ("iwslt14_deen_base", "iwslt14_deen_mae6"),
+        ("wikitext103_lm_base", "wikitext103_lm_mae7"),
     ],
 )
 def test_pairs_differ_in_the_model_only(dense, mixture):
     one, other = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
     assert one.data == other.data and one.generate == other.generate and one.average == other.average
-    routing = {"load-balance-coef", "z-loss-coef"}
+    routing = {"load-balance-coef", "z-loss-coef", "bcd", "bcd-g-every", "gate-lr"}
     assert {k: v for k, v in other.train.flags.items() if k not in routing} == one.train.flags
     assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
 

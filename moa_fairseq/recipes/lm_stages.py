@@ -1,0 +1,102 @@
+"""What is particular to a causal language model's recipe: its data, and its perplexity by fairseq-eval-lm."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
+
+from moa_fairseq.data_prep.binarised import monolingual_flags
+from moa_fairseq.data_prep.catalogue import language_modeling_sets
+from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.prepare import Prepared, workers
+from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
+from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text
+from moa_fairseq.data_prep.stage_folder import fingerprint_of
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.stages import Run, origin_of_model, require_model, stamp
+
+METRIC = "lm_ppl"
+_PERPLEXITY = re.compile(r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ([\d.]+|inf|nan)")
+_TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
+# Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
+_SETTINGS = ("tokens-per-sample", "context-window", "sample-break-mode", "softmax-batch")
+
+
+def preparation(
+    settings: Mapping[str, Any],
+    subsets: Sequence[str],
+    source: Optional[Path],
+    root: Path,
+    preprocess: Callable[[Mapping[str, Any]], None],
+    say: Callable[[str], None],
+    downloads: Path,
+) -> Union[MonolingualPreparation, TextPreparation]:
+    """What carries out the data section of a causal language model; arguments as of Preparation."""
+    datasets = language_modeling_sets()
+    if settings["recipe"] not in datasets or (source is not None and is_binarised_text(source)):
+        return TextPreparation(settings, subsets, source, root, preprocess, say)  # uses it as it is
+    store = Store(source, downloads, say=say)
+    return MonolingualPreparation(datasets[settings["recipe"]], store, root, preprocess, say)
+
+
+def preprocess_command(recipe: Recipe, root: Path) -> List[str]:
+    """The last step of the preparation, for --dry-run."""
+    dataset = language_modeling_sets()[recipe.data.recipe]
+    values = monolingual_flags(root / "text", root / "binarised", dataset.subsets, workers())
+    return ["fairseq-preprocess", *commands.flags({**values, **dataset.preprocess})]
+
+
+def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, subset: str) -> List[str]:
+    """The evaluation of one subset; in fp32, so that scores do not depend on the hardware."""
+    values = {
+        "user-dir": str(paths.user_dir),
+        "task": recipe.train.task,
+        "path": str(paths.model(recipe)),
+        "gen-subset": subset,
+        **recipe.score.flags,
+    }
+    output = paths.save_dir / f"eval-lm-{subset}.txt"
+    device = commands.device_flags(hardware)
+    line = ["fairseq-eval-lm", str(paths.data), *commands.flags(values), *device]
+    return [*line, commands.REDIRECT, str(output)]
+
+
+def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
+    """Score one subset; returns what `score-<subset>.json` holds. Raises UserError without a whole model."""
+    model, output = require_model(run), run.folder / f"score-{subset}.json"
+    settings = dataclasses.asdict(run.recipe.score)
+    stage, done = f"score-{subset}", fingerprint_of(stamp(model), settings, prepared.fingerprint)
+    if run.state.is_done(stage, done, output):
+        run.say(f"{stage}: done before ({output})")
+        scores = json.loads(output.read_text(encoding="utf-8"))
+    else:
+        command = score_command(run.recipe, run.hardware, run.paths, subset)
+        run.show(command)
+        report = run.folder / f"eval-lm-{subset}.txt"
+        run.executor.run(command, run.log(stage), output=report)
+        scores = read_report(report.read_text(encoding="utf-8", errors="replace"), report, run.recipe)
+        with atomic_write(output) as stream:
+            json.dump(scores, stream, indent=1)
+    run.state.put(stage, done=done, settings=settings, **origin_of_model(run))
+    return scores
+
+
+def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
+    """fairseq-eval-lm's output as scores. Raises UserError if it holds no perplexity."""
+    found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
+    if not found:
+        raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
+    evaluation = {name: recipe.score.flags[name] for name in _SETTINGS if name in recipe.score.flags}
+    if tokens:
+        evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
+    return {
+        METRIC: {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
+        "meta": {"evaluation": {name.replace("-", "_"): value for name, value in evaluation.items()}},
+    }
