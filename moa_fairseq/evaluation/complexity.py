@@ -133,7 +133,8 @@ def projection_macs(name: str, module: nn.Module, modules: Dict[str, nn.Module])
         return module.in_features * module.out_features
     if isinstance(module, ExpertLinear):
         return module.d_in * module.d_out * _experts_per_token(name, modules)
-    if type(module).__name__ == "RobertaLMHead":  # multiplies by the tied embedding itself
+    # Both multiply by the tied embedding itself. Of an adaptive softmax every band counts.
+    if type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
         return module.weight.numel()
     return None
 

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 
@@ -149,7 +149,7 @@ def _stands_for(run: dict, paper: str, table: str, row: dict) -> bool:
 
 def _cell(row: dict, column: str, about: dict, paper: float, runs: List[dict]) -> Cell:
     if "quantity" in about:
-        return _computed(row.get("arch"), column, about, paper)
+        return _computed(row, column, about, paper)
     metric, prefix = about.get("metric"), about.get("experiments", "")
     cell = Cell(column, metric, paper)
     if metric is None or not any(name.startswith(prefix) for name in row["experiments"]):
@@ -166,12 +166,14 @@ def _cell(row: dict, column: str, about: dict, paper: float, runs: List[dict]) -
     return cell
 
 
-def _computed(arch: Optional[str], column: str, about: dict, paper: float) -> Cell:
+def _computed(row: dict, column: str, about: dict, paper: float) -> Cell:
     cell = Cell(column, about["quantity"], paper)
-    if arch is None:
+    if row.get("arch") is None:
         return cell
     lengths = (about.get("src_len", 10), about.get("tgt_len", 10))
-    counts = _count(arch, about["vocab_size"], *lengths)
+    flags = tuple(row.get("model_flags", ()))
+    embeddings = about.get("embeddings", "shared")
+    counts = _count(row["arch"], about["vocab_size"], *lengths, embeddings, flags)
     cell.ours = counts[about["quantity"]]
     cell.difference, cell.status = cell.ours - paper, COMPUTED
     cell.plain = None if about["quantity"] == "parameters" else counts["macs"]
@@ -179,7 +181,9 @@ def _computed(arch: Optional[str], column: str, about: dict, paper: float) -> Ce
 
 
 @cache
-def _count(arch: str, vocab_size: int, src_len: int, tgt_len: int) -> Dict[str, int]:
+def _count(
+    arch: str, vocab_size: int, src_len: int, tgt_len: int, embeddings: str, flags: Tuple[str, ...]
+) -> Dict[str, int]:
     from moa_fairseq.evaluation.complexity import as_json, complexity
 
-    return as_json(complexity(arch, vocab_size, src_len, tgt_len))
+    return as_json(complexity(arch, vocab_size, src_len, tgt_len, embeddings, flags))

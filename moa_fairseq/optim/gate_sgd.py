@@ -28,6 +28,7 @@ class GateGradients:
 
         scale: a loss scale against underflow in half precision, undone in the sum.
         """
+        loss = loss.sum()  # adaptive_loss has a vector of one
         gradients = torch.autograd.grad(loss * scale, self.parameters, allow_unused=True)
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale

@@ -62,10 +62,8 @@ def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, 
         "gen-subset": subset,
         **recipe.score.flags,
     }
-    output = paths.save_dir / f"eval-lm-{subset}.txt"
     device = commands.device_flags(hardware)
-    line = ["fairseq-eval-lm", str(paths.data), *commands.flags(values), *device]
-    return [*line, commands.REDIRECT, str(output)]
+    return ["fairseq-eval-lm", str(paths.data), *commands.flags(values), *device]
 
 
 def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
@@ -80,7 +78,8 @@ def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
         command = score_command(run.recipe, run.hardware, run.paths, subset)
         run.show(command)
         report = run.folder / f"eval-lm-{subset}.txt"
-        run.executor.run(command, run.log(stage), output=report)
+        # Where its log goes depends on who configured logging first: standard output, or standard error.
+        run.executor.run(command, run.log(stage), output=report, errors_too=True)
         scores = read_report(report.read_text(encoding="utf-8", errors="replace"), report, run.recipe)
         with atomic_write(output) as stream:
             json.dump(scores, stream, indent=1)

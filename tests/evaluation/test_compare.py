@@ -182,7 +182,7 @@ def test_unknown_status_and_missing_folders(results, tmp_path, capsys):
 
 SHIPPED = sorted((default_results() / "papers").glob("*.json"))
 ROWS = [
-    (table, row)
+    ({**table, "paper": path.stem}, row)
     for path in SHIPPED
     for table in json.loads(path.read_text(encoding="utf-8"))["tables"]
     for row in table["rows"]
@@ -190,15 +190,17 @@ ROWS = [
 
 
 def printed_numbers(row):
-    scale = {"M": 1e6, "G": 1e9}
+    scale = {"K": 1e3, "M": 1e6, "G": 1e9}
     for field in row["printed"].split(" | "):
         if field != "-":
-            yield float(field.rstrip("MG")) * scale.get(field[-1], 1)
+            yield float(field.rstrip("KMG")) * scale.get(field[-1], 1)
 
 
 def test_every_table_is_there():
-    rows = {table["table"]: len(table["rows"]) for table, _ in ROWS}
-    assert rows == {"1": 11, "2": 6, "3": 8, "7": 3, "README-baseline": 1}
+    rows = {f"{table['paper']} {table['table']}": len(table["rows"]) for table, _ in ROWS}
+    moa = {"moa 1": 11, "moa 2": 6, "moa 3": 8, "moa 7": 3}
+    mae = {"mae 2": 8, "mae 3": 6, "mae 4": 5, "mae 5": 6, "mae 7": 5}
+    assert rows == {**moa, **mae, "revisit_mmt README-baseline": 1}
 
 
 @pytest.mark.parametrize("table, row", ROWS, ids=lambda part: part.get("row") or part["table"])
@@ -211,18 +213,22 @@ def test_values_are_the_printed_row(table, row):
 
 def test_architectures_of_the_rows_exist():
     archs = {row["arch"] for _, row in ROWS if "arch" in row}
-    assert len(archs) == 16
+    assert len(archs) == 21
     tasks = {arch: task_of(arch) for arch in archs}
     assert {arch for arch, task in tasks.items() if task == "masked_lm"} == {
         a for a in archs if "roberta" in a
     }
-    assert set(tasks.values()) == {"translation", "masked_lm"}
+    assert {arch for arch, task in tasks.items() if task == "language_modeling"} == {
+        "mae_transformer_lm_wiki103",
+        "transformer_lm_wiki103",
+    }
+    assert set(tasks.values()) == {"translation", "masked_lm", "language_modeling"}
 
 
 def test_experiments_of_the_rows_have_recipes():
     configs = default_results().parent / "configs"
     experiments = {name for _, row in ROWS for name in row["experiments"]}
-    assert len(experiments) == 18
+    assert len(experiments) == 33
     assert not [name for name in sorted(experiments) if not (configs / f"{name}.yaml").is_file()]
 
 
@@ -256,6 +262,15 @@ def test_table_2_has_both_conventions_beside_the_plain_count():
     assert (
         "| `moa_roberta_8k64e256d` | 179.91M | 179.91M | +0.0 % | 8980M |" in text and "plain count" in text
     )
+
+
+def test_maes_parameters_are_counted_with_the_rows_own_flags():
+    tables = {t.table: t for t in load_comparison(default_results()).tables if t.paper == "mae"}
+    for number, tolerance in (("2", 0.5e6), ("3", 1.1e6), ("4", 2.3e6)):
+        cells = [c for row in tables[number].rows for c in row.cells if c.status == "computed"]
+        assert len(cells) >= 4 and all(abs(cell.difference) < tolerance for cell in cells)
+    ours = {row.row: row.cells[1].ours for row in tables["2"].rows}
+    assert ours["UNI-MAE-7"] == ours["UNI-MAE-6"] == ours["BASE"] < ours["MAE-7"] < ours["MAE-6"]
 
 
 def test_the_readme_holds_the_current_table():

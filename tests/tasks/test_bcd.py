@@ -160,6 +160,27 @@ def test_uniform_gates_need_no_g_step(build_trainer):
     assert not any(is_gate(name) for name in trainer.get_model().state_dict())
 
 
+def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
+    """Adaptive inputs and softmax, whose criterion returns a vector of one; blocks of a running text."""
+    (tmp_path / "train").write_text("".join(f"w{i % 7} w{i % 5} w{i % 3}\n" for i in range(60)))
+    fairseq("preprocess", "--only-source", "--trainpref", tmp_path / "train", "--destdir", tmp_path / "bin")
+    sizes = [f"--decoder-{name}-dim={32}" for name in ("embed", "ffn-embed", "input", "output")]
+    sizes += ["--adaptive-input-cutoff=5,8", "--adaptive-softmax-cutoff=5,8", "--tokens-per-sample=20"]
+    trainer, samples = build_trainer(
+        *(*EVERY_SECOND, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--max-tokens", 80),
+        **dict(data=tmp_path / "bin", arch="mae_transformer_lm_wiki103", model=sizes),
+        task="language_modeling_bcd",
+    )
+    before = snapshot(trainer)
+    assert update(trainer, F_EPOCH, samples[:2])["bcd_step"] == "F"
+    middle = snapshot(trainer)
+    assert {is_gate(name) for name in changed(before, middle)} == {False}
+    log = update(trainer, G_EPOCH, samples[:2])
+    assert log["bcd_step"] == "GF" and log["g_loss"] > 0 and log["gate_gnorm"] > 0
+    assert {is_gate(name) for name in changed(middle, snapshot(trainer))} == {False, True}
+    assert "gate_entropy.decoder.layers.0.self_attn" in log
+
+
 def test_the_future_leaks_neither_into_training_nor_into_evaluation(build_trainer):
     """G and F computation of the whole model: a later target token changes no earlier prediction."""
     trainer, samples = build_trainer("--decoder-layers", 2, "--gate-dropout", 0)

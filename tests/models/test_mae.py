@@ -1,0 +1,123 @@
+"""MAE's architectures: what they are made of, what they cost, and a language model step by step."""
+
+import argparse
+
+import pytest
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_MODEL_REGISTRY
+
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.complexity import complexity
+
+
+def build(arch, *flags, task="translation", symbols=40):
+    parser = options.get_training_parser(default_task=task)
+    words = ["data", "--arch", arch, "--task", task, *map(str, flags)]
+    args = options.parse_args_and_arch(parser, words)
+    dictionary = Dictionary()
+    for i in range(symbols):
+        dictionary.add_symbol(f"w{i}")
+    task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    return ARCH_MODEL_REGISTRY[arch].build_model(args, task)
+
+
+def build_lm(*flags):
+    small = ("--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 32)
+    small += ("--decoder-input-dim", 32, "--decoder-output-dim", 32, "--tokens-per-sample", 300)
+    small += ("--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20")
+    return build("mae_transformer_lm_wiki103", *small, *flags, task="language_modeling")
+
+
+def test_every_attention_of_the_base_model_has_its_own_gate():
+    with torch.device("meta"):
+        model = build("mae_transformer_base")
+    mixtures = [m for m in model.modules() if isinstance(m, MixtureOfAttentiveExperts)]
+    assert len(mixtures) == 18 == len({id(gate) for gate in gates_of(model)})
+    assert not any(type(m).__name__ == "MultiheadAttention" for m in model.modules())
+    assert {m.causal for m in mixtures if m.name.startswith("encoder")} == {False}
+    assert {m.causal for m in mixtures if m.name.startswith("decoder")} == {True}
+    assert {(m.num_heads, m.num_experts, m.gate_window) for m in mixtures} == {(8, 8, None)}
+    assert {tuple(gate.fc1.weight.shape) for gate in gates_of(model)} == {(256, 512)}
+
+
+def test_flags_choose_the_experts_and_the_gate():
+    model = build(
+        "mae_transformer_tiny", "--mae-dropped-heads", 2, "--gate-hidden-dim", 7, "--gate-window", 3
+    )
+    attention = model.decoder.layers[3].encoder_attn
+    assert (attention.num_experts, attention.gate_window) == (28, 3)
+    assert attention.gate.fc1.weight.shape == (7, 128)
+    assert not gates_of(build("mae_transformer_tiny", "--mae-gate", "uniform"))
+    with pytest.raises(UserError, match="--mae-dropped-heads 9"):
+        build("mae_transformer_tiny", "--mae-dropped-heads", 9)
+
+
+def test_a_dense_checkpoint_fits_and_gives_the_same_output():
+    dense = build("transformer", "--encoder-layers", 1, "--decoder-layers", 1).eval()
+    model = build(
+        "mae_transformer_base", "--encoder-layers", 1, "--decoder-layers", 1, "--mae-gate", "uniform"
+    )
+    model.eval().load_state_dict(dense.state_dict(), strict=True)
+    source = torch.tensor([[5, 6, 7, 2], [1, 8, 9, 2]])
+    batch = {"src_tokens": source, "src_lengths": torch.tensor([4, 3]), "prev_output_tokens": source.flip(1)}
+    for one, other in ((model(**batch)[0], dense(**batch)[0]),):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+# (arch, vocabulary, embeddings) → millions of parameters without and with gates, as in MAE's Tables 2-4
+PRINTED = {
+    ("mae_transformer_base", 32768, "shared"): (61, 63),
+    ("mae_transformer_iwslt_de_en", 7740, "decoder"): (39, 41),
+    ("mae_transformer_lm_wiki103", 267744, "shared"): (247, 249),
+}
+
+
+@pytest.mark.parametrize("case", PRINTED, ids=lambda case: case[0])
+def test_parameters_of_tables_2_to_4(case):
+    arch, vocabulary, embeddings = case
+    without, with_gates = PRINTED[case]
+    flags = ["--gate-hidden-dim", "128"] if "lm" in arch else []  # Appendix A's 256 give 251.2M
+    uniform = complexity(arch, vocabulary, embeddings=embeddings, model_flags=["--mae-gate", "uniform"])
+    learned = complexity(arch, vocabulary, embeddings=embeddings, model_flags=flags)
+    assert abs(uniform.total_parameters / 1e6 - without) < 0.5
+    assert abs(learned.total_parameters / 1e6 - with_gates) < 0.9
+    gates = learned.total_parameters - uniform.total_parameters
+    assert gates == learned.parameters["router"]
+    if "lm" not in arch:
+        assert 0.03 < gates / learned.total_parameters < 0.06
+    assert learned.not_counted == []
+
+
+def test_a_gate_costs_an_encoder_one_row_and_a_decoder_one_per_token():
+    cost = complexity("mae_transformer_base", 100, 9, 5)
+    gate = 512 * 256 + 256 * 8
+    assert cost.macs["router"] == 6 * gate + 12 * 5 * gate
+    dense = complexity("transformer_wmt_en_de", 100, 9, 5)
+    assert cost.total_macs - cost.macs["router"] == dense.total_macs
+
+
+def test_a_language_model_step_by_step_with_the_window():
+    torch.manual_seed(0)
+    model = build_lm("--dropout", 0).eval()
+    for gate in gates_of(model):
+        torch.nn.init.normal_(gate.fc2.weight, std=2.0)
+    assert {layer.self_attn.gate_window for layer in model.decoder.layers} == {100}
+    tokens = torch.randint(4, 40, (2, 130))
+    full, _ = model.decoder(tokens, features_only=True)
+    state = {}
+    for step in range(1, 131):
+        now, _ = model.decoder(tokens[:, :step], features_only=True, incremental_state=state)
+        torch.testing.assert_close(now[:, 0], full[:, step - 1], rtol=1e-4, atol=2e-4)
+    later = tokens.clone()
+    later[:, 100:] = 5
+    model = build_lm("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0).train()
+    for gate in gates_of(model):
+        gate.dropout = 0.0
+    torch.testing.assert_close(
+        model.decoder(later, features_only=True)[0][:, :100],
+        model.decoder(tokens, features_only=True)[0][:, :100],
+    )
