@@ -87,7 +87,7 @@ def test_padding_and_other_samples_reach_neither_the_load_nor_the_features():
         torch.testing.assert_close(together[row, :length], features[0], rtol=1e-4, atol=1e-5)
         alone = [total + decision.expert_counts for total, (_, decision) in zip(alone, single)]
     for (name, decision), counts in zip(decisions, alone):
-        assert torch.equal(decision.padding_mask, batch.eq(PAD).t().reshape(-1)), name
+        assert torch.equal(decision.padding_mask, batch.eq(PAD).reshape(-1)), name
         assert torch.equal(decision.expert_counts, counts) and counts.sum() == (9 + 5 + 7) * 4
 
 
