@@ -64,6 +64,7 @@ class Dataset:
     merges: Optional[int] = None
     joined_dictionary: bool = True
     preprocess: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    codes: Optional[Part] = None
     expected: Mapping[str, int] = dataclasses.field(default_factory=dict)
     bring: str = ""
     encoder: str = ""
@@ -135,10 +136,14 @@ def language_modeling_sets() -> Dict[str, Dataset]:
 
 
 def _dataset(name: str, row: Dict[str, Any]) -> Dataset:
-    splits = {
-        split: tuple(Part(**{**part, "members": tuple(part.get("members", ()))}) for part in parts)
-        for split, parts in row["splits"].items()
+    objects = {
+        "splits": {split: tuple(map(_part, parts)) for split, parts in row["splits"].items()},
+        "languages": tuple(row.get("languages", ())),
+        "hold_out": HoldOut(**row["hold_out"]) if "hold_out" in row else None,
+        "codes": _part(row["codes"]) if "codes" in row else None,
     }
-    hold_out = HoldOut(**row["hold_out"]) if "hold_out" in row else None
-    rest = {key: value for key, value in row.items() if key not in ("splits", "hold_out", "languages")}
-    return Dataset(name, splits=splits, hold_out=hold_out, languages=tuple(row.get("languages", ())), **rest)
+    return Dataset(name, **{**row, **objects})
+
+
+def _part(row: Dict[str, Any]) -> Part:
+    return Part(**{**row, "members": tuple(row.get("members", ()))})

@@ -34,29 +34,35 @@ class Store:
     say: Callable[[str], None] = print
     origins: Dict[str, Dict[str, Any]] = dataclasses.field(default_factory=dict)
 
-    def pieces(self, parts: Sequence[Part]) -> List[Piece]:
-        """The text files of parts, in order; archives are fetched and opened when they are needed.
+    def pieces(self, parts: Sequence[Part], optional: Sequence[Part] = ()) -> List[Optional[Piece]]:
+        """The text files of parts and then of optional ones, in order; archives are fetched when needed.
 
-        Raises UserError for a file that cannot be had, or is not the right one.
+        For an optional part alone no archive is fetched: it may be None. Raises UserError for a file that
+        cannot be had, or is not the right one.
         """
         # Two data sets may be prepared at a time, and share archives.
         with locked(self.downloads, math.inf, self.say):
-            return self._pieces(parts)
+            return self._pieces(parts, optional)
 
-    def _pieces(self, parts: Sequence[Part]) -> List[Piece]:
-        texts = {part: self._text_at_hand(part) for part in parts}
+    def _pieces(self, parts: Sequence[Part], optional: Sequence[Part]) -> List[Optional[Piece]]:
+        texts = {part: self._text_at_hand(part) for part in (*parts, *optional)}
         closed: Dict[str, List[Part]] = {}
         for part in parts:
             if texts[part] is None and part.archive:
                 closed.setdefault(part.archive, []).append(part)
+        for part in optional:
+            if texts[part] is None and part.archive in closed:
+                closed[part.archive].append(part)
         for name, inside in closed.items():
             folder = self._open_archive(public_files()[name], [part.members for part in inside])
             for part in inside:
                 texts[part] = next(folder / name for name in part.members if (folder / name).is_file())
-        pieces = []
-        for part in parts:
-            path = texts[part] or self._file(public_files()[part.file])
-            pieces.append(Piece(path, markup_of(path.name, part.markup)))
+        pieces: List[Optional[Piece]] = []
+        for part in (*parts, *optional):
+            path = texts[part]
+            if path is None and part not in optional:
+                path = self._file(public_files()[part.file])
+            pieces.append(Piece(path, markup_of(path.name, part.markup)) if path else None)
         return pieces
 
     def _text_at_hand(self, part: Part) -> Optional[Path]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -18,13 +20,16 @@ from moa_fairseq.data_prep.inputs import (
 )
 from moa_fairseq.data_prep.manifest import write_manifest
 from moa_fairseq.data_prep.obtain import Store
-from moa_fairseq.data_prep.parallel_text import Piece, PiecePair
+from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
+from moa_fairseq.data_prep.sampling import sample_pairs
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
 from moa_fairseq.data_prep.workers import default_workers as workers
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
 
+CODES = "codes"
 Say = Callable[[str], None]
 Texts = Dict[str, List[PiecePair]]
 
@@ -76,6 +81,7 @@ class Preparation:
         texts = self._obtain(dataset, store)
         tokens, mark = self._tokenise(dataset, texts)
         text, mark = self._segment(dataset, tokens, mark)
+        text, mark = self._sample(text, mark)
         prepared = self._binarise(dataset, text, mark)
         manifest_settings = {**self.settings, "summary": dataset.summary}
         read = texts_for_manifest(texts, self._memory())
@@ -87,13 +93,21 @@ class Preparation:
         parts = split_parts(dataset, self.languages, self.source, self.subsets, self.settings)
         # Both languages together, so that an archive is gone through once.
         flat = [part for sides in parts.values() for side in sides for part in side]
-        pieces: Dict[Any, Piece] = dict(zip(flat, store.pieces(flat)))
+        found = store.pieces(flat, optional=[dataset.codes] if dataset.codes else [])
+        pieces: Dict[Any, Optional[Piece]] = dict(zip([*flat, dataset.codes], found))
+        if pieces.get(dataset.codes):
+            self._keep_codes(pieces[dataset.codes].path)
         texts = {
             split: [(pieces[one], pieces[other]) for one, other in zip(*sides)]
             for split, sides in parts.items()
         }
         check_lengths(texts, self._memory())
         return texts
+
+    def _keep_codes(self, codes: Path) -> None:
+        """The merges by which text was segmented elsewhere: whoever fine-tunes a model on it needs them."""
+        with atomic_write(self.root / CODES) as stream:
+            stream.writelines(line + "\n" for line in read_lines(codes))
 
     def _memory(self) -> FileMemory:
         return FileMemory(self.root / "files.json")
@@ -124,15 +138,21 @@ class Preparation:
         return Job(split, files, chain, dataset.hold_out if train else None, lenient=train)
 
     def _segment(self, dataset: Dataset, tokens: Path, tokens_mark: str) -> Tuple[Path, str]:
-        merges = self.settings["bpe"]
-        if merges is None:
+        merges, given = self.settings["bpe"], self.settings.get("codes")
+        if merges is None and given is None:
             return tokens, tokens_mark
+        given = Path(given) if given else None
+        if given and not given.is_file():
+            raise UserError(f"data.codes: there is no file {given} with BPE merges.")
         cleaning = {split: dataset.cleaning("bpe", split) for split in dataset.subsets}
-        mark = fingerprint_of("bpe", 2, merges, cleaning, tokens_mark)
+        learned_as = self._memory().sha256(given) if given else merges
+        mark = fingerprint_of("bpe", 2, learned_as, cleaning, tokens_mark)
 
         def build(new: Path) -> Dict[str, Any]:
-            codes = new / "codes"
-            if not codes.is_file():
+            codes = new / CODES
+            if given:
+                shutil.copyfile(given, codes)
+            elif not codes.is_file():
                 self.say(f"learning {merges:,} joint BPE merges")
                 train = [tokens / f"train.{language}" for language in self.languages]
                 learn_codes(train, merges, codes, self.workers)
@@ -144,6 +164,24 @@ class Preparation:
 
         build_folder(self.root / "bpe", mark, build, self.say, resumable=True)
         return self.root / "bpe", mark
+
+    def _sample(self, text: Path, text_mark: str) -> Tuple[Path, str]:
+        """A part of the training pairs, chosen at random; the other splits as they are."""
+        fraction, seed = self.settings.get("train_fraction"), self.settings.get("train_fraction_seed")
+        if fraction in (None, 1):
+            return text, text_mark
+        mark = fingerprint_of("sample", 1, fraction, seed, text_mark)
+
+        def build(new: Path) -> Dict[str, int]:
+            for split in self._splits(text):
+                for language in self.languages:
+                    name = f"{split}.{language}"
+                    if split != "train":
+                        os.link(text / name, new / name)
+            return sample_pairs(self._pair(text, "train"), self._pair(new, "train"), fraction, seed, self.say)
+
+        build_folder(self.root / "sample", mark, build, self.say)
+        return self.root / "sample", mark
 
     def _pair(self, folder: Path, split: str) -> PiecePair:
         source, target = (Piece(folder / f"{split}.{language}") for language in self.languages)

@@ -27,6 +27,7 @@ from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.prepare_text import is_binarised_text
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.finetune import resolve
 from moa_fairseq.recipes.hardware import (
     CAPABILITIES,
     Hardware,
@@ -119,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run or, with --dry-run, print one recipe. Returns the exit status."""
-    recipe = load_recipe(args.config, args.overrides)
+    recipe = resolve(load_recipe(args.config, args.overrides))
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
     present = detect_hardware()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+from moa_fairseq.recipes.finetune import pretrained_checkpoint
 from moa_fairseq.recipes.hardware import Hardware, precision_flags
 from moa_fairseq.recipes.schema import Recipe, Train
 
@@ -69,6 +70,8 @@ class RunPaths:
 
     def model(self, recipe: Recipe) -> Path:
         """The checkpoint that is evaluated."""
+        if recipe.finetune == "noft":
+            return pretrained_checkpoint(recipe.pretrained)
         return self.save_dir / "average.pt" if recipe.average else self.checkpoints / "checkpoint_best.pt"
 
 

@@ -14,7 +14,8 @@ import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.execution import is_execution_flag
-from moa_fairseq.recipes.schema import Recipe, check, fail
+from moa_fairseq.recipes.rules import check, fail
+from moa_fairseq.recipes.schema import FINETUNING, Recipe
 
 PathLike = Union[str, Path]
 
@@ -27,6 +28,7 @@ FAITHFUL = (
     "train.log_interval",
     "generate.max_tokens",
     "score.headline",
+    "pretrained",
 )
 
 
@@ -49,6 +51,8 @@ def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
         )
     for text in overrides:
         _override(mapping, text)
+    if mapping.get("finetune") in FINETUNING and mapping.get("reproduces"):
+        _name_the_row(mapping)
     if not all(_is_faithful(text.partition("=")[0].strip(), mapping) for text in overrides):
         mapping["reproduces"] = None  # another experiment than the one the row stands for
     if overrides:
@@ -164,8 +168,17 @@ def _override(mapping: Dict[str, Any], text: str) -> None:
     mapping[keys[-1]] = value
 
 
+def _name_the_row(mapping: Dict[str, Any]) -> None:
+    """Each method of fine-tuning has a row of its own in the paper's table; the file names one of them."""
+    row = FINETUNING[mapping["finetune"]]
+    if mapping["reproduces"]["row"] != row:
+        mapping["reproduces"].update(row=row, value=None)
+
+
 def _is_faithful(key: str, mapping: Dict[str, Any]) -> bool:
     """True for an overridden key that leaves the experiment the same; `mapping` has all overrides."""
+    if key == "finetune":  # see _name_the_row
+        return True
     if key == "data.recipe":  # the user's own copy of the same text
         return mapping["data"]["recipe"] in ("parallel", "binarised")
     if key == "data.bpe":  # none: the user's own text is segmented already

@@ -41,6 +41,7 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
         "subset": subset,
         "other_subsets": {name: flat_metrics(values) for name, values in scores.items() if name != subset},
         "parameters": trained.get("parameters"),
+        **({"updated_parameters": trained["updated"]} if trained.get("updated") is not None else {}),
         **{key: value for key, value in summary.items() if key != "valid_ppl"},
         "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
         "checkpoints_averaged": evaluated.get("checkpoints"),

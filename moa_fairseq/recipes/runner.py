@@ -83,7 +83,7 @@ def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> Li
         planned.append(_corpus_command(options.corpus_root))
     if options.wants("prepare") and not given:
         planned.append(_preprocess_command(recipe, root))
-    if options.wants("train"):
+    if options.wants("train") and recipe.finetune != "noft":
         planned.append(commands.train_command(recipe, hardware, paths))
     if options.wants("average") and recipe.average:
         planned.append(commands.average_command(recipe, paths))
@@ -211,7 +211,9 @@ def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
     if recipe.kind == MASKED_LM:
         values = text_preprocess_flags(root / "bpe", root / "binarised", _subsets(recipe), data.flags)
         return ["fairseq-preprocess", *commands.flags(values)]
-    text = root / ("tokens" if data.bpe is None else "bpe")
+    text = root / ("bpe" if data.bpe or data.codes else "tokens")
+    if data.train_fraction not in (None, 1):
+        text = root / "sample"
     values = preprocess_flags(
         text,
         root / "binarised",

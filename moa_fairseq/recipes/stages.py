@@ -15,6 +15,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.execution import experiment_flags
+from moa_fairseq.recipes.finetune import check_pretrained
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.process import Executor
 from moa_fairseq.recipes.run_folder import (
@@ -67,6 +68,12 @@ def train(run: Run, prepared: Prepared) -> None:
     done = _training_done(run, settings)
     resume = checkpoint_to_resume(run.paths.checkpoints, run.say)
     remembered = run.state.get("train")
+    if run.recipe.finetune and resume is None:
+        check_pretrained(run.recipe, run.paths.data)
+    if run.recipe.finetune == "noft":
+        run.say(f"train: nothing (NOFT); {run.paths.model(run.recipe)} is evaluated as it is")
+        run.state.put("train", settings=settings, done=done, updated=0)
+        return
     if resume is not None:
         _refuse_other_settings(run, remembered.get("settings"), settings)
         if remembered.get("done") == done:
@@ -77,7 +84,8 @@ def train(run: Run, prepared: Prepared) -> None:
     if not run.leads:
         _join(run, resume)
         return
-    run.state.put("train", settings=settings, parameters=remembered.get("parameters"))
+    known = {key: remembered.get(key) for key in ("parameters", "updated")}
+    run.state.put("train", settings=settings, **known)
     command = _train_command(run, resume)
     log = TrainLog(run.folder / "train.jsonl", run.recipe.train.max_epoch, run.recipe.train.max_update)
     run.executor.run(command, run.log("train"), on_line=log)
@@ -91,6 +99,7 @@ def train(run: Run, prepared: Prepared) -> None:
         settings=settings,
         done=done,
         parameters=sum(log.parameters) or remembered.get("parameters"),
+        updated=log.updated if log.updated is not None else remembered.get("updated"),
         hardware=run.hardware.describe(),
     )
 

@@ -17,6 +17,7 @@ from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.files import atomic_write
 
 _PARAMETERS = re.compile(r"num\. (?:shared|expert) model params: ([\d,]+)")
+_UPDATED = re.compile(r"([\d,]+) of [\d,]+ parameters are updated")
 _LOADED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
 
 
@@ -96,6 +97,7 @@ class TrainLog:
         self.path = path
         self.goal = (max_epoch, max_update)
         self.parameters: List[int] = []
+        self.updated: Optional[int] = None  # of them, where the task says it
         self.started: Optional[tuple] = None
 
     def __call__(self, line: str) -> None:
@@ -107,9 +109,13 @@ class TrainLog:
             self._show(record)
         elif match := _PARAMETERS.search(line):
             self.parameters.append(int(match.group(1).replace(",", "")))
+        elif match := _UPDATED.search(line):
+            self.updated = int(match.group(1).replace(",", ""))
+            print(f"  {match.group(0)}", flush=True)
         elif match := _LOADED.search(line):
             prune(self.path, int(match.group(1)))
-            print(f"  going on from update {int(match.group(1)):,}", flush=True)
+            if int(match.group(1)):  # a pretrained model counts from 0
+                print(f"  going on from update {int(match.group(1)):,}", flush=True)
 
     def _show(self, record: Dict[str, Any]) -> None:
         updates = updates_of(record)

@@ -14,6 +14,9 @@ How it sits in fairseq:
   micro-batches and workers, divided by the sample size, one plain SGD step.
 * Nothing has to be remembered but the parameters: SGD has no state, epochs are fairseq's, and a draw is
   a function of seed, update number, sentence and module.
+
+Fine-tuning (MAE §5.2) freezes parameters and is else the same. FTG updates gates only: no F step is
+left, and its G steps are ordinary updates of mixed experts by fairseq's own optimizer, `--optimizer sgd`.
 """
 
 import logging
@@ -28,6 +31,7 @@ from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import forgetting_statistics, gates_of
 from moa_fairseq.errors import UserError
+from moa_fairseq.tasks._finetuning import METHODS, freeze_rest, report_updated
 from moa_fairseq.tasks._g_step import GStep
 from moa_fairseq.tasks._gate_log import GateEntropyLog
 
@@ -52,6 +56,14 @@ class BlockCoordinateDescentConfig:
     gate_clip_norm: float = field(
         default=0.0, metadata={"help": "clip the gradient norm of all gates in G steps; 0 does not"}
     )
+    finetune: ChoiceEnum(METHODS) = field(
+        default="all",
+        metadata={
+            "help": "what is updated: all or ftall: everything; ftg_plus: gates and output projections; ftg: "
+            "gates only, in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). The others "
+            "keep the values that --finetune-from-model gives them"
+        },
+    )
 
 
 class BlockCoordinateDescent:
@@ -66,7 +78,12 @@ class BlockCoordinateDescent:
     @property
     def alternates(self) -> bool:
         """Whether gates and experts are updated in turn."""
-        return str(self.cfg_of_bcd.bcd) == "alternate"
+        return str(self.cfg_of_bcd.bcd) == "alternate" and self.finetune != "ftg"
+
+    @property
+    def finetune(self) -> str:
+        """One of METHODS; older checkpoints know of none."""
+        return str(getattr(self.cfg_of_bcd, "finetune", None) or "all")
 
     @property
     def cfg_of_bcd(self) -> Any:
@@ -89,6 +106,7 @@ class BlockCoordinateDescent:
                 f"{type(self).__name__} trains mixtures of attentive experts: choose an --arch whose name "
                 f"begins with mae_, or fairseq's own task."
             )
+        freeze_rest(model, self.finetune)
         if self.alternates:
             for gate in gates_of(model):
                 gate.requires_grad_(False)
@@ -101,9 +119,13 @@ class BlockCoordinateDescent:
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
         """fairseq's hook; says in the log which steps the epoch takes."""
         super().begin_epoch(epoch, model)
+        if not self._epoch:
+            report_updated(model)
         self._epoch = epoch
         parameters = sum(p.numel() for gate in gates_of(model) for p in gate.parameters())
-        if not self.alternates:
+        if self.finetune == "ftg":
+            steps = "G steps by fairseq's optimizer (FTG)"
+        elif not self.alternates:
             steps = "joint updates of gates and experts (NOBCD)"
         elif not parameters:
             steps = "F steps (uniform gates)"

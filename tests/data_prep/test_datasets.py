@@ -90,6 +90,7 @@ def test_vaswani_is_segmented_already(prepare, miniature):
     prepared, root, _ = prepare("wmt14_en_de_vaswani", miniature("wmt14_en_de_vaswani"))
     assert prepared.sentences == {"train": 40, "valid": 4, "test": 5}
     assert not (root / "bpe").exists()
+    assert (root / "codes").read_text(encoding="utf-8") == "#version: 0.2\n"  # for fine-tuning
     assert "e@@ " in (root / "tokens" / "train.en").read_text(encoding="utf-8")
 
 
@@ -237,5 +238,6 @@ def test_tables_hold_together(tables):
         assert source.sha256 is None or len(source.sha256) == 64
         assert source.md5 is None or len(source.md5) == 32
     downloadable = {name for name, dataset in translation_sets().items() if dataset.downloadable}
-    assert downloadable == {"wmt14_en_de", "wmt14_en_de_vaswani", "wmt14_en_fr", "iwslt14_de_en", "multi30k"}
+    names = {"wmt14_en_de", "wmt14_en_de_vaswani", "wmt14_en_fr", "iwslt14_de_en", "iwslt14_de_en_cased"}
+    assert downloadable == {*names, "multi30k"}
     assert all(dataset.downloadable for dataset in language_modeling_sets().values())

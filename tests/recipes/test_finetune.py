@@ -1,0 +1,168 @@
+"""A pretrained mixture of attentive experts is fine-tuned on other text; each method moves what it should."""
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.finetune import check_pretrained, resolve
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
+
+TRANSFER = Path(__file__).resolve().parents[2] / "configs" / "iwslt14_ende_mae7_transfer.yaml"
+
+
+def write_text(folder, letters, train):
+    """Made-up sentences whose translation spells each word backwards."""
+    folder.mkdir()
+    generator = random.Random(7)
+    words = [f"{a}{b}{c}" for a in letters for b in "aeo" for c in "rst"]
+    for split, count in (("train", train), ("valid", 8), ("test", 8)):
+        lines = [generator.choices(words, k=generator.randint(3, 8)) for _ in range(count)]
+        for language, turn in (("en", 1), ("de", -1)):
+            text = "".join(" ".join(word[::turn] for word in line) + "\n" for line in lines)
+            (folder / f"{split}.{language}").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def mixture(small):
+    """A recipe of two heads of width 8, one dropped; small enough to be trained in a second."""
+    small["model"].update(arch="mae_transformer_tiny")
+    small["model"]["flags"].update({"gate-hidden-dim": 8})
+    small["train"].update(task="translation_bcd", max_epoch=2)
+    small["train"]["flags"].update({"bcd-g-every": 1, "adam-betas": "(0.9, 0.98)"})
+    del small["average"]
+    return small
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory):
+    """A dictionary for `pretrained`: one training serves all tests."""
+    return {"folder": tmp_path_factory.mktemp("pretrained")}
+
+
+@pytest.fixture
+def pretrained(trained_once, mixture, write_config):
+    folder = trained_once["folder"]
+    run_folder = folder / "run"
+    if not run_folder.exists():
+        config = write_config({**copy.deepcopy(mixture), "generate": None, "score": None})
+        options = Options(
+            data=write_text(folder / "text", "klm", 60), save_dir=run_folder, data_root=folder / "data"
+        )
+        run_recipe(load_recipe(config), Hardware(), Hardware(), options)
+    return run_folder
+
+
+@pytest.fixture
+def transfer(mixture, pretrained, write_config, tmp_path):
+    """transfer(method, **options) → the run folder of a fine-tuning on other text."""
+    new = write_text(tmp_path / "new", "kln", 40)
+    del mixture["data"]["bpe"]
+    mixture["data"]["train_fraction"] = 0.25
+    config = write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftall"})
+
+    def run(method, **options):
+        recipe = resolve(load_recipe(config, [f"finetune={method}"]))
+        folder = tmp_path / method
+        places = {"data": new, "save_dir": folder, "data_root": tmp_path / "data"}
+        run_recipe(recipe, Hardware(), Hardware(), Options(**places, **options))
+        return folder
+
+    return run
+
+
+def weights(checkpoint):
+    return torch.load(checkpoint, weights_only=False)["model"]
+
+
+def moved(pretrained, folder):
+    before, after = (
+        weights(run / "checkpoints" / name)
+        for run, name in ((pretrained, "checkpoint_best.pt"), (folder, "checkpoint_last.pt"))
+    )
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def is_gate(name):
+    return ".gate." in name
+
+
+def test_each_method_moves_what_it_says(pretrained, transfer, tmp_path):
+    assert all(map(is_gate, moved(pretrained, transfer("ftg", stage="train"))))
+    # prepared once, by the first of them
+    (prepared,) = (tmp_path / "data").glob("*-*/sample")
+    (original,) = (pretrained.parent / "data").glob("*-*")
+    assert len((prepared / "train.en").read_text().splitlines()) == 10
+    assert (prepared.parent / "bpe" / "codes").read_bytes() == (original / "bpe" / "codes").read_bytes()
+    for name in ("dict.en.txt", "dict.de.txt"):
+        there, here = (root / "binarised" / name for root in (original, prepared.parent))
+        assert there.read_bytes() == here.read_bytes()
+
+    folder = transfer("ftg_plus")
+    names = moved(pretrained, folder)
+    assert any(map(is_gate, names))
+    rest = {name for name in names if not is_gate(name)}
+    assert len(rest) == 3 and all(name.endswith("attn.out_proj.weight") for name in rest)
+    model = weights(folder / "checkpoints" / "checkpoint_last.pt")
+    expected = sum(model[name].numel() for name in rest)
+    gates = [name for name in model if is_gate(name) and name.endswith(("weight", "bias"))]
+    expected += sum(model[name].numel() for name in gates)
+    assert json.loads((folder / "result.json").read_text())["updated_parameters"] == expected
+
+
+def test_no_fine_tuning_evaluates_the_pretrained_model(pretrained, transfer):
+    folder = transfer("noft")
+    result = json.loads((folder / "result.json").read_text())
+    assert result["updated_parameters"] == 0 and result["metrics"]["multi_bleu"] >= 0
+    assert not (folder / "checkpoints").exists()
+    assert f"--path {pretrained}/checkpoints/checkpoint_best.pt" in (folder / "commands.sh").read_text()
+
+
+def test_other_dictionaries_are_refused(mixture, pretrained, write_config, binarised):
+    recipe = load_recipe(write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"}))
+    with pytest.raises(UserError, match=r"dict\.en\.txt differs from the pretrained"):
+        check_pretrained(recipe, binarised)
+
+
+def test_a_missing_model_is_named(mixture, write_config, tmp_path):
+    missing = tmp_path / "nowhere"
+    recipe = load_recipe(write_config({**mixture, "pretrained": str(missing), "finetune": "ftg"}))
+    with pytest.raises(UserError, match=rf"pretrained: {missing}/average\.pt is missing"):
+        check_pretrained(recipe, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"finetune": "ftg"}, "pretrained: is missing"),
+        ({"pretrained": "x.pt"}, "finetune: is missing"),
+        ({"pretrained": "x.pt", "finetune": "half"}, "finetune: 'half' is not one of noft, ftg, ftg_plus"),
+    ],
+)
+def test_contradictions(mixture, write_config, change, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(write_config({**mixture, **change}))
+
+
+def test_the_rows_of_the_paper():
+    rows = {
+        method: load_recipe(TRANSFER, [f"finetune={method}"]).reproduces
+        for method in ("noft", "ftg", "ftg_plus", "ftall")
+    }
+    assert [row.row for row in rows.values()] == ["NOFT", "FTG", "FTG+", "FTALL"]
+    assert rows["ftg_plus"].value == 31.6 and rows["ftg"].value is None
+
+
+def test_gates_alone_are_updated_by_plain_sgd():
+    recipe = resolve(load_recipe(TRANSFER, ["finetune=ftg"]))
+    train = next(c for c in planned_commands(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
+    line = " ".join(train)
+    assert "--optimizer sgd --lr 1.0 --lr-scheduler fixed" in line and "--finetune ftg" in line
+    assert "adam" not in line and "warmup" not in line
