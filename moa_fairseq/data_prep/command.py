@@ -62,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes (default: %(default)s)",
     )
-    parser.add_argument("--flavour", metavar="NAME", help="another edition: vaswani (of wmt14_en_de)")
+    parser.add_argument(
+        "--flavour",
+        metavar="NAME",
+        help="another edition: vaswani (of wmt14_en_de), cased (of iwslt14_de_en)",
+    )
     parser.add_argument("--source", metavar="LANG", help="source language, to turn a pair round")
     parser.add_argument("--target", metavar="LANG", help="target language")
     parser.add_argument("--json", action="store_true", help="print the manifest instead of its summary")

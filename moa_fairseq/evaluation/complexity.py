@@ -26,6 +26,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from torch import nn
 
 from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
 
 PARTS = {
@@ -50,6 +51,7 @@ class Cost:
     parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     macs: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     not_counted: List[str] = field(default_factory=list)  # module types whose MACs no rule knows
+    updated: Dict[str, int] = field(default_factory=dict)  # of MAE: parameters that a --finetune updates
 
     @property
     def total_parameters(self) -> int:
@@ -98,6 +100,13 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             keys = src_len if _is_cross(name) else queries
             cost.macs["attention_matmul"] += 2 * queries * keys * width
     cost.not_counted = sorted(unknown)
+    if gates_of(model):
+        from moa_fairseq.tasks._finetuning import updated_by
+
+        cost.updated = {
+            method: sum(parameter.numel() for parameter in updated_by(model, method))
+            for method in ("ftg", "ftg_plus", "ftall")
+        }
     return cost
 
 
@@ -202,6 +211,7 @@ def as_json(cost: Cost) -> Dict[str, object]:
         "macs_attention_twice": cost.doubled_macs,
         "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
         "macs_by_part": cost.macs,
+        **{f"updated_{method}": parameters for method, parameters in cost.updated.items()},
         "not_counted": cost.not_counted,
     }
 
@@ -218,6 +228,8 @@ def as_text(title: str, cost: Cost) -> str:
     lines += [f"{label:28}{parameters:>16,}{macs:>18,}" for label, parameters, macs in rows]
     lines.append(f"{'papers convention':28}{'':16}{cost.paper_macs:>18,}   (no attention scores and values)")
     lines.append(f"{'attention twice':28}{'':16}{cost.doubled_macs:>18,}   (MoA's Table 2; see --help)")
+    for method, parameters in cost.updated.items():
+        lines.append(f"{f'updated by --finetune {method}':34}{parameters:>10,}")
     if cost.not_counted:
         lines.append(f"MACs of these modules are not counted: {', '.join(cost.not_counted)}")
     return "\n".join(lines)

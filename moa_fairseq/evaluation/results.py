@@ -24,9 +24,10 @@ MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
 class Cell:
     """One printed number beside ours.
 
-    quantity: "parameters", "macs_paper_convention", "macs_attention_twice", the name of a metric, or
-    None. ours is the mean over the runs; spread their sample standard deviation where there are several.
-    difference is ours minus the paper's. plain: for MACs, the count of every matrix product once.
+    quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
+    metric, or None. ours is the mean over the runs; spread their sample standard deviation where there
+    are several. difference is ours minus the paper's. plain: for MACs, the count of every matrix product
+    once.
     """
 
     column: str
@@ -84,8 +85,9 @@ def load_comparison(results: Path, run_files: Optional[Sequence[Path]] = None) -
     """Read `results`/papers and the runs, and match them.
 
     run_files: result.json files of run folders; None takes everything in `results`/measured. A run
-    stands for a row when its `reproduces` names paper, table and row, or names the paper and the row
-    lists its experiment. Raises UserError for a missing folder or a file that is not as described.
+    stands for a row when its `reproduces` names paper, table and row, or names another table of the
+    paper and the row lists its experiment. Raises UserError for a missing folder or a file that is not
+    as described.
     """
     printed = results / "papers"
     if not printed.is_dir():
@@ -143,8 +145,9 @@ def _stands_for(run: dict, paper: str, table: str, row: dict) -> bool:
     target = run.get("reproduces")
     if not target or target.get("paper") != paper:
         return False
-    named = str(target.get("table")) == table and target.get("row") == row["row"]
-    return named or run["experiment"] in row["experiments"]
+    if str(target.get("table")) == table and "row" in target:
+        return target["row"] == row["row"]
+    return run["experiment"] in row["experiments"]
 
 
 def _cell(row: dict, column: str, about: dict, paper: float, runs: List[dict]) -> Cell:
@@ -176,7 +179,7 @@ def _computed(row: dict, column: str, about: dict, paper: float) -> Cell:
     counts = _count(row["arch"], about["vocab_size"], *lengths, embeddings, flags)
     cell.ours = counts[about["quantity"]]
     cell.difference, cell.status = cell.ours - paper, COMPUTED
-    cell.plain = None if about["quantity"] == "parameters" else counts["macs"]
+    cell.plain = counts["macs"] if about["quantity"].startswith("macs") else None
     return cell
 
 

@@ -6,7 +6,6 @@ from typing import List, Optional
 
 from moa_fairseq.evaluation.results import COMPUTED, NO_RECIPE, Cell, Comparison, Table
 
-COUNTS = ("parameters", "macs_paper_convention", "macs_attention_twice")
 # What a run in results/measured/ may say about itself, in the order in which it is printed.
 FACTS = {
     "status": "{}",
@@ -52,7 +51,7 @@ def _scores(table: Table) -> str:
         [row.row, cell.column, f"{cell.paper:g}", _ours(cell), _signed(cell.difference)]
         for row in table.rows
         for cell in row.cells
-        if cell.quantity not in COUNTS and cell.status != NO_RECIPE
+        if cell.status not in (COMPUTED, NO_RECIPE)
     ]
     return _grid(["Model", "Score", "Paper", "Ours", "Difference"], lines, left=2)
 
@@ -60,7 +59,7 @@ def _scores(table: Table) -> str:
 def _costs(table: Table) -> str:
     """One line per architecture: what the paper prints and what `moa-fairseq complexity` counts."""
     rows = [row for row in table.rows if any(cell.status == COMPUTED for cell in row.cells)]
-    columns = [cell.column for cell in rows[0].cells if cell.quantity in COUNTS] if rows else []
+    columns = [cell.column for cell in rows[0].cells if cell.status == COMPUTED] if rows else []
     head = ["Model", "Architecture"]
     plain = {cell.column for row in rows for cell in row.cells if cell.plain is not None}
     for column in columns:

@@ -120,7 +120,7 @@ class BlockCoordinateDescent:
         """fairseq's hook; says in the log which steps the epoch takes."""
         super().begin_epoch(epoch, model)
         if not self._epoch:
-            report_updated(model)
+            report_updated(model, self.finetune)
         self._epoch = epoch
         parameters = sum(p.numel() for gate in gates_of(model) for p in gate.parameters())
         if self.finetune == "ftg":

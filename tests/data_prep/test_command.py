@@ -88,7 +88,8 @@ def test_downloads_lie_beside_the_output(prepare, miniature, tmp_path):
     ("words", "story"),
     [
         (["wmt14_en_de", "--flavour", "bohemian"], "no such flavour; it has vaswani"),
-        (["iwslt14_de_en", "--flavour", "vaswani"], "it has none"),
+        (["iwslt14_de_en", "--flavour", "vaswani"], "it has cased"),
+        (["multi30k", "--flavour", "vaswani"], "it has none"),
         (["iwslt14_de_en", "--source", "de", "--target", "de"], "are both 'de'"),
         (["multi30k", "--target", "cs"], "no language cs"),
         (["enwik8", "--source", "en"], "has one language"),
@@ -122,7 +123,7 @@ def test_a_pair_can_be_turned_round(source, target, pair):
 
 def test_each_data_set_has_its_script():
     names = {path.stem for path in SCRIPTS}
-    assert names | {"wmt14_en_de_vaswani", "wikitext103_raw"} >= set(command.names())
+    assert names | {"wmt14_en_de_vaswani", "iwslt14_de_en_cased", "wikitext103_raw"} >= set(command.names())
     for path in SCRIPTS:
         lines = path.read_text("utf-8").splitlines()
         assert os.access(path, os.X_OK) and len(lines) <= 20
