@@ -10,10 +10,9 @@ from typing import Any, Dict, Iterable, List, Tuple
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.analysis.forward_passes import forward_passes
 from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.trained_model import batches, device_for, load_trained
+from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
 
 @dataclass
@@ -101,15 +100,7 @@ def measure_expert_load(
     loaded, does not fit the data, or has no router, or if the subset does not exist or is empty.
     """
     model, task = load_trained(checkpoint, data)
-    device = device_for(cpu)
-    model = model.to(device).eval()
     counter = LoadCounter()
-    for sample in batches(task, model, subset, max_tokens, device):
-        with torch.no_grad(), collect_decisions() as decisions:
-            model(**sample["net_input"], features_only=True)  # the output layer routes nothing
-        if not decisions:
-            raise UserError(f"{checkpoint} routes nothing: {type(model).__name__} has no mixture of experts.")
+    for _, decisions in forward_passes(task, model, subset, max_tokens, device_for(cpu)):
         counter.add(decisions)
-    if not counter.loads():
-        raise UserError(f"The subset {subset} of {data} has no sentence of at most {max_tokens} tokens.")
     return counter.loads()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict, List, Sequence, Tuple
+from typing import List, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from moa_fairseq.analysis.expert_load import ExpertLoad
+from moa_fairseq.analysis.module_groups import grouped
 from moa_fairseq.analysis.training_log import METRICS, LearningCurve, Point
 from moa_fairseq.files import atomic_write
 
@@ -25,10 +26,13 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(stream, format="png", dpi=DPI)
 
 
-def draw_learning_curves(curves: Sequence[LearningCurve], metric: str = "ppl") -> Figure:
+def draw_learning_curves(
+    curves: Sequence[LearningCurve], metric: str = "ppl", from_zero: bool = True
+) -> Figure:
     """Validation (thick) and training (thin) curves of several runs in one picture.
 
-    Left against updates; right against hours of training, if every log tells the time.
+    Left against updates; right against hours of training, if every log tells the time. from_zero: whether
+    these begin at 0, or where the curves do.
     """
     timed = all(point.seconds is not None for curve in curves for point in curve.train + curve.valid)
     longest = max((point.seconds or 0 for curve in curves for point in curve.train + curve.valid), default=0)
@@ -44,8 +48,9 @@ def draw_learning_curves(curves: Sequence[LearningCurve], metric: str = "ppl") -
     if timed:
         panels[1].set(xlabel=f"{unit} of training")
     for panel in panels:
-        _style(panel)
-        panel.set_xlim(left=0)
+        style(panel)
+        if from_zero:
+            panel.set_xlim(left=0)
         if metric == "ppl":
             _logarithmic(panel)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -75,7 +80,7 @@ def draw_expert_load(loads: Sequence[ExpertLoad], title: str = "") -> Figure:
     Bars are the share of all choices, dots the share of all gate weight; the dashed line is the even
     share 1/E. Rows of panels are encoder, decoder and cross-attention, columns the layers.
     """
-    groups = _grouped(loads)
+    groups = grouped(loads)
     columns = max(len(group) for group in groups.values())
     size = (max(1.75 * columns + 0.7, 5.0), 1.65 * len(groups) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
@@ -85,7 +90,7 @@ def draw_expert_load(loads: Sequence[ExpertLoad], title: str = "") -> Figure:
             panel.set_axis_off()
         for load, panel in zip(group, row):
             _draw_load(panel, load)
-        row[0].set_ylabel(label, fontsize=8)
+        row[0].set_ylabel(label.replace(" ", "\n", 1), fontsize=8)
     for panel in panels[-1]:
         panel.set_xlabel("experts by load", fontsize=7)
     for number, panel in enumerate(panels[0], start=1):
@@ -112,36 +117,17 @@ def _draw_load(panel: Axes, load: ExpertLoad) -> None:
         panel.set_xticks(list(ranks), [str(expert) for _, _, expert in shares])
     else:
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    _style(panel)
+    style(panel)
     panel.grid(axis="x", visible=False)
     panel.tick_params(labelsize=7)
-
-
-def _grouped(loads: Sequence[ExpertLoad]) -> Dict[str, List[ExpertLoad]]:
-    groups: Dict[str, List[ExpertLoad]] = {}
-    for load in loads:
-        groups.setdefault(_group_of(load.name), []).append(load)
-    order = [label for _, label in _GROUPS] + ["other"]
-    return {label: groups[label] for label in order if label in groups}
-
-
-_GROUPS: Tuple[Tuple[str, str], ...] = (
-    ("encoder.self_attn", "encoder\nself-attention"),
-    ("decoder.self_attn", "decoder\nself-attention"),
-    ("decoder.encoder_attn", "decoder\ncross-attention"),
-)
-
-
-def _group_of(name: str) -> str:
-    path = name.split(".")
-    return dict(_GROUPS).get(f"{path[0]}.{path[-1]}", "other")
 
 
 def _cycle(number: int) -> List[str]:
     return [COLOURS[index % len(COLOURS)] for index in range(number)]
 
 
-def _style(panel: Axes) -> None:
+def style(panel: Axes) -> None:
+    """No frame but the axes, and a light grid behind what is drawn."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(True, color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)

@@ -33,12 +33,13 @@ class LearningCurve:
     valid: List[Point] = field(default_factory=list)
 
 
-def read_learning_curve(path: Path, metric: str = "ppl") -> LearningCurve:
+def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
     """The curve of a run folder (its train.jsonl) or of a log file.
 
-    metric: a key of METRICS. Repeated lines count once (fairseq's --log-file writes epoch N's lines N
-    times); where a resumed training repeats updates, the later record stands. The clock of such a
-    training goes on from where the earlier one ended. Raises UserError if there is nothing to draw.
+    metric: a key of METRICS. from_epoch: what was measured before this epoch is left out. Repeated lines
+    count once (fairseq's --log-file writes epoch N's lines N times); where a resumed training repeats
+    updates, the later record stands. The clock of such a training goes on from where the earlier one
+    ended. Raises UserError if there is nothing to draw.
     """
     file = path / "train.jsonl" if path.is_dir() else path
     if not file.is_file():
@@ -46,12 +47,16 @@ def read_learning_curve(path: Path, metric: str = "ppl") -> LearningCurve:
     curve = LearningCurve((path if path.is_dir() else path.parent).resolve().name)
     clock = _Clock()
     for record in _records(file):
-        if f"valid_{metric}" in record:
+        shown = int(record["epoch"]) >= from_epoch
+        if f"valid_{metric}" in record and shown:
             _append(curve.valid, record["valid_num_updates"], clock.now, record[f"valid_{metric}"])
         elif metric in record and "num_updates" in record:
             clock.set(record.get("wall"))
-            _append(curve.train, record["num_updates"], clock.now, record[metric])
+            if shown:
+                _append(curve.train, record["num_updates"], clock.now, record[metric])
     if not curve.train and not curve.valid:
+        if from_epoch > 1:
+            raise UserError(f"{file} holds no {metric} of epoch {from_epoch} or later: lower --from-epoch.")
         raise UserError(f"{file} holds no {metric} of any update: was it written with --log-format json?")
     return curve
 

@@ -15,6 +15,7 @@ from moa_fairseq.attention.incremental import IncrementalAttention, IncrementalS
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sequence_gate import SequenceGate
+from moa_fairseq.attention.single_expert import EVALUATIONS, MIXTURE, TOP_EXPERT, single_expert
 from moa_fairseq.errors import UserError
 
 GATES = ("learned", "uniform")
@@ -33,7 +34,8 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
     is then plain dense attention). causal: the gate at a position sees the inputs up to it only, the
     latest gate_window of them; it is for decoders, in self- and cross-attention, where queries are a
     translation's tokens. Otherwise one gate per sequence sees all of its tokens.
-    Raises UserError for an impossible number of heads or dropped heads.
+    evaluate_with, evaluate_seed: outside of training, a single expert in the mixture's place (see
+    `single_expert`). Raises UserError for an impossible number of heads or dropped heads.
     """
 
     def __init__(
@@ -52,13 +54,17 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
         gate_window: Optional[int] = None,
         gate_hidden_dim: int = 256,
         gate_dropout: float = 0.1,
+        evaluate_with: str = MIXTURE,
+        evaluate_seed: int = 1,
     ):
         super().__init__()
         _check_sizes(embed_dim, num_heads, dropped_heads, gate, gate_window)
+        _check_evaluation(evaluate_with, gate)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.self_attention = self_attention
         self.encoder_decoder_attention = encoder_decoder_attention
         self.causal, self.gate_window = causal, gate_window
+        self.evaluate_with, self.evaluate_seed = evaluate_with, evaluate_seed
         self.name = ""  # the path in the model, set when a model is built: "encoder.layers.0.self_attn"
         self.dropout_module = FairseqDropout(dropout, module_name=self.__class__.__name__)
         self.k_proj = nn.Linear(kdim or embed_dim, embed_dim, bias=bias)
@@ -135,19 +141,29 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
         draw = current_draw() if self.training else None
         if draw is None:
             probs, logits, real = self._responsibilities(query, padding, cache)
-            index = torch.arange(self.num_experts, device=probs.device).expand(probs[..., 0].numel(), -1)
-            gate, dropped = probs.flatten(0, 1), probs @ self.dropped.to(probs.dtype)
+            chosen = None if self.training else self._single_expert(probs)
         else:
             with torch.no_grad():
                 probs, logits, real = self._responsibilities(query, padding, cache)
                 chosen = draw.choose(self.name, probs)
+        if chosen is None:
+            index = torch.arange(self.num_experts, device=probs.device).expand(probs[..., 0].numel(), -1)
+            gate, dropped = probs.flatten(0, 1), probs @ self.dropped.to(probs.dtype)
+        else:
             index = chosen.reshape(-1, 1)
             gate, dropped = torch.ones_like(index, dtype=probs.dtype), self.dropped[chosen].to(probs.dtype)
         no_row = None if real is None else ~real
         if no_row is not None:
             gate = gate.masked_fill(no_row.unsqueeze(-1), 0.0)
-        record(self.name, RoutingDecision(index, gate, probs.flatten(0, 1), logits.flatten(0, 1), no_row))
+        probs, logits = probs.flatten(0, 1), logits.flatten(0, 1)
+        record(self.name, RoutingDecision(index, gate, probs, logits, no_row, time_first=True))
         return self.scale * (1.0 - dropped)
+
+    def _single_expert(self, probs: Tensor) -> Optional[Tensor]:
+        """What takes the mixture's place in evaluation: expert indices for probs [..., E], or None."""
+        if self.evaluate_with == MIXTURE:
+            return None
+        return single_expert(self.evaluate_with, probs, self.name, self.evaluate_seed)
 
     def _responsibilities(
         self, query: Tensor, padding: Optional[Tensor], cache: Optional[Cache]
@@ -226,3 +242,15 @@ def _check_sizes(
         raise UserError(f"--mae-gate {gate} is unknown: choose one of {', '.join(GATES)}.")
     if gate_window is not None and gate_window < 1:
         raise UserError(f"--gate-window {gate_window}: the gate sees at least the current input.")
+
+
+def _check_evaluation(evaluate_with: str, gate: str) -> None:
+    if evaluate_with not in EVALUATIONS:
+        raise UserError(
+            f"--mae-evaluate-with {evaluate_with} is unknown: choose one of {', '.join(EVALUATIONS)}."
+        )
+    if evaluate_with == TOP_EXPERT and gate == "uniform":
+        raise UserError(
+            f"--mae-evaluate-with {TOP_EXPERT} needs a gate that prefers experts, and a uniform one weights "
+            "all alike: choose random-expert."
+        )

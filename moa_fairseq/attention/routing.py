@@ -18,6 +18,8 @@ class RoutingDecision:
     probs        [N, E] float32  routing probabilities (MoA Eq. 7)
     logits       [N, E] float32  before the softmax
     padding_mask [N] bool, or None when there is none; True marks padding
+    time_first   whether the N = B·T positions stand as [T, B], or else as [B, T], flattened; N = B where
+                 a sequence has one decision
     """
 
     expert_index: Tensor
@@ -25,6 +27,7 @@ class RoutingDecision:
     probs: Tensor
     logits: Tensor
     padding_mask: Optional[Tensor] = None
+    time_first: bool = False
 
     @property
     def num_experts(self) -> int:

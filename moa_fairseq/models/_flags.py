@@ -4,6 +4,7 @@ import argparse
 
 from moa_fairseq.attention.mae import GATES
 from moa_fairseq.attention.routers import RENORMALIZATIONS
+from moa_fairseq.attention.single_expert import EVALUATIONS, MIXTURE
 from moa_fairseq.kernels.expert_bank import BACKENDS
 
 
@@ -91,6 +92,16 @@ def add_mae_args(parser: argparse.ArgumentParser) -> None:
         default=suppress,
         help="how many of the latest inputs a decoder's gate averages (translation: all so far)",
     )
+    parser.add_argument(
+        "--mae-evaluate-with",
+        choices=EVALUATIONS,
+        default=suppress,
+        help="in evaluation (never in training): mix the experts, or use each gate's favourite alone, or one "
+        "random expert in each module; for trained models by --model-overrides",
+    )
+    parser.add_argument(
+        "--mae-evaluate-seed", type=int, metavar="N", default=suppress, help="which random experts these are"
+    )
 
 
 def set_mae_defaults(args: argparse.Namespace) -> None:
@@ -101,6 +112,8 @@ def set_mae_defaults(args: argparse.Namespace) -> None:
         "gate_hidden_dim": 256,
         "gate_dropout": 0.1,
         "gate_window": None,
+        "mae_evaluate_with": MIXTURE,
+        "mae_evaluate_seed": 1,
     }
     for name, value in defaults.items():
         if getattr(args, name, None) is None:

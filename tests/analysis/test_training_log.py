@@ -64,4 +64,4 @@ def test_nothing_to_draw(tmp_path):
     with pytest.raises(UserError, match="--log-format json"):
         curve(tmp_path, "no records here")
     with pytest.raises(UserError, match=r"train\.jsonl does not exist"):
-        read_learning_curve(tmp_path / "some_run" / ".." )
+        read_learning_curve(tmp_path / "some_run" / "..")

@@ -10,6 +10,7 @@ from fairseq.modules import MultiheadAttention
 from moa_fairseq.attention.collector import collect_decisions, query_padding
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.single_expert import EVALUATIONS, random_expert
 from moa_fairseq.errors import UserError
 
 C, H = 24, 8
@@ -149,9 +150,34 @@ def test_a_future_token_changes_nothing_before_it(training, draw, window):
     assert not torch.allclose(outs[0][4:, 1], outs[1][4:, 1])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropped", [1, 2])
+@pytest.mark.parametrize("how", ["top-expert", "random-expert"])
+def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, causal):
+    module = build(dropped_heads=dropped, causal=causal, evaluate_with=how, evaluate_seed=4, gate_dropout=0.0)
+    module.name = "encoder.layers.1.self_attn"
+    mixing = build(dropped_heads=dropped, causal=causal, gate_dropout=0.0)
+    mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1) if causal else None
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 6])
+    x, call = inputs().detach(), dict(attn_mask=mask, key_padding_mask=padding)
+    out, decision = gate_of(module, x, **call)
+    mixed, mixture = gate_of(mixing, x, **call)
+    assert torch.equal(decision.probs, mixture.probs)
+    gate = torch.zeros_like(mixture.probs)
+    for row, probs in enumerate(mixture.probs.tolist()):
+        best = max(range(len(probs)), key=probs.__getitem__)
+        gate[row, best if how == "top-expert" else random_expert(module.name, 4, len(probs))] = 1.0
+    expected = literal_mixture(module, x, gate.view(-1, 3, gate.size(-1)), dropped, mask, padding)
+    torch.testing.assert_close(out, expected)
+    assert not torch.allclose(out, mixed, atol=1e-3)
+    assert torch.equal(decision.expert_index[:, 0], gate.argmax(-1))
+    torch.testing.assert_close(gate_of(module.train(), x, **call)[0], gate_of(mixing.train(), x, **call)[0])
+
+
+@pytest.mark.parametrize("how", EVALUATIONS)
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_incremental_equals_full_with_reordered_beams(window):
-    module = build(causal=True, gate_window=window)
+def test_incremental_equals_full_with_reordered_beams(window, how):
+    module = build(causal=True, gate_window=window, evaluate_with=how)
     length = 11
     x = inputs(length, batch=4).detach()
     mask = torch.triu(torch.full((length, length), -math.inf, dtype=torch.float64), 1)
@@ -220,6 +246,8 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
         (dict(dropped_heads=0), "--mae-dropped-heads 0"),
         (dict(gate="oracle"), "--mae-gate oracle is unknown"),
         (dict(gate_window=0), "--gate-window 0"),
+        (dict(evaluate_with="best"), "--mae-evaluate-with best is unknown"),
+        (dict(evaluate_with="top-expert", gate="uniform"), "--mae-evaluate-with top-expert needs a gate"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings, message):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moa_fairseq.analysis.command import _checkpoint_and_data
+from moa_fairseq.analysis.model_arguments import checkpoint_and_data
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.run_folder import RunState
 
@@ -17,14 +17,14 @@ def run_folder(tmp_path):
 
 def test_a_run_folder_stands_for_its_average_else_its_best_checkpoint(run_folder):
     best = run_folder / "checkpoints" / "checkpoint_best.pt"
-    assert _checkpoint_and_data(run_folder, None) == (best, run_folder / "binarised")
+    assert checkpoint_and_data(run_folder, None) == (best, run_folder / "binarised")
     (run_folder / "average.pt").touch()
     other = run_folder / "other"
-    assert _checkpoint_and_data(run_folder, other) == (run_folder / "average.pt", other)
+    assert checkpoint_and_data(run_folder, other) == (run_folder / "average.pt", other)
 
 
 def test_what_is_missing_is_named(run_folder, tmp_path_factory):
     with pytest.raises(UserError, match="--data must name"):
-        _checkpoint_and_data(run_folder / "average.pt", None)
+        checkpoint_and_data(run_folder / "average.pt", None)
     with pytest.raises(UserError, match=r"neither average\.pt nor"):
-        _checkpoint_and_data(tmp_path_factory.mktemp("empty"), None)
+        checkpoint_and_data(tmp_path_factory.mktemp("empty"), None)

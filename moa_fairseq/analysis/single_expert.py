@@ -1,0 +1,170 @@
+"""What a trained MAE loses when each module uses one expert instead of the mixture (MAE Table 5)."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import yaml
+
+from moa_fairseq.attention.single_expert import MIXTURE, RANDOM_EXPERT, TOP_EXPERT
+from moa_fairseq.data_prep.prepare import Prepared
+from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_compat import load_checkpoint
+from moa_fairseq.recipes import commands, lm_stages, stages
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import build
+from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
+from moa_fairseq.recipes.result import flat_metrics
+from moa_fairseq.recipes.run_folder import RunState, locked
+from moa_fairseq.recipes.runner import user_dir
+from moa_fairseq.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
+
+FOLDER = "single-expert"  # in the run folder: one folder for each way to evaluate
+
+
+@dataclasses.dataclass(frozen=True)
+class _PartPaths(commands.RunPaths):
+    """Files of one evaluation, in a folder of its own, of a model that another run trained."""
+
+    trained: Path
+
+    def model(self, recipe: Recipe) -> Path:
+        return self.trained
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """A finished run: its resolved recipe, its data, the checkpoint to evaluate and that one's --mae-gate."""
+
+    folder: Path
+    recipe: Recipe
+    prepared: Prepared
+    model: Path
+    gate: str
+
+
+def open_run(folder: Path) -> TrainedRun:
+    """Raises UserError if the folder is none of a trained MAE, or if its recipe evaluates nothing."""
+    config, known = folder / "recipe.yaml", RunState(folder).get("prepare")
+    if not config.is_file() or not known:
+        raise UserError(
+            f"{folder} is no run folder of `moa-fairseq recipe`: it lacks recipe.yaml or state.json."
+        )
+    recipe = build(Recipe, yaml.safe_load(config.read_text(encoding="utf-8")), str(config), "")
+    prepared = Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
+    if not prepared.folder.is_dir():
+        raise UserError(f"The data of {folder} is no longer in {prepared.folder}: run --stage prepare again.")
+    model = commands.RunPaths(prepared.folder, folder, user_dir()).model(recipe)
+    gate = _gate_of(model)
+    evaluates = recipe.score and (recipe.generate if recipe.kind == TRANSLATION else True)
+    if gate is None or not evaluates or recipe.kind not in (TRANSLATION, CAUSAL_LM):
+        why = "has no gates of MAE" if gate is None else "comes from a recipe that scores nothing"
+        raise UserError(f"{model} {why}: there is no mixture to compare with.")
+    return TrainedRun(folder, recipe, prepared, model, gate)
+
+
+def _gate_of(checkpoint: Path) -> Optional[str]:
+    state = load_checkpoint(checkpoint)
+    settings = (state.get("cfg") or {}).get("model") or state.get("args")
+    return getattr(settings, "mae_gate", None)
+
+
+def evaluate_single_experts(
+    run: TrainedRun,
+    subset: str,
+    draws: int,
+    hardware: Hardware,
+    environment: Optional[Dict[str, str]] = None,
+    say: Callable[[str], None] = print,
+) -> Dict[str, Any]:
+    """Evaluate a subset with the mixture, with the top experts and with `draws` random ones, and compare.
+
+    Each goes through the run's own generate and score settings into RUN_DIR/single-expert/<which>, and is
+    not done again while model and settings stay. A uniform gate has no top expert. Returns the report.
+    """
+    plan = [(MIXTURE, None), (TOP_EXPERT, None), *((RANDOM_EXPERT, seed) for seed in range(1, draws + 1))]
+    scores: Dict[str, Dict[str, Any]] = {}
+    with terminate_as_interrupt(), locked(run.folder) as lock:
+        executor = Executor(environment, lock)
+        for how, seed in plan:
+            if how == TOP_EXPERT and run.gate == "uniform":
+                say(f"{TOP_EXPERT} is left out: the gates are uniform and prefer no expert.")
+                continue
+            name = how if seed is None else f"{how}-{seed}"
+            part = _part(run, name, how, seed or 1, hardware, executor, say)
+            scores[name] = flat_metrics(_evaluate(part, run.prepared, subset))
+    return _report(run, subset, scores)
+
+
+def _part(
+    run: TrainedRun,
+    name: str,
+    how: str,
+    seed: int,
+    hardware: Hardware,
+    executor: Executor,
+    say: Callable[[str], None],
+) -> stages.Run:
+    """The run as its recipe has it, but for the experts it evaluates with and the folder it writes to."""
+    section = "generate" if run.recipe.kind == TRANSLATION else "score"
+    settings = getattr(run.recipe, section)
+    overrides = ast.literal_eval(settings.flags.get("model-overrides", "{}"))
+    overrides.update(mae_evaluate_with=how, mae_evaluate_seed=seed)
+    settings = dataclasses.replace(settings, flags={**settings.flags, "model-overrides": str(overrides)})
+    recipe = dataclasses.replace(run.recipe, **{section: settings})
+    paths = _PartPaths(run.prepared.folder, run.folder / FOLDER / name, user_dir(), run.model)
+    state, trained = RunState(paths.save_dir), RunState(run.folder)
+    for stage in ("train", "average"):  # where the model comes from
+        if trained.get(stage):
+            state.put(stage, **trained.get(stage))
+    say(f"{name}:")
+    return stages.Run(
+        recipe,
+        hardware,
+        paths,
+        state,
+        executor,
+        show=lambda command: say(f"$ {commands.to_shell(command, executor.environment)}"),
+        say=say,
+    )
+
+
+def _evaluate(part: stages.Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
+    if part.recipe.kind == CAUSAL_LM:
+        return lm_stages.score(part, prepared, subset)
+    stages.generate(part, prepared, subset)
+    return stages.score(part, subset)
+
+
+def _report(run: TrainedRun, subset: str, scores: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
+    """The scores and their differences to the mixture's; every number of each evaluation in `metrics`."""
+    metric = run.recipe.score.headline
+    values = {name: metrics[metric] for name, metrics in scores.items()}
+    mixture = values[MIXTURE]
+    drawn = [value for name, value in values.items() if name.startswith(RANDOM_EXPERT)]
+    report = {
+        "experiment": run.recipe.experiment,
+        "checkpoint": str(run.model),
+        "subset": subset,
+        "metric": metric,
+        "gate": run.gate,
+        "mixture": mixture,
+        "top_expert": None,
+        "random_expert": _spread(drawn, mixture) if drawn else None,
+        "metrics": scores,
+    }
+    if TOP_EXPERT in values:
+        top = values[TOP_EXPERT]
+        report["top_expert"] = {"score": top, "difference": top - mixture}
+    return report
+
+
+def _spread(drawn: List[float], mixture: float) -> Dict[str, Any]:
+    """sd: the sample standard deviation over the draws (the difference has the same); None for one draw."""
+    mean = statistics.mean(drawn)
+    sd = statistics.stdev(drawn) if len(drawn) > 1 else None
+    return {"scores": drawn, "mean": mean, "sd": sd, "difference": mean - mixture}
