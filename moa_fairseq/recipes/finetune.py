@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict
 
 from moa_fairseq.data_prep.prepare import CODES
 from moa_fairseq.errors import UserError
@@ -47,10 +47,10 @@ def pretrained_checkpoint(pretrained: str) -> Path:
     return best if best.is_file() and not (path / "average.pt").is_file() else path / "average.pt"
 
 
-def check_pretrained(recipe: Recipe, data: Path) -> None:
+def check_pretrained(recipe: Recipe, data: Path, say: Callable[[str], None]) -> None:
     """Before hours are lost: the pretrained checkpoint is there, and `data` has its dictionaries.
 
-    Raises UserError naming the key and the remedy.
+    say: told what could not be checked. Raises UserError naming the key and the remedy.
     """
     checkpoint = pretrained_checkpoint(recipe.pretrained)
     if not is_whole(checkpoint):
@@ -59,6 +59,16 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
             "or another run folder: --set pretrained=runs/NAME."
         )
     original = _binarised_of(Path(recipe.pretrained))
+    if original is None:
+        say(
+            f"WARNING: {recipe.pretrained} does not tell what it was trained on. Its dictionaries must be those "
+            f"in {data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
+        )
+    elif recipe.data.codes is None and recipe.data.recipe != "binarised":
+        say(
+            f"WARNING: no BPE merges were found with {original}; text that is not segmented already stays "
+            "words. If the pretrained model has subwords, name its merges: --set data.codes=FILE."
+        )
     for language in (recipe.data.source, recipe.data.target) if original else ():
         name = f"dict.{language}.txt"
         there, here = (_bytes(folder / name) for folder in (original, data))

@@ -69,7 +69,7 @@ def train(run: Run, prepared: Prepared) -> None:
     resume = checkpoint_to_resume(run.paths.checkpoints, run.say)
     remembered = run.state.get("train")
     if run.recipe.finetune and resume is None:
-        check_pretrained(run.recipe, run.paths.data)
+        check_pretrained(run.recipe, run.paths.data, run.say)
     if run.recipe.finetune == "noft":
         run.say(f"train: nothing (NOFT); {run.paths.model(run.recipe)} is evaluated as it is")
         run.state.put("train", settings=settings, done=done, updated=0)
