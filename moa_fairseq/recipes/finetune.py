@@ -61,8 +61,8 @@ def check_pretrained(recipe: Recipe, data: Path, say: Callable[[str], None]) -> 
     original = _binarised_of(Path(recipe.pretrained))
     if original is None:
         say(
-            f"WARNING: {recipe.pretrained} does not tell what it was trained on. Its dictionaries must be those "
-            f"in {data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
+            f"WARNING: {recipe.pretrained} does not tell what it was trained on. Its dictionaries must be "
+            f"those in {data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
         )
     elif recipe.data.codes is None and recipe.data.recipe != "binarised":
         say(
