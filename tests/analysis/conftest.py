@@ -8,6 +8,7 @@ import torch
 import yaml
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import OmegaConf
 
 import moa_fairseq
 from moa_fairseq.attention.sequence_gate import gates_of
@@ -22,7 +23,7 @@ SMALL = {
         *("--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16),
     ],
     "language_modeling": [
-        *("--tokens-per-sample", 12, "--sample-break-mode", "eos", "--decoder-layers", 2),
+        *("--tokens-per-sample", 12, "--sample-break-mode", "complete", "--decoder-layers", 2),
         *("--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--gate-window", 4),
     ],
 }
@@ -42,7 +43,10 @@ def save_model():
             torch.nn.init.normal_(gate.fc1.weight, std=gate_scale / 10)
             torch.nn.init.normal_(gate.fc2.weight, std=1.0)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"args": None, "cfg": cfg, "model": model.state_dict()}, path)
+        cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+        history = {"criterion_name": "X", "optimizer_name": "X", "lr_scheduler_state": {}, "num_updates": 1}
+        state = {"args": None, "cfg": cfg, "model": model.state_dict(), "optimizer_history": [history]}
+        torch.save({**state, "extra_state": {"train_iterator": {"epoch": 1}}}, path)
         return path
 
     return save
