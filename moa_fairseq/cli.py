@@ -17,7 +17,10 @@ VERBS = {
     "fill-mask": ("moa_fairseq.evaluation.fill_mask", "let a masked language model fill a gap"),
     "complexity": ("moa_fairseq.evaluation.complexity", "parameters and MACs of an architecture"),
     "compare": ("moa_fairseq.evaluation.compare", "the papers' numbers beside the measured ones"),
-    "analyze": ("moa_fairseq.analysis.command", "expert load and learning curves of a trained model"),
+    "analyze": (
+        "moa_fairseq.analysis.command",
+        "learning curves, expert load, and what gates and experts of a trained model do",
+    ),
     "gpt2-bpe": ("moa_fairseq.data_prep.gpt2_bpe_command", "encode text as RoBERTa's and binarise it"),
     "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
 }

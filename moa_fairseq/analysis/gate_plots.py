@@ -48,10 +48,12 @@ def _draw_entropies(panel: Axes, groups: dict) -> None:
     for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
         numbers = range(1, len(group) + 1)
         panel.plot(numbers, [use.entropy for use in group], marker=marker, color=colour, label=label)
-    for height in sorted({use.uniform_entropy for group in groups.values() for use in group}):
+    heights = sorted({use.uniform_entropy for group in groups.values() for use in group})
+    for height in heights:
         panel.axhline(height, color=GREY, linestyle="--", linewidth=1.0, label=f"uniform gate, {height:.2f}")
     panel.set(xlabel="layer", ylabel="gate entropy H(g) in nats")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_ylim(bottom=min(panel.get_ylim()[0], heights[0] - 0.05))  # rounding errors are no picture
     style(panel)
 
 

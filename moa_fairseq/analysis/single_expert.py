@@ -70,7 +70,8 @@ def open_run(folder: Path) -> TrainedRun:
 def _gate_of(checkpoint: Path) -> Optional[str]:
     state = load_checkpoint(checkpoint)
     settings = (state.get("cfg") or {}).get("model") or state.get("args")
-    return getattr(settings, "mae_gate", None)
+    settings = settings if isinstance(settings, dict) else vars(settings)  # of fairseq-hydra-train, or not
+    return settings.get("mae_gate")
 
 
 def evaluate_single_experts(

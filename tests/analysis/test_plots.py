@@ -58,6 +58,12 @@ def test_curves_against_updates_and_minutes():
     assert labels == ["a, training", "a, validation", "b, training", "b, validation"]
 
 
+def test_curves_from_a_later_epoch_on_begin_where_they_do():
+    curves = [LearningCurve("a", [Point(100, None, 50.0), Point(200, None, 40.0)], [])]
+    assert draw_learning_curves(curves).axes[0].get_xlim()[0] == 0
+    assert draw_learning_curves(curves, from_zero=False).axes[0].get_xlim()[0] > 50
+
+
 @pytest.mark.parametrize("seconds", [None, 12.0])
 def test_no_panel_of_time_where_the_logs_do_not_tell(seconds):
     curve = LearningCurve("a", [Point(10, seconds, 50.0)], [])

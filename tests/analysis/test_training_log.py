@@ -56,6 +56,20 @@ def test_a_resumed_training_replaces_what_it_repeats_and_its_clock_goes_on(tmp_p
     assert read.valid == [(10, 20, 65), (20, 52, 46)]
 
 
+def test_from_an_epoch_on_with_the_clock_of_the_whole_training(tmp_path):
+    def at(epoch, line):
+        return line.replace('"epoch": 1', f'"epoch": {epoch}')
+
+    lines = [inner(5, 80, 10), valid(5, 70), at(2, inner(10, 60, 20)), at(2, valid(10, 65))]
+    folder = tmp_path / "some_run"
+    curve(tmp_path, *lines, at(3, inner(15, 50, 5)))
+    read = read_learning_curve(folder, from_epoch=2)
+    assert read.train == [(10, 20, 60), (15, 25, 50)] and read.valid == [(10, 20, 65)]
+    assert read_learning_curve(folder, from_epoch=3).train == [(15, 25, 50)]
+    with pytest.raises(UserError, match="lower --from-epoch"):
+        read_learning_curve(folder, from_epoch=4)
+
+
 def test_a_line_cut_off_by_a_crash_is_skipped(tmp_path):
     assert len(curve(tmp_path, inner(5, 80, 2), inner(10, 60, 4)[:-9]).train) == 1
 

@@ -8,8 +8,10 @@ from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
+from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.attention.single_expert import random_expert
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 
@@ -98,6 +100,29 @@ def test_a_gate_costs_an_encoder_one_row_and_a_decoder_one_per_token():
     assert cost.macs["router"] == 6 * gate + 12 * 5 * gate
     dense = complexity("transformer_wmt_en_de", 100, 9, 5)
     assert cost.total_macs - cost.macs["router"] == dense.total_macs
+
+
+@pytest.mark.parametrize("how", ["mixture", "top-expert", "random-expert"])
+def test_translation_step_by_step_with_one_expert_in_each_module(how):
+    torch.manual_seed(0)
+    flags = ["--mae-evaluate-with", how, "--mae-evaluate-seed", 3]
+    model = build("mae_transformer_tiny", "--encoder-layers", 2, "--decoder-layers", 2, *flags).eval()
+    for gate in gates_of(model):
+        torch.nn.init.normal_(gate.fc2.weight, std=2.0)
+    source, target = torch.randint(4, 40, (2, 7)), torch.randint(4, 40, (2, 9))
+    with torch.no_grad():
+        with collect_decisions() as decisions:
+            encoded = model.encoder(source, torch.tensor([7, 7]))
+            full, _ = model.decoder(target, encoder_out=encoded, features_only=True)
+        state = {}
+        for step in range(1, 10):
+            prefix = target[:, :step]
+            now, _ = model.decoder(prefix, encoder_out=encoded, features_only=True, incremental_state=state)
+            torch.testing.assert_close(now[:, 0], full[:, step - 1], rtol=1e-4, atol=1e-4)
+    chosen = {name: decision.expert_index for name, decision in decisions}
+    assert {index.size(1) for index in chosen.values()} == ({8} if how == "mixture" else {1})
+    if how == "random-expert":
+        assert all(index.unique().tolist() == [random_expert(name, 3, 8)] for name, index in chosen.items())
 
 
 def test_a_language_model_step_by_step_with_the_window():

@@ -1,0 +1,152 @@
+"""PMI against numbers computed by hand; pieces and words; whose tokens count for which expert."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from moa_fairseq.analysis.expert_tokens import (
+    TokenCounter,
+    attributed,
+    measure_expert_tokens,
+    pieces,
+    words,
+)
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.trained_model import load_trained
+
+
+def one_hot(*sentences, num_experts=2):
+    """[B, T, E] from the experts of each position, a number or several."""
+    chosen = torch.zeros(len(sentences), len(sentences[0]), num_experts, dtype=torch.bool)
+    for row, places in enumerate(sentences):
+        for position, experts in enumerate(places):
+            chosen[row, position, experts] = True
+    return chosen
+
+
+def test_pmi_by_hand():
+    counter = TokenCounter()
+    counter.add([["a", "a", "b", None], ["a", "b", "b", "c"]], one_hot([0, 0, 0, 0], [1, 1, 1, 1]))
+    # expert 0 has a, a, b; expert 1 has a, b, b, c: of 7 tokens
+    assert counter.expert_shares() == pytest.approx([3 / 7, 4 / 7])
+    first, second = counter.indicative(top=3, min_count=1)
+    assert [token.token for token in first] == ["a", "b"]
+    assert first[0].pmi == pytest.approx(math.log((2 / 7) / (3 / 7 * 3 / 7)))
+    assert first[1].pmi == pytest.approx(math.log((1 / 7) / (3 / 7 * 3 / 7)))
+    assert [token.token for token in second] == ["c", "b", "a"]
+    assert second[0].pmi == pytest.approx(math.log((1 / 7) / (1 / 7 * 4 / 7)))
+    assert [token.token for token in counter.indicative(top=1, min_count=2)[1]] == ["b"]
+
+
+def test_a_token_counts_for_every_expert_that_it_chose():
+    counter = TokenCounter()
+    counter.add([["a", "b"]], one_hot([[0, 1], [1, 2]], num_experts=4))
+    first, second, _, nobody = counter.indicative(top=2, min_count=1)
+    assert counter.occurrences == {"a": 1, "b": 1} and counter.expert_shares() == [0.25, 0.5, 0.25, 0.0]
+    assert first[0].pmi == pytest.approx(math.log((1 / 4) / (1 / 2 * 1 / 4)))
+    assert [(token.token, token.pmi) for token in second] == [("a", 0.0), ("b", 0.0)]
+    assert nobody == []
+
+
+def test_pieces_and_words():
+    symbols = [None, "un@@", "able", "cat", "run@@", None, "x@@", "y@@", "z", "cut@@"]
+    assert list(pieces(symbols[:3])) == [("un@@", [1]), ("able", [2])]
+    assert list(words(symbols)) == [("unable", [1, 2]), ("cat", [3]), ("xyz", [6, 7, 8])]
+    counter = TokenCounter(words)
+    counter.add([["un@@", "able", "cat"]], one_hot([0, 1, 1]))
+    assert counter.expert_shares() == [0.25, 0.75]
+    first, second = counter.indicative(top=2, min_count=1)
+    assert [(token.token, token.count) for token in first] == [("unable", 0.5)]
+    assert second[0].token == "cat" and second[0].pmi == pytest.approx(math.log((1 / 2) / (1 / 2 * 3 / 4)))
+
+
+def test_rows_of_a_decision_find_their_positions():
+    probs = torch.eye(6)[:, :5] + 0.1  # row r prefers expert r; the last one prefers expert 0
+    everything = torch.arange(5).expand(6, -1)
+    time_first = RoutingDecision(everything, probs, probs, probs, time_first=True)
+    assert attributed(time_first, 2, 3).int().argmax(-1).tolist() == [[0, 2, 4], [1, 3, 0]]
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4], [4, 0], [0, 2]])
+    batch_first = attributed(RoutingDecision(chosen, probs[:, :2], probs, probs), 2, 3)
+    assert [row.nonzero().flatten().tolist() for row in batch_first.view(6, -1)] == [
+        sorted(pair) for pair in chosen.tolist()
+    ]
+    whole = attributed(RoutingDecision(everything, probs, probs, probs, time_first=True), 6, 4)
+    assert whole.shape == (6, 4, 5) and whole.int().argmax(-1)[:, 3].tolist() == [0, 1, 2, 3, 4, 0]
+
+
+def literal_table(checkpoint, data, module, k=1):
+    """{(token, expert): count}, one sentence at a time."""
+    model, task = load_trained(checkpoint, data)
+    model.eval()
+    task.load_dataset("valid")
+    dataset, table = task.dataset("valid"), {}
+    for number in range(len(dataset)):
+        net_input = dataset.collater([dataset[number]])["net_input"]
+        with torch.no_grad(), collect_decisions() as decisions:
+            model(**net_input)
+        probs = dict(decisions)[module].probs
+        tokens = net_input["prev_output_tokens" if module.startswith("decoder") else "src_tokens"][0].tolist()
+        for position, token in enumerate(tokens):
+            if token < task.source_dictionary.nspecial:
+                continue
+            row = probs[position if len(probs) > 1 else 0]
+            for expert in row.topk(k).indices.tolist():
+                key = (task.source_dictionary[token], expert)
+                table[key] = table.get(key, 0) + 1
+    return table
+
+
+def check_table(found, table, num_experts):
+    total = sum(table.values())
+    by_expert = [
+        sum(count for (_, e), count in table.items() if e == expert) for expert in range(num_experts)
+    ]
+    assert found.shares == pytest.approx([count / total for count in by_expert])
+    for expert, tokens in enumerate(found.tokens):
+        expected = {}
+        for (token, e), count in table.items():
+            mine = sum(c for (t, _), c in table.items() if t == token)
+            if e == expert:
+                expected[token] = math.log(count * total / (mine * by_expert[expert]))
+        assert {token.token: pytest.approx(token.pmi) for token in tokens} == expected
+        assert [token.pmi for token in tokens] == pytest.approx(sorted(expected.values(), reverse=True))
+
+
+@pytest.mark.parametrize("module", [None, "decoder.layers.1.encoder_attn", "decoder.layers.0.self_attn"])
+def test_mae_against_a_loop_over_single_sentences(mae, toy_data, module):
+    found = measure_expert_tokens(mae, toy_data, module=module, top=99, min_count=1, max_tokens=60, cpu=True)
+    assert found.name == (module or "encoder.layers.0.self_attn")
+    lines = (toy_data.parent / "valid.en").read_text().split()
+    assert found.tokens_counted == len(lines)
+    check_table(found, literal_table(mae, toy_data, found.name), 8)
+    assert sum(share > 0 for share in found.shares) > 2
+
+
+def test_moa_counts_the_chosen_experts(toy_checkpoint, toy_data):
+    name = "decoder.layers.0.self_attn"
+    found = measure_expert_tokens(toy_checkpoint, toy_data, module=name, top=99, min_count=1, cpu=True)
+    check_table(found, literal_table(toy_checkpoint, toy_data, name, k=4), 8)
+
+
+def test_command_lists_and_writes(mae, toy_data, tmp_path, capsys):
+    numbers = tmp_path / "tokens.json"
+    flags = ["--data", str(toy_data), "--json", str(numbers), "--top", "2", "--words", "--cpu"]
+    assert main(["analyze", "expert-tokens", str(mae), *flags]) == 0
+    report, printed = json.loads(numbers.read_text()), capsys.readouterr().out
+    assert report["words"] is True and len(report["tokens"]) == 8
+    best = next(tokens for tokens in report["tokens"] if tokens)[0]
+    assert f"{best['token']} ({best['pmi']:.2f})" in printed and "encoder.layers.0.self_attn" in printed
+    assert main(["analyze", "expert-tokens", str(mae), "--data", str(toy_data), "--top", "0"]) == 2
+    assert "--top 0" in capsys.readouterr().err
+
+
+def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data):
+    with pytest.raises(UserError, match=r"--module encoder\.x is none.*decoder\.layers\.1\.encoder_attn"):
+        measure_expert_tokens(mae, toy_data, module="encoder.x", cpu=True)
+    with pytest.raises(UserError, match=r"encoder\.layers\.0\.self_attn is uniform"):
+        measure_expert_tokens(uniform_mae, toy_data, cpu=True)
