@@ -1,0 +1,115 @@
+"""MAE's training beside fairseq's dense Transformer of the same shape: F steps, and G steps before them.
+
+    python benchmarks/coordinate_descent.py
+
+An F step is forward, criterion, backward and Adam with drawn experts; a G step forward with mixed experts and
+the gradients of the gates, by plain SGD. In every 5th epoch each update takes both, so an update costs
+(4 F + (G + F)) / 5 on average; the paper reports about 1.2 times the dense model's.
+"""
+
+from typing import Any, Callable, Dict
+
+import torch
+from _bench import arguments, report, take_turns
+from _models import BASE, VOCABULARY, build, criterion, dictionary, sentences
+from matplotlib.figure import Figure
+from torch import nn
+
+from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.sequence_gate import absorb_statistics, gates_of
+from moa_fairseq.optim.gate_sgd import GateGradients, sgd_step
+
+MAE = "mae_transformer_base"
+G_EVERY = 5
+BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # sentence pairs, tokens of each
+DENSE, F, GF, JOINT = "dense", "F step", "G and F step", "joint update (NOBCD)"
+
+
+def f_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any], drawn: bool) -> Callable[[], None]:
+    """One update of all parameters that require gradients, with drawn or with mixed experts."""
+    moving = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(moving, lr=1e-6, betas=(0.9, 0.98))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        if drawn:
+            with drawing_experts(ExpertDraw(sample["id"], 1, 0)):
+                loss_of(model, sample)[0].backward()
+        else:
+            loss_of(model, sample)[0].backward()
+        optimizer.step()
+
+    return step
+
+
+def g_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any]) -> Callable[[], None]:
+    """One update of the gates (MAE Algorithm 1), as `translation_bcd` does it."""
+    gates = gates_of(model)
+    parameters = [parameter for gate in gates for parameter in gate.parameters()]
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        gradients = GateGradients(parameters)
+        gradients.add(loss_of(model, sample)[0], sample["ntokens"])
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        absorb_statistics(gates)
+        sgd_step(parameters, gradients.mean(), lr=1e-6)
+
+    return step
+
+
+def candidates(words: Any, sample: Dict[str, Any], args: Any) -> Dict[str, Callable[[], None]]:
+    """The updates to be compared, by name."""
+    loss_of = criterion(BASE, words)
+    dense, joint, alternating = (
+        build(arch, words, args.device, args.torch_dtype).train() for arch in (BASE, MAE, MAE)
+    )
+    for gate in gates_of(alternating):
+        gate.requires_grad_(False)
+    only_f = f_step(alternating, loss_of, sample, drawn=True)
+    only_g = g_step(alternating, loss_of, sample)
+
+    def both() -> None:
+        only_g()
+        only_f()
+
+    return {
+        DENSE: f_step(dense, loss_of, sample, drawn=False),
+        JOINT: f_step(joint, loss_of, sample, drawn=False),
+        F: only_f,
+        GF: both,
+    }
+
+
+def draw(ratios: Dict[str, float], args: Any) -> Figure:
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    panel = figure.subplots()
+    colours = ["#999999" if name == DENSE else "#0072B2" for name in ratios]
+    bars = panel.barh(list(ratios), list(ratios.values()), color=colours)
+    panel.bar_label(bars, fmt=" %.2f", fontsize=8)
+    panel.invert_yaxis()
+    panel.set(xlabel="time of an update ÷ dense base model", title=f"MAE-7 base, {args.device}, {args.dtype}")
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    words = dictionary(VOCABULARY[args.device])
+    batch, length = BATCH[args.device]
+    sample = sentences(batch, length, words, args.device)
+    sample["id"] = torch.arange(batch, device=args.device)
+    seconds = take_turns(candidates(words, sample, args), args.rounds, args.device)
+    ratios = {name: value / seconds[DENSE] for name, value in seconds.items()}
+    mean = f"mean, G step in every {G_EVERY}th epoch"
+    ratios[mean] = ((G_EVERY - 1) * ratios[F] + ratios[GF]) / G_EVERY
+    for name, ratio in ratios.items():
+        print(f"{name:36s} {ratio:5.2f} × dense")
+    payload = {"batch": batch, "length": length, "seconds": seconds, "time_over_dense": ratios}
+    report("coordinate_descent", args, payload, draw(ratios, args))
+
+
+if __name__ == "__main__":
+    main()
