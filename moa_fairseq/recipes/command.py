@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -228,4 +229,6 @@ def _record_path(args: argparse.Namespace) -> Path | None:
 
 
 def _command_line() -> str:
-    return " ".join(["moa-fairseq", *(shlex.quote(word) for word in sys.argv[1:])])
+    """What was typed; paths below the working directory become relative, as scripts/ name configs in full."""
+    here = str(Path.cwd()) + os.sep
+    return " ".join(["moa-fairseq", *(shlex.quote(word.removeprefix(here)) for word in sys.argv[1:])])
