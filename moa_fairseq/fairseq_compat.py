@@ -1,6 +1,6 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes eight things in fairseq, each because today's
+`install()` runs when the plugin is imported. It changes nine things in fairseq, each because today's
 stack breaks or endangers it, or because a hook is missing:
 
 1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
@@ -20,6 +20,7 @@ stack breaks or endangers it, or because a hook is missing:
    before the trainer begins with the first one; fairseq shows a task one at a time. And the model hears of
    an update when it has been made (`set_num_updates`), not only before the next one: what it keeps per
    update is then complete in a checkpoint that is saved in between.
+9. `--sample-break-mode eos` and bucketed batches work with NumPy 2, which has no `numpy.compat.long`.
 """
 
 import argparse
@@ -34,6 +35,7 @@ import types
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Optional, Union
 
+import numpy
 import torch
 
 from moa_fairseq import fairseq_workers
@@ -271,6 +273,8 @@ def install() -> None:
         FairseqTask.get_batch_iterator = _batches_of_the_first_epoch(FairseqTask.get_batch_iterator)
     if not hasattr(data_utils.batch_by_size, "__wrapped__"):
         data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
+    if not hasattr(numpy, "compat"):
+        numpy.compat = types.SimpleNamespace(long=int)
     fairseq_workers.install()
     if not hasattr(Trainer.train_step, "announces_updates"):
         Trainer.train_step = _announcing_updates(Trainer.train_step)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.data import data_utils
+from fairseq.data import TokenBlockDataset, data_utils
 
 import moa_fairseq
 from moa_fairseq import fairseq_compat
@@ -101,6 +101,13 @@ def test_the_last_batch_is_kept():
             np.arange(12), lambda i: sizes[i], max_tokens=max_tokens, required_batch_size_multiple=8
         )
         assert np.concatenate(batches).tolist() == list(range(12))
+
+
+def test_a_sentence_is_a_block_of_a_language_model():
+    """`--sample-break-mode eos`, for which fairseq asks NumPy for a type that NumPy 2 no longer has."""
+    sentences = [torch.tensor([5, 6, 2]), torch.tensor([7, 2])]
+    blocks = TokenBlockDataset(sentences, [3, 2], block_size=None, pad=1, eos=2, break_mode="eos")
+    assert [block.tolist() for block in blocks] == [[5, 6, 2], [7, 2]]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
