@@ -23,6 +23,7 @@ PAIRS = {
     "moa_transformer_big": "transformer_vaswani_wmt_en_de_big",
 }
 VOCABULARY = {"cpu": 32768, "cuda": 32768}
+BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # of one update: sentence pairs, tokens of each
 
 
 def dictionary(symbols: int) -> Dictionary:
@@ -49,6 +50,12 @@ def criterion(arch: str, words: Dictionary) -> nn.Module:
     return LabelSmoothedCrossEntropyCriterion(task, False, 0.1)
 
 
+def training_batch(device: str) -> "tuple[Dictionary, Dict[str, Any]]":
+    """The dictionary, and the sample of one update."""
+    words = dictionary(VOCABULARY[device])
+    return words, sentences(*BATCH[device], words, device)
+
+
 def sentences(batch: int, length: int, words: Dictionary, device: str) -> Dict[str, Any]:
     """A training sample of `batch` sentence pairs of `length` tokens; one in eight is a quarter shorter."""
     generator = torch.Generator().manual_seed(0)
@@ -65,4 +72,5 @@ def sentences(batch: int, length: int, words: Dictionary, device: str) -> Dict[s
         "prev_output_tokens": previous.to(device),
     }
     tokens = int(target.ne(words.pad()).sum())
-    return {"net_input": net_input, "target": target.to(device), "ntokens": tokens}
+    ids = torch.arange(batch, device=device)
+    return {"id": ids, "net_input": net_input, "target": target.to(device), "ntokens": tokens}

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict
 
 import torch
 from _bench import arguments, report, take_turns
-from _models import BASE, VOCABULARY, build, criterion, dictionary, sentences
+from _models import BASE, BATCH, build, criterion, training_batch
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -21,7 +21,6 @@ from moa_fairseq.optim.gate_sgd import GateGradients, sgd_step
 
 MAE = "mae_transformer_base"
 G_EVERY = 5
-BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # sentence pairs, tokens of each
 DENSE, F, GF, JOINT = "dense", "F step", "G and F step", "joint update (NOBCD)"
 
 
@@ -97,16 +96,14 @@ def draw(ratios: Dict[str, float], args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__)
-    words = dictionary(VOCABULARY[args.device])
-    batch, length = BATCH[args.device]
-    sample = sentences(batch, length, words, args.device)
-    sample["id"] = torch.arange(batch, device=args.device)
+    words, sample = training_batch(args.device)
     seconds = take_turns(candidates(words, sample, args), args.rounds, args.device)
     ratios = {name: value / seconds[DENSE] for name, value in seconds.items()}
     mean = f"mean, G step in every {G_EVERY}th epoch"
     ratios[mean] = ((G_EVERY - 1) * ratios[F] + ratios[GF]) / G_EVERY
     for name, ratio in ratios.items():
         print(f"{name:36s} {ratio:5.2f} × dense")
+    batch, length = BATCH[args.device]
     payload = {"batch": batch, "length": length, "seconds": seconds, "time_over_dense": ratios}
     report("coordinate_descent", args, payload, draw(ratios, args))
 

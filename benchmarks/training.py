@@ -10,10 +10,8 @@ from typing import Any, Callable, Dict
 
 import torch
 from _bench import arguments, peak_bytes, report, take_turns
-from _models import PAIRS, VOCABULARY, build, criterion, dictionary, sentences
+from _models import BATCH, PAIRS, build, criterion, training_batch
 from matplotlib.figure import Figure
-
-BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # sentence pairs, tokens of each
 
 
 def update(arch: str, sample: Dict[str, Any], words: Any, args: Any) -> "tuple[Callable[[], None], int]":
@@ -49,9 +47,7 @@ def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__)
-    words = dictionary(VOCABULARY[args.device])
-    batch, length = BATCH[args.device]
-    sample = sentences(batch, length, words, args.device)
+    words, sample = training_batch(args.device)
     steps, parameters = {}, {}
     for arch in [name for pair in PAIRS.items() for name in pair]:
         steps[arch], parameters[arch] = update(arch, sample, words, args)
@@ -69,6 +65,7 @@ def main() -> None:
     for arch, row in rows.items():
         beside = f"  {ratios[arch]:.2f} × {PAIRS[arch]}" if arch in ratios else ""
         print(f"{arch:36s} {row['tokens_per_second']:9.0f} tokens/s  {row['peak_bytes'] >> 20} MiB{beside}")
+    batch, length = BATCH[args.device]
     payload = {"batch": batch, "length": length, "rows": rows, "speed_over_dense": ratios}
     report("training", args, payload, draw(rows, ratios, args))
 

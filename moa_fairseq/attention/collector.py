@@ -50,6 +50,16 @@ def query_padding(mask: Optional[Tensor]) -> Iterator[None]:
         _query_padding.reset(token)
 
 
-def current_query_padding() -> Optional[Tensor]:
-    """The mask [B, T] of the innermost `query_padding` block, or None."""
-    return _query_padding.get()
+def padding_of_queries(
+    given: Optional[Tensor], key_padding: Optional[Tensor], batch: int, tgt_len: int
+) -> Optional[Tensor]:
+    """The padding of an attention's queries, bool [B, T], or None.
+
+    given: the caller's own; else what the innermost `query_padding` block declares; else key_padding,
+    which an attention passes on when its keys are its queries. One of another shape is none.
+    """
+    candidates = (given, _query_padding.get(), key_padding)
+    mask = next((mask for mask in candidates if mask is not None), None)
+    if mask is None or mask.shape != (batch, tgt_len):
+        return None
+    return mask.to(bool)

@@ -3,6 +3,7 @@
 from typing import Dict, Optional, Tuple
 
 from fairseq.incremental_decoding_utils import with_incremental_state
+from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
 from moa_fairseq.attention.core import Cache
@@ -23,6 +24,13 @@ class IncrementalAttention(nn.Module):
     """
 
     beam_size = 1
+    dropout_module: FairseqDropout  # of the attention weights
+
+    @property
+    def attention_dropout(self) -> float:
+        """The probability with which this pass drops attention weights."""
+        module = self.dropout_module
+        return module.p if self.training or module.apply_during_inference else 0.0
 
     def set_beam_size(self, beam_size: int) -> None:
         """fairseq's generator calls this before it starts."""

@@ -8,7 +8,7 @@ import torch
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import current_query_padding, record
+from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.core import Cache, attend, extend_cache, extend_padding
 from moa_fairseq.attention.expert_draw import current_draw
 from moa_fairseq.attention.incremental import IncrementalAttention, IncrementalState
@@ -114,7 +114,8 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
         (need_weights), or [h, B, T, S] (need_head_weights); heads are not rescaled in them.
         """
         cache = None if incremental_state is None else self._get_input_buffer(incremental_state)
-        padding = self._query_padding(query_padding_mask, key_padding_mask, query)
+        own_keys = key_padding_mask if self.self_attention else None
+        padding = padding_of_queries(query_padding_mask, own_keys, query.size(1), query.size(0))
         head_weight = self._head_weights(query, padding, cache)
 
         q = self._split(self.q_proj(query))
@@ -127,7 +128,7 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
             v,
             attn_mask,
             key_padding_mask,
-            self.dropout_module.p if self._drops() else 0.0,
+            self.attention_dropout,
             need_weights or need_head_weights,
         )
         heads = heads.permute(2, 0, 1, 3) * head_weight.to(heads.dtype).unsqueeze(-1)
@@ -209,20 +210,6 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
     def _split(self, x: Tensor) -> Tensor:
         """[T, B, C] → [B, h, T, D]"""
         return x.view(*x.shape[:2], self.num_heads, self.head_dim).permute(1, 2, 0, 3)
-
-    def _query_padding(
-        self, given: Optional[Tensor], key_padding: Optional[Tensor], query: Tensor
-    ) -> Optional[Tensor]:
-        """The padding of the queries [B, T], or None."""
-        mask = given if given is not None else current_query_padding()
-        if mask is None and self.self_attention:
-            mask = key_padding
-        if mask is None or mask.shape != (query.size(1), query.size(0)):
-            return None
-        return mask.to(bool)
-
-    def _drops(self) -> bool:
-        return self.training or self.dropout_module.apply_during_inference
 
 
 def _check_sizes(

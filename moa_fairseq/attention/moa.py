@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import current_query_padding, record
+from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.core import attend, extend_cache, extend_padding
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.incremental import IncrementalAttention, IncrementalState
@@ -91,10 +91,11 @@ class MixtureOfAttention(IncrementalAttention):
         probable expert (expert k when K = E).
         """
         tgt_len, batch, _ = query.shape
-        padding = self._query_padding(query_padding_mask, key_padding_mask, batch, tgt_len)
+        own_keys = key_padding_mask if self.self_attention else None
+        padding = padding_of_queries(query_padding_mask, own_keys, batch, tgt_len)
         # Batch first from here on: queries and attention outputs then change shape without a copy.
         tokens = query.transpose(0, 1).reshape(batch * tgt_len, self.embed_dim)
-        decision = self.router(tokens, padding)
+        decision = self.router(tokens, None if padding is None else padding.reshape(-1))
         record(self.name, decision)
 
         q = self.q_experts(tokens, decision)
@@ -112,7 +113,7 @@ class MixtureOfAttention(IncrementalAttention):
             v,
             attn_mask,
             key_padding_mask,
-            self.dropout_module.p if self._drops() else 0.0,
+            self.attention_dropout,
             need_weights or need_head_weights,
         )
         slots = heads.transpose(1, 2).reshape(batch * tgt_len, self.experts_per_token, self.expert_dim)
@@ -121,20 +122,6 @@ class MixtureOfAttention(IncrementalAttention):
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out, weights
-
-    def _drops(self) -> bool:
-        return self.training or self.dropout_module.apply_during_inference
-
-    def _query_padding(
-        self, given: Optional[Tensor], key_padding: Optional[Tensor], batch: int, tgt_len: int
-    ) -> Optional[Tensor]:
-        """The padding of the queries as a flat [B·T] mask, batch first, or None."""
-        mask = given if given is not None else current_query_padding()
-        if mask is None and self.self_attention:
-            mask = key_padding
-        if mask is None or mask.shape != (batch, tgt_len):
-            return None
-        return mask.to(bool).reshape(-1)
 
     def _keys_and_values(
         self,

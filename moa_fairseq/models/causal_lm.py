@@ -13,33 +13,16 @@ from fairseq.models.transformer_lm import (
     transformer_lm_baevski_wiki103,
 )
 
+from moa_fairseq.models._family import MixtureFamily
 from moa_fairseq.models._flags import add_mae_args, set_mae_defaults
 from moa_fairseq.models._gates import GatedModel
 from moa_fairseq.models._layers import MixtureDecoder, name_attentions
-from moa_fairseq.models.translation import as_namespace, refuse_dense_options
 
 GATE_WINDOW = 100  # MAE Appendix A
 
 
-class MixtureLanguageModel(TransformerLanguageModel):
-    """fairseq's Transformer language model with a mixture in place of every self-attention.
-
-    A family says which flags it has (`add_family_args`) and what they default to (`set_defaults`).
-    """
-
-    @classmethod
-    def hub_models(cls) -> dict:
-        return {}  # the parent's are dense checkpoints
-
-    @classmethod
-    def add_family_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the flags of the family's attention."""
-        raise NotImplementedError
-
-    @classmethod
-    def set_defaults(cls, args: argparse.Namespace) -> None:
-        """Give every flag of the model that has no value one."""
-        raise NotImplementedError
+class MixtureLanguageModel(MixtureFamily, TransformerLanguageModel):
+    """fairseq's Transformer language model with a mixture in place of every self-attention."""
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -54,9 +37,7 @@ class MixtureLanguageModel(TransformerLanguageModel):
         The parent builds embeddings and decoder in one go and asks no hook for the decoder: it is made
         to build one without layers, and the mixture's decoder is then built on the same embeddings.
         """
-        args = as_namespace(args)
-        cls.set_defaults(args)
-        refuse_dense_options(args)
+        args = cls.completed(args)
         layers, args.decoder_layers = args.decoder_layers, 0
         bare = super().build_model(args, task).decoder
         args.decoder_layers = layers

@@ -1,25 +1,22 @@
 """MoA for masked language modelling: `--arch moa_roberta_8k8e128d` and the rest of MoA's Table 2."""
 
 import argparse
-from typing import Any
+from typing import Any, ClassVar, Dict
 
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.roberta.model import RobertaEncoder, RobertaModel
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
 from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.errors import UserError
+from moa_fairseq.models._family import MixtureFamily
 from moa_fairseq.models._flags import add_mixture_args, set_mixture_defaults
 from moa_fairseq.models._layers import MixtureEncoder, name_attentions
 
 MAX_POSITIONS = 128  # MoA App. E: "we set the sequence length to be 128"
-# fairseq options that rebuild or read the inside of its own attention, with the value that means off
-_REFUSED = {"quant_noise_pq": 0, "mha_reg_scale_factor": 0, "mha_heads_to_keep": -1}
 
 
 class MixtureRobertaEncoder(RobertaEncoder):
@@ -34,12 +31,18 @@ class MixtureRobertaEncoder(RobertaEncoder):
 
 
 @register_model("moa_roberta")
-class MoARobertaModel(RobertaModel):
+class MoARobertaModel(MixtureFamily, RobertaModel):
     """fairseq's RoBERTa with MoA in place of its self-attention (MoA §5.2).
 
     Everything else is RoBERTa's: post-norm layers, the tied LM head, classification heads
     (`register_classification_head`), checkpoints with heads, `from_pretrained`, `fill_mask`.
     """
+
+    refused: ClassVar[Dict[str, Any]] = {
+        "quant_noise_pq": 0,
+        "mha_reg_scale_factor": 0,
+        "mha_heads_to_keep": -1,
+    }
 
     def __init__(self, args: argparse.Namespace, encoder: MixtureRobertaEncoder) -> None:
         super().__init__(args, encoder)
@@ -47,24 +50,17 @@ class MoARobertaModel(RobertaModel):
         name_attentions(self)
 
     @classmethod
-    def hub_models(cls) -> dict:
-        return {}  # the parent's are dense checkpoints
+    def add_family_args(cls, parser: argparse.ArgumentParser) -> None:
+        add_mixture_args(parser)
 
     @classmethod
-    def add_args(cls, parser: argparse.ArgumentParser) -> None:
-        super().add_args(parser)
-        add_mixture_args(parser)
+    def set_defaults(cls, args: argparse.Namespace) -> None:
+        moa_roberta_8k8e128d(args)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MoARobertaModel":
         """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
-        if isinstance(args, DictConfig):  # fairseq-hydra-train
-            args = argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
-        moa_roberta_8k8e128d(args)
-        for name, off in _REFUSED.items():
-            if getattr(args, name, off) != off:
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} has no meaning for mixtures of attention heads: leave it out.")
+        args = cls.completed(args)
         return cls(args, MixtureRobertaEncoder(args, task.source_dictionary))
 
 

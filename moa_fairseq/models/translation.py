@@ -6,51 +6,21 @@ from typing import Any
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerConfig, TransformerModel
 from fairseq.models.transformer.transformer_legacy import base_architecture
-from omegaconf import DictConfig, OmegaConf
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.models._family import MixtureFamily
 from moa_fairseq.models._flags import add_mixture_args, set_mixture_defaults
 from moa_fairseq.models._layers import MixtureDecoder, MixtureEncoder, name_attentions
 
-# fairseq options that rebuild or read the inside of its own attention, which a mixture does not have
-_REFUSED = {
-    "quant_noise_pq": "--quant-noise-pq",
-    "scale_heads": "--scale-heads",
-    "offload_activations": "--offload-activations (--checkpoint-activations works)",
-}
 
-
-class MixtureTransformerModel(TransformerModel):
-    """fairseq's Transformer with a mixture of attention heads in place of every attention.
-
-    A family says which flags it has (`add_family_args`) and what they default to (`set_defaults`).
-    """
-
-    @classmethod
-    def hub_models(cls) -> dict:
-        return {}  # the parent's are dense checkpoints
-
-    @classmethod
-    def add_family_args(cls, parser: argparse.ArgumentParser) -> None:
-        """Add the flags of the family's attention."""
-        raise NotImplementedError
-
-    @classmethod
-    def set_defaults(cls, args: argparse.Namespace) -> None:
-        """Give every flag of the model that has no value one."""
-        raise NotImplementedError
-
-    @classmethod
-    def add_args(cls, parser: argparse.ArgumentParser) -> None:
-        super().add_args(parser)
-        cls.add_family_args(parser)
+class MixtureTransformerModel(MixtureFamily, TransformerModel):
+    """fairseq's Transformer with a mixture of attention heads in place of every attention."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureTransformerModel":
         """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
-        args = as_namespace(args)
-        cls.set_defaults(args)
-        _check(args, task)
+        args = cls.completed(args)
+        _check_dictionaries(args, task)
         model = super().build_model(args, task)
         name_attentions(model)
         return model
@@ -78,22 +48,7 @@ class MoATransformerModel(MixtureTransformerModel):
         moa_transformer_base(args)
 
 
-def as_namespace(args: Any) -> argparse.Namespace:
-    """Command-line arguments as they are; the config of fairseq-hydra-train as such arguments."""
-    if isinstance(args, DictConfig):
-        return argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
-    return args
-
-
-def refuse_dense_options(args: argparse.Namespace) -> None:
-    """Raise UserError for options of fairseq that concern the inside of its own attention."""
-    for name, flag in _REFUSED.items():
-        if getattr(args, name, None):
-            raise UserError(f"{flag} has no meaning for mixtures of attention heads: leave it out.")
-
-
-def _check(args: argparse.Namespace, task: Any) -> None:
-    refuse_dense_options(args)
+def _check_dictionaries(args: argparse.Namespace, task: Any) -> None:
     if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
         raise UserError(
             "--share-all-embeddings needs one dictionary for both languages, and this data folder has two "
