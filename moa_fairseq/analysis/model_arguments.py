@@ -10,7 +10,7 @@ from typing import Any, Dict, Optional, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes.run_folder import RunState
+from moa_fairseq.recipes.run_folder import RunState, trained_checkpoint
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +35,8 @@ def checkpoint_and_data(model: Path, data: Optional[Path]) -> Tuple[Path, Path]:
     """A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on."""
     checkpoint = model
     if model.is_dir():
-        trained = model / "checkpoints" / "checkpoint_best.pt"
-        checkpoint = next((path for path in (model / "average.pt", trained) if path.is_file()), None)
-        if checkpoint is None:
+        checkpoint = trained_checkpoint(model)
+        if not checkpoint.is_file():
             raise UserError(
                 f"{model} holds neither average.pt nor checkpoints/checkpoint_best.pt: train first."
             )

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict
 
 from moa_fairseq.data_prep.prepare import CODES
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.run_folder import RunState, is_whole
+from moa_fairseq.recipes.run_folder import RunState, is_whole, trained_checkpoint
 from moa_fairseq.recipes.schema import Data, Recipe
 
 
@@ -39,12 +39,9 @@ def resolve(recipe: Recipe) -> Recipe:
 
 
 def pretrained_checkpoint(pretrained: str) -> Path:
-    """The checkpoint file that `pretrained` stands for: a run folder's average, else its best."""
+    """The checkpoint file that `pretrained` stands for: itself, or what a run folder has to show."""
     path = Path(pretrained)
-    best = path / "checkpoints" / "checkpoint_best.pt"
-    if path.suffix == ".pt":
-        return path
-    return best if best.is_file() and not (path / "average.pt").is_file() else path / "average.pt"
+    return path if path.suffix == ".pt" else trained_checkpoint(path)
 
 
 def check_pretrained(recipe: Recipe, data: Path, say: Callable[[str], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -14,13 +13,13 @@ from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.prepare import Prepared, workers
 from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
 from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text
-from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.model_scores import score_once
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.stages import Run, origin_of_model, require_model, stamp
+from moa_fairseq.recipes.stages import Run
 
 METRIC = "lm_ppl"
 _PERPLEXITY = re.compile(r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ([\d.]+|inf|nan)")
@@ -68,23 +67,19 @@ def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, 
 
 def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
     """Score one subset; returns what `score-<subset>.json` holds. Raises UserError without a whole model."""
-    model, output = require_model(run), run.folder / f"score-{subset}.json"
-    settings = dataclasses.asdict(run.recipe.score)
-    stage, done = f"score-{subset}", fingerprint_of(stamp(model), settings, prepared.fingerprint)
-    if run.state.is_done(stage, done, output):
-        run.say(f"{stage}: done before ({output})")
-        scores = json.loads(output.read_text(encoding="utf-8"))
-    else:
+
+    def evaluate(output: Path) -> Dict[str, Any]:
         command = score_command(run.recipe, run.hardware, run.paths, subset)
         run.show(command)
         report = run.folder / f"eval-lm-{subset}.txt"
         # Where its log goes depends on who configured logging first: standard output, or standard error.
-        run.executor.run(command, run.log(stage), output=report, errors_too=True)
+        run.executor.run(command, run.log(output.stem), output=report, errors_too=True)
         scores = read_report(report.read_text(encoding="utf-8", errors="replace"), report, run.recipe)
         with atomic_write(output) as stream:
             json.dump(scores, stream, indent=1)
-    run.state.put(stage, done=done, settings=settings, **origin_of_model(run))
-    return scores
+        return scores
+
+    return score_once(run, prepared, subset, evaluate)
 
 
 def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from typing import Any, Dict, List
 
 from moa_fairseq.data_prep.prepare import Prepared
-from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.model_scores import score_once
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.stages import Run, origin_of_model, require_model, run_scoring, stamp
+from moa_fairseq.recipes.stages import Run, run_scoring
 
 
 def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, subset: str) -> List[str]:
@@ -30,13 +28,5 @@ def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, 
 
 def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
     """Score one subset; returns what `score-<subset>.json` holds. Raises UserError without a whole model."""
-    model, output = require_model(run), run.folder / f"score-{subset}.json"
-    settings = dataclasses.asdict(run.recipe.score)
-    stage, done = f"score-{subset}", fingerprint_of(stamp(model), settings, prepared.fingerprint)
-    if run.state.is_done(stage, done, output):
-        run.say(f"{stage}: done before ({output})")
-        scores = json.loads(output.read_text(encoding="utf-8"))
-    else:
-        scores = run_scoring(run, score_command(run.recipe, run.hardware, run.paths, subset), output)
-    run.state.put(stage, done=done, settings=settings, **origin_of_model(run))
-    return scores
+    command = score_command(run.recipe, run.hardware, run.paths, subset)
+    return score_once(run, prepared, subset, lambda output: run_scoring(run, command, output))

@@ -21,6 +21,12 @@ _EPOCH_CHECKPOINT = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_CHECKPOINT = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 
+def trained_checkpoint(folder: Path) -> Path:
+    """What a run folder stands for: its averaged checkpoint, else its best; average.pt where neither is."""
+    average, best = folder / "average.pt", folder / "checkpoints" / "checkpoint_best.pt"
+    return best if best.is_file() and not average.is_file() else average
+
+
 class RunState:
     """`state.json`: one entry per stage with the fingerprint of what it was made from."""
 
