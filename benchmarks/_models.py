@@ -11,7 +11,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import nn
 
 import moa_fairseq
-from moa_fairseq.criterions.label_smoothed import LabelSmoothedCrossEntropyWithRouting
+from moa_fairseq.criterions.with_routing import LabelSmoothedCrossEntropyWithRouting
 
 assert moa_fairseq.__version__  # importing it registers the architectures
 
@@ -46,7 +46,7 @@ def criterion(arch: str, words: Dictionary) -> nn.Module:
     """Label-smoothed cross entropy; with the routers' losses and statistics for a mixture."""
     task = argparse.Namespace(target_dictionary=words)
     if arch.startswith("moa"):
-        return LabelSmoothedCrossEntropyWithRouting(task, False, 0.1, 0.01, 0.001, "sample-size", "summary")
+        return LabelSmoothedCrossEntropyWithRouting(task, False, 0.1)
     return LabelSmoothedCrossEntropyCriterion(task, False, 0.1)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.sequence_gate import absorb_statistics, gates_of
-from moa_fairseq.optim.gate_sgd import GateGradients, sgd_step
+from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
 
 MAE = "mae_transformer_base"
 G_EVERY = 5

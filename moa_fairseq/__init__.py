@@ -1,17 +1,23 @@
 """moa_fairseq: mixtures of attention heads as a fairseq user-dir. Importing it registers everything.
 
-fairseq imports `tasks/` and `models/` of a user-dir by itself, but only if nobody imported the package
-before, and it never imports criterions: so all of it is imported here.
+Where fairseq is not installed nothing is registered, and `moa_fairseq.attention` and `moa_fairseq.kernels`
+work with torch alone.
 """
 
-from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
-import torch
+import importlib.util
 
-from moa_fairseq import criterions, host_memory, models, tasks
-
-__all__ = ["criterions", "fairseq_compat", "models", "tasks"]
 __version__ = "0.1.0"
 
-fairseq_compat.install()
-if not torch.cuda.is_available():
-    host_memory.keep_freed_memory()
+if importlib.util.find_spec("fairseq") is not None:
+    # fairseq imports `tasks/` and `models/` of a user-dir by itself, but only if nobody imported the package
+    # before, and it never imports criterions: so all of it is imported here.
+    from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
+    import torch
+
+    from moa_fairseq import criterions, host_memory, models, tasks
+
+    __all__ = ["criterions", "fairseq_compat", "models", "tasks"]
+
+    fairseq_compat.install()
+    if not torch.cuda.is_available():
+        host_memory.keep_freed_memory()

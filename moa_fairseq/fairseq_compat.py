@@ -24,7 +24,6 @@ stack breaks or endangers it, or because a hook is missing:
 """
 
 import argparse
-import contextlib
 import functools
 import os
 import pickle
@@ -33,7 +32,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import numpy
 import torch
@@ -147,22 +146,6 @@ class _SafeTorch(types.ModuleType):
                 f"{name} could not be written ({_first_sentence(error)}): is the disk full? Earlier "
                 f"checkpoints are whole; free some space and start the same training again."
             ) from error
-
-
-def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
-    """The dtype that autocast gives matmuls on "cpu" or "cuda" right now, or None when it is off."""
-    if hasattr(torch, "get_autocast_dtype"):  # torch ≥ 2.4: one call for every device
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    if device_type == "cuda":
-        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
-    return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-
-
-def full_precision(device_type: str) -> ContextManager:
-    """A block in which autocast is off; entering it costs nothing where it is off already."""
-    if autocast_dtype(device_type) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 def _atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:

@@ -113,11 +113,8 @@ def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
     if decision.chooses_all:
         index = decision.probs.argmax(-1, keepdim=True)
     chosen = torch.zeros_like(decision.probs, dtype=torch.bool).scatter_(1, index, True)
-    if chosen.size(0) == batch:  # a length of 1 included
-        return chosen.unsqueeze(1).expand(batch, length, -1)
-    if decision.time_first:
-        return chosen.view(length, batch, -1).transpose(0, 1)
-    return chosen.view(batch, length, -1)
+    per_sequence = 1 if decision.scope == "sequences" else length
+    return chosen.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from moa_fairseq.attention.routing import RoutingDecision
 
 NamedDecisions = List[Tuple[str, RoutingDecision]]
 
-_decisions: ContextVar[Optional[NamedDecisions]] = ContextVar("decisions", default=None)
+_collectors: ContextVar[Tuple[NamedDecisions, ...]] = ContextVar("collectors", default=())
 _query_padding: ContextVar[Optional[Tensor]] = ContextVar("query_padding", default=None)
 
 
@@ -22,21 +22,22 @@ _query_padding: ContextVar[Optional[Tensor]] = ContextVar("query_padding", defau
 def collect_decisions() -> Iterator[NamedDecisions]:
     """Collect (module name, RoutingDecision) of every router that runs inside the block, in order.
 
-    Activation checkpointing runs a layer again during the backward pass, outside the block: a layer
-    is counted once.
+    Blocks may be nested: each one hears of every decision made inside it. Activation checkpointing runs a
+    layer again during the backward pass, outside the block: a layer is counted once.
     """
     decisions: NamedDecisions = []
-    token = _decisions.set(decisions)
+    token = _collectors.set((*_collectors.get(), decisions))
     try:
         yield decisions
     finally:
-        _decisions.reset(token)
+        _collectors.reset(token)
 
 
 def record(name: str, decision: RoutingDecision) -> None:
-    """Hand a decision to the innermost collector, if there is one."""
-    decisions = _decisions.get()
-    if decisions is not None:
+    """Hand a decision to every open collector. A module's decision about keys is named `<name>.keys`."""
+    if decision.side != "queries":
+        name = f"{name}.{decision.side}"
+    for decisions in _collectors.get():
         decisions.append((name, decision))
 
 

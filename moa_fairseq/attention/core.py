@@ -1,13 +1,11 @@
-"""Scaled-dot-product attention with fairseq's masks, and the incremental key/value cache."""
+"""Scaled-dot-product attention with fairseq's masks, an additive bias, and heads that share keys."""
 
 import math
-from typing import Dict, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Cache = Dict[str, Optional[Tensor]]
 
 
 def merge_masks(
@@ -52,50 +50,69 @@ def attend(
     key_padding_mask: Optional[Tensor] = None,
     dropout: float = 0.0,
     need_weights: bool = False,
+    bias: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """Softmax(q·kᵀ/√D)·v for H query heads over H or 1 key/value heads (MoA Eq. 10-11).
+    """Softmax(q·kᵀ/√D + bias)·v for H query heads over G key/value heads (MoA Eq. 10-11).
 
-    q [B, H, T, D], k and v [B, H or 1, S, D] → ([B, H, T, D], weights [B, H, T, S] float32 if
-    need_weights else None). A single key/value head is shared, not copied; so are keys that stand once
-    for the n hypotheses of a beam, k and v [B / n, 1, S, D] with masks of B / n rows. dropout: probability
-    with which attention weights are zeroed (0 outside training); the returned weights are from
-    before the dropout. Masks as in `merge_masks`; a query without any key gets zeros.
+    q [B, H, T, D], k and v [B, G, S, D] → ([B, H, T, D], weights [B, H, T, S] float32 if need_weights
+    else None). G divides H: query head i reads key head i mod G. Shared heads are not copied; nor
+    are keys that stand once for the n hypotheses of a beam, k and v [B / n, G, S, D] with masks of B / n
+    rows. dropout: probability with which attention weights are zeroed (0 outside training); the returned
+    weights are from before the dropout. Masks as in `merge_masks`; a query without any key gets zeros.
+    bias [B or 1, H or 1, T, S] is added to the scaled scores.
     """
     if k.size(0) != q.size(0):  # the beam's hypotheses become more heads
         batch, heads, tgt_len, dim = q.shape
+        if bias is not None:
+            bias = bias.expand(batch, heads, -1, -1).reshape(k.size(0), -1, tgt_len, k.size(2))
         grouped = q.reshape(k.size(0), -1, tgt_len, dim)
-        out, weights = attend(grouped, k, v, attn_mask, key_padding_mask, dropout, need_weights)
+        out, weights = attend(grouped, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
         out = out.reshape(batch, heads, tgt_len, dim)
         return out, None if weights is None else weights.reshape(batch, heads, tgt_len, -1)
-    causal = is_causal(attn_mask) and key_padding_mask is None and q.is_cuda and not need_weights
-    if causal:  # the flash kernels of GPUs take this flag, and no mask
-        k, v = (t.expand(-1, q.size(1), -1, -1) for t in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True), None
+    plain = key_padding_mask is None and bias is None and not need_weights
+    if plain and is_causal(attn_mask) and q.is_cuda:  # the flash kernels of GPUs take this flag, and no mask
+        return F.scaled_dot_product_attention(q, *_copied(q, k, v), dropout_p=dropout, is_causal=True), None
     mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
+    if bias is not None:
+        mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
     if need_weights:
-        out, weights = _attend_with_weights(q, k, v, mask, blind, dropout)
+        out, weights = _attend_with_weights(q, *_copied(q, k, v), mask, blind, dropout)
     else:
         out, weights = _shared_head_attention(q, k, v, mask, dropout), None
     return (out if blind is None else out.masked_fill(blind, 0.0)), weights
 
 
-def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout: float) -> Tensor:
-    """torch's attention; where one key/value head serves all, the heads become more queries of it.
+def _copied(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+    """Keys and values for each query head; of one key head it is a view."""
+    heads, groups = q.size(1), k.size(1)
+    if groups == heads:
+        return k, v
+    if groups == 1:
+        return k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+    return k.repeat(1, heads // groups, 1, 1), v.repeat(1, heads // groups, 1, 1)
 
-    The keys are then read once instead of H times, and their gradient is one product instead of a sum
-    over H copies. Only a mask that differs between queries must be repeated per head.
+
+def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout: float) -> Tensor:
+    """torch's attention; heads that share keys become more queries of them.
+
+    The keys are then read once instead of H / G times, and their gradient is one product instead of a sum
+    over copies. Only a mask that differs between queries must be repeated per head.
     """
     batch, heads, tgt_len, dim = q.shape
+    groups = k.size(1)
+    per_head = mask is not None and mask.size(1) > 1
     per_query = mask is not None and mask.size(2) > 1
-    shared = k.size(1) == 1 and heads > 1
-    if not shared or (per_query and mask.numel() * heads > q.numel()):
-        k, v = (t.expand(-1, heads, -1, -1) for t in (k, v))
+    if heads == groups or per_head or (per_query and mask.numel() * (heads // groups) > q.numel()):
+        k, v = _copied(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    sharing = heads // groups
     if per_query:
-        mask = mask.repeat_interleave(heads, dim=2)
-    q = q.transpose(1, 2).reshape(batch, 1, tgt_len * heads, dim)
+        mask = mask.repeat_interleave(sharing, dim=2)
+    q = q.view(batch, sharing, groups, tgt_len, dim) if groups > 1 else q.unsqueeze(2)
+    q = q.permute(0, 2, 3, 1, 4).reshape(batch, groups, tgt_len * sharing, dim)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    return out.reshape(batch, tgt_len, heads, dim).transpose(1, 2)
+    out = out.reshape(batch, groups, tgt_len, sharing, dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, heads, tgt_len, dim)
 
 
 def _attend_with_weights(
@@ -127,45 +144,3 @@ def mark_causal(mask: Tensor) -> Tensor:
 def is_causal(mask: Optional[Tensor]) -> bool:
     """Whether `mark_causal` was said of this mask."""
     return getattr(mask, _CAUSAL, False)
-
-
-def extend_cache(
-    cache: Cache, k: Optional[Tensor], v: Optional[Tensor], static: bool
-) -> Tuple[Tensor, Tensor]:
-    """The keys and values of all steps so far, [B, H, S, D]; the cache is updated in place.
-
-    static: keys and values that were cached once (of the encoder) are returned as they are.
-    """
-    if cache.get("prev_key") is not None:
-        if static:
-            return cache["prev_key"], cache["prev_value"]
-        k = torch.cat([cache["prev_key"], k], dim=2)
-        v = torch.cat([cache["prev_value"], v], dim=2)
-    cache["prev_key"], cache["prev_value"] = k, v
-    return k, v
-
-
-def extend_padding(
-    cache: Cache, key_padding_mask: Optional[Tensor], batch: int, length: int, static: bool
-) -> Optional[Tensor]:
-    """The key padding mask [B, S] of all steps so far, S = length; None while nothing is padded.
-
-    A step may come without a mask before or after one with it: missing steps are unpadded.
-    """
-    previous = cache.get("prev_key_padding_mask")
-    if static and "prev_key_padding_mask" in cache:  # of the same keys
-        return previous
-    if previous is not None or key_padding_mask is not None:
-        known = previous if previous is not None else key_padding_mask
-        if previous is None:
-            before = known.new_zeros(batch, length - key_padding_mask.size(1), dtype=torch.bool)
-            parts = [before, key_padding_mask.bool()]
-        else:
-            step = length - previous.size(1)
-            new = known.new_zeros(batch, step, dtype=torch.bool)
-            parts = [previous.bool(), new if key_padding_mask is None else key_padding_mask.bool()[:, -step:]]
-            if step == 0:
-                parts = parts[:1]
-        key_padding_mask = torch.cat(parts, dim=1)
-    cache["prev_key_padding_mask"] = key_padding_mask
-    return key_padding_mask

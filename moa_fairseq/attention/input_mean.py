@@ -5,15 +5,15 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.core import Cache
+from moa_fairseq.attention.cache import Cache
 
 
 def sequence_mean(x: Tensor, padding: Optional[Tensor]) -> Tensor:
-    """Mean over the real positions of x [T, B, C] → [B, C]; padding [B, T], True = padding.
+    """Mean over the real positions of x [B, T, C] → [B, C]; padding [B, T], True = padding.
 
     float32 or wider; zeros for a sequence of padding only.
     """
-    return _divide(_rows(x, padding).sum(0))
+    return _divide(_rows(x, padding).sum(1))
 
 
 def running_mean(
@@ -21,32 +21,32 @@ def running_mean(
 ) -> Tensor:
     """Mean, at each position, of the latest `window` real inputs up to and including it.
 
-    x [T, B, C] → [T, B, C], float32 or wider; window None: of all inputs so far. padding [B, T], True =
+    x [B, T, C] → [B, T, C], float32 or wider; window None: of all inputs so far. padding [B, T], True =
     padding: takes no part, but occupies its place in the window. cache: what the steps before left
     while generating (entry gate_total [B, C + 1], or gate_rows [B, ≤ window, C + 1]); updated in place.
     """
     rows = _rows(x, padding)
     if window is None:
-        totals = rows.cumsum(0)
+        totals = rows.cumsum(1)
         if cache is not None:
             if cache.get("gate_total") is not None:
-                totals = totals + cache["gate_total"]
-            cache["gate_total"] = totals[-1]
+                totals = totals + cache["gate_total"].unsqueeze(1)
+            cache["gate_total"] = totals[:, -1]
         return _divide(totals)
     if cache is not None and cache.get("gate_rows") is not None:
-        rows = torch.cat([cache["gate_rows"].transpose(0, 1), rows])
+        rows = torch.cat([cache["gate_rows"], rows], dim=1)
     if cache is not None:
-        cache["gate_rows"] = rows[-window:].transpose(0, 1)
-    sums = rows.cumsum(0)
-    if sums.size(0) > window:
-        sums = torch.cat([sums[:window], sums[window:] - sums[:-window]])
-    return _divide(sums[-x.size(0) :])
+        cache["gate_rows"] = rows[:, -window:]
+    sums = rows.cumsum(1)
+    if sums.size(1) > window:
+        sums = torch.cat([sums[:, :window], sums[:, window:] - sums[:, :-window]], dim=1)
+    return _divide(sums[:, -x.size(1) :])
 
 
 def _rows(x: Tensor, padding: Optional[Tensor]) -> Tensor:
-    """[T, B, C + 1]: the inputs, zero where padding is, and a last column that counts."""
+    """[B, T, C + 1]: the inputs, zero where padding is, and a last column that counts."""
     x = x if x.dtype == torch.float64 else x.float()
-    real = x.new_ones(x.shape[:2]) if padding is None else (~padding.t()).to(x.dtype)
+    real = x.new_ones(x.shape[:2]) if padding is None else (~padding).to(x.dtype)
     real = real.unsqueeze(-1)
     return torch.cat([x * real, real], dim=-1)
 

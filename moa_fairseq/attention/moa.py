@@ -1,27 +1,121 @@
 """Mixture of Attention Heads (MoA, arXiv 2210.05144): top-k attention experts per token."""
 
 import math
-from typing import Optional, Tuple
+from dataclasses import dataclass, field
+from typing import Any, Dict, Optional, Tuple
 
-from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import padding_of_queries, record
-from moa_fairseq.attention.core import attend, extend_cache, extend_padding
+from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.incremental import IncrementalAttention, IncrementalState
-from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.attention.routers import ACTIVATIONS, RENORMALIZATIONS, TopKRouter
+from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
+from moa_fairseq.kernels.expert_bank import BACKENDS
+
+KEYS_VALUES = ("shared", "own")
 
 
-class MixtureOfAttention(IncrementalAttention):
+@dataclass
+class MoASettings:
+    """The flags of `MixtureOfAttention`."""
+
+    num_experts: int = field(default=8, metadata={"help": "attention experts per module (E)"})
+    experts_per_token: int = field(default=8, metadata={"help": "experts each token chooses (K)"})
+    expert_dim: int = field(default=128, metadata={"help": "head dimension of an expert (D)"})
+    heads_per_expert: int = field(
+        default=1,
+        metadata={
+            "help": "attention heads inside of an expert, with as many heads of keys and values that all "
+            "experts share (1: MoA; more: the mixture of multi-head attention of SUT and JetMoE)"
+        },
+    )
+    expert_keys_values: str = field(
+        default="shared",
+        metadata={
+            "choices": KEYS_VALUES,
+            "help": "keys and values that all experts share (MoA Eq. 12), or a head of each expert's own: with "
+            "K = E that is dense multi-head attention with gates, the control for what routing adds",
+        },
+    )
+    expert_bias: bool = field(
+        default=False,
+        metadata={
+            "help": "biases in keys, values, query and output experts (off for translation, as in the release)"
+        },
+    )
+    routing_noise: bool = field(
+        default=False,
+        metadata={"help": "learned Gaussian noise on the router's logits in training (MoA Eq. 3)"},
+    )
+    router_activation: str = field(
+        default="softmax",
+        metadata={
+            "choices": ACTIVATIONS,
+            "help": "what makes gates of the router's logits: softmax (MoA Eq. 7), or a sigmoid of each",
+        },
+    )
+    router_renormalize: str = field(
+        default="detached",
+        metadata={
+            "choices": RENORMALIZATIONS,
+            "help": "divide the chosen gates by their sum: without a gradient through it (detached: MoA Eq. 9), "
+            "with one (full), or not at all (none: MoA's released code)",
+        },
+    )
+    routing_bias_rate: float = field(
+        default=0.0,
+        metadata={
+            "help": "balance loads without a gradient: after each update an expert's selection bias moves by so "
+            "much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
+        },
+    )
+    expert_backend: str = field(
+        default="auto",
+        metadata={
+            "choices": BACKENDS,
+            "help": "what computes the expert projections; auto picks by device and dtype",
+        },
+    )
+
+    def build(
+        self, embed_dim: int, num_heads: int = 0, causal: bool = False, **role: Any
+    ) -> "MixtureOfAttention":
+        """The attention of a layer; role: the arguments of `MixtureAttention` that say where it stands.
+
+        num_heads, causal: of no matter here: K experts attend, and masks hide the future.
+        """
+        return MixtureOfAttention(
+            embed_dim,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_dim=self.expert_dim,
+            heads_per_expert=self.heads_per_expert,
+            keys_values=self.expert_keys_values,
+            bias=self.expert_bias,
+            activation=self.router_activation,
+            renormalize=self.router_renormalize,
+            routing_noise=self.routing_noise,
+            routing_bias_rate=self.routing_bias_rate,
+            backend=self.expert_backend,
+            **role,
+        )
+
+
+class MixtureOfAttention(MixtureAttention):
     """y_t = Σ_{i ∈ G(q_t)} w_{i,t} · E_i(q_t, K, V) (MoA Eq. 6), a drop-in for fairseq's attention.
 
     A router (Eq. 7-9) picks K of E experts per query token. An expert has its own query projection
     W_i^q and output projection W_i^o; keys and values are projected once by W^k, W^v, shared by all
     experts (Eq. 10-12), so the attention is multi-query attention with K query heads of size D.
-    bias: biases of keys, values, query experts and output experts (the router has none in either case).
-    Raises UserError for impossible K, E, D.
+
+    heads_per_expert: P heads of size D in each expert, and P shared heads of keys and values (SUT, arXiv
+    2310.07096; JetMoE, arXiv 2404.07413). keys_values: "own" gives each expert its own, which takes
+    K = E: dense attention whose heads are gated. bias: biases of keys, values, query experts and
+    output experts (the router has none in either case). router: another than `TopKRouter`.
+    Head weights stand slot by slot: slot k is the k-th most probable expert (expert k when K = E).
+    Raises UserError for impossible sizes.
     """
 
     def __init__(
@@ -32,32 +126,45 @@ class MixtureOfAttention(IncrementalAttention):
         expert_dim: int,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
-        dropout: float = 0.0,
         bias: bool = False,
-        self_attention: bool = False,
-        encoder_decoder_attention: bool = False,
+        heads_per_expert: int = 1,
+        keys_values: str = "shared",
+        activation: str = "softmax",
         renormalize: str = "detached",
         routing_noise: bool = False,
+        routing_bias_rate: float = 0.0,
         backend: str = "auto",
+        router: Optional[nn.Module] = None,
+        **role: Any,
     ):
-        super().__init__()
-        if expert_dim is None or expert_dim < 1:
-            raise UserError(f"--expert-dim must be a positive number (the papers' D), not {expert_dim}.")
-        self.embed_dim = embed_dim
-        self.num_experts = num_experts
-        self.experts_per_token = experts_per_token
-        self.expert_dim = expert_dim
-        # fairseq's layers read these two names
-        self.num_heads, self.head_dim = experts_per_token, expert_dim
-        self.self_attention = self_attention
-        self.encoder_decoder_attention = encoder_decoder_attention
-        self.name = ""  # the path in the model, set when a model is built: "encoder.layers.0.self_attn"
-        self.dropout_module = FairseqDropout(dropout, module_name=self.__class__.__name__)
-        self.router = TopKRouter(embed_dim, num_experts, experts_per_token, renormalize, routing_noise)
-        self.q_experts = ExpertLinear(num_experts, embed_dim, expert_dim, "dispatch", bias, backend)
-        self.out_experts = ExpertLinear(num_experts, expert_dim, embed_dim, "combine", bias, backend)
-        self.k_proj = nn.Linear(kdim or embed_dim, expert_dim, bias=bias)
-        self.v_proj = nn.Linear(vdim or embed_dim, expert_dim, bias=bias)
+        for flag, size in (("expert-dim", expert_dim), ("heads-per-expert", heads_per_expert)):
+            if size is None or size < 1:
+                raise UserError(f"--{flag} must be a positive number, not {size}.")
+        if keys_values not in KEYS_VALUES:
+            raise UserError(f"--expert-keys-values {keys_values} is unknown: choose shared or own.")
+        if keys_values == "own" and experts_per_token != num_experts:
+            raise UserError(
+                f"--expert-keys-values own needs every expert for every token, and --experts-per-token "
+                f"{experts_per_token} chooses among --num-experts {num_experts}: give both the same number."
+            )
+        super().__init__(embed_dim, experts_per_token * heads_per_expert, expert_dim, **role)
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
+        self.expert_dim, self.heads_per_expert = expert_dim, heads_per_expert
+        self.key_heads = heads_per_expert * (num_experts if keys_values == "own" else 1)
+        self.router = router or TopKRouter(
+            embed_dim,
+            num_experts,
+            experts_per_token,
+            renormalize,
+            routing_noise,
+            activation=activation,
+            bias_rate=routing_bias_rate,
+        )
+        width = heads_per_expert * expert_dim
+        self.q_experts = ExpertLinear(num_experts, embed_dim, width, "dispatch", bias, backend)
+        self.out_experts = ExpertLinear(num_experts, width, embed_dim, "combine", bias, backend)
+        self.k_proj = nn.Linear(kdim or embed_dim, self.key_heads * expert_dim, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, self.key_heads * expert_dim, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,91 +174,34 @@ class MixtureOfAttention(IncrementalAttention):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Optional[Tensor],
-        value: Optional[Tensor],
-        key_padding_mask: Optional[Tensor] = None,
-        incremental_state: Optional[IncrementalState] = None,
-        need_weights: bool = True,
-        static_kv: bool = False,
-        attn_mask: Optional[Tensor] = None,
-        need_head_weights: bool = False,
-        query_padding_mask: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
-        """fairseq's `MultiheadAttention.forward`, time first.
+    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:
+        return self.router(x.view(-1, self.embed_dim), None if padding is None else padding.reshape(-1))
 
-        query [T, B, C], key and value [S, B, kdim / vdim] (ignored in self-attention; may be None once
-        static_kv keys are cached). key_padding_mask [B, S], True = padding; attn_mask [T, S] additive
-        or bool. query_padding_mask [B, T] keeps padding out of the routing statistics and zeroes its
-        output; it defaults to what `query_padding` declared, or to key_padding_mask in self-attention.
-        Returns (output [T, B, C], weights): weights is None, [B, T, S] averaged over the K chosen
-        experts (need_weights), or [K, B, T, S] (need_head_weights), slot k being the k-th most
-        probable expert (expert k when K = E).
-        """
-        tgt_len, batch, _ = query.shape
-        own_keys = key_padding_mask if self.self_attention else None
-        padding = padding_of_queries(query_padding_mask, own_keys, batch, tgt_len)
-        # Batch first from here on: queries and attention outputs then change shape without a copy.
-        tokens = query.transpose(0, 1).reshape(batch * tgt_len, self.embed_dim)
-        decision = self.router(tokens, None if padding is None else padding.reshape(-1))
-        record(self.name, decision)
+    def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
+        q = self.q_experts(x.view(-1, self.embed_dim), decision)
+        return q.view(*x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)
 
-        q = self.q_experts(tokens, decision)
-        k, v, key_padding_mask = self._keys_and_values(
-            tokens.view(batch, tgt_len, self.embed_dim),
-            key,
-            value,
-            key_padding_mask,
-            incremental_state,
-            static_kv,
-        )
-        heads, weights = attend(
-            q.view(batch, tgt_len, self.experts_per_token, self.expert_dim).transpose(1, 2),
-            k,
-            v,
-            attn_mask,
-            key_padding_mask,
-            self.attention_dropout,
-            need_weights or need_head_weights,
-        )
-        slots = heads.transpose(1, 2).reshape(batch * tgt_len, self.experts_per_token, self.expert_dim)
-        out = self.out_experts(slots, decision)
-        out = out.view(batch, tgt_len, self.embed_dim).transpose(0, 1).contiguous()
-        if weights is not None:
-            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
-        return out, weights
+    def project_keys_values(
+        self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor]:
+        shape = (*key.shape[:2], self.key_heads, self.expert_dim)
+        return tuple(p(x).view(shape).transpose(1, 2) for p, x in ((self.k_proj, key), (self.v_proj, value)))
 
-    def _keys_and_values(
-        self,
-        query: Tensor,
-        key: Optional[Tensor],
-        value: Optional[Tensor],
-        key_padding_mask: Optional[Tensor],
-        incremental_state: Optional[IncrementalState],
-        static_kv: bool,
-    ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """The shared head's keys and values [B, 1, S, D] and their padding [B, S], through the cache.
+    def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
+        batch, _, tgt_len, _ = heads.shape
+        width = self.heads_per_expert * self.expert_dim
+        slots = heads.transpose(1, 2).reshape(batch * tgt_len, self.experts_per_token, width)
+        return self.out_experts(slots, decision).view(batch, tgt_len, self.embed_dim)
 
-        query [B, T, C], key and value [S, B, C]. B of the results counts sentences where the
-        hypotheses of a beam share them.
-        """
-        cache = self._get_input_buffer(incremental_state)
-        k = v = None
-        if not (static_kv and cache.get("prev_key") is not None):
-            if self.self_attention:
-                key = value = query
-            elif self.encoder_decoder_attention:
-                if incremental_state is not None and static_kv:
-                    key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
-                key = value = key.transpose(0, 1)
-            else:
-                key, value = key.transpose(0, 1), value.transpose(0, 1)
-            k, v = self.k_proj(key).unsqueeze(1), self.v_proj(value).unsqueeze(1)
-        if incremental_state is None:
-            return k, v, key_padding_mask
-        k, v = extend_cache(cache, k, v, static_kv)
-        key_padding_mask = extend_padding(cache, key_padding_mask, k.size(0), k.size(2), static_kv)
-        self._set_input_buffer(incremental_state, cache)
-        return k, v, key_padding_mask
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        inputs = self.k_proj.in_features + self.v_proj.in_features
+        return {
+            "router": queries * self.embed_dim * self.num_experts,
+            "projections": 2 * queries * self.embed_dim * self.num_heads * self.head_dim
+            + keys * inputs * self.key_heads * self.expert_dim,
+        }
+
+    def kept_elements(self) -> int:
+        heads = self.num_heads * self.head_dim
+        # logits; keys and values; queries, results and their copies; the output and sorted copies of the input
+        return self.num_experts + 2 * self.key_heads * self.expert_dim + 2 * heads + 3 * self.embed_dim

@@ -6,22 +6,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moa_fairseq.attention.observers import Observer
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.fairseq_compat import full_precision
+from moa_fairseq.torch_compat import full_precision
 
 RENORMALIZATIONS = ("detached", "full", "none")
+ACTIVATIONS = ("softmax", "sigmoid")
 _INIT_STD = 0.02
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(Observer):
     """MoA's router: softmax over E logits, the K largest, renormalised (MoA Eq. 7-9).
 
     renormalize: "detached" divides by the sum of the chosen probabilities without a gradient through
     it (Eq. 9, the paper); "full" divides with the gradient; "none" leaves the probabilities (the
     authors' released code). noise: adds ε·softplus(x·W_noise), ε ~ N(0, 1), to the logits in
-    training (Eq. 3). All of it runs in float32, whatever the model's dtype or autocast.
-    Raises UserError unless 1 ≤ K ≤ E and renormalize is known.
+    training (Eq. 3). activation: "sigmoid" makes each expert's probability its own, so that they do not
+    add up to 1; Eq. 9 applies to them all the same where K < E.
+    bias_rate: u of balancing without a gradient (arXiv 2408.15664): experts are chosen by probability
+    plus a bias b_i, weighted by probability alone, and b_i moves by u · sign(mean load − load_i)
+    after each update (`absorb`; the counts of an update wait in `pending`).
+    All of it runs in float32, whatever the model's dtype or autocast.
+    Raises UserError unless 1 ≤ K ≤ E and renormalize and activation are known.
     """
 
     def __init__(
@@ -32,6 +39,8 @@ class TopKRouter(nn.Module):
         renormalize: str = "detached",
         noise: bool = False,
         bias: bool = False,
+        activation: str = "softmax",
+        bias_rate: float = 0.0,
     ):
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -43,12 +52,23 @@ class TopKRouter(nn.Module):
             raise UserError(
                 f"--router-renormalize {renormalize} is unknown: choose one of {', '.join(RENORMALIZATIONS)}."
             )
+        if activation not in ACTIVATIONS:
+            raise UserError(f"--router-activation {activation} is unknown: choose one of {', '.join(ACTIVATIONS)}.")
+        if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
+            raise UserError(
+                f"--routing-bias-rate {bias_rate} balances which experts are chosen: it is positive, and there "
+                f"is nothing to choose when --experts-per-token is --num-experts ({num_experts})."
+            )
+        self.activation, self.bias_rate = activation, bias_rate
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.renormalize = renormalize
         self.projection = nn.Linear(model_dim, num_experts, bias=bias)
         self.noise_projection = nn.Linear(model_dim, num_experts, bias=False) if noise else None
         self.register_buffer("every_expert", torch.arange(num_experts), persistent=False)
+        if bias_rate:
+            self.register_buffer("selection_bias", torch.zeros(num_experts))
+            self.register_buffer("pending", torch.zeros(num_experts), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -63,11 +83,21 @@ class TopKRouter(nn.Module):
         """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
         with full_precision(x.device.type):
             logits = self._logits(x)
-            probs = torch.softmax(logits, dim=-1)
+            probs = torch.softmax(logits, dim=-1) if self.activation == "softmax" else torch.sigmoid(logits)
             gate, expert_index = self._choose(probs)
             if padding_mask is not None:
                 gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
-        return RoutingDecision(expert_index, gate, probs, logits, padding_mask)
+        decision = RoutingDecision(
+            expert_index, gate, probs, logits, self.num_experts, padding_mask=padding_mask
+        )
+        if self.bias_rate and self.training:
+            self.observe(decision.expert_counts.to(self.pending.dtype))
+        return decision
+
+    @torch.no_grad()
+    def absorb(self, loads: Tensor) -> None:
+        """Move the biases by the loads [E] of an update, over all workers."""
+        self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
     def _logits(self, x: Tensor) -> Tensor:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -80,9 +110,13 @@ class TopKRouter(nn.Module):
         return logits
 
     def _choose(self, probs: Tensor):
-        if self.experts_per_token == self.num_experts:  # probabilities of all experts add up to 1 as they are
+        if self.experts_per_token == self.num_experts:  # nothing is chosen, all gates stay as they are
             return probs, self.every_expert.expand(probs.size(0), -1)
-        chosen, expert_index = probs.topk(self.experts_per_token, dim=-1)
+        if self.bias_rate:
+            expert_index = (probs.detach() + self.selection_bias).topk(self.experts_per_token, dim=-1).indices
+            chosen = probs.gather(-1, expert_index)
+        else:
+            chosen, expert_index = probs.topk(self.experts_per_token, dim=-1)
         if self.renormalize == "none":
             return chosen, expert_index
         total = chosen.sum(-1, keepdim=True)

@@ -11,27 +11,32 @@ from moa_fairseq.kernels.slot_order import SlotOrder
 
 @dataclass
 class RoutingDecision:
-    """The experts chosen for N tokens, and how sure the router was.
+    """The experts chosen for N = B·T tokens (batch first), or N = B sequences, and how sure the router was.
 
     expert_index [N, K] int64  the chosen experts (MoA Eq. 8); arange(E) in every row when K = E
     gate         [N, K] float32  their weights (MoA Eq. 9); zero on padding
     probs        [N, E] float32  routing probabilities (MoA Eq. 7)
     logits       [N, E] float32  before the softmax
+    num_experts  E, all groups together
+    groups       equal parts of experts and slots that are routed apart, one after the other (the heads of
+                 SwitchHead): slots of group g hold experts of group g
+    shared       the first so many slots always hold the first so many experts (MoH): nothing is decided
+                 there, and losses and statistics leave them out
+    side         "queries", or "keys" where the tokens are those that keys and values are made of
+    scope        "tokens", or "sequences" where a sequence has one decision
     padding_mask [N] bool, or None when there is none; True marks padding
-    time_first   whether the N = B·T positions stand as [T, B], or else as [B, T], flattened; N = B where
-                 a sequence has one decision
     """
 
     expert_index: Tensor
     gate: Tensor
     probs: Tensor
     logits: Tensor
+    num_experts: int
+    groups: int = 1
+    shared: int = 0
+    side: str = "queries"
+    scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
-    time_first: bool = False
-
-    @property
-    def num_experts(self) -> int:
-        return self.probs.size(1)
 
     @property
     def chooses_all(self) -> bool:
@@ -47,10 +52,16 @@ class RoutingDecision:
 
     @cached_property
     def expert_counts(self) -> Tensor:
-        """f_i of MoA Eq. 14: how many tokens chose each expert, [E] float64, padding excluded."""
-        kept = self.kept.double().unsqueeze(1).expand(self.expert_index.shape)
-        counts = kept.new_zeros(self.num_experts)
-        return counts.scatter_add(0, self.expert_index.reshape(-1), kept.reshape(-1))
+        """f_i of MoA Eq. 14: how many tokens chose each routed expert, [E − shared] float64, without padding."""
+        chosen = self.expert_index[:, self.shared :] - self.shared
+        kept = self.kept.double().unsqueeze(1).expand(chosen.shape)
+        counts = kept.new_zeros(self.num_experts - self.shared)
+        return counts.scatter_add(0, chosen.reshape(-1), kept.reshape(-1))
+
+    @cached_property
+    def routed_probs(self) -> Tensor:
+        """The probabilities of the experts that are chosen among, [N, E − shared]."""
+        return self.probs[:, self.shared :]
 
     @cached_property
     def slot_order(self) -> Optional[SlotOrder]:

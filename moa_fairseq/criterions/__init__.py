@@ -1,5 +1,5 @@
 """fairseq's criterions with the routers' auxiliary losses added."""
 
-from moa_fairseq.criterions import label_smoothed, masked_lm
+from moa_fairseq.criterions import with_routing
 
-__all__ = ["label_smoothed", "masked_lm"]
+__all__ = ["with_routing"]

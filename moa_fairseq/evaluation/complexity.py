@@ -25,7 +25,7 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 from torch import nn
 
-from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
 
@@ -80,28 +80,34 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
     counts once, under the module that comes first, so a tied output projection has no parameters.
     Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
-    cross-attention see src_len; a gate in an encoder sees one mean.
+    cross-attention see src_len. A mixture states its own cost.
     """
     cost = Cost()
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         cost.parameters[part_of(owner, modules[owner])] += parameter.numel()
-    unknown = set()
+    unknown, told = set(), set()  # told: modules whose cost the attention around them has stated
     for name, module in modules.items():
-        macs = projection_macs(name, module, modules)
-        if macs is not None:
-            cost.macs[part_of(name, module)] += macs * tokens_seen(name, src_len, tgt_len)
+        queries = tokens_seen(name, src_len, tgt_len)
+        keys = src_len if _is_cross(name) else queries
+        if isinstance(module, MixtureAttention):
+            macs = module.macs(queries, keys)
+            cost.macs["router"] += macs["router"]
+            cost.macs[part_of(name, module)] += macs["projections"]
+            cost.macs["attention_matmul"] += macs["scores"]
+            told.update(module.modules())
+        elif module in told:
+            continue
+        elif type(module).__name__ == "MultiheadAttention":
+            cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
+        elif linear_macs(module) is not None:
+            cost.macs[part_of(name, module)] += linear_macs(module) * queries
         elif _has_uncounted_matrix(module):
             unknown.add(type(module).__name__)
-        width = attention_width(module)
-        if width:
-            queries = tokens_seen(name, src_len, tgt_len)
-            keys = src_len if _is_cross(name) else queries
-            cost.macs["attention_matmul"] += 2 * queries * keys * width
     cost.not_counted = sorted(unknown)
     if gates_of(model):
-        from moa_fairseq.tasks._finetuning import updated_by
+        from moa_fairseq.coordinate_descent.finetuning import updated_by
 
         cost.updated = {
             method: sum(parameter.numel() for parameter in updated_by(model, method))
@@ -130,38 +136,19 @@ def part_of(name: str, module: nn.Module) -> str:
     return "other"
 
 
-def projection_macs(name: str, module: nn.Module, modules: Dict[str, nn.Module]) -> Optional[int]:
-    """MACs per token of one linear map, or None where `module` is none.
-
-    A routed bank of experts works K times per token, K being the `experts_per_token` of the attention
-    module that holds it. The router's noise is drawn in training only and costs nothing here.
-    """
-    if name.endswith("noise_projection"):
-        return 0
+def linear_macs(module: nn.Module) -> Optional[int]:
+    """MACs per token of one linear map, or None where `module` is none."""
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features
-    if isinstance(module, ExpertLinear):
-        return module.d_in * module.d_out * _experts_per_token(name, modules)
     # Both multiply by the tied embedding itself. Of an adaptive softmax every band counts.
     if type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
         return module.weight.numel()
     return None
 
 
-def attention_width(module: nn.Module) -> int:
-    """Summed width of the heads that attend for one query: K·D of MoA, else embed_dim; 0 elsewhere."""
-    if hasattr(module, "experts_per_token") and hasattr(module, "expert_dim"):
-        return module.experts_per_token * module.expert_dim
-    if type(module).__name__ in ("MultiheadAttention", "MixtureOfAttentiveExperts"):
-        return module.embed_dim
-    return 0
-
-
 def tokens_seen(name: str, src_len: int, tgt_len: int) -> int:
-    """How many tokens pass through the module `name`; an encoder's gate sees their mean only."""
+    """How many tokens pass through the module `name`, as queries where it is an attention."""
     path = name.split(".")
-    if "gate" in path and path[0] == "encoder":
-        return 1
     if path[0] == "encoder" or (_is_cross(name) and path[-1] in ("k_proj", "v_proj")):
         return src_len
     return tgt_len
@@ -169,14 +156,6 @@ def tokens_seen(name: str, src_len: int, tgt_len: int) -> int:
 
 def _is_cross(name: str) -> bool:
     return "encoder_attn" in name.split(".")
-
-
-def _experts_per_token(name: str, modules: Dict[str, nn.Module]) -> int:
-    while name:
-        name = name.rpartition(".")[0]
-        if hasattr(modules[name], "experts_per_token"):
-            return modules[name].experts_per_token
-    raise ValueError("an ExpertLinear stands outside any module that knows its experts_per_token")
 
 
 def _has_uncounted_matrix(module: nn.Module) -> bool:

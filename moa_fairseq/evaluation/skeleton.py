@@ -23,7 +23,7 @@ from fairseq.models.roberta import model as fairseq_roberta
 
 import moa_fairseq  # noqa: F401  (registers the architectures)
 from moa_fairseq.errors import UserError
-from moa_fairseq.models import roberta as moa_roberta
+from moa_fairseq.transformer import masked_lm
 
 EMBEDDINGS = {
     "shared": ["--share-all-embeddings"],
@@ -85,7 +85,7 @@ def _build(args: argparse.Namespace, task: SimpleNamespace) -> BaseFairseqModel:
 @contextlib.contextmanager
 def _without_bert_initialisation() -> Iterator[None]:
     """RoBERTa draws its weights on the CPU and copies them, which the meta device cannot."""
-    modules = (fairseq_roberta, moa_roberta)
+    modules = (fairseq_roberta, masked_lm)
     real = fairseq_roberta.init_bert_params
     for module in modules:
         module.init_bert_params = lambda weights: None

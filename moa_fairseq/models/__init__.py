@@ -1,5 +1,5 @@
-"""Thin fairseq subclasses that choose an attention, and the named architectures."""
+"""What `--arch` and `--task` name: models, a file a family, and the rows of the papers' tables."""
 
-from moa_fairseq.models import causal_lm, mae_translation, roberta, translation
+from moa_fairseq.models import dense, mae, moa
 
-__all__ = ["causal_lm", "mae_translation", "roberta", "translation"]
+__all__ = ["dense", "mae", "moa"]

@@ -22,7 +22,7 @@ from typing import Any, Dict, Mapping
 
 from torch import nn
 
-from moa_fairseq.evaluation.complexity import attention_width
+from moa_fairseq.attention.base import MixtureAttention
 
 CUDA_BYTES = 1_000_000_000
 _ADAM_BYTES = 8
@@ -103,21 +103,20 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _elements(layer: nn.Module, activation_dropout: bool) -> int:
-    total = 0
+    total, told = 0, set()
     for name, module in layer.named_modules():
-        leaf = name.rpartition(".")[2]
-        if leaf == "noise_projection":
+        if module in told:
             continue
-        if isinstance(module, nn.Linear):
+        if isinstance(module, MixtureAttention):
+            total += module.kept_elements()
+            told.update(module.modules())
+        elif type(module).__name__ == "MultiheadAttention":
+            total += module.embed_dim
+        elif isinstance(module, nn.Linear):
             total += module.out_features
-            if leaf == "fc1" and activation_dropout:
+            if name.rpartition(".")[2] == "fc1" and activation_dropout:
                 total += module.out_features + module.out_features // 2  # its output, and a mask of bytes
         elif "Norm" in type(module).__name__:
             shape = getattr(module, "normalized_shape", ())
             total += 2 * (shape[0] if shape else 0)
-        width = attention_width(module)
-        if width:
-            routed = hasattr(module, "experts_per_token")
-            # No nn.Linear holds a mixture's K queries, its output, and the sorted copies of its input.
-            total += 2 * width + 3 * module.embed_dim if routed else width
     return total

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 
-from moa_fairseq.tasks._bcd import BlockCoordinateDescent, BlockCoordinateDescentConfig
+from moa_fairseq.coordinate_descent.task import BlockCoordinateDescent, BlockCoordinateDescentConfig
 
 
 @dataclass

@@ -6,7 +6,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
-from moa_fairseq.tasks._bcd import BlockCoordinateDescent, BlockCoordinateDescentConfig
+from moa_fairseq.coordinate_descent.task import BlockCoordinateDescent, BlockCoordinateDescentConfig
 
 
 @dataclass

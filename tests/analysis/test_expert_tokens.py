@@ -68,14 +68,14 @@ def test_pieces_and_words():
 def test_rows_of_a_decision_find_their_positions():
     probs = torch.eye(6)[:, :5] + 0.1  # row r prefers expert r; the last one prefers expert 0
     everything = torch.arange(5).expand(6, -1)
-    time_first = RoutingDecision(everything, probs, probs, probs, time_first=True)
-    assert attributed(time_first, 2, 3).int().argmax(-1).tolist() == [[0, 2, 4], [1, 3, 0]]
+    decision = RoutingDecision(everything, probs, probs, probs, 5)
+    assert attributed(decision, 2, 3).int().argmax(-1).tolist() == [[0, 1, 2], [3, 4, 0]]
     chosen = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4], [4, 0], [0, 2]])
-    batch_first = attributed(RoutingDecision(chosen, probs[:, :2], probs, probs), 2, 3)
-    assert [row.nonzero().flatten().tolist() for row in batch_first.view(6, -1)] == [
+    some = attributed(RoutingDecision(chosen, probs[:, :2], probs, probs, 5), 2, 3)
+    assert [row.nonzero().flatten().tolist() for row in some.view(6, -1)] == [
         sorted(pair) for pair in chosen.tolist()
     ]
-    whole = attributed(RoutingDecision(everything, probs, probs, probs, time_first=True), 6, 4)
+    whole = attributed(RoutingDecision(everything, probs, probs, probs, 5, scope="sequences"), 6, 4)
     assert whole.shape == (6, 4, 5) and whole.int().argmax(-1)[:, 3].tolist() == [0, 1, 2, 3, 4, 0]
 
 

@@ -28,8 +28,8 @@ def test_entropy_and_shares_of_known_gates():
     padding = torch.tensor([False, False, False, True])
     index = torch.arange(3).expand(4, -1)
     use = GateUse("a", 3, False, counts=torch.zeros(3, dtype=torch.int64))
-    use.add(RoutingDecision(index, probs, probs, probs, padding))
-    use.add(RoutingDecision(index[:1], probs[3:], probs[3:], probs[3:]))
+    use.add(RoutingDecision(index, probs, probs, probs, probs.size(1), padding_mask=padding))
+    use.add(RoutingDecision(index[:1], probs[3:], probs[3:], probs[3:], probs.size(1)))
     of_rows = [math.log(2), 0.0, -0.25 * math.log(0.25) - 0.75 * math.log(0.75)]
     of_rows.append(-0.4 * math.log(0.2) - 0.6 * math.log(0.6))
     assert use.instances == 4 and use.entropy == pytest.approx(sum(of_rows) / 4, rel=1e-6)

@@ -10,7 +10,7 @@ from moa_fairseq.attention.routing import RoutingDecision
 def decide(logits, per_token, padding=None):
     probs = torch.softmax(logits, -1)
     gate, index = probs.topk(per_token, -1)
-    return RoutingDecision(index, gate, probs, logits, padding)
+    return RoutingDecision(index, gate, probs, logits, probs.size(1), padding_mask=padding)
 
 
 def test_load_balance_is_equation_13_written_out():

@@ -14,7 +14,10 @@ from torch import nn
 from moa_fairseq.attention.collector import collect_decisions, record
 from moa_fairseq.attention.losses import load_balance_loss, z_loss
 from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.criterions.label_smoothed import LabelSmoothedCrossEntropyWithRouting
+from moa_fairseq.criterions.with_routing import (
+    LabelSmoothedCrossEntropyWithRouting,
+    LabelSmoothedCrossEntropyWithRoutingConfig,
+)
 
 TASK = argparse.Namespace(target_dictionary=Dictionary())
 
@@ -40,12 +43,8 @@ class TwoRouters(nn.Module):
 
 
 def build(**settings):
-    settings = {
-        **dict(sentence_avg=False, label_smoothing=0.1, load_balance_coef=0.01, z_loss_coef=0.001),
-        **dict(aux_loss_scale="sample-size", router_log="summary"),
-        **settings,
-    }
-    return LabelSmoothedCrossEntropyWithRouting(TASK, **settings)
+    cfg = LabelSmoothedCrossEntropyWithRoutingConfig(sentence_avg=False, label_smoothing=0.1, **settings)
+    return LabelSmoothedCrossEntropyWithRouting.build_criterion(cfg, TASK)
 
 
 def sample(batch=3, length=5):

@@ -13,7 +13,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import load_balance_loss, z_loss
-from moa_fairseq.criterions.masked_lm import MaskedLmWithRouting
+from moa_fairseq.criterions.with_routing import MaskedLmWithRouting, MaskedLmWithRoutingConfig
 
 PAD, MASK = 1, 43
 
@@ -48,10 +48,8 @@ def sample(masked=((0, 2), (1, 1), (1, 4)), padding=0):
 
 
 def criterion(task, alpha=0.01, beta=0.001, scale="sample-size"):
-    cfg = argparse.Namespace(
-        tpu=False, load_balance_coef=alpha, z_loss_coef=beta, aux_loss_scale=scale, router_log="summary"
-    )
-    return MaskedLmWithRouting(cfg, task)
+    cfg = MaskedLmWithRoutingConfig(load_balance_coef=alpha, z_loss_coef=beta, aux_loss_scale=scale)
+    return MaskedLmWithRouting.build_criterion(cfg, task)
 
 
 def plain(task):

@@ -185,7 +185,7 @@ def test_unknown_backend_is_refused_by_name():
 
 def test_decision_sorts_once_and_not_at_all_when_every_expert_is_chosen():
     probs = torch.rand(5, 3)
-    some = RoutingDecision(torch.randint(0, 3, (5, 2)), torch.rand(5, 2), probs, probs)
+    some = RoutingDecision(torch.randint(0, 3, (5, 2)), torch.rand(5, 2), probs, probs, 3)
     assert some.slot_order is some.slot_order
-    every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs)
+    every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs, 3)
     assert every.slot_order is None

@@ -11,7 +11,7 @@ from fairseq.sequence_generator import SequenceGenerator
 
 import moa_fairseq
 from moa_fairseq.attention.core import attend, is_causal, mark_causal
-from moa_fairseq.attention.incremental import IncrementalAttention
+from moa_fairseq.attention.base import MixtureAttention
 
 assert moa_fairseq.__version__
 
@@ -48,9 +48,9 @@ def test_sharing_the_source_among_the_beam_changes_no_hypothesis(alignment, monk
 
     shared = translate()
     rows = {state.size(0) for state in last_cross_keys(model)}
-    monkeypatch.setattr(IncrementalAttention, "set_beam_size", lambda self, beam: None)
+    monkeypatch.setattr(MixtureAttention, "set_beam_size", lambda self, beam: None)
     for module in model.modules():
-        if isinstance(module, IncrementalAttention):
+        if isinstance(module, MixtureAttention):
             module.beam_size = 1
     model.decoder._beam_size = -1
     separate = translate()

@@ -11,9 +11,11 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.criterions.label_smoothed import LabelSmoothedCrossEntropyWithRouting
+from moa_fairseq.criterions.with_routing import (
+    LabelSmoothedCrossEntropyWithRouting,
+    LabelSmoothedCrossEntropyWithRoutingConfig,
+)
 from moa_fairseq.errors import UserError
-from moa_fairseq.models.translation import ABLATIONS
 
 assert moa_fairseq.__version__
 
@@ -45,12 +47,8 @@ def sample(batch=3, src=6, tgt=5, padded=True):
 
 def criterion(**settings):
     task = argparse.Namespace(target_dictionary=Dictionary())
-    settings = {
-        **dict(sentence_avg=False, label_smoothing=0.1, load_balance_coef=0.01, z_loss_coef=0.001),
-        **dict(aux_loss_scale="sample-size", router_log="summary"),
-        **settings,
-    }
-    return LabelSmoothedCrossEntropyWithRouting(task, **settings)
+    cfg = LabelSmoothedCrossEntropyWithRoutingConfig(sentence_avg=False, label_smoothing=0.1, **settings)
+    return LabelSmoothedCrossEntropyWithRouting.build_criterion(cfg, task)
 
 
 def test_every_attention_of_the_base_model_is_a_mixture():
@@ -63,8 +61,17 @@ def test_every_attention_of_the_base_model_is_a_mixture():
     assert all(not name.endswith("bias") for m in mixtures for name, _ in m.named_parameters())
 
 
-SIZES = {"base": (8, 8, 128), "big": (16, 32, 256)}
-SIZES.update({f"ablation_{row}": sizes for row, sizes in ABLATIONS.items()})
+# MoA Tables 1 and 3: row → (K, E, D)
+SIZES = {
+    "base": (8, 8, 128),
+    "big": (16, 32, 256),
+    "ablation_a": (8, 8, 256),
+    "ablation_b": (8, 16, 256),
+    "ablation_c": (8, 32, 64),
+    "ablation_d": (8, 32, 128),
+    "ablation_e": (8, 32, 256),
+    "ablation_f": (4, 32, 256),
+}
 
 
 @pytest.mark.parametrize("arch", SIZES)

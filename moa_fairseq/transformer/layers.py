@@ -1,7 +1,7 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
 import functools
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Optional
 
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
@@ -11,54 +11,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.collector import query_padding
 from moa_fairseq.attention.core import mark_causal
-from moa_fairseq.attention.incremental import IncrementalAttention
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
-
-
-def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any) -> nn.Module:
-    """The attention module of the family that `cfg.attention_family` names.
-
-    role: whether it is self- or cross-attention, as fairseq's attention takes it; decoder: whether it
-    stands in a decoder, where nothing may look at later queries.
-    """
-    return ATTENTIONS[getattr(cfg, "attention_family", "moa")](cfg, embed_dim, decoder, **role)
-
-
-def _build_moa(cfg: Any, embed_dim: int, decoder: bool, **role: Any) -> nn.Module:
-    return MixtureOfAttention(
-        embed_dim,
-        num_experts=cfg.num_experts,
-        experts_per_token=cfg.experts_per_token,
-        expert_dim=cfg.expert_dim,
-        dropout=cfg.attention_dropout,
-        bias=cfg.expert_bias,
-        renormalize=cfg.router_renormalize,
-        routing_noise=cfg.routing_noise,
-        backend=cfg.expert_backend,
-        **role,
-    )
-
-
-def _build_mae(cfg: Any, embed_dim: int, decoder: bool, **role: Any) -> nn.Module:
-    side = cfg.decoder if decoder else cfg.encoder
-    return MixtureOfAttentiveExperts(
-        embed_dim,
-        side.attention_heads,
-        dropped_heads=cfg.mae_dropped_heads,
-        gate=cfg.mae_gate,
-        dropout=cfg.attention_dropout,
-        causal=decoder,
-        gate_window=cfg.gate_window,
-        gate_hidden_dim=cfg.gate_hidden_dim,
-        gate_dropout=cfg.gate_dropout,
-        evaluate_with=cfg.mae_evaluate_with,
-        evaluate_seed=cfg.mae_evaluate_seed,
-        **role,
-    )
-
-
-ATTENTIONS: Dict[str, Callable[..., nn.Module]] = {"moa": _build_moa, "mae": _build_mae}
+from moa_fairseq.transformer.families import build_attention
 
 
 class MixtureEncoderLayer(TransformerEncoderLayerBase):
@@ -124,10 +77,3 @@ class MixtureDecoder(TransformerDecoderBase):
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg)
-
-
-def name_attentions(model: nn.Module) -> None:
-    """Tell every attention its path in the model, under which its routing decisions are reported."""
-    for name, module in model.named_modules():
-        if isinstance(module, IncrementalAttention):
-            module.name = name

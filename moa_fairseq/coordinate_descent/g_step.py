@@ -8,9 +8,10 @@ import torch
 from fairseq.logging import metrics
 from torch.nn import Parameter
 
-from moa_fairseq.attention.sequence_gate import absorb_statistics, gates_of
-from moa_fairseq.models._gates import sum_over_workers
-from moa_fairseq.optim.gate_sgd import GateGradients, sgd_step
+from moa_fairseq.attention.observers import absorb_pending, observers_of
+from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.transformer.workers import sum_over_workers
+from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
 
 
 class GStep:
@@ -43,7 +44,7 @@ class GStep:
             if finite or scale <= 1.0:
                 break
             scale /= 2
-        absorb_statistics(gates, sum_over_workers())
+        absorb_pending(observers_of(model), sum_over_workers())
         metrics.log_scalar("g_skipped", int(not finite), round=3)
         if finite:
             norm = sgd_step(parameters, gradients.mean(), self.lr, self.clip_norm)
@@ -62,8 +63,8 @@ class GStep:
         model.train()
         criterion.train()
         model.set_num_updates(trainer.get_num_updates())
-        for gate in gates_of(model):
-            gate.norm.pending.zero_()
+        for observer in observers_of(model):
+            observer.forget()
         with _requiring_gradients(parameters):
             sums = GateGradients(parameters)
             for sample in samples:

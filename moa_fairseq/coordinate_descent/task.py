@@ -29,11 +29,12 @@ from torch import nn
 
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.sequence_gate import forgetting_statistics, gates_of
+from moa_fairseq.attention.observers import forgetting, observers_of
+from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.tasks._finetuning import METHODS, freeze_rest, report_updated
-from moa_fairseq.tasks._g_step import GStep
-from moa_fairseq.tasks._gate_log import GateEntropyLog
+from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, report_updated
+from moa_fairseq.coordinate_descent.g_step import GStep
+from moa_fairseq.coordinate_descent.gate_log import GateEntropyLog
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +163,8 @@ class BlockCoordinateDescent:
         rest = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
         if not self.alternates:
             # a batch that only fills a gap among the workers has no gradient, and is no observation
-            gates = gates_of(model) if ignore_grad else []
-            with forgetting_statistics(gates):
+            gates = observers_of(model) if ignore_grad else []
+            with forgetting(gates):
                 return super().train_step(sample, *rest, **kwargs)
         draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
         with drawing_experts(draw):

@@ -1,0 +1,165 @@
+"""What every mixture of attention heads shares: fairseq's attention call, written once."""
+
+import abc
+import itertools
+from typing import Dict, Optional, Tuple, Union
+
+from torch import Tensor, nn
+
+from moa_fairseq.attention.cache import (
+    Cache,
+    CachedAttention,
+    IncrementalState,
+    cached_length,
+    extend_cache,
+    extend_padding,
+)
+from moa_fairseq.attention.collector import padding_of_queries, record
+from moa_fairseq.attention.core import attend
+from moa_fairseq.attention.positions import Positions
+from moa_fairseq.attention.routing import RoutingDecision
+
+_unnamed = itertools.count(1)
+
+
+class MixtureAttention(CachedAttention, abc.ABC):
+    """A drop-in for fairseq's `MultiheadAttention` whose heads are chosen or weighted token by token.
+
+    A family supplies `route`, `project_queries`, `project_keys_values`, `project_output`, and its cost:
+    `projection_macs`, `kept_elements`. self_attention: keys and values are made of the queries' own input;
+    encoder_decoder_attention: of an encoder's output, given as `key`. dropout: probability with which
+    attention weights are dropped, or a module that has it as `p` (fairseq's FairseqDropout).
+    positions: of self-attention. num_heads, head_dim: H and D of the attention itself.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        self_attention: bool = False,
+        encoder_decoder_attention: bool = False,
+        dropout: Union[float, nn.Module] = 0.0,
+        positions: Optional[Positions] = None,
+    ):
+        super().__init__()
+        # The path in the model once `name_attentions` has been told of one; decisions are reported under it.
+        self.name = f"attention{next(_unnamed)}"
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
+        self.self_attention = self_attention
+        self.encoder_decoder_attention = encoder_decoder_attention
+        self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
+        self.positions = positions if self_attention else None
+
+    @abc.abstractmethod
+    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:
+        """Decide about queries x [B, T, C]; padding [B, T], True = padding. cache: of earlier steps."""
+
+    @abc.abstractmethod
+    def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
+        """x [B, T, C] → queries [B, H, T, D]."""
+
+    @abc.abstractmethod
+    def project_keys_values(
+        self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor]:
+        """key [B, S, kdim], value [B, S, vdim] → keys and values [B, G, S, D], G dividing H."""
+
+    @abc.abstractmethod
+    def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
+        """Attention results [B, H, T, D] → [B, T, C]."""
+
+    @abc.abstractmethod
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        """Multiply-accumulates of "router" and "projections" for one sequence of `queries` and `keys` tokens."""
+
+    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+        """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
+        scores = 2 * queries * keys * self.num_heads * self.head_dim
+        return {**self.projection_macs(queries, keys), "scores": scores}
+
+    @abc.abstractmethod
+    def kept_elements(self) -> int:
+        """Numbers that a token leaves behind for the backward pass, attention weights aside."""
+
+    def restore_initialization(self) -> None:
+        """For models that draw every nn.Linear anew, as BERT does: routers and experts have their own way."""
+        for child in self.children():
+            if not isinstance(child, nn.Linear) and hasattr(child, "reset_parameters"):
+                child.reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Optional[Tensor],
+        value: Optional[Tensor],
+        key_padding_mask: Optional[Tensor] = None,
+        incremental_state: Optional[IncrementalState] = None,
+        need_weights: bool = True,
+        static_kv: bool = False,
+        attn_mask: Optional[Tensor] = None,
+        need_head_weights: bool = False,
+        query_padding_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """fairseq's `MultiheadAttention.forward`, time first.
+
+        query [T, B, C], key and value [S, B, kdim / vdim] (ignored in self-attention; may be None once
+        static_kv keys are cached). key_padding_mask [B, S], True = padding; attn_mask [T, S] additive
+        or bool. query_padding_mask [B, T] keeps padding out of what is decided and of its statistics; it
+        defaults to what `query_padding` declared, or to key_padding_mask in self-attention.
+        Returns (output [T, B, C], weights): weights is None, [B, T, S] averaged over the heads
+        (need_weights), or [H, B, T, S] (need_head_weights).
+        """
+        tgt_len, batch, _ = query.shape
+        cache = self.cache_in(incremental_state)
+        own_keys = key_padding_mask if self.self_attention else None
+        padding = padding_of_queries(query_padding_mask, own_keys, batch, tgt_len)
+        # Batch first from here on: queries and attention results then change shape without a copy.
+        x = query.transpose(0, 1).contiguous()
+        decision = self.route(x, padding, cache)
+        record(self.name, decision)
+
+        q = self.project_queries(x, decision)
+        first_query, bias = cached_length(cache), None
+        k = v = None
+        if not (static_kv and first_query):
+            if self.self_attention:
+                key = value = x
+            else:
+                key = key.transpose(0, 1)
+                if self.encoder_decoder_attention and cache is not None and static_kv:
+                    key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
+                value = key if self.encoder_decoder_attention else value.transpose(0, 1)
+            k, v = self.project_keys_values(key, value, decision, key_padding_mask)
+            if self.positions is not None:
+                bias = self.positions.bias(q, first_query + k.size(2), first_query)
+                q, k = self.positions.rotate(q, k, first_query)
+        if cache is not None:
+            k, v = extend_cache(cache, k, v, static_kv)
+            key_padding_mask = extend_padding(cache, key_padding_mask, k.size(0), k.size(2), static_kv)
+        heads, weights = attend(
+            q,
+            k,
+            v,
+            attn_mask,
+            key_padding_mask,
+            self._dropout_now,
+            need_weights or need_head_weights,
+            bias,
+        )
+        out = self.project_output(heads, decision).transpose(0, 1).contiguous()
+        if weights is not None:
+            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
+        return out, weights
+
+    @property
+    def _dropout_now(self) -> float:
+        module = self.dropout_module
+        return module.p if self.training or getattr(module, "apply_during_inference", False) else 0.0
+
+
+def name_attentions(model: nn.Module) -> None:
+    """Tell every mixture its path in `model`, such as "encoder.layers.0.self_attn"."""
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureAttention):
+            module.name = name

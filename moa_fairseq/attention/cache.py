@@ -1,0 +1,127 @@
+"""fairseq's incremental-state protocol: what an attention remembers between the steps of a generation."""
+
+import itertools
+from typing import Dict, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+Cache = Dict[str, Optional[Tensor]]
+IncrementalState = Dict[str, Cache]
+
+_instances = itertools.count()
+_OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask")
+_SHARED = "one_row_per_sentence"  # an entry that is there or not: the keys' rows are sentences, not hypotheses
+
+
+class CachedAttention(nn.Module):
+    """An attention module whose keys and values live in the incremental state while generating.
+
+    Entries: prev_key and prev_value [B, H, S, D] (one head when it is shared), prev_key_padding_mask
+    [B, S] or None, and what a family adds, its rows first. B counts hypotheses (sentences × beam); of the
+    keys it counts sentences in cross-attention once fairseq's generator has announced its beam: all
+    hypotheses of a sentence read the same source.
+    """
+
+    beam_size = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_key = f"mixture_attention.{next(_instances)}"
+
+    def set_beam_size(self, beam_size: int) -> None:
+        """fairseq's generator calls this before it starts."""
+        self.beam_size = beam_size
+
+    def cache_in(self, incremental_state: Optional[IncrementalState]) -> Optional[Cache]:
+        """This module's part of the state, empty before the first step; None outside of a generation."""
+        if incremental_state is None:
+            return None
+        return incremental_state.setdefault(self._state_key, {})
+
+    def _get_input_buffer(self, incremental_state: Optional[IncrementalState]) -> Cache:
+        """fairseq's decoder layer looks whether keys are cached."""
+        return self.cache_in(incremental_state) or {}
+
+    def reorder_incremental_state(
+        self, incremental_state: Optional[IncrementalState], new_order: Tensor
+    ) -> Optional[IncrementalState]:
+        """Follow the beams: row i of every cached tensor becomes row new_order[i] (Tensor [B] of int64).
+
+        Keys that a beam shares stay where they are as long as no sentence left the batch.
+        """
+        cache = self.cache_in(incremental_state)
+        if not cache:
+            return incremental_state
+        order_of_keys: Optional[Tensor] = new_order
+        if _SHARED in cache:
+            same = cache["prev_key"].size(0) * self.beam_size == new_order.numel()
+            order_of_keys = None if same else new_order[:: self.beam_size] // self.beam_size
+        for name, tensor in cache.items():
+            order = order_of_keys if name in _OF_KEYS else new_order
+            if tensor is not None and name != _SHARED and order is not None:
+                cache[name] = tensor.index_select(0, order)
+        return incremental_state
+
+    def share_among_beam(
+        self, cache: Cache, memory: Tensor, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """The encoder's output [B, S, C] and padding [B, S] once per sentence, if a beam was announced.
+
+        Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
+        """
+        if padding is not None and not padding.any():
+            padding = None  # fairseq's encoder always hands one on; looked at once for all steps
+        if self.beam_size == 1 or memory.size(0) % self.beam_size:
+            return memory, padding
+        cache[_SHARED] = memory.new_empty(0)
+        padding = None if padding is None else padding[:: self.beam_size]
+        return memory[:: self.beam_size], padding
+
+
+def cached_length(cache: Optional[Cache]) -> int:
+    """How many positions of keys the cache holds."""
+    previous = None if cache is None else cache.get("prev_key")
+    return 0 if previous is None else previous.size(2)
+
+
+def extend_cache(
+    cache: Cache, k: Optional[Tensor], v: Optional[Tensor], static: bool
+) -> Tuple[Tensor, Tensor]:
+    """The keys and values of all steps so far, [B, H, S, D]; the cache is updated in place.
+
+    static: keys and values that were cached once (of the encoder) are returned as they are.
+    """
+    if cache.get("prev_key") is not None:
+        if static:
+            return cache["prev_key"], cache["prev_value"]
+        k = torch.cat([cache["prev_key"], k], dim=2)
+        v = torch.cat([cache["prev_value"], v], dim=2)
+    cache["prev_key"], cache["prev_value"] = k, v
+    return k, v
+
+
+def extend_padding(
+    cache: Cache, key_padding_mask: Optional[Tensor], batch: int, length: int, static: bool
+) -> Optional[Tensor]:
+    """The key padding mask [B, S] of all steps so far, S = length; None while nothing is padded.
+
+    A step may come without a mask before or after one with it: missing steps are unpadded.
+    """
+    previous = cache.get("prev_key_padding_mask")
+    if static and "prev_key_padding_mask" in cache:  # of the same keys
+        return previous
+    if previous is not None or key_padding_mask is not None:
+        known = previous if previous is not None else key_padding_mask
+        if previous is None:
+            before = known.new_zeros(batch, length - key_padding_mask.size(1), dtype=torch.bool)
+            parts = [before, key_padding_mask.bool()]
+        else:
+            step = length - previous.size(1)
+            new = known.new_zeros(batch, step, dtype=torch.bool)
+            parts = [previous.bool(), new if key_padding_mask is None else key_padding_mask.bool()[:, -step:]]
+            if step == 0:
+                parts = parts[:1]
+        key_padding_mask = torch.cat(parts, dim=1)
+    cache["prev_key_padding_mask"] = key_padding_mask
+    return key_padding_mask

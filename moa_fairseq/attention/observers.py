@@ -1,0 +1,63 @@
+"""Modules that keep statistics over updates: what an update shows them counts once it has been made."""
+
+import contextlib
+from typing import Callable, Iterator, List, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Observer(nn.Module):
+    """A module that adds up what it sees in training (`pending`), and takes it in after the update (`absorb`).
+
+    So a batch acts on later updates alone, all accumulation steps and workers count, and an update that
+    is not made leaves no trace.
+    """
+
+    pending: Tensor  # a buffer [n] of sums, not part of checkpoints
+    has_pending = False
+
+    def absorb(self, sums: Tensor) -> None:
+        """Take in sums [n], like `pending` but over all workers."""
+
+    @torch.no_grad()
+    def observe(self, sums: Tensor) -> None:
+        """Add to what is pending."""
+        self.pending += sums
+        self.has_pending = True
+
+    def forget(self) -> None:
+        """Drop what has been observed since the last `absorb`."""
+        self.pending.zero_()
+        self.has_pending = False
+
+
+def observers_of(model: nn.Module) -> List[Observer]:
+    """Every module of a model that has something to observe, in order."""
+    return [m for m in model.modules() if isinstance(m, Observer) and getattr(m, "pending", None) is not None]
+
+
+def absorb_pending(
+    observers: Sequence[Observer], all_reduce: Optional[Callable[[Tensor], object]] = None
+) -> None:
+    """Let each take in what it has observed since the last call.
+
+    all_reduce: sums a tensor over all workers in place; every worker must call at the same time.
+    """
+    if not observers:
+        return
+    flat = torch.cat([observer.pending for observer in observers])
+    if all_reduce is not None:
+        all_reduce(flat)
+    for observer, sums in zip(observers, flat.split([o.pending.numel() for o in observers])):
+        observer.absorb(sums)
+        observer.forget()
+
+
+@contextlib.contextmanager
+def forgetting(observers: Sequence[Observer]) -> Iterator[None]:
+    """What is observed inside the block does not count (but has been pending: workers still meet)."""
+    before = [observer.pending.clone() for observer in observers]
+    yield
+    for observer, pending in zip(observers, before):
+        observer.pending.copy_(pending)

@@ -1,0 +1,34 @@
+"""Dense counterparts that fairseq has not, and the bodies that mixtures share with them."""
+
+from fairseq.models.roberta.model import base_architecture as roberta_architecture
+
+from moa_fairseq.transformer.archs import register_arch
+
+# The feed-forward of fairseq's transformer_iwslt_de_en.
+IWSLT = {"encoder_ffn_embed_dim": 1024, "decoder_ffn_embed_dim": 1024}
+
+# Multi30k's Transformer-Tiny (Wu et al. 2021), but for its attention.
+TINY = {
+    "encoder_embed_dim": 128,
+    "encoder_ffn_embed_dim": 256,
+    "encoder_layers": 4,
+    "decoder_ffn_embed_dim": 256,
+    "decoder_layers": 4,
+}
+
+
+def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: int) -> dict:
+    return {
+        "encoder_layers": layers,
+        "encoder_embed_dim": embed_dim,
+        "encoder_ffn_embed_dim": ffn_embed_dim,
+        "encoder_attention_heads": attention_heads,
+        "max_positions": 128,  # MoA App. E: "we set the sequence length to be 128"
+    }
+
+
+MEDIUM_ROBERTA = _roberta(8, 512, 2048, 8)  # MoA §5.2, Table 5: 51.34M parameters when dense
+TINY_ROBERTA = _roberta(4, 128, 512, 4)  # for small data and small machines
+
+register_arch("roberta", "roberta_medium_wt103", roberta_architecture, MEDIUM_ROBERTA)
+register_arch("roberta", "roberta_tiny", roberta_architecture, TINY_ROBERTA)

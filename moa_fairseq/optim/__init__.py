@@ -1,1 +1,0 @@
-"""Optimisation beside fairseq's own."""

@@ -1,0 +1,1 @@
+"""fairseq's Transformers with a mixture of attention heads inside."""

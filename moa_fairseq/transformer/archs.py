@@ -1,0 +1,22 @@
+"""Named architectures: a row of a paper's table is a set of values over a body of fairseq's."""
+
+from typing import Any, Callable, Mapping
+
+from fairseq.models import register_model_architecture
+
+from moa_fairseq.transformer.families import set_defaults
+
+
+def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Mapping[str, Any]) -> None:
+    """Register `--arch arch` of a registered model.
+
+    values: of flags (as in the args namespace), which hold unless the user gives others; body: fairseq's
+    function that gives all flags that are left a value.
+    """
+
+    def architecture(args: Any) -> None:
+        set_defaults(args, values)
+        body(args)
+
+    architecture.__name__ = arch
+    register_model_architecture(model, arch)(architecture)

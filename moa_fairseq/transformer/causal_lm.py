@@ -1,0 +1,38 @@
+"""fairseq's Transformer language model with mixtures of attention heads."""
+
+import argparse
+from typing import Any
+
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models.transformer import TransformerConfig
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+
+from moa_fairseq.attention.base import name_attentions
+from moa_fairseq.transformer.layers import MixtureDecoder
+from moa_fairseq.transformer.model import MixtureModel
+
+
+class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
+    """fairseq's Transformer language model with a mixture in place of every self-attention."""
+
+    @classmethod
+    def add_args(cls, parser: argparse.ArgumentParser) -> None:
+        """The parent's flags without their defaults, which would hide those of an architecture."""
+        gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
+        cls.add_mixture_args(parser)
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "MixtureLanguageModel":
+        """Build from command-line arguments or a hydra config. Raises UserError for impossible flags.
+
+        The parent builds embeddings and decoder in one go and asks no hook for the decoder: it is made
+        to build one without layers, and the mixture's decoder is then built on the same embeddings.
+        """
+        args = cls.completed(args)
+        layers, args.decoder_layers = args.decoder_layers, 0
+        bare = super().build_model(args, task).decoder
+        args.decoder_layers = layers
+        cfg = TransformerConfig.from_namespace(args)
+        model = cls(MixtureDecoder(cfg, bare.dictionary, bare.embed_tokens, no_encoder_attn=True))
+        name_attentions(model)
+        return model

@@ -1,0 +1,82 @@
+"""The families of mixtures: what each one's flags are, and how an attention is made of them."""
+
+import argparse
+import dataclasses
+import typing
+from typing import Any, Dict, Mapping, Type
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.modules.fairseq_dropout import FairseqDropout
+
+from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.mae import MAESettings
+from moa_fairseq.attention.moa import MoASettings
+
+# Family → its settings: a dataclass whose fields are flags, with
+# `build(embed_dim, num_heads, causal, **role) -> MixtureAttention`. There is no default.
+FAMILIES: Dict[str, Type] = {}
+
+
+def register_family(name: str, settings: Type) -> None:
+    """Make a family known to models: `attention_family` of a model class names it."""
+    FAMILIES[name] = settings
+
+
+register_family("moa", MoASettings)
+register_family("mae", MAESettings)
+
+
+def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
+    """Add a family's flags; they have no defaults here, so that an architecture may set them."""
+    settings = FAMILIES[family]
+    gen_parser_from_dataclass(parser, _as_fairseq(settings), delete_default=True)
+    for field in dataclasses.fields(settings):
+        if field.default is False:  # an architecture may switch it on
+            flag = "--no-" + field.name.replace("_", "-")
+            parser.add_argument(flag, action="store_false", dest=field.name, help=argparse.SUPPRESS)
+
+
+def _as_fairseq(settings: Type) -> FairseqDataclass:
+    """The settings as a dataclass of fairseq's, whose choices are an enum."""
+    types = typing.get_type_hints(settings)
+    fields = []
+    for field in dataclasses.fields(settings):
+        choices = field.metadata.get("choices")
+        copy = dataclasses.field(default=field.default, metadata=field.metadata)
+        fields.append((field.name, ChoiceEnum(list(choices)) if choices else types[field.name], copy))
+    return dataclasses.make_dataclass(settings.__name__, fields, bases=(FairseqDataclass,))()
+
+
+def set_defaults(args: Any, values: Mapping[str, Any]) -> None:
+    """Give args each value unless the user, or an architecture before, gave it one."""
+    for name, value in values.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+
+
+def set_family_defaults(args: Any, family: str) -> None:
+    """Give every flag of a family that has no value its default."""
+    set_defaults(args, {field.name: field.default for field in dataclasses.fields(FAMILIES[family])})
+
+
+def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any) -> MixtureAttention:
+    """The attention of the family that `cfg.attention_family` names.
+
+    role: whether it is self- or cross-attention, as fairseq's attention takes it; decoder: whether it
+    stands in a decoder, where nothing may look at later queries.
+    """
+    settings = FAMILIES[cfg.attention_family]
+    names = [field.name for field in dataclasses.fields(settings)]
+    side = cfg.decoder if decoder else cfg.encoder
+    dropout = FairseqDropout(cfg.attention_dropout)
+    attention = settings(**{name: getattr(cfg, name) for name in names}).build(
+        embed_dim,
+        num_heads=side.attention_heads,
+        causal=decoder,
+        dropout=dropout,
+        positions=getattr(cfg, "positions", None),
+        **role,
+    )
+    dropout.module_name = type(attention).__name__  # for --retain-dropout-modules
+    return attention

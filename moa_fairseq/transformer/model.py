@@ -1,0 +1,101 @@
+"""What every model with mixtures does before fairseq builds it, and after each update."""
+
+import argparse
+from typing import Any, ClassVar, Dict, Optional
+
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from omegaconf import DictConfig, OmegaConf
+
+from moa_fairseq.attention.observers import absorb_pending, observers_of
+from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
+from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.families import add_family_args, set_family_defaults
+from moa_fairseq.transformer.workers import sum_over_workers
+
+POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
+_HINTS = {"offload_activations": " (--checkpoint-activations works)"}
+
+
+class MixtureModel:
+    """Precedes the fairseq model that it extends.
+
+    attention_family: a name of FAMILIES. default_arch: the architecture whose values hold
+    where neither the user nor another architecture gave one.
+    refused: options of fairseq that rebuild or read the inside of its own attention, which a mixture does
+    not have, with the value that means off.
+    """
+
+    attention_family: ClassVar[str]
+    default_arch: ClassVar[str]
+    refused: ClassVar[Dict[str, Any]] = {
+        "quant_noise_pq": 0,
+        "scale_heads": False,
+        "offload_activations": False,
+    }
+    _updates_seen: Optional[int] = None
+
+    @classmethod
+    def hub_models(cls) -> dict:
+        return {}  # the parent's are dense checkpoints
+
+    @classmethod
+    def add_args(cls, parser: argparse.ArgumentParser) -> None:
+        super().add_args(parser)
+        cls.add_mixture_args(parser)
+
+    @classmethod
+    def add_mixture_args(cls, parser: argparse.ArgumentParser) -> None:
+        """The family's flags, and those of every family."""
+        add_family_args(parser, cls.attention_family)
+        parser.add_argument(
+            "--positions",
+            choices=POSITIONS,
+            default=argparse.SUPPRESS,
+            help="how tokens know where they stand: embeddings that are learned or sinusoidal, or rotated queries "
+            "and keys in every self-attention (rope); the architecture's own if left out",
+        )
+
+    @classmethod
+    def completed(cls, args: Any) -> argparse.Namespace:
+        """Command-line arguments, or the config of fairseq-hydra-train as such, with every default.
+
+        Raises UserError for a refused option.
+        """
+        if isinstance(args, DictConfig):
+            args = argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
+        ARCH_CONFIG_REGISTRY[cls.default_arch](args)
+        set_family_defaults(args, cls.attention_family)
+        args.attention_family = cls.attention_family
+        _set_positions(args)
+        for name, off in cls.refused.items():
+            if getattr(args, name, None) not in (off, None):
+                flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")
+                raise UserError(f"{flag} has no meaning for mixtures of attention heads: leave it out.")
+        return args
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """fairseq's hook: after each update, what its modules observed enters their statistics.
+
+        The model is told the number of updates after every update, and once more before every micro-batch;
+        only a new number ends an update. Nothing is pending after one in which nothing was observed, and in
+        one in which something was, all workers have something, so all of them meet here.
+        """
+        super().set_num_updates(num_updates)
+        if num_updates != self._updates_seen:
+            self._updates_seen = num_updates
+            observers = observers_of(self)
+            if any(observer.has_pending for observer in observers):
+                absorb_pending(observers, sum_over_workers())
+
+
+def _set_positions(args: argparse.Namespace) -> None:
+    args.positions = getattr(args, "positions", None)
+    if args.positions is None:
+        return
+    if args.positions not in POSITIONS:
+        raise UserError(f"--positions {args.positions} is unknown: choose one of {', '.join(POSITIONS)}.")
+    if args.positions in POSITIONS_IN_ATTENTION:
+        args.no_token_positional_embeddings = True
+    else:
+        args.encoder_learned_pos = args.decoder_learned_pos = args.positions == "learned"
+

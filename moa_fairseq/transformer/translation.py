@@ -1,0 +1,41 @@
+"""fairseq's translation model with mixtures of attention heads."""
+
+import argparse
+from typing import Any
+
+from fairseq.models.transformer import TransformerConfig, TransformerModel
+
+from moa_fairseq.attention.base import name_attentions
+from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.layers import MixtureDecoder, MixtureEncoder
+from moa_fairseq.transformer.model import MixtureModel
+
+
+class MixtureTransformerModel(MixtureModel, TransformerModel):
+    """fairseq's Transformer with a mixture of attention heads in place of every attention."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "MixtureTransformerModel":
+        """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
+        args = cls.completed(args)
+        _check_dictionaries(args, task)
+        model = super().build_model(args, task)
+        name_attentions(model)
+        return model
+
+    @classmethod
+    def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> MixtureEncoder:
+        return MixtureEncoder(TransformerConfig.from_namespace(args), src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> MixtureDecoder:
+        cfg = TransformerConfig.from_namespace(args)
+        return MixtureDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
+
+
+def _check_dictionaries(args: argparse.Namespace, task: Any) -> None:
+    if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
+        raise UserError(
+            "--share-all-embeddings needs one dictionary for both languages, and this data folder has two "
+            "different ones: preprocess with --joined-dictionary, or leave --share-all-embeddings out."
+        )
