@@ -64,7 +64,9 @@ def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable
     upstream = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        decision = RoutingDecision(index, gate, probs, probs, probs.size(1))  # anew: sorting is part of the price
+        decision = RoutingDecision(
+            index, gate, probs, probs, probs.size(1)
+        )  # anew: sorting is part of the price
         return outputs(queries(x, decision), decision)
 
     def inference() -> torch.Tensor:

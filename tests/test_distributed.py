@@ -127,7 +127,7 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
     from fairseq.data import Dictionary
 
     from moa_fairseq.evaluation.skeleton import _parse
-    from moa_fairseq.models.translation import MoATransformerModel
+    from moa_fairseq.models.moa import MoATransformerModel
 
     dictionary = Dictionary()
     for index in range(20):

@@ -2,7 +2,7 @@
 
 import abc
 import itertools
-from typing import Dict, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -20,6 +20,25 @@ from moa_fairseq.attention.positions import Positions
 from moa_fairseq.attention.routing import RoutingDecision
 
 _unnamed = itertools.count(1)
+
+
+class FamilySettings(abc.ABC):
+    """The base of a family's settings: a dataclass whose fields are its flags.
+
+    A field's metadata has a "help" text and, if need be, "choices".
+    """
+
+    @abc.abstractmethod
+    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention":
+        """The attention of a layer of width embed_dim.
+
+        num_heads: what the model has been told for dense attention; causal: whether it stands in a decoder,
+        where nothing may look at later queries; role: further arguments of `MixtureAttention`.
+        Raises UserError for impossible settings.
+        """
+
+    def check(self, attentions: Sequence["MixtureAttention"]) -> None:  # noqa: B027 (few have a word to say)
+        """Look at all attentions of a model. Raises UserError where they make no sense together."""
 
 
 class MixtureAttention(CachedAttention, abc.ABC):
@@ -71,7 +90,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
-        """Multiply-accumulates of "router" and "projections" for one sequence of `queries` and `keys` tokens."""
+        """Multiply-accumulates of one sequence of so many tokens: of the "router", and of "projections"."""
 
     def macs(self, queries: int, keys: int) -> Dict[str, int]:
         """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
@@ -158,8 +177,9 @@ class MixtureAttention(CachedAttention, abc.ABC):
         return module.p if self.training or getattr(module, "apply_during_inference", False) else 0.0
 
 
-def name_attentions(model: nn.Module) -> None:
-    """Tell every mixture its path in `model`, such as "encoder.layers.0.self_attn"."""
-    for name, module in model.named_modules():
-        if isinstance(module, MixtureAttention):
-            module.name = name
+def name_attentions(model: nn.Module) -> List[MixtureAttention]:
+    """Tell every mixture its path in `model`, such as "encoder.layers.0.self_attn"; returns them all."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureAttention)}
+    for name, attention in found.items():
+        attention.name = name
+    return list(found.values())

@@ -11,7 +11,9 @@ IncrementalState = Dict[str, Cache]
 
 _instances = itertools.count()
 _OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask")
-_SHARED = "one_row_per_sentence"  # an entry that is there or not: the keys' rows are sentences, not hypotheses
+_SHARED = (
+    "one_row_per_sentence"  # an entry that is there or not: the keys' rows are sentences, not hypotheses
+)
 
 
 class CachedAttention(nn.Module):

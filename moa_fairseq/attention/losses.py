@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers: pure functions of a RoutingDecision, each a float32 scalar, 0 for padding only."""
+"""Auxiliary losses of routers: pure functions of a RoutingDecision, float32 scalars, 0 for padding only."""
 
 from typing import Callable, Dict
 

@@ -3,12 +3,12 @@
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.expert_draw import current_draw
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
@@ -21,7 +21,7 @@ GATES = ("learned", "uniform")
 
 
 @dataclass
-class MAESettings:
+class MAESettings(FamilySettings):
     """The flags of `MixtureOfAttentiveExperts`."""
 
     mae_dropped_heads: int = field(
@@ -39,23 +39,32 @@ class MAESettings:
     gate_dropout: float = field(default=0.1, metadata={"help": "dropout after its first layer"})
     gate_window: Optional[int] = field(
         default=None,
-        metadata={"help": "how many of the latest inputs a decoder's gate averages (translation: all so far)"},
+        metadata={
+            "help": "how many of the latest inputs a decoder's gate averages (translation: all so far)"
+        },
     )
-    gate_norm: str = field(default="earlier", metadata={"choices": NORMS, "help": "GATE_NORM_HELP"})
+    gate_norm: str = field(
+        default="earlier",
+        metadata={
+            "choices": NORMS,
+            "help": "batch normalisation of a gate's input while the gate is updated: by the running "
+            "statistics of earlier updates, which leaks nothing and departs from the paper (earlier), or "
+            "by the batch's own, as the paper has it (batch: encoders only; in decoders a batch's "
+            "statistics would tell a gate of later tokens, so they stay with earlier). Drawing experts and "
+            "evaluation use running statistics always",
+        },
+    )
     mae_evaluate_with: str = field(
         default=MIXTURE,
         metadata={
             "choices": EVALUATIONS,
-            "help": "in evaluation (never in training): mix the experts, or use each gate's favourite alone, or "
-            "one random expert in each module; for trained models by --model-overrides",
+            "help": "in evaluation (never in training): mix the experts, or use each gate's favourite "
+            "alone, or one random expert in each module; for trained models by --model-overrides",
         },
     )
     mae_evaluate_seed: int = field(default=1, metadata={"help": "which random experts these are"})
 
-    def build(
-        self, embed_dim: int, num_heads: int, causal: bool = False, **role: Any
-    ) -> "MixtureOfAttentiveExperts":
-        """The attention of a layer; role: the arguments of `MixtureAttention` that say where it stands."""
+    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttentiveExperts":
         return MixtureOfAttentiveExperts(
             embed_dim,
             num_heads,
@@ -70,6 +79,15 @@ class MAESettings:
             evaluate_seed=self.mae_evaluate_seed,
             **role,
         )
+
+    def check(self, attentions: Sequence[MixtureAttention]) -> None:
+        gates = [attention.gate for attention in attentions if attention.gate is not None]
+        if self.gate_norm == "batch" and gates and all(gate.norm.statistics != "batch" for gate in gates):
+            raise UserError(
+                "--gate-norm batch has no meaning for this model: all of its gates are causal, and a "
+                "batch's own statistics would tell them about later tokens. Leave it out (--gate-norm "
+                "earlier); it is for models with an encoder, whose gates see whole sentences."
+            )
 
 
 class MixtureOfAttentiveExperts(MixtureAttention):
@@ -164,9 +182,7 @@ class MixtureOfAttentiveExperts(MixtureAttention):
         no_row = None if real is None else ~real
         if no_row is not None:
             gate = gate.masked_fill(no_row.unsqueeze(-1), 0.0)
-        return RoutingDecision(
-            index, gate, probs, logits, self.num_experts, scope=scope, padding_mask=no_row
-        )
+        return RoutingDecision(index, gate, probs, logits, self.num_experts, scope=scope, padding_mask=no_row)
 
     def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
         return self._split(self.q_proj(x))

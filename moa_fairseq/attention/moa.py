@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routers import ACTIVATIONS, RENORMALIZATIONS, TopKRouter
@@ -18,7 +18,7 @@ KEYS_VALUES = ("shared", "own")
 
 
 @dataclass
-class MoASettings:
+class MoASettings(FamilySettings):
     """The flags of `MixtureOfAttention`."""
 
     num_experts: int = field(default=8, metadata={"help": "attention experts per module (E)"})
@@ -35,14 +35,15 @@ class MoASettings:
         default="shared",
         metadata={
             "choices": KEYS_VALUES,
-            "help": "keys and values that all experts share (MoA Eq. 12), or a head of each expert's own: with "
-            "K = E that is dense multi-head attention with gates, the control for what routing adds",
+            "help": "keys and values that all experts share (MoA Eq. 12), or a head of each expert's own: "
+            "with K = E that is dense multi-head attention with gates, the control for what routing adds",
         },
     )
     expert_bias: bool = field(
         default=False,
         metadata={
-            "help": "biases in keys, values, query and output experts (off for translation, as in the release)"
+            "help": "biases in keys, values, query and output experts (off for translation, as in the "
+            "release)"
         },
     )
     routing_noise: bool = field(
@@ -60,15 +61,15 @@ class MoASettings:
         default="detached",
         metadata={
             "choices": RENORMALIZATIONS,
-            "help": "divide the chosen gates by their sum: without a gradient through it (detached: MoA Eq. 9), "
-            "with one (full), or not at all (none: MoA's released code)",
+            "help": "divide the chosen gates by their sum: without a gradient through it (detached: MoA "
+            "Eq. 9), with one (full), or not at all (none: MoA's released code)",
         },
     )
     routing_bias_rate: float = field(
         default=0.0,
         metadata={
-            "help": "balance loads without a gradient: after each update an expert's selection bias moves by so "
-            "much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
+            "help": "balance loads without a gradient: after each update an expert's selection bias moves "
+            "by so much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
         },
     )
     expert_backend: str = field(
@@ -79,13 +80,8 @@ class MoASettings:
         },
     )
 
-    def build(
-        self, embed_dim: int, num_heads: int = 0, causal: bool = False, **role: Any
-    ) -> "MixtureOfAttention":
-        """The attention of a layer; role: the arguments of `MixtureAttention` that say where it stands.
-
-        num_heads, causal: of no matter here: K experts attend, and masks hide the future.
-        """
+    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttention":
+        """K experts attend, and masks hide the future: num_heads and causal are of no matter here."""
         return MixtureOfAttention(
             embed_dim,
             num_experts=self.num_experts,
@@ -203,5 +199,5 @@ class MixtureOfAttention(MixtureAttention):
 
     def kept_elements(self) -> int:
         heads = self.num_heads * self.head_dim
-        # logits; keys and values; queries, results and their copies; the output and sorted copies of the input
+        # logits; keys and values; queries and results; the output and sorted copies of the input
         return self.num_experts + 2 * self.key_heads * self.expert_dim + 2 * heads + 3 * self.embed_dim

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Observer(nn.Module):
-    """A module that adds up what it sees in training (`pending`), and takes it in after the update (`absorb`).
+    """Adds up what it sees in training (`pending`), and takes it in after the update (`absorb`).
 
     So a batch acts on later updates alone, all accumulation steps and workers count, and an update that
     is not made leaves no trace.

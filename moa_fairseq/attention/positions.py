@@ -35,8 +35,8 @@ class RotaryPositions(Positions):
         super().__init__()
         if head_dim % 2:
             raise UserError(
-                f"--positions rope turns pairs of numbers, and heads of dimension {head_dim} have an odd one: "
-                "choose an even head dimension."
+                f"--positions rope turns pairs of numbers, and heads of dimension {head_dim} have an odd "
+                "one: choose an even head dimension."
             )
         speed = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         self.register_buffer("speed", speed, persistent=False)  # [D / 2]

@@ -53,11 +53,13 @@ class TopKRouter(Observer):
                 f"--router-renormalize {renormalize} is unknown: choose one of {', '.join(RENORMALIZATIONS)}."
             )
         if activation not in ACTIVATIONS:
-            raise UserError(f"--router-activation {activation} is unknown: choose one of {', '.join(ACTIVATIONS)}.")
+            raise UserError(
+                f"--router-activation {activation} is unknown: choose one of {', '.join(ACTIVATIONS)}."
+            )
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
-                f"--routing-bias-rate {bias_rate} balances which experts are chosen: it is positive, and there "
-                f"is nothing to choose when --experts-per-token is --num-experts ({num_experts})."
+                f"--routing-bias-rate {bias_rate} balances which experts are chosen: it is positive, and "
+                f"there is nothing to choose when --experts-per-token is --num-experts ({num_experts})."
             )
         self.activation, self.bias_rate = activation, bias_rate
         self.num_experts = num_experts

@@ -52,7 +52,7 @@ class RoutingDecision:
 
     @cached_property
     def expert_counts(self) -> Tensor:
-        """f_i of MoA Eq. 14: how many tokens chose each routed expert, [E − shared] float64, without padding."""
+        """f_i of MoA Eq. 14: how many real tokens chose each routed expert, [E − shared] float64."""
         chosen = self.expert_index[:, self.shared :] - self.shared
         kept = self.kept.double().unsqueeze(1).expand(chosen.shape)
         counts = kept.new_zeros(self.num_experts - self.shared)

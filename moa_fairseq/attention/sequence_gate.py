@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.observers import Observer
 
-
 # Of the flag --gate-norm: by what a gate that learns normalises its inputs.
 NORMS = ("earlier", "batch")
 MOMENTUM = 0.1  # weight of an update in the running statistics, see GateNorm

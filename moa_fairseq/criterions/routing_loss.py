@@ -81,7 +81,9 @@ class RoutingLossMixin:
             auxiliary = auxiliary + self.routing.z_loss_coef * sum(losses["z_loss"])
             if str(self.routing.aux_loss_reduce) == "mean":
                 auxiliary = auxiliary / len(decisions)
-            loss = loss + auxiliary * (sample_size if str(self.routing.aux_loss_scale) == "sample-size" else 1)
+            loss = loss + auxiliary * (
+                sample_size if str(self.routing.aux_loss_scale) == "sample-size" else 1
+            )
         if name == "moa":
             losses["load_balance_loss"] = losses.pop("balance")
         else:

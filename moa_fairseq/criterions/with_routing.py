@@ -33,7 +33,7 @@ class MaskedLmWithRoutingConfig(RoutingLossConfig, MaskedLmConfig):
 
 @register_criterion("masked_lm_with_routing", dataclass=MaskedLmWithRoutingConfig)
 class MaskedLmWithRouting(RoutingLossMixin, MaskedLmLoss):
-    """Masked language models. sample_size is the number of masked tokens; routers see all that are no padding."""
+    """Masked language models. sample_size counts masked tokens; routers see all tokens but padding."""
 
 
 @dataclass

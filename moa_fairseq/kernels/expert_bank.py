@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.torch_compat import autocast_dtype
 from moa_fairseq.kernels import dense, grouped, reference, triton_bank
 from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.torch_compat import autocast_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""MoA (arXiv 2210.05144): `--arch moa_transformer_base`, `moa_roberta_8k8e128d` and the rest of its tables."""
+"""MoA (arXiv 2210.05144): `--arch moa_transformer_base`, `moa_roberta_8k8e128d` and the rest."""
 
 from fairseq.models import register_model
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
@@ -58,4 +58,6 @@ MASKED_LM = {
     "tiny": {**_sizes(4, 8, 48), **TINY_ROBERTA},  # its projections cost 6 % less than the dense ones
 }
 for _row, _values in MASKED_LM.items():
-    register_arch("moa_roberta", f"moa_roberta_{_row}", roberta_architecture, {**_values, "expert_bias": True})
+    register_arch(
+        "moa_roberta", f"moa_roberta_{_row}", roberta_architecture, {**_values, "expert_bias": True}
+    )

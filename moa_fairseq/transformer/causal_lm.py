@@ -7,7 +7,6 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 
-from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.transformer.layers import MixtureDecoder
 from moa_fairseq.transformer.model import MixtureModel
 
@@ -34,5 +33,4 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
         args.decoder_layers = layers
         cfg = TransformerConfig.from_namespace(args)
         model = cls(MixtureDecoder(cfg, bare.dictionary, bare.embed_tokens, no_encoder_attn=True))
-        name_attentions(model)
-        return model
+        return cls.finished(model, args)

@@ -9,16 +9,15 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.fairseq_dropout import FairseqDropout
 
-from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
 
-# Family → its settings: a dataclass whose fields are flags, with
-# `build(embed_dim, num_heads, causal, **role) -> MixtureAttention`. There is no default.
-FAMILIES: Dict[str, Type] = {}
+# Family → its settings. There is no default.
+FAMILIES: Dict[str, Type[FamilySettings]] = {}
 
 
-def register_family(name: str, settings: Type) -> None:
+def register_family(name: str, settings: Type[FamilySettings]) -> None:
     """Make a family known to models: `attention_family` of a model class names it."""
     FAMILIES[name] = settings
 
@@ -60,17 +59,21 @@ def set_family_defaults(args: Any, family: str) -> None:
     set_defaults(args, {field.name: field.default for field in dataclasses.fields(FAMILIES[family])})
 
 
+def settings_of(cfg: Any) -> FamilySettings:
+    """The settings of a model's family, out of its arguments or config."""
+    settings = FAMILIES[cfg.attention_family]
+    return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
+
+
 def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any) -> MixtureAttention:
     """The attention of the family that `cfg.attention_family` names.
 
     role: whether it is self- or cross-attention, as fairseq's attention takes it; decoder: whether it
     stands in a decoder, where nothing may look at later queries.
     """
-    settings = FAMILIES[cfg.attention_family]
-    names = [field.name for field in dataclasses.fields(settings)]
     side = cfg.decoder if decoder else cfg.encoder
     dropout = FairseqDropout(cfg.attention_dropout)
-    attention = settings(**{name: getattr(cfg, name) for name in names}).build(
+    attention = settings_of(cfg).build(
         embed_dim,
         num_heads=side.attention_heads,
         causal=decoder,

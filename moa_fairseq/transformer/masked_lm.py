@@ -8,7 +8,7 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
-from moa_fairseq.attention.base import MixtureAttention, name_attentions
+from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.transformer.layers import MixtureEncoder
 from moa_fairseq.transformer.model import MixtureModel
 
@@ -42,10 +42,9 @@ class MixtureRobertaModel(MixtureModel, RobertaModel):
         for module in self.modules():
             if isinstance(module, MixtureAttention):
                 module.restore_initialization()
-        name_attentions(self)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureRobertaModel":
         """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
         args = cls.completed(args)
-        return cls(args, MixtureRobertaEncoder(args, task.source_dictionary))
+        return cls.finished(cls(args, MixtureRobertaEncoder(args, task.source_dictionary)), args)

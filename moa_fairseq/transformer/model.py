@@ -5,11 +5,13 @@ from typing import Any, ClassVar, Dict, Optional
 
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
+from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.attention.observers import absorb_pending, observers_of
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.errors import UserError
-from moa_fairseq.transformer.families import add_family_args, set_family_defaults
+from moa_fairseq.transformer.families import add_family_args, set_family_defaults, settings_of
 from moa_fairseq.transformer.workers import sum_over_workers
 
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
@@ -51,8 +53,8 @@ class MixtureModel:
             "--positions",
             choices=POSITIONS,
             default=argparse.SUPPRESS,
-            help="how tokens know where they stand: embeddings that are learned or sinusoidal, or rotated queries "
-            "and keys in every self-attention (rope); the architecture's own if left out",
+            help="how tokens know where they stand: embeddings that are learned or sinusoidal, or rotated "
+            "queries and keys in every self-attention (rope); the architecture's own if left out",
         )
 
     @classmethod
@@ -72,6 +74,12 @@ class MixtureModel:
                 flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")
                 raise UserError(f"{flag} has no meaning for mixtures of attention heads: leave it out.")
         return args
+
+    @classmethod
+    def finished(cls, model: nn.Module, args: argparse.Namespace) -> nn.Module:
+        """Name the attentions of a model that has just been built, and check them."""
+        settings_of(args).check(name_attentions(model))
+        return model
 
     def set_num_updates(self, num_updates: int) -> None:
         """fairseq's hook: after each update, what its modules observed enters their statistics.
@@ -98,4 +106,3 @@ def _set_positions(args: argparse.Namespace) -> None:
         args.no_token_positional_embeddings = True
     else:
         args.encoder_learned_pos = args.decoder_learned_pos = args.positions == "learned"
-

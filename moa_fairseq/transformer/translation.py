@@ -5,7 +5,6 @@ from typing import Any
 
 from fairseq.models.transformer import TransformerConfig, TransformerModel
 
-from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.errors import UserError
 from moa_fairseq.transformer.layers import MixtureDecoder, MixtureEncoder
 from moa_fairseq.transformer.model import MixtureModel
@@ -19,9 +18,7 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
         """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
         args = cls.completed(args)
         _check_dictionaries(args, task)
-        model = super().build_model(args, task)
-        name_attentions(model)
-        return model
+        return cls.finished(super().build_model(args, task), args)
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> MixtureEncoder:

@@ -10,8 +10,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 
 import moa_fairseq
-from moa_fairseq.attention.core import attend, is_causal, mark_causal
 from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.core import attend, is_causal, mark_causal
 
 assert moa_fairseq.__version__
 

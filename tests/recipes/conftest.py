@@ -67,6 +67,7 @@ def binarised(tmp_path, make_binarised):
 @pytest.fixture
 def make_binarised():
     """A minimal folder in fairseq's mmap format: one sentence of two uint16 tokens in each subset."""
+
     def make(folder):
         folder.mkdir()
         for language in ("en", "de"):

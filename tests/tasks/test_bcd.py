@@ -10,8 +10,8 @@ from fairseq.logging import metrics
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.errors import UserError
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients
+from moa_fairseq.errors import UserError
 
 F_EPOCH, G_EPOCH = 1, 2
 EVERY_SECOND = ("--bcd-g-every", 2)
