@@ -4,6 +4,7 @@ import argparse
 import importlib
 import logging
 import sys
+from pathlib import Path
 from typing import List, Optional
 
 from moa_fairseq.errors import UserError
@@ -29,16 +30,32 @@ VERBS = {
 def build_parser(argv: List[str]) -> argparse.ArgumentParser:
     """The parser of `moa-fairseq`; only the verb named in `argv` has its module imported."""
     parser = argparse.ArgumentParser(prog="moa-fairseq", description=__doc__)
+    parser.add_argument(
+        "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
+    )
+    named = next(iter(argv[2:] if argv[:1] == ["--user-dir"] else argv), None)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, (module_name, summary) in VERBS.items():
         subparser = verbs.add_parser(verb, help=summary)
-        if argv[:1] == [verb]:
+        if verb == named:
             module = importlib.import_module(module_name)
             subparser.description = module.__doc__
             subparser.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser
+
+
+def _import_plugin(args: argparse.Namespace) -> None:
+    from fairseq.utils import import_user_module
+
+    import moa_fairseq  # noqa: F401  (first: it prepares fairseq)
+
+    if not Path(args.user_dir).is_dir():
+        raise UserError(
+            f"--user-dir {args.user_dir} is no folder: name the one with the plugin's __init__.py."
+        )
+    import_user_module(args)
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -48,6 +65,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     logging.getLogger().setLevel(logging.WARNING)
     args = build_parser(argv).parse_args(argv)
     try:
+        if args.user_dir is not None:
+            _import_plugin(args)
         return args.run(args)
     except UserError as error:
         print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from moa_fairseq.attention.cache import (
 )
 from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.core import attend
-from moa_fairseq.attention.positions import Positions
+from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
 
 _unnamed = itertools.count(1)
@@ -48,7 +48,8 @@ class MixtureAttention(CachedAttention, abc.ABC):
     `projection_macs`, `kept_elements`. self_attention: keys and values are made of the queries' own input;
     encoder_decoder_attention: of an encoder's output, given as `key`. dropout: probability with which
     attention weights are dropped, or a module that has it as `p` (fairseq's FairseqDropout).
-    positions: of self-attention. num_heads, head_dim: H and D of the attention itself.
+    positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings. num_heads,
+    head_dim: H and D of the attention itself.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
         self_attention: bool = False,
         encoder_decoder_attention: bool = False,
         dropout: Union[float, nn.Module] = 0.0,
-        positions: Optional[Positions] = None,
+        positions: Optional[str] = None,
     ):
         super().__init__()
         # The path in the model once `name_attentions` has been told of one; decisions are reported under it.
@@ -68,7 +69,9 @@ class MixtureAttention(CachedAttention, abc.ABC):
         self.self_attention = self_attention
         self.encoder_decoder_attention = encoder_decoder_attention
         self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
-        self.positions = positions if self_attention else None
+        self.positions: Optional[Positions] = None
+        if self_attention and positions in POSITIONS_IN_ATTENTION:
+            self.positions = POSITIONS_IN_ATTENTION[positions](head_dim)
 
     @abc.abstractmethod
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:

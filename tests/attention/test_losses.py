@@ -3,7 +3,7 @@ import math
 import torch
 
 from moa_fairseq.attention.load_statistics import load_statistics
-from moa_fairseq.attention.losses import load_balance_loss, z_loss
+from moa_fairseq.attention.losses import load_balance_loss, mutual_information_loss, z_loss
 from moa_fairseq.attention.routing import RoutingDecision
 
 
@@ -81,3 +81,50 @@ def test_statistics_of_an_even_and_a_collapsed_load():
     collapsed = load_statistics(decide(one, 1))
     assert collapsed["load_entropy"].item() == 0.0 and collapsed["max_load"].item() == 1.0
     assert collapsed["dead_experts"].item() == 3
+
+
+def test_mutual_information_written_out():
+    logits = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
+    padding = torch.tensor([False, False, True, False, False, True, False])
+    decision = decide(logits, 2, padding)
+    rows = [row for row, pad in zip(decision.probs.tolist(), padding.tolist()) if not pad]
+    mean = [sum(row[i] for row in rows) / len(rows) for i in range(4)]
+    h_marginal = -sum(p * math.log(p) for p in mean)
+    h_conditional = -sum(p * math.log(p) for row in rows for p in row) / len(rows)
+    expected = h_conditional - h_marginal
+    assert math.isclose(mutual_information_loss(decision).item(), expected, rel_tol=1e-5)
+    assert expected < 0
+
+
+def test_mutual_information_prefers_even_and_sure_to_collapsed():
+    even = decide(torch.eye(4).repeat(3, 1) * 50, 1)
+    collapsed = decide(torch.tensor([[50.0, 0, 0, 0]]).repeat(12, 1), 1)
+    assert math.isclose(mutual_information_loss(even).item(), -math.log(4), rel_tol=1e-4)
+    assert abs(mutual_information_loss(collapsed).item()) < 1e-4
+    assert mutual_information_loss(decide(torch.ones(3, 4), 1, torch.ones(3, dtype=torch.bool))).item() == 0
+
+
+def test_groups_are_judged_apart_and_shared_experts_not_at_all():
+    one, other = torch.randn(9, 3), torch.randn(9, 3)
+    first, second = decide(one, 1), decide(other, 1)
+    both = RoutingDecision(
+        torch.cat([first.expert_index, second.expert_index + 3], 1),
+        torch.cat([first.gate, second.gate], 1),
+        torch.cat([first.probs, second.probs], 1),
+        torch.cat([first.logits, second.logits], 1),
+        num_experts=6,
+        groups=2,
+    )
+    shared = RoutingDecision(
+        torch.cat([torch.zeros(9, 1, dtype=torch.long), first.expert_index + 1], 1),
+        torch.cat([torch.ones(9, 1), first.gate], 1),
+        torch.cat([torch.ones(9, 1), first.probs], 1),
+        torch.cat([torch.full((9, 1), 30.0), first.logits], 1),
+        num_experts=4,
+        shared=1,
+    )
+    for loss in (load_balance_loss, mutual_information_loss, z_loss):
+        torch.testing.assert_close(loss(both), (loss(first) + loss(second)) / 2)
+        torch.testing.assert_close(loss(shared), loss(first))
+    for key, value in load_statistics(first).items():
+        torch.testing.assert_close(load_statistics(shared)[key], value)

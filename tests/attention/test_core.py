@@ -1,0 +1,90 @@
+"""Attention with a bias and with shared heads of keys, against the formula; rotary positions."""
+
+import math
+
+import pytest
+import torch
+
+from moa_fairseq.attention.core import attend
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.positions import RotaryPositions
+from moa_fairseq.errors import UserError
+
+
+def random(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def literal(q, k, v, bias, padding):
+    """One query head after the other; head i reads key head i mod G."""
+    outs, weights = [], []
+    for i in range(q.size(1)):
+        scores = q[:, i] @ k[:, i % k.size(1)].transpose(1, 2) / math.sqrt(q.size(-1))
+        if bias is not None:
+            scores = scores + bias[:, i % bias.size(1)]
+        if padding is not None:
+            scores = scores.masked_fill(padding[:, None], -math.inf)
+        weights.append(scores.softmax(-1))
+        outs.append(weights[-1] @ v[:, i % v.size(1)])
+    return torch.stack(outs, 1), torch.stack(weights, 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("bias_shape", [None, (1, 1), (1, 6), (3, 1), (3, 6)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attend(groups, bias_shape, padded):
+    q, k, v = random(3, 6, 4, 8), random(3, groups, 5, 8), random(3, groups, 5, 8, seed=1)
+    bias = None if bias_shape is None else random(*bias_shape, 4, 5)
+    padding = torch.arange(5)[None] >= torch.tensor([[5], [3], [4]]) if padded else None
+    expected, weights = literal(q, k, v, bias, padding)
+    out, none = attend(q, k, v, None, padding, bias=bias)
+    torch.testing.assert_close(out, expected)
+    assert none is None
+    out, got = attend(q, k, v, None, padding, need_weights=True, bias=bias)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(got, weights)
+
+
+def test_attend_reads_keys_once_for_a_beam():
+    q, k, v = random(6, 4, 1, 8), random(2, 2, 5, 8), random(2, 2, 5, 8, seed=1)
+    bias = random(6, 4, 1, 5)
+    expected, _ = literal(q, k.repeat_interleave(3, 0), v.repeat_interleave(3, 0), bias, None)
+    torch.testing.assert_close(attend(q, k, v, bias=bias)[0], expected)
+
+
+def test_rope_is_the_literal_rotation():
+    """Su et al. Eq. 34: a block of cos and sin for each pair of numbers."""
+    dim, length, first = 6, 5, 3
+    x = random(2, 3, length, dim)
+    turned, _ = RotaryPositions(dim).rotate(x, x, first)
+    for position in range(length):
+        for j in range(dim // 2):
+            angle = (first + position) * 10000.0 ** (-2 * j / dim)
+            rotation = torch.tensor(
+                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
+            )
+            pair = x[:, :, position, [j, j + dim // 2]]
+            torch.testing.assert_close(turned[:, :, position, [j, j + dim // 2]], pair @ rotation.t())
+
+
+def test_rope_scores_know_distances_only_and_survive_half_precision():
+    q, k, rope = random(1, 1, 4, 8), random(1, 1, 4, 8, seed=1), RotaryPositions(8).half()
+    scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
+    torch.testing.assert_close(*scores)
+    with pytest.raises(UserError, match="--positions rope"):
+        RotaryPositions(5)
+
+
+def test_rope_step_by_step_equals_the_whole():
+    torch.manual_seed(0)
+    module = MixtureOfAttention(12, 4, 2, 6, self_attention=True, positions="rope").double().eval()
+    x = random(5, 2, 12)
+    future = torch.triu(torch.full((5, 5), -math.inf, dtype=torch.float64), 1)
+    whole, _ = module(x, x, x, attn_mask=future, need_weights=False)
+    state = {}
+    steps = [module(x[t : t + 1], None, None, incremental_state=state)[0] for t in range(5)]
+    torch.testing.assert_close(torch.cat(steps), whole)
+    without = MixtureOfAttention(12, 4, 2, 6, self_attention=True).double().eval()
+    without.load_state_dict(module.state_dict())
+    assert not torch.allclose(without(x, x, x, attn_mask=future)[0], whole, atol=1e-4)
