@@ -28,7 +28,8 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
     (Eq. 5 for t = 1: MAE-7 of 8 heads; t = 2: the 28 pairs of MAE-6). No expert is ever built: the sum
     over experts is a rescaling of head j by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) before the output
     projection, whose bias belongs to no expert. Inside of `drawing_experts` (an F step) g is the one-hot
-    vector of an expert drawn from it, per sequence, and t heads are zeroed.
+    vector of an expert drawn from it, and t heads are zeroed: one expert per sequence where one gate sees
+    the sequence, and one that can change along it where the gate is causal (see `ExpertDraw.choose`).
 
     gate: "learned" (a SequenceGate over the mean of the queries' inputs), or "uniform" (g = 1/E; mixing
     is then plain dense attention). causal: the gate at a position sees the inputs up to it only, the

@@ -100,6 +100,41 @@ def test_draws_follow_the_gate():
         assert ((observed - expected) ** 2 / expected).sum() < 24.3
 
 
+def walk(length, sequences, experts, seed=0):
+    """Gates that change a little from position to position, [T, B, E], as a causal one's do."""
+    g = torch.Generator().manual_seed(seed)
+    steps = torch.randn(length, sequences, experts, generator=g) * 0.1
+    return (torch.randn(1, sequences, experts, generator=g) + steps.cumsum(0)).softmax(-1)
+
+
+def inverse_cdf(draw, name, probs):
+    """The coupling by one number per sequence: whose stretch of the cumulated probabilities contains it."""
+    return (probs.cumsum(-1) <= draw.uniform(name).unsqueeze(-1)).sum(-1).clamp_max(probs.size(-1) - 1)
+
+
+@pytest.mark.parametrize("experts", [8, 28])
+def test_an_expert_changes_along_a_sequence_as_little_as_the_gate_lets_it(experts):
+    probs = walk(30, 4000, experts)
+    draw = ExpertDraw(torch.arange(4000), 1, 3)
+    chosen, other = draw.choose("decoder.a", probs), inverse_cdf(draw, "decoder.a", probs)
+    # every position's expert still follows that position's gate (99.9 % quantiles of chi-square)
+    for position in (0, 11, 29):
+        expected = probs[position].double().sum(0)
+        observed = torch.bincount(chosen[position], minlength=experts).double()
+        assert ((observed - expected) ** 2 / expected).sum() < {8: 24.3, 28: 55.5}[experts]
+    distance = (probs[1:] - probs[:-1]).abs().sum(-1) / 2  # in total variation: no coupling flips less
+    flips, worse = ((index[1:] != index[:-1]).double().mean() for index in (chosen, other))
+    assert distance.mean() < flips < (2 * distance / (1 + distance)).mean() * 1.03
+    assert flips < worse / 1.5
+    still = probs[:1].expand(30, -1, -1)
+    assert torch.equal(draw.choose("b", still), draw.choose("b", still[:1]).expand(30, -1))
+
+
+def test_an_expert_without_probability_is_never_drawn():
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.5]).repeat(20000, 1)
+    assert set(ExpertDraw(torch.arange(20000), 1, 1).choose("a", probs).tolist()) == {1, 3}
+
+
 def test_draws_depend_on_seed_update_sequence_and_module_only():
     ids = torch.tensor([3, 14, 15, 92, 65])
     draw = ExpertDraw(ids, seed=1, update=5)
