@@ -14,7 +14,7 @@ from moa_fairseq.attention.expert_draw import current_draw
 from moa_fairseq.attention.incremental import IncrementalAttention, IncrementalState
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
 from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.attention.sequence_gate import SequenceGate
+from moa_fairseq.attention.sequence_gate import NORMS, SequenceGate
 from moa_fairseq.attention.single_expert import EVALUATIONS, MIXTURE, TOP_EXPERT, single_expert
 from moa_fairseq.errors import UserError
 
@@ -35,6 +35,8 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
     is then plain dense attention). causal: the gate at a position sees the inputs up to it only, the
     latest gate_window of them; it is for decoders, in self- and cross-attention, where queries are a
     translation's tokens. Otherwise one gate per sequence sees all of its tokens.
+    gate_norm: "earlier" or "batch" (see GateNorm), by which statistics the gate's input is normalised
+    while the gate learns; a causal gate takes "earlier" always.
     evaluate_with, evaluate_seed: outside of training, a single expert in the mixture's place (see
     `single_expert`). Raises UserError for an impossible number of heads or dropped heads.
     """
@@ -55,11 +57,13 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
         gate_window: Optional[int] = None,
         gate_hidden_dim: int = 256,
         gate_dropout: float = 0.1,
+        gate_norm: str = "earlier",
         evaluate_with: str = MIXTURE,
         evaluate_seed: int = 1,
     ):
         super().__init__()
-        _check_sizes(embed_dim, num_heads, dropped_heads, gate, gate_window)
+        _check_sizes(embed_dim, num_heads, dropped_heads, gate_window)
+        _check_gate(gate, gate_norm)
         _check_evaluation(evaluate_with, gate)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.self_attention = self_attention
@@ -80,7 +84,8 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
         self.register_buffer("dropped", dropped, persistent=False)  # [E, h], row i: D_i
         self.gate = None
         if gate == "learned":
-            self.gate = SequenceGate(embed_dim, self.num_experts, gate_hidden_dim, gate_dropout)
+            norm = "earlier" if causal else gate_norm  # a causal gate must not hear of later positions
+            self.gate = SequenceGate(embed_dim, self.num_experts, gate_hidden_dim, gate_dropout, norm)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -213,9 +218,7 @@ class MixtureOfAttentiveExperts(IncrementalAttention):
         return x.view(*x.shape[:2], self.num_heads, self.head_dim).permute(1, 2, 0, 3)
 
 
-def _check_sizes(
-    embed_dim: int, num_heads: int, dropped_heads: int, gate: str, gate_window: Optional[int]
-) -> None:
+def _check_sizes(embed_dim: int, num_heads: int, dropped_heads: int, gate_window: Optional[int]) -> None:
     if num_heads < 2 or embed_dim % num_heads:
         raise UserError(
             f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a multiple "
@@ -226,10 +229,15 @@ def _check_sizes(
             f"--mae-dropped-heads {dropped_heads} must lie between 1 and {num_heads - 1}: "
             f"an expert leaves out some of the {num_heads} attention heads, but not all."
         )
-    if gate not in GATES:
-        raise UserError(f"--mae-gate {gate} is unknown: choose one of {', '.join(GATES)}.")
     if gate_window is not None and gate_window < 1:
         raise UserError(f"--gate-window {gate_window}: the gate sees at least the current input.")
+
+
+def _check_gate(gate: str, gate_norm: str) -> None:
+    if gate not in GATES:
+        raise UserError(f"--mae-gate {gate} is unknown: choose one of {', '.join(GATES)}.")
+    if gate_norm not in NORMS:
+        raise UserError(f"--gate-norm {gate_norm} is unknown: choose one of {', '.join(NORMS)}.")
 
 
 def _check_evaluation(evaluate_with: str, gate: str) -> None:

@@ -8,32 +8,62 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class EarlierBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation by the statistics of earlier updates, in training as in evaluation.
+# Of the flag --gate-norm: by what a gate that learns normalises its inputs.
+NORMS = ("earlier", "batch")
+MOMENTUM = 0.1  # weight of an update in the running statistics, see GateNorm
 
-    A batch's own statistics are means over all of its positions: dividing by them would tell a causal
-    gate about later positions and other sentences. Here a forward pass normalises by the running
-    statistics as they stand, and only adds up what it sees (`pending`); `absorb` lets those sums in
-    after the update, so that a batch acts on later updates alone. Further: an output depends neither on
-    who else is in the batch nor on how the batch is spread over workers and accumulation steps, and F
-    steps, G steps and evaluation apply one and the same function. In a G step nothing below the gate
-    moves, so no gradient is lost by holding the statistics constant.
 
-    Until the first `absorb` they are 0 and 1. That prior keeps the weight of one update in their mean,
-    which becomes a moving average (weight `momentum`) once updates are many.
+class GateNorm(nn.BatchNorm1d):
+    """Batch normalisation of a gate's inputs (MAE Appendix A), by default a departure from the paper's.
+
+    statistics "earlier" (default): the running statistics of earlier updates, in training as in
+    evaluation. The paper says "batch normalization" and no more; a batch's own statistics are means over
+    all of its positions, and dividing by them would tell a causal gate about later positions and other
+    sentences. Here a forward pass normalises by the running statistics as they stand, and only adds up
+    what it sees (`pending`); `absorb` lets those sums in after the update, so that a batch acts on later
+    updates alone. Further: an output depends neither on who else is in the batch nor on how the batch is
+    spread over workers and accumulation steps, and F steps, G steps and evaluation apply one and the same
+    function.
+
+    statistics "batch": the paper's (Ioffe & Szegedy 2015), where nothing leaks over time: in gates that
+    see a whole sequence at once (encoders). A forward pass that trains the gate (`own`: a G step, a joint
+    update) normalises by mean and variance over the real rows of its own micro-batch, with gradients
+    through them; fewer than two rows have none, and take the running ones. All else normalises by the
+    running statistics: evaluation, and the draw of an F step, which trains no gate. So a draw still
+    depends on its own sequence alone, not on its neighbours, workers or accumulation steps; only the
+    updates of gates do.
+
+    Every training forward pass is observed, F steps too: else gates would draw experts by the statistics
+    0 and 1 until the first G epoch. Those are the prior, with the weight of one update in the running mean,
+    which becomes a moving average once updates are many.
     """
 
-    def __init__(self, num_features: int):
-        super().__init__(num_features)
+    def __init__(self, num_features: int, statistics: str = "earlier"):
+        super().__init__(num_features, momentum=MOMENTUM)
+        self.statistics = statistics
         # Σ x̂ [C], Σ x̂² [C] and the count, x̂ being normalised already: sums of unit size lose no digits
         self.register_buffer("pending", torch.zeros(2 * num_features + 1), persistent=False)
         self.has_pending = False
 
-    def forward(self, x: Tensor, real: Optional[Tensor] = None, observe: bool = False) -> Tensor:
-        """Normalise x [N, C]. observe: count the rows in, or those where real [N] bool is true."""
+    def forward(self, x: Tensor, real: Optional[Tensor] = None, observe=False, own=False) -> Tensor:
+        """Normalise x [N, C]. observe: count the rows in, or those where real [N] bool is true.
+
+        own: this pass trains the gate, so "batch" takes the statistics of x.
+        """
         if observe:
             self._add_up(x.detach(), real)
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        mean, variance = self.running_mean, self.running_var
+        if own and self.statistics == "batch":
+            mean, variance = self._of_batch(x, real)
+        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+    def _of_batch(self, x: Tensor, real: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        weight = x.new_ones(x.size(0), 1) if real is None else real.unsqueeze(-1).to(x.dtype)
+        count = weight.sum()
+        mean = (x * weight).sum(0) / count.clamp_min(1.0)
+        variance = ((x - mean).square() * weight).sum(0) / count.clamp_min(1.0)
+        enough = count > 1
+        return torch.where(enough, mean, self.running_mean), torch.where(enough, variance, self.running_var)
 
     @torch.no_grad()
     def _add_up(self, x: Tensor, real: Optional[Tensor]) -> None:
@@ -60,6 +90,10 @@ class EarlierBatchNorm(nn.BatchNorm1d):
         variance = (square - mean.square()).clamp_min(0.0) * spread.square()
         self.running_mean += weight * mean * spread
         self.running_var += weight * (variance - self.running_var)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what has been observed since the last `absorb`: of an update that is not made."""
         self.pending.zero_()
         self.has_pending = False
 
@@ -67,14 +101,22 @@ class EarlierBatchNorm(nn.BatchNorm1d):
 class SequenceGate(nn.Module):
     """g(x̄; φ): batch norm → linear → tanh → dropout → linear → softmax over the experts.
 
-    While it is frozen (its parameters do not require gradients: an F step) it neither drops anything
-    out nor observes statistics: it is the function that evaluation uses. It stays in float32 whatever
-    the model is cast to, its parameters too: steps of plain SGD are lost in half precision.
+    norm: one of NORMS, see GateNorm. While the gate is frozen (its parameters do not require gradients: an
+    F step) it is the function that evaluation uses: it drops nothing out, and normalises by the running
+    statistics. It observes in all of training. It stays in float32 whatever the model is cast to, its
+    parameters too: steps of plain SGD are lost in half precision.
     """
 
-    def __init__(self, model_dim: int, num_experts: int, hidden_dim: int = 256, dropout: float = 0.1):
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        hidden_dim: int = 256,
+        dropout: float = 0.1,
+        norm: str = "earlier",
+    ):
         super().__init__()
-        self.norm = EarlierBatchNorm(model_dim)
+        self.norm = GateNorm(model_dim, norm)
         self.fc1 = nn.Linear(model_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, num_experts)
         self.dropout = dropout
@@ -87,7 +129,7 @@ class SequenceGate(nn.Module):
     def forward(self, mean: Tensor, real: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         """mean [N, C] of the inputs → (probabilities [N, E], logits [N, E]); real [N]: rows that count."""
         with torch.autocast(mean.device.type, enabled=False):
-            x = self.norm(mean.to(self.fc1.weight.dtype), real, observe=self.learns)
+            x = self.norm(mean.to(self.fc1.weight.dtype), real, self.training, self.learns)
             hidden = F.dropout(torch.tanh(self.fc1(x)), self.dropout, self.learns)
             logits = self.fc2(hidden)
             return torch.softmax(logits, dim=-1), logits

@@ -4,6 +4,7 @@ import argparse
 
 from moa_fairseq.attention.mae import GATES
 from moa_fairseq.attention.routers import RENORMALIZATIONS
+from moa_fairseq.attention.sequence_gate import NORMS
 from moa_fairseq.attention.single_expert import EVALUATIONS, MIXTURE
 from moa_fairseq.kernels.expert_bank import BACKENDS
 
@@ -86,6 +87,15 @@ def add_mae_args(parser: argparse.ArgumentParser) -> None:
         "--gate-dropout", type=float, metavar="P", default=suppress, help="dropout after its first layer"
     )
     parser.add_argument(
+        "--gate-norm",
+        choices=NORMS,
+        default=suppress,
+        help="batch normalisation of a gate's input while the gate is updated: by the running statistics of "
+        "earlier updates, which leaks nothing and departs from the paper (earlier), or by the batch's own, as "
+        "the paper has it (batch: encoders only; in decoders a batch's statistics would tell a gate of later "
+        "tokens, so they stay with earlier). Drawing experts and evaluation use running statistics always",
+    )
+    parser.add_argument(
         "--gate-window",
         type=int,
         metavar="N",
@@ -111,6 +121,7 @@ def set_mae_defaults(args: argparse.Namespace) -> None:
         "mae_gate": "learned",
         "gate_hidden_dim": 256,
         "gate_dropout": 0.1,
+        "gate_norm": "earlier",
         "gate_window": None,
         "mae_evaluate_with": MIXTURE,
         "mae_evaluate_seed": 1,

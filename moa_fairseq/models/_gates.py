@@ -1,23 +1,38 @@
 """What a model with MAE gates does beside its forward pass: keep the gates' statistics, on all workers."""
 
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from fairseq.distributed import utils as distributed
 from torch import Tensor
 
 from moa_fairseq.attention.sequence_gate import absorb_statistics, gates_of
+from moa_fairseq.errors import UserError
 
 
 class GatedModel:
     """Mixed into a fairseq model: after each update, what its gates observed enters their statistics.
 
     The model is told the number of updates after every update, and once more before every micro-batch;
-    only a new number ends an update. Nothing is pending after one in which the gates were
-    frozen, and in one in which they learn all workers have something, so all of them meet here.
+    only a new number ends an update. Every worker has observed something in it, if only to forget it, so
+    all of them meet here.
     """
 
     _updates_seen: Optional[int] = None
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "GatedModel":
+        """fairseq's hook. Raises UserError if --gate-norm batch would change no gate of the model."""
+        model = super().build_model(args, task)
+        gates = gates_of(model)
+        wanted = getattr(args, "gate_norm", None)
+        if wanted == "batch" and gates and all(gate.norm.statistics != wanted for gate in gates):
+            raise UserError(
+                "--gate-norm batch has no meaning for this model: all of its gates are causal, and a batch's "
+                "own statistics would tell them about later tokens. Leave it out (--gate-norm earlier); it is "
+                "for models with an encoder, whose gates see whole sentences."
+            )
+        return model
 
     def set_num_updates(self, num_updates: int) -> None:
         """fairseq's hook."""

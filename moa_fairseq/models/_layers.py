@@ -52,6 +52,7 @@ def _build_mae(cfg: Any, embed_dim: int, decoder: bool, **role: Any) -> nn.Modul
         gate_window=cfg.gate_window,
         gate_hidden_dim=cfg.gate_hidden_dim,
         gate_dropout=cfg.gate_dropout,
+        gate_norm=cfg.gate_norm,
         evaluate_with=cfg.mae_evaluate_with,
         evaluate_seed=cfg.mae_evaluate_seed,
         **role,

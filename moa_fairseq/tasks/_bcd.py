@@ -19,6 +19,7 @@ Fine-tuning (MAE §5.2) freezes parameters and is else the same. FTG updates gat
 left, and its G steps are ordinary updates of mixed experts by fairseq's own optimizer, `--optimizer sgd`.
 """
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Optional
@@ -135,7 +136,10 @@ class BlockCoordinateDescent:
 
     def before_update(self, trainer: Any, samples: List[Dict[str, Any]]) -> None:
         """The plugin's hook: all micro-batches that the trainer is about to make one update of."""
-        if not self.alternates or not gates_of(trainer.get_model()):
+        gates = gates_of(trainer.get_model())
+        for gate in gates:
+            gate.norm.forget()  # what an update saw that overflowed and was not made
+        if not self.alternates or not gates:
             return
         if self._g_step is None:
             self._g_step = GStep(trainer, self.cfg_of_bcd.gate_lr, self.cfg_of_bcd.gate_clip_norm)
@@ -160,13 +164,12 @@ class BlockCoordinateDescent:
     ):
         """fairseq's forward and backward pass of one micro-batch, as an F step if steps alternate."""
         rest = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
-        if not self.alternates:
-            # a batch that only fills a gap among the workers has no gradient, and is no observation
-            gates = gates_of(model) if ignore_grad else []
-            with forgetting_statistics(gates):
-                return super().train_step(sample, *rest, **kwargs)
-        draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
-        with drawing_experts(draw):
+        with contextlib.ExitStack() as stack:
+            if ignore_grad:  # a batch that only fills a gap among the workers is no observation
+                stack.enter_context(forgetting_statistics(gates_of(model)))
+            if self.alternates:
+                draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
+                stack.enter_context(drawing_experts(draw))
             return super().train_step(sample, *rest, **kwargs)
 
     def valid_step(self, sample: Dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any):

@@ -63,7 +63,7 @@ class GStep:
         criterion.train()
         model.set_num_updates(trainer.get_num_updates())
         for gate in gates_of(model):
-            gate.norm.pending.zero_()
+            gate.norm.forget()
         with _requiring_gradients(parameters):
             sums = GateGradients(parameters)
             for sample in samples:

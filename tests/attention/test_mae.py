@@ -123,7 +123,7 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
     torch.testing.assert_close(out, literal_mixture(module, x, one_hot[None], dropped))
     out.square().sum().backward()
     assert all(p.grad is None for p in module.gate.parameters())
-    assert module.gate.norm.pending.any()  # observed: nobody froze this gate
+    assert module.gate.norm.pending.any()  # observed
     # evaluation mixes, whatever is drawn around it
     module.eval()
     mixed, _ = gate_of(module, x)
@@ -135,8 +135,9 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("draw", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_future_token_changes_nothing_before_it(training, draw, window):
-    module = build(causal=True, gate_window=window, gate_dropout=0.0).train(training)
+@pytest.mark.parametrize("norm", ["earlier", "batch"])
+def test_a_future_token_changes_nothing_before_it(training, draw, window, norm):
+    module = build(causal=True, gate_window=window, gate_dropout=0.0, gate_norm=norm).train(training)
     mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
     outs = []
     for change in (0.0, 10.0):
@@ -246,6 +247,7 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
         (dict(dropped_heads=0), "--mae-dropped-heads 0"),
         (dict(gate="oracle"), "--mae-gate oracle is unknown"),
         (dict(gate_window=0), "--gate-window 0"),
+        (dict(gate_norm="layer"), "--gate-norm layer is unknown"),
         (dict(evaluate_with="best"), "--mae-evaluate-with best is unknown"),
         (dict(evaluate_with="top-expert", gate="uniform"), "--mae-evaluate-with top-expert needs a gate"),
     ],

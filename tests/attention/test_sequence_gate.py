@@ -25,7 +25,9 @@ def test_dropout_follows_the_first_layer_while_the_gate_learns():
     x = torch.randn(3, 6)
     assert not torch.equal(gate(x)[1], gate(x)[1])
     gate.requires_grad_(False)
+    assert gate.norm.has_pending and not gate.norm.forget()
     assert torch.equal(gate(x)[1], gate(x)[1])
+    assert gate.norm.has_pending  # it observes nevertheless
     torch.testing.assert_close(gate(x)[1], gate.eval()(x)[1])
 
 
@@ -53,6 +55,30 @@ def test_statistics_are_those_of_earlier_updates_over_all_workers_and_micro_batc
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
     absorb_statistics([parts])  # nothing was seen
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
+
+
+def test_the_batchs_own_statistics_are_batch_normalisation():
+    """torch's, with gradients, over the real rows, while the gate learns; else the running statistics."""
+    torch.manual_seed(0)
+    gate, reference = SequenceGate(5, 4, dropout=0.0, norm="batch").double(), torch.nn.BatchNorm1d(5).double()
+    x = (torch.randn(9, 5, dtype=torch.float64) * 3 + 7).requires_grad_()
+    real = torch.arange(9) < 6
+    out, expected = gate.norm(x, real, observe=True, own=gate.learns)[:6], reference(x[:6])
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn(6, 5, dtype=torch.float64)
+    inputs = ([x, gate.norm.weight, gate.norm.bias], [x, reference.weight, reference.bias])
+    for one, other in zip(
+        *(torch.autograd.grad(o, i, upstream) for o, i in zip((out, expected), inputs)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    absorb_statistics([gate])
+    torch.testing.assert_close(gate.norm.running_mean, x[:6].mean(0).detach() / 2)
+    evaluated = gate.eval()(x, real)[0]
+    single = gate.train()(x[:1])[0]  # one row has no statistics of its own
+    torch.testing.assert_close(single, evaluated[:1])
+    gate.requires_grad_(False)
+    torch.testing.assert_close(gate(x, real)[0], evaluated)
+    assert not torch.allclose(gate.requires_grad_(True)(x, real)[0], evaluated)
 
 
 def test_a_sum_over_workers_is_used():

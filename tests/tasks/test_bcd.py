@@ -21,6 +21,10 @@ def is_gate(name):
     return ".gate." in name
 
 
+def is_statistic(name):
+    return is_gate(name) and ("running" in name or name.endswith("num_batches_tracked"))
+
+
 def snapshot(trainer):
     return {name: tensor.clone() for name, tensor in trainer.get_model().state_dict().items()}
 
@@ -94,6 +98,7 @@ def test_an_f_step_moves_all_but_the_gates(build_trainer):
     # alike: its gradient is a rounding error, or zero.
     parameters = {n for n, _ in trainer.get_model().named_parameters(remove_duplicate=False)}
     expected = {n for n in parameters if not is_gate(n) and "k_proj.bias" not in n}
+    expected |= {n for n in before if is_statistic(n)}
     assert {n for n in moved if "k_proj.bias" not in n} == expected
     assert log["bcd_step"] == "F" and "g_loss" not in log
 
@@ -142,6 +147,90 @@ def test_a_whole_update_is_a_g_step_and_then_an_f_step(build_trainer):
     assert not changed(snapshot(both), snapshot(apart))
 
 
+def statistics(trainer):
+    return {name: tensor for name, tensor in snapshot(trainer).items() if is_statistic(name)}
+
+
+def test_gates_observe_in_f_steps(build_trainer):
+    """The first encoder layer's gate sees embeddings, which no draw touches: its statistics are known."""
+    trainer, samples = build_trainer(*EVERY_SECOND)
+    encoder = trainer.get_model().encoder
+    means = []
+    with torch.no_grad():
+        for sample in samples[:2]:
+            source = sample["net_input"]["src_tokens"]
+            x, _ = encoder.forward_embedding(source)
+            real = source.ne(encoder.padding_idx).unsqueeze(-1)
+            means.append((x * real).sum(1) / real.sum(1))
+    rows = torch.cat(means)
+    update(trainer, F_EPOCH, samples[:2])
+    norm = encoder.layers[0].self_attn.gate.norm
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, rows.mean(0) / 2, rtol=1e-4, atol=1e-5)
+    expected = (rows.var(0, unbiased=False) + 1) / 2
+    torch.testing.assert_close(norm.running_var, expected, rtol=1e-4, atol=1e-5)
+    assert all(gate.norm.num_batches_tracked == 1 for gate in gates_of(trainer.get_model()))
+    update(trainer, G_EPOCH, samples[2:3])  # in its G step and in its F step
+    assert norm.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("joint", [(), ("--bcd", "none")])
+def test_a_batch_that_only_fills_a_gap_is_not_observed(build_trainer, joint):
+    seen = []
+    for gap in ([], [{}]):  # what a worker is given that has no micro-batch left
+        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0, *joint)
+        update(trainer, F_EPOCH, [*gap, samples[1]])
+        seen.append(statistics(trainer))
+    assert seen[0].keys() and all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+@pytest.mark.parametrize("joint", [(), ("--bcd", "none")])
+def test_a_skipped_update_is_not_observed(build_trainer, monkeypatch, joint):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # fairseq's, on its way out of an overflow
+    seen = []
+    for scale in (2**7, 2**40):
+        common = {**HALF["fp16"], "fp16_init_scale": scale}
+        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0, *joint, common=common)
+        before = snapshot(trainer)
+        if scale > 2**7:
+            update(trainer, F_EPOCH, samples[:1])
+            assert trainer.get_num_updates() == 0 and not changed(before, snapshot(trainer))
+            trainer.optimizer.scaler.loss_scale = 2.0**7
+        update(trainer, F_EPOCH, samples[1:2])
+        assert trainer.get_num_updates() == 1
+        seen.append(statistics(trainer))
+    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
+    """In a G step; a draw depends on its own sequence alone, and evaluation on no batch."""
+    flags = (*EVERY_SECOND, "--gate-dropout", 0, "--gate-norm", "batch", "--decoder-layers", 2)
+    trainer, samples = build_trainer(*flags)
+    model = trainer.get_model()
+    kinds = {module.name: module.gate.norm.statistics for module in model.modules() if hasattr(module, "gate")}
+    assert kinds.pop("encoder.layers.0.self_attn") == "batch" and set(kinds.values()) == {"earlier"}
+    before = snapshot(trainer)
+    expected = manual_gate_gradient(trainer, samples[:2])
+    trainer.begin_epoch(G_EPOCH)
+    trainer.task.before_update(trainer, samples[:2])
+    after, model = snapshot(trainer), trainer.get_model()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(after[name], before[name] - gradient, rtol=1e-5, atol=1e-7)
+
+    def drawn(ids):
+        dataset = trainer.task.dataset("train")
+        sample = dataset.collater([dataset[i] for i in ids])
+        draw = ExpertDraw(sample["id"], 1, 1)
+        model.train()
+        with drawing_experts(draw), collect_decisions() as decisions:
+            model(**sample["net_input"])
+        place = sample["id"].tolist().index(3)
+        return decisions[0][1].probs[place], decisions[0][1].expert_index[place]
+
+    for alone, among in zip(drawn([3]), drawn([3, 4, 5, 6])):
+        torch.testing.assert_close(alone, among)
+
+
 def test_joint_training_moves_everything_by_adam(build_trainer):
     trainer, samples = build_trainer("--bcd", "none")
     before = snapshot(trainer)
@@ -166,19 +255,19 @@ def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
     fairseq("preprocess", "--only-source", "--trainpref", tmp_path / "train", "--destdir", tmp_path / "bin")
     sizes = [f"--decoder-{name}-dim={32}" for name in ("embed", "ffn-embed", "input", "output")]
     sizes += ["--adaptive-input-cutoff=5,8", "--adaptive-softmax-cutoff=5,8", "--tokens-per-sample=20"]
-    trainer, samples = build_trainer(
-        *(*EVERY_SECOND, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--max-tokens", 80),
-        **dict(data=tmp_path / "bin", arch="mae_transformer_lm_wiki103", model=sizes),
-        task="language_modeling_bcd",
-    )
+    flags = (*EVERY_SECOND, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--max-tokens", 80)
+    of_model = dict(data=tmp_path / "bin", arch="mae_transformer_lm_wiki103", model=sizes)
+    trainer, samples = build_trainer(*flags, **of_model, task="language_modeling_bcd")
     before = snapshot(trainer)
     assert update(trainer, F_EPOCH, samples[:2])["bcd_step"] == "F"
     middle = snapshot(trainer)
-    assert {is_gate(name) for name in changed(before, middle)} == {False}
+    assert all(is_statistic(name) == is_gate(name) for name in changed(before, middle))
     log = update(trainer, G_EPOCH, samples[:2])
     assert log["bcd_step"] == "GF" and log["g_loss"] > 0 and log["gate_gnorm"] > 0
-    assert {is_gate(name) for name in changed(middle, snapshot(trainer))} == {False, True}
+    assert any(is_gate(n) and not is_statistic(n) for n in changed(middle, snapshot(trainer)))
     assert "gate_entropy.decoder.layers.0.self_attn" in log
+    with pytest.raises(UserError, match="--gate-norm batch .* all of its gates are causal"):
+        build_trainer(*flags, "--gate-norm", "batch", **of_model, task="language_modeling_bcd")
 
 
 def test_the_future_leaks_neither_into_training_nor_into_evaluation(build_trainer):
