@@ -91,8 +91,8 @@ def add_mae_args(parser: argparse.ArgumentParser) -> None:
         choices=NORMS,
         default=suppress,
         help="batch normalisation of a gate's input while the gate is updated: by the running statistics of "
-        "earlier updates, which leaks nothing and departs from the paper (earlier), or by the batch's own, as "
-        "the paper has it (batch: encoders only; in decoders a batch's statistics would tell a gate of later "
+        "earlier updates, which leaks nothing and departs from the paper (earlier), or by the batch's own, "
+        "as in the paper (batch: encoders only; in decoders a batch's statistics would tell a gate of later "
         "tokens, so they stay with earlier). Drawing experts and evaluation use running statistics always",
     )
     parser.add_argument(

@@ -29,8 +29,8 @@ class GatedModel:
         if wanted == "batch" and gates and all(gate.norm.statistics != wanted for gate in gates):
             raise UserError(
                 "--gate-norm batch has no meaning for this model: all of its gates are causal, and a batch's "
-                "own statistics would tell them about later tokens. Leave it out (--gate-norm earlier); it is "
-                "for models with an encoder, whose gates see whole sentences."
+                "own statistics would tell them about later tokens. Leave it out (--gate-norm earlier); it "
+                "is for models with an encoder, whose gates see whole sentences."
             )
         return model
 

@@ -207,7 +207,7 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
     flags = (*EVERY_SECOND, "--gate-dropout", 0, "--gate-norm", "batch", "--decoder-layers", 2)
     trainer, samples = build_trainer(*flags)
     model = trainer.get_model()
-    kinds = {module.name: module.gate.norm.statistics for module in model.modules() if hasattr(module, "gate")}
+    kinds = {m.name: m.gate.norm.statistics for m in model.modules() if hasattr(m, "gate")}
     assert kinds.pop("encoder.layers.0.self_attn") == "batch" and set(kinds.values()) == {"earlier"}
     before = snapshot(trainer)
     expected = manual_gate_gradient(trainer, samples[:2])
@@ -231,7 +231,65 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
         torch.testing.assert_close(alone, among)
 
 
-def test_joint_training_moves_everything_by_adam(build_trainer):
+def joint_gate_gradient(trainer, samples):
+    """As `manual_gate_gradient`, norms and loss scales left out: what a joint update's backward yields."""
+    return manual_gate_gradient(trainer, [sample for sample in samples if sample])
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_joint_training_moves_gates_by_plain_sgd(build_trainer, precision, clip):
+    """Of one update's own backward passes: two micro-batches and one that fills a gap among the workers."""
+    flags = ("--bcd", "none", "--gate-dropout", 0, "--gate-clip-norm", clip, "--weight-decay", 0.1)
+    common = HALF[precision] if precision == "fp16" else {}
+    trainer, samples = build_trainer(*flags, "--clip-norm", 1e-6, common=common)
+    batches = [samples[0], {}, samples[1]]
+    gates = sum(p.numel() for gate in gates_of(trainer.get_model()) for p in gate.parameters())
+    optimized = sum(p.numel() for p in trainer.optimizer.params)
+    assert optimized + gates == sum(p.numel() for p in trainer.get_model().parameters())
+    passes = []
+    trainer.get_model().register_forward_hook(lambda *_: passes.append(1))
+    for _ in range(2):  # the second finds what the first has left behind
+        expected = joint_gate_gradient(trainer, samples[:2])
+        before, forward_passes = snapshot(trainer), len(passes)
+        log = update(trainer, 5, batches)
+        after = snapshot(trainer)
+        assert len(passes) - forward_passes == 3 and "bcd_step" not in log
+        norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+        factor = min(1.0, clip / norm) if clip else 1.0
+        assert log["gate_gnorm"] == pytest.approx(norm, rel=1e-3 if precision == "float32" else 0.1, abs=1e-3)
+        for name, gradient in expected.items():
+            close = dict(rtol=1e-4, atol=1e-6) if precision == "float32" else dict(rtol=0.2, atol=0.02 * norm)
+            torch.testing.assert_close(after[name], before[name] - factor * gradient, **close)
+        frozen = [p for gate in gates_of(trainer.get_model()) for p in gate.parameters()]
+        assert not any(p.requires_grad or p.grad is not None for p in frozen)
+
+
+def test_an_overflow_skips_the_gates_of_a_joint_update(build_trainer, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # fairseq's, on its way out of an overflow
+    trainer, samples = build_trainer("--bcd", "none", common={**HALF["fp16"], "fp16_init_scale": 2**40})
+    before = snapshot(trainer)
+    update(trainer, 1, samples[:1])
+    assert trainer.get_num_updates() == 0 and not changed(before, snapshot(trainer))
+    trainer.optimizer.scaler.loss_scale = 2.0**7
+    again, _ = build_trainer("--bcd", "none", common=HALF["fp16"])
+    for one in (trainer, again):
+        update(one, 1, samples[:1])
+    assert not changed(snapshot(trainer), snapshot(again))  # nothing is left of the update that was skipped
+
+
+@pytest.mark.parametrize("flags", [("--bcd", "none", "--gate-optimizer", "fairseq"), ("--finetune", "ftg")])
+def test_fairseqs_optimizer_can_have_the_gates(build_trainer, flags):
+    trainer, samples = build_trainer(*flags)
+    gates = {id(p) for gate in gates_of(trainer.get_model()) for p in gate.parameters()}
+    assert gates <= {id(p) for p in trainer.optimizer.params}
+    before = snapshot(trainer)
+    log = update(trainer, 1, samples[:1])
+    assert any(is_gate(n) and not is_statistic(n) for n in changed(before, snapshot(trainer)))
+    assert "gate_gnorm" not in log
+
+
+def test_joint_training_moves_everything(build_trainer):
     trainer, samples = build_trainer("--bcd", "none")
     before = snapshot(trainer)
     log = update(trainer, 5, samples[:2])
@@ -239,6 +297,32 @@ def test_joint_training_moves_everything_by_adam(build_trainer):
     assert {n for n in still if not n.endswith(("k_proj.bias", "version", "_float_tensor"))} == set()
     assert "bcd_step" not in log and log["gate_entropy"] > 1.9
     assert trainer.get_model().encoder.layers[0].self_attn.gate.norm.num_batches_tracked == 1
+
+
+# 120 sentences of the toy corpus in batches of 8, two of which make an update: 8 updates an epoch
+@pytest.mark.parametrize(
+    "limits, short",
+    [
+        (("--max-epoch", 4), "--max-epoch 4"),
+        (("--max-epoch", 5), None),
+        (("--max-epoch", 9, "--max-update", 32), "--max-update 32"),
+        (("--max-update", 33), None),
+        (("--max-update", 1, "--mae-gate", "uniform"), None),
+        (("--max-update", 1, "--bcd", "none"), None),
+        ((), None),
+    ],
+)
+def test_a_run_that_ends_before_its_first_g_epoch_is_warned(build_trainer, caplog, limits, short):
+    flags = ("--bcd-g-every", 5, "--max-tokens", 1000, "--batch-size", 8, "--update-freq", 2)
+    trainer, samples = build_trainer(*flags, *limits)
+    caplog.clear()
+    for _ in range(2):
+        update(trainer, 1, samples[:2])
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [message for message in warnings if "--bcd-g-every" in message]
+    assert len(warnings) == (short is not None)  # said once
+    if short:
+        assert f"{short} ends in epoch 4" in warnings[0] and "epoch 5" in warnings[0]
 
 
 def test_uniform_gates_need_no_g_step(build_trainer):
@@ -266,7 +350,7 @@ def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
     assert log["bcd_step"] == "GF" and log["g_loss"] > 0 and log["gate_gnorm"] > 0
     assert any(is_gate(n) and not is_statistic(n) for n in changed(middle, snapshot(trainer)))
     assert "gate_entropy.decoder.layers.0.self_attn" in log
-    with pytest.raises(UserError, match="--gate-norm batch .* all of its gates are causal"):
+    with pytest.raises(UserError, match="--gate-norm batch has no meaning"):
         build_trainer(*flags, "--gate-norm", "batch", **of_model, task="language_modeling_bcd")
 
 
