@@ -1,6 +1,6 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes nine things in fairseq, each because today's
+`install()` runs when the plugin is imported. It changes ten things in fairseq, each because today's
 stack breaks or endangers it, or because a hook is missing:
 
 1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
@@ -20,7 +20,9 @@ stack breaks or endangers it, or because a hook is missing:
    before the trainer begins with the first one; fairseq shows a task one at a time. And the model hears of
    an update when it has been made (`set_num_updates`), not only before the next one: what it keeps per
    update is then complete in a checkpoint that is saved in between.
-9. `--sample-break-mode eos` and bucketed batches work with NumPy 2, which has no `numpy.compat.long`.
+9. A checkpoint whose optimizer is for other parameters than those being trained is refused with the
+   remedy (the task's `optimizer_remedy`, where it has one), not with torch's ValueError.
+10. `--sample-break-mode eos` and bucketed batches work with NumPy 2, which has no `numpy.compat.long`.
 """
 
 import argparse
@@ -222,6 +224,41 @@ def _announcing_updates(train_step: Callable) -> Callable:
     return wrapped
 
 
+def _explaining_optimizers(load_checkpoint: Callable) -> Callable:
+    """Wrap the trainer's loading of a checkpoint to resume from."""
+
+    @functools.wraps(load_checkpoint)
+    def wrapped(trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+        try:
+            result = load_checkpoint(trainer, filename, *args, **options)
+            fits = trainer._optimizer is None or _state_fits(trainer._optimizer.optimizer)
+        except ValueError as error:
+            if "parameter group" not in str(error):
+                raise
+            fits = False
+        if fits:
+            return result
+        raise UserError(
+            f"{filename} holds an optimizer for other parameters than those that this run updates: go on "
+            f"with the flags of its first run{getattr(trainer.task, 'optimizer_remedy', '')}, or keep the "
+            "model alone with --reset-optimizer --reset-lr-scheduler."
+        )
+
+    wrapped.explains_optimizers = True
+    return wrapped
+
+
+def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state of flattened parameters (--fp16) has their length: torch does not look."""
+    return all(
+        value.numel() in (1, parameter.numel())
+        for parameter, state in optimizer.state.items()
+        if parameter.dim() == 1
+        for value in state.values()
+        if torch.is_tensor(value)
+    )
+
+
 def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
@@ -261,5 +298,7 @@ def install() -> None:
     fairseq_workers.install()
     if not hasattr(Trainer.train_step, "announces_updates"):
         Trainer.train_step = _announcing_updates(Trainer.train_step)
+    if not hasattr(Trainer.load_checkpoint, "explains_optimizers"):
+        Trainer.load_checkpoint = _explaining_optimizers(Trainer.load_checkpoint)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_user_errors

@@ -67,6 +67,30 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, ca
     assert not torch.allclose(part[name], model[name])  # it had not been finished before the kill
 
 
+def test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so(fairseq, toy_data, tmp_path):
+    """As all did before the flag existed: a checkpoint says nothing of it, its optimizer holds the gates."""
+    flags = (*BCD, "--bcd", "none", "--max-tokens", 400)
+    old, of_adam = dict(arch="mae_transformer_tiny"), ("--gate-optimizer", "fairseq")
+    fairseq.train(toy_data, tmp_path, *flags, *of_adam, "--max-epoch", 1, **old)
+    path = tmp_path / "checkpoint_last.pt"
+    state = load_checkpoint(path)
+    del state["cfg"]["task"]["gate_optimizer"], state["cfg"]["model"].gate_norm
+    torch.save(state, path)
+    on_cpu = ("--user-dir", USER_DIR, "--cpu", "--max-tokens", 400)
+    fairseq("validate", toy_data, *on_cpu, "--path", path, *BCD[:2])
+    before = path.read_bytes()
+    refused = fairseq.train(toy_data, tmp_path, *flags, "--max-epoch", 2, check=False, **old)
+    message = " ".join(refused.stderr.split())
+    assert refused.returncode and "Traceback" not in message
+    assert "checkpoint_last.pt" in message and "--gate-optimizer fairseq" in message
+    assert path.read_bytes() == before
+    fairseq.train(toy_data, tmp_path, *flags, *of_adam, "--max-epoch", 2, **old)
+    assert final(tmp_path)[2] > state["optimizer_history"][-1]["num_updates"]
+    anew = ("--reset-optimizer", "--reset-lr-scheduler", "--max-epoch", 3)
+    again = fairseq.train(toy_data, tmp_path, *flags, *anew, **old)
+    assert "gates by plain SGD" in again.stdout + again.stderr
+
+
 def test_another_architecture_is_refused_and_overwrites_nothing(fairseq, toy_data, toy_checkpoint, tmp_path):
     (tmp_path / "checkpoint_last.pt").write_bytes(toy_checkpoint.read_bytes())
     before = (tmp_path / "checkpoint_last.pt").read_bytes()

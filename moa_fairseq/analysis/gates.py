@@ -18,6 +18,7 @@ from moa_fairseq.analysis.forward_passes import forward_passes
 from moa_fairseq.analysis.module_groups import grouped
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
@@ -116,16 +117,27 @@ def mean_entropies(uses: Sequence[GateUse]) -> Dict[str, Dict[str, float]]:
 
 
 def measure_gates(
-    checkpoint: Path, data: Path, subset: str = "valid", max_tokens: int = 4096, cpu: bool = False
+    checkpoint: Path,
+    data: Path,
+    subset: str = "valid",
+    max_tokens: int = 4096,
+    cpu: bool = False,
+    untrained: Optional[int] = None,
 ) -> List[GateUse]:
     """Run `subset` of the binarised `data` through the model with teacher forcing, and count.
 
-    A language model reads the subset in the blocks of its training. Raises UserError if the checkpoint
+    A language model reads the subset in the blocks of its training. untrained: a seed by which the gates'
+    weights are drawn anew first, as a new model's, the rest and the gates' statistics staying: what gates
+    show on these inputs that nobody has trained. Raises UserError if the checkpoint
     cannot be loaded, does not fit the data or has no such gates, or if the subset does not exist or is
     empty.
     """
     model, task = load_trained(checkpoint, data)
     counter = GateCounter(model)
+    if untrained is not None:
+        torch.manual_seed(untrained)
+        for gate in gates_of(model):
+            gate.reset_parameters()
     for _, decisions in forward_passes(task, model, subset, max_tokens, device_for(cpu)):
         counter.add(decisions)
     return counter.uses()

@@ -2,6 +2,7 @@
 
   moa-fairseq analyze gates runs/mae7 --output gates.png --json gates.json
 
+--untrained 1 gives the values to compare with: those of gates that nobody has trained, on the same inputs.
 An instance is a sequence in the encoder and a position in a decoder, whose gates see the inputs so far. The
 paper's entropies (1.91 nats for MAE-7, 2.02 for NOBCD, 2.08 = ln 8 for UNI-MAE-7) are means over encoder
 layers on WMT14's development set. Experts count from 0.
@@ -23,6 +24,12 @@ MANY = 10  # experts: more shares than these do not fit on a line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
     add_model_arguments(parser)
+    parser.add_argument(
+        "--untrained",
+        type=int,
+        metavar="SEED",
+        help="draw the gates' weights anew, as a new model's: what untrained gates show on the same inputs",
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
 
 
@@ -33,14 +40,17 @@ def analyze(args: argparse.Namespace) -> int:
     from moa_fairseq.analysis.plots import save
 
     checkpoint, data = checked_model(args)
-    uses = measure_gates(checkpoint, data, args.subset, args.max_tokens, args.cpu)
+    uses = measure_gates(checkpoint, data, args.subset, args.max_tokens, args.cpu, args.untrained)
     summaries, means = [use.summary() for use in uses], mean_entropies(uses)
     if args.json:
         report = {"checkpoint": str(checkpoint), "subset": args.subset, "means": means, "modules": summaries}
-        write_json(args.json, report)
-    save(draw_gates(uses, f"Gates of {args.model.name} on {args.subset}"), args.output)
+        write_json(args.json, {**report, "untrained_seed": args.untrained})
+    kind = "Gates" if args.untrained is None else "Untrained gates"
+    save(draw_gates(uses, f"{kind} of {args.model.name} on {args.subset}"), args.output)
     print(_table(summaries))
     print(_means(means))
+    if args.untrained is not None:
+        print(f"The gates' weights drawn anew by seed {args.untrained}: nobody has trained these gates.")
     if any(use.counts is None for use in uses):
         print("Uniform gates prefer no expert: no instance is attributed to one, and there are no shares.")
     say_written(args.output, args.json)

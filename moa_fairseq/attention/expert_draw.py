@@ -1,4 +1,9 @@
-"""One expert per sequence and module, drawn from a gate: what an F step computes with (MAE Algorithm 2)."""
+"""An expert per sequence and module, drawn from a gate: what an F step computes with (MAE Algorithm 2).
+
+One expert per sequence, as the paper has it, where one gate sees the whole sequence: in encoders. In decoders
+a gate must not see later tokens, so there is one per position, and the drawn expert can change along the
+sequence; `ExpertDraw.choose` keeps those changes few.
+"""
 
 import contextlib
 import zlib
@@ -17,11 +22,11 @@ _BITS = 24  # of a float32's mantissa
 
 
 class ExpertDraw:
-    """The random numbers of one micro-batch: one per sequence and attention module.
+    """The random numbers of one micro-batch: one per sequence, attention module and expert.
 
-    sequence_ids [B] int64: fairseq's sample["id"]. A number depends on (seed, update, sequence, module)
-    and on nothing else: not on the worker that has the sequence, on its place in the batch, on the
-    number of accumulation steps, nor on what was drawn before; so a restart draws the same again.
+    sequence_ids [B] int64: fairseq's sample["id"]. A number depends on (seed, update, sequence, module,
+    expert) and on nothing else: not on the worker that has the sequence, on its place in the batch, on
+    the number of accumulation steps, nor on what was drawn before; so a restart draws the same again.
     """
 
     def __init__(self, sequence_ids: Tensor, seed: int, update: int):
@@ -31,23 +36,41 @@ class ExpertDraw:
 
     def uniform(self, name: str) -> Tensor:
         """One number in [0, 1) per sequence for the module `name`, float32 [B]."""
+        return _fraction(self._keys(name))
+
+    def choose(self, name: str, probs: Tensor) -> Tensor:
+        """Experts ~ Cat(probs) for probs [B, T, E] → index [B, T] int64; T is 1 where a sequence has one gate.
+
+        Gumbel-max: argmax_i (log p_i + G_i), written as a race, argmax_i p_i / X_i with X_i = −log u_i
+        exponential. A sequence has one set of E numbers for the module. Where one gate decides for the whole
+        sequence (an encoder), so does one expert. Where the gate changes from position to position (a causal
+        one, in a decoder), so may the expert: each position's follows its own gate's distribution and
+        depends on that gate and the sequence's numbers alone, on nothing that comes later. It then changes
+        from i to j only where p_j / p_i has grown, between two gates at a distance d in total variation with
+        a probability of 2d / (1 + d) at most, where d is the least that any draw can do. (One number per
+        sequence, looked up in the cumulated probabilities, changes more often: there each expert's stretch
+        moves when any before it grows.)
+        """
+        if self.sequence_ids.numel() != probs.size(0):
+            raise ValueError(
+                f"{self.sequence_ids.numel()} sequence ids for {probs.size(0)} sequences in {name}"
+            )
+        experts = torch.arange(probs.size(-1), device=self.sequence_ids.device)
+        u = _fraction(_scramble(self._keys(name).unsqueeze(-1) + experts))  # [B, E]
+        finish = (-torch.log1p(-u)).clamp_min(2.0 ** -(_BITS + 1))
+        return (probs / finish.to(probs.dtype).unsqueeze(1)).argmax(-1)
+
+    def _keys(self, name: str) -> Tensor:
+        """A scrambled number per sequence for the module `name`, int64 [B]."""
         key = self.sequence_ids.to(torch.int64)
         for word in (zlib.crc32(name.encode()), self.update, self.seed):
             key = _scramble(key + word)
-        return ((key >> (64 - _BITS)) & (2**_BITS - 1)).to(torch.float32) / 2**_BITS
+        return key
 
-    def choose(self, name: str, probs: Tensor) -> Tensor:
-        """Experts ~ Cat(probs) for probs [..., B, E] → index [..., B] int64.
 
-        A sequence has one random number u for the module; the expert is the one whose stretch of the
-        cumulated probabilities contains u. Where the gate changes from position to position (a causal
-        one), each position's expert follows its own gate's distribution, and depends on that gate and u
-        alone: on nothing that comes later in the sequence.
-        """
-        u = self.uniform(name).to(probs.dtype).unsqueeze(-1)
-        if u.size(0) != probs.size(-2):
-            raise ValueError(f"{u.size(0)} sequence ids for {probs.size(-2)} sequences in {name}")
-        return (probs.cumsum(-1) <= u).sum(-1).clamp_max(probs.size(-1) - 1)
+def _fraction(key: Tensor) -> Tensor:
+    """The leading bits as a number in [0, 1), float32."""
+    return ((key >> (64 - _BITS)) & (2**_BITS - 1)).to(torch.float32) / 2**_BITS
 
 
 def _scramble(key: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
 from fairseq.logging import metrics
+from fairseq.optim.amp_optimizer import AMPOptimizer
 from torch.nn import Parameter
 
 from moa_fairseq.attention.observers import absorb_pending, observers_of
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
 from moa_fairseq.transformer.workers import sum_over_workers
+from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
 
 
 class GStep:
@@ -37,7 +38,7 @@ class GStep:
         model = self.trainer.get_model()
         gates = gates_of(model)
         parameters = [parameter for gate in gates for parameter in gate.parameters()]
-        scale = self._loss_scale()
+        scale = loss_scale(self.trainer.optimizer)
         while True:
             gradients = self._gradients(samples, parameters, scale)
             finite = bool(torch.isfinite(gradients.flat).all())
@@ -65,7 +66,7 @@ class GStep:
         model.set_num_updates(trainer.get_num_updates())
         for observer in observers_of(model):
             observer.forget()
-        with _requiring_gradients(parameters):
+        with requiring_gradients(parameters):
             sums = GateGradients(parameters)
             for sample in samples:
                 sample, is_dummy = trainer._prepare_sample(sample)
@@ -79,16 +80,18 @@ class GStep:
             all_reduce(sums.flat)
         return sums
 
-    def _loss_scale(self) -> float:
-        optimizer = self.trainer.optimizer
-        if self.trainer.cfg.common.amp:
-            return float(optimizer.scaler.get_scale())
-        scaler = getattr(optimizer, "scaler", None)
-        return float(scaler.loss_scale) if scaler is not None else 1.0
+
+def loss_scale(optimizer: Any) -> float:
+    """What a fairseq optimizer multiplies the loss by before backward: 1 but in fp16 and --amp."""
+    scaler = getattr(optimizer, "scaler", None)
+    if isinstance(optimizer, AMPOptimizer):
+        return float(scaler.get_scale())
+    return float(scaler.loss_scale) if scaler is not None else 1.0
 
 
 @contextlib.contextmanager
-def _requiring_gradients(parameters: Sequence[Parameter]) -> Iterator[None]:
+def requiring_gradients(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """A block in which parameters that are frozen otherwise require gradients."""
     for parameter in parameters:
         parameter.requires_grad_(True)
     try:

@@ -30,9 +30,16 @@ class GateGradients:
         """
         loss = loss.sum()  # adaptive_loss has a vector of one
         gradients = torch.autograd.grad(loss * scale, self.parameters, allow_unused=True)
+        self._add(gradients, sample_size, scale)
+        self.flat[-2] += loss.detach()
+
+    def take(self, sample_size: float, scale: float = 1.0) -> None:
+        """Add what backward passes of losses times scale have left in the parameters' `.grad`."""
+        self._add([parameter.grad for parameter in self.parameters], sample_size, scale)
+
+    def _add(self, gradients: Sequence[Optional[Tensor]], sample_size: float, scale: float) -> None:
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale
-        self.flat[-2] += loss.detach()
         self.flat[-1] += sample_size
 
     @property

@@ -5,20 +5,26 @@ How it sits in fairseq:
 * An F step is fairseq's own update. The gates do not require gradients in it, so they are in no
   optimizer of fairseq's, in no gradient all-reduce, under no schedule, weight decay or clipping, and a
   restart finds the same optimizer again. The task opens `drawing_experts` around forward and backward
-  pass, and every attention computes with one drawn expert per sequence.
+  pass, and every attention computes with one drawn expert per sequence (in decoders: see `expert_draw`).
 * A G step comes before it. fairseq hands a task one micro-batch at a time, which is too late: the F step
   of the first micro-batch draws from gates that have been updated with the last one. So the plugin has
   the trainer announce each update with all of its micro-batches (`before_update`), and the G step is
   carried out there: forward passes with mixed experts, gradients with respect to the gates alone
   (`torch.autograd.grad`: no expert's .grad is touched, Adam never hears of it), summed over
   micro-batches and workers, divided by the sample size, one plain SGD step.
-* Nothing has to be remembered but the parameters: SGD has no state, epochs are fairseq's, and a draw is
-  a function of seed, update number, sentence and module.
+* Nothing has to be remembered but the parameters and the gates' running statistics, which G and F steps
+  add to: SGD has no state, epochs are fairseq's, and a draw is a function of seed, update number,
+  sentence, module and gate.
+
+Joint training (`--bcd none`: NOBCD) moves gates and experts along the gradients of one and the same backward
+passes: the gates by plain SGD (see `_joint_step`), the rest by fairseq's optimizer; with `--gate-optimizer
+fairseq` that one has all.
 
 Fine-tuning (MAE §5.2) freezes parameters and is else the same. FTG updates gates only: no F step is
 left, and its G steps are ordinary updates of mixed experts by fairseq's own optimizer, `--optimizer sgd`.
 """
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Optional
@@ -31,10 +37,12 @@ from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.errors import UserError
 from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, report_updated
+from moa_fairseq.coordinate_descent.g_epochs import too_short_for_a_g_epoch
 from moa_fairseq.coordinate_descent.g_step import GStep
 from moa_fairseq.coordinate_descent.gate_log import GateEntropyLog
-from moa_fairseq.errors import UserError
+from moa_fairseq.coordinate_descent.joint_step import JointStep
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +61,21 @@ class BlockCoordinateDescentConfig:
     bcd_g_every: int = field(
         default=5, metadata={"help": "take G steps in every Nth epoch; F steps are always taken"}
     )
+    gate_optimizer: ChoiceEnum(["sgd", "fairseq"]) = field(
+        default="sgd",
+        metadata={
+            "help": "what updates the gates in joint training (--bcd none): plain SGD with --gate-lr, "
+            "without momentum, weight decay or schedule, as the paper has it for NOBCD too (sgd), or "
+            "--optimizer with the rest of the model (fairseq). G steps are plain SGD always"
+        },
+    )
     gate_lr: float = field(default=1.0, metadata={"help": "fixed learning rate of the gates' SGD"})
     gate_clip_norm: float = field(
-        default=0.0, metadata={"help": "clip the gradient norm of all gates in G steps; 0 does not"}
+        default=0.0,
+        metadata={
+            "help": "clip the gradient norm of all gates in their SGD; 0 does not (--clip-norm is for the "
+            "parameters of --optimizer)"
+        },
     )
     finetune: ChoiceEnum(METHODS) = field(
         default="all",
@@ -75,11 +95,27 @@ class BlockCoordinateDescent:
 
     _epoch = 0
     _g_step: Optional[GStep] = None
+    _joint_step: Optional[JointStep] = None
 
     @property
     def alternates(self) -> bool:
         """Whether gates and experts are updated in turn."""
         return str(self.cfg_of_bcd.bcd) == "alternate" and self.finetune != "ftg"
+
+    @property
+    def steps_jointly(self) -> bool:
+        """Whether gates take a step of plain SGD along with fairseq's update."""
+        wanted = str(getattr(self.cfg_of_bcd, "gate_optimizer", None) or "sgd")
+        return wanted == "sgd" and not self.alternates and self.finetune != "ftg"
+
+    @property
+    def optimizer_remedy(self) -> str:
+        """What fits the optimizer of a checkpoint that was saved with the gates elsewhere."""
+        if str(self.cfg_of_bcd.bcd) != "none":
+            return ""
+        if self.steps_jointly:
+            return " (--gate-optimizer fairseq if that one had the gates, as before the flag existed)"
+        return " (--gate-optimizer sgd if the gates had steps of their own)"
 
     @property
     def finetune(self) -> str:
@@ -92,7 +128,7 @@ class BlockCoordinateDescent:
         return self.cfg if getattr(self, "cfg", None) is not None else self.args
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> nn.Module:
-        """Build the model and freeze its gates: from here on only G steps touch them.
+        """Build the model and freeze its gates: fairseq's optimizer is not to have them.
 
         Raises UserError for a model without mixtures of attentive experts, or impossible flags.
         """
@@ -108,7 +144,7 @@ class BlockCoordinateDescent:
                 f"begins with mae_, or fairseq's own task."
             )
         freeze_rest(model, self.finetune)
-        if self.alternates:
+        if self.alternates or self.steps_jointly:
             for gate in gates_of(model):
                 gate.requires_grad_(False)
         return model
@@ -127,7 +163,8 @@ class BlockCoordinateDescent:
         if self.finetune == "ftg":
             steps = "G steps by fairseq's optimizer (FTG)"
         elif not self.alternates:
-            steps = "joint updates of gates and experts (NOBCD)"
+            by = "plain SGD" if self.steps_jointly else "fairseq's optimizer"
+            steps = f"joint updates of gates and experts (NOBCD), gates by {by}"
         elif not parameters:
             steps = "F steps (uniform gates)"
         else:
@@ -136,9 +173,20 @@ class BlockCoordinateDescent:
 
     def before_update(self, trainer: Any, samples: List[Dict[str, Any]]) -> None:
         """The plugin's hook: all micro-batches that the trainer is about to make one update of."""
-        if not self.alternates or not gates_of(trainer.get_model()):
+        gates = gates_of(trainer.get_model())
+        for observer in observers_of(trainer.get_model()):
+            observer.forget()  # what an update saw that overflowed and was not made
+        if self.steps_jointly and gates:
+            if self._joint_step is None:
+                own = self.cfg_of_bcd
+                self._joint_step = JointStep(trainer.get_model(), own.gate_lr, own.gate_clip_norm)
+            self._joint_step.begin()
+        if not self.alternates or not gates:
             return
         if self._g_step is None:
+            warning = too_short_for_a_g_epoch(trainer, self.cfg_of_bcd.bcd_g_every)
+            if warning:
+                logger.warning(warning)
             self._g_step = GStep(trainer, self.cfg_of_bcd.gate_lr, self.cfg_of_bcd.gate_clip_norm)
         takes_g = self.takes_g_steps(self._epoch)
         with metrics.aggregate("train"):
@@ -161,14 +209,24 @@ class BlockCoordinateDescent:
     ):
         """fairseq's forward and backward pass of one micro-batch, as an F step if steps alternate."""
         rest = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
-        if not self.alternates:
-            # a batch that only fills a gap among the workers has no gradient, and is no observation
-            gates = observers_of(model) if ignore_grad else []
-            with forgetting(gates):
-                return super().train_step(sample, *rest, **kwargs)
-        draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
-        with drawing_experts(draw):
-            return super().train_step(sample, *rest, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if ignore_grad:  # a batch that only fills a gap among the workers is no observation
+                stack.enter_context(forgetting(observers_of(model)))
+            if self.alternates:
+                draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
+                stack.enter_context(drawing_experts(draw))
+            if self._joint_step is not None:
+                stack.enter_context(self._joint_step.passing())
+            loss, sample_size, logging_output = super().train_step(sample, *rest, **kwargs)
+        if self._joint_step is not None and not ignore_grad:
+            self._joint_step.sample_size += float(sample_size)
+        return loss, sample_size, logging_output
+
+    def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
+        """fairseq's step, and the gates' beside it in joint training."""
+        step = self._joint_step
+        with contextlib.nullcontext() if step is None else step.stepping(optimizer):
+            super().optimizer_step(optimizer, model=model, update_num=update_num)
 
     def valid_step(self, sample: Dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any):
         """fairseq's, with the gates' entropies: experts are mixed, as in a G step."""

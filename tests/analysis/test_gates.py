@@ -95,6 +95,22 @@ def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, 
     assert (tmp_path / "gates.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(mae, toy_data, tmp_path, capsys):
+    """Far from uniform before; almost uniform with the weights that a new gate begins with."""
+    trained = measure_gates(mae, toy_data, cpu=True)
+    fresh, again, other = (measure_gates(mae, toy_data, cpu=True, untrained=seed) for seed in (1, 1, 2))
+    assert [use.entropy for use in fresh] == [use.entropy for use in again] != [use.entropy for use in other]
+    assert [use.instances for use in fresh] == [use.instances for use in trained]
+    for one, initial in zip(trained, fresh):
+        assert one.entropy < 0.9 * one.uniform_entropy < 0.95 * one.uniform_entropy < initial.entropy
+    flags = ["--data", str(toy_data), "--output", str(tmp_path / "gates.png"), "--cpu", "--untrained", "1"]
+    assert main(["analyze", "gates", str(mae), *flags, "--json", str(tmp_path / "gates.json")]) == 0
+    assert "gates' weights drawn anew by seed 1" in capsys.readouterr().out
+    report = json.loads((tmp_path / "gates.json").read_text())
+    assert report["untrained_seed"] == 1
+    assert report["modules"][0]["entropy"] == pytest.approx(fresh[0].entropy)
+
+
 def test_means_are_over_the_modules_of_a_kind():
     def use(name, entropy):
         return GateUse(name, 8, False, instances=2, total_entropy=2 * entropy)

@@ -103,7 +103,7 @@ def test_equals_the_literal_sum_over_experts_with_gradients(dropped, experts, ca
         out, decision = gate_of(module, x, attn_mask=mask, key_padding_mask=padding)
         assert decision.num_experts == experts
         if literal:
-            gate = decision.probs.view(-1, 3, experts)
+            gate = decision.probs.view(3, -1, experts).transpose(0, 1)
             assert gate.std(-1).min() > 0.005  # far from uniform, or the test shows nothing
             out = literal_mixture(module, x, gate, dropped, mask, padding)
         module.zero_grad()
@@ -123,7 +123,7 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
     torch.testing.assert_close(out, literal_mixture(module, x, one_hot[None], dropped))
     out.square().sum().backward()
     assert all(p.grad is None for p in module.gate.parameters())
-    assert module.gate.norm.pending.any()  # observed: nobody froze this gate
+    assert module.gate.norm.pending.any()  # observed
     # evaluation mixes, whatever is drawn around it
     module.eval()
     mixed, _ = gate_of(module, x)
@@ -135,8 +135,9 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("draw", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_future_token_changes_nothing_before_it(training, draw, window):
-    module = build(causal=True, gate_window=window, gate_dropout=0.0).train(training)
+@pytest.mark.parametrize("norm", ["earlier", "batch"])
+def test_a_future_token_changes_nothing_before_it(training, draw, window, norm):
+    module = build(causal=True, gate_window=window, gate_dropout=0.0, gate_norm=norm).train(training)
     mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
     outs = []
     for change in (0.0, 10.0):
@@ -167,7 +168,7 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     for row, probs in enumerate(mixture.probs.tolist()):
         best = max(range(len(probs)), key=probs.__getitem__)
         gate[row, best if how == "top-expert" else random_expert(module.name, 4, len(probs))] = 1.0
-    expected = literal_mixture(module, x, gate.view(-1, 3, gate.size(-1)), dropped, mask, padding)
+    expected = literal_mixture(module, x, gate.view(3, -1, gate.size(-1)).transpose(0, 1), dropped, mask, padding)
     torch.testing.assert_close(out, expected)
     assert not torch.allclose(out, mixed, atol=1e-3)
     assert torch.equal(decision.expert_index[:, 0], gate.argmax(-1))
@@ -246,6 +247,7 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
         (dict(dropped_heads=0), "--mae-dropped-heads 0"),
         (dict(gate="oracle"), "--mae-gate oracle is unknown"),
         (dict(gate_window=0), "--gate-window 0"),
+        (dict(gate_norm="layer"), "--gate-norm layer is unknown"),
         (dict(evaluate_with="best"), "--mae-evaluate-with best is unknown"),
         (dict(evaluate_with="top-expert", gate="uniform"), "--mae-evaluate-with top-expert needs a gate"),
     ],

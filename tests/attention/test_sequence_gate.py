@@ -5,7 +5,8 @@ import torch
 
 from moa_fairseq.attention.expert_draw import ExpertDraw, current_draw, drawing_experts
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
-from moa_fairseq.attention.sequence_gate import SequenceGate, absorb_statistics
+from moa_fairseq.attention.observers import absorb_pending
+from moa_fairseq.attention.sequence_gate import SequenceGate
 
 
 def test_layers_are_the_papers():
@@ -25,7 +26,9 @@ def test_dropout_follows_the_first_layer_while_the_gate_learns():
     x = torch.randn(3, 6)
     assert not torch.equal(gate(x)[1], gate(x)[1])
     gate.requires_grad_(False)
+    assert gate.norm.has_pending and not gate.norm.forget()
     assert torch.equal(gate(x)[1], gate(x)[1])
+    assert gate.norm.has_pending  # it observes nevertheless
     torch.testing.assert_close(gate(x)[1], gate.eval()(x)[1])
 
 
@@ -40,25 +43,49 @@ def test_statistics_are_those_of_earlier_updates_over_all_workers_and_micro_batc
     for rows in (slice(0, 20), slice(20, 64)):
         parts(x[rows], real[rows])
     for gate in (whole, parts):
-        absorb_statistics([gate])
+        absorb_pending([gate.norm])
         # half of the first update, half of the prior 0 and 1
         torch.testing.assert_close(gate.norm.running_mean, x[:60].mean(0) / 2)
         torch.testing.assert_close(gate.norm.running_var, (x[:60].var(0, unbiased=False) + 1) / 2)
         assert not gate.norm.pending.any() and not gate.norm.has_pending
     for _ in range(200):
         parts(x[:60])
-        absorb_statistics([parts])
+        absorb_pending([parts.norm])
     normalised = torch.nn.functional.batch_norm(x[:60], None, None, training=True)
     torch.testing.assert_close(parts.norm(x[:60]), normalised, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
-    absorb_statistics([parts])  # nothing was seen
+    absorb_pending([parts.norm])  # nothing was seen
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
+
+
+def test_the_batchs_own_statistics_are_batch_normalisation():
+    """torch's, with gradients, over the real rows, while the gate learns; else the running statistics."""
+    torch.manual_seed(0)
+    gate, reference = SequenceGate(5, 4, dropout=0.0, norm="batch").double(), torch.nn.BatchNorm1d(5).double()
+    x = (torch.randn(9, 5, dtype=torch.float64) * 3 + 7).requires_grad_()
+    real = torch.arange(9) < 6
+    out, expected = gate.norm(x, real, observe=True, own=gate.learns)[:6], reference(x[:6])
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn(6, 5, dtype=torch.float64)
+    inputs = ([x, gate.norm.weight, gate.norm.bias], [x, reference.weight, reference.bias])
+    for one, other in zip(
+        *(torch.autograd.grad(o, i, upstream) for o, i in zip((out, expected), inputs)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    absorb_pending([gate.norm])
+    torch.testing.assert_close(gate.norm.running_mean, x[:6].mean(0).detach() / 2)
+    evaluated = gate.eval()(x, real)[0]
+    single = gate.train()(x[:1])[0]  # one row has no statistics of its own
+    torch.testing.assert_close(single, evaluated[:1])
+    gate.requires_grad_(False)
+    torch.testing.assert_close(gate(x, real)[0], evaluated)
+    assert not torch.allclose(gate.requires_grad_(True)(x, real)[0], evaluated)
 
 
 def test_a_sum_over_workers_is_used():
     gates = [SequenceGate(3, 4).train() for _ in range(2)]
     gates[0](torch.ones(4, 3))
-    absorb_statistics(gates, all_reduce=lambda flat: flat.add_(flat.clone()))
+    absorb_pending([gate.norm for gate in gates], all_reduce=lambda flat: flat.add_(flat.clone()))
     assert gates[0].norm.running_mean.tolist() == [0.5] * 3
     assert gates[1].norm.num_batches_tracked == 0  # saw nothing
 
@@ -98,6 +125,41 @@ def test_draws_follow_the_gate():
         observed = torch.bincount(chosen, minlength=8).double()
         expected = gate[0].double() * n
         assert ((observed - expected) ** 2 / expected).sum() < 24.3
+
+
+def walk(length, sequences, experts, seed=0):
+    """Gates that change a little from position to position, [T, B, E], as a causal one's do."""
+    g = torch.Generator().manual_seed(seed)
+    steps = torch.randn(length, sequences, experts, generator=g) * 0.1
+    return (torch.randn(1, sequences, experts, generator=g) + steps.cumsum(0)).softmax(-1)
+
+
+def inverse_cdf(draw, name, probs):
+    """The coupling by one number per sequence: whose stretch of the cumulated probabilities contains it."""
+    return (probs.cumsum(-1) <= draw.uniform(name).unsqueeze(-1)).sum(-1).clamp_max(probs.size(-1) - 1)
+
+
+@pytest.mark.parametrize("experts", [8, 28])
+def test_an_expert_changes_along_a_sequence_as_little_as_the_gate_lets_it(experts):
+    probs = walk(30, 4000, experts)
+    draw = ExpertDraw(torch.arange(4000), 1, 3)
+    chosen, other = draw.choose("decoder.a", probs), inverse_cdf(draw, "decoder.a", probs)
+    # every position's expert still follows that position's gate (99.9 % quantiles of chi-square)
+    for position in (0, 11, 29):
+        expected = probs[position].double().sum(0)
+        observed = torch.bincount(chosen[position], minlength=experts).double()
+        assert ((observed - expected) ** 2 / expected).sum() < {8: 24.3, 28: 55.5}[experts]
+    distance = (probs[1:] - probs[:-1]).abs().sum(-1) / 2  # in total variation: no coupling flips less
+    flips, worse = ((index[1:] != index[:-1]).double().mean() for index in (chosen, other))
+    assert distance.mean() < flips < (2 * distance / (1 + distance)).mean() * 1.03
+    assert flips < worse / 1.5
+    still = probs[:1].expand(30, -1, -1)
+    assert torch.equal(draw.choose("b", still), draw.choose("b", still[:1]).expand(30, -1))
+
+
+def test_an_expert_without_probability_is_never_drawn():
+    probs = torch.tensor([0.0, 0.5, 0.0, 0.5]).repeat(20000, 1)
+    assert set(ExpertDraw(torch.arange(20000), 1, 1).choose("a", probs).tolist()) == {1, 3}
 
 
 def test_draws_depend_on_seed_update_sequence_and_module_only():

@@ -21,6 +21,10 @@ def is_gate(name):
     return ".gate." in name
 
 
+def is_statistic(name):
+    return is_gate(name) and ("running" in name or name.endswith("num_batches_tracked"))
+
+
 def snapshot(trainer):
     return {name: tensor.clone() for name, tensor in trainer.get_model().state_dict().items()}
 
@@ -94,6 +98,7 @@ def test_an_f_step_moves_all_but_the_gates(build_trainer):
     # alike: its gradient is a rounding error, or zero.
     parameters = {n for n, _ in trainer.get_model().named_parameters(remove_duplicate=False)}
     expected = {n for n in parameters if not is_gate(n) and "k_proj.bias" not in n}
+    expected |= {n for n in before if is_statistic(n)}
     assert {n for n in moved if "k_proj.bias" not in n} == expected
     assert log["bcd_step"] == "F" and "g_loss" not in log
 
@@ -142,7 +147,149 @@ def test_a_whole_update_is_a_g_step_and_then_an_f_step(build_trainer):
     assert not changed(snapshot(both), snapshot(apart))
 
 
-def test_joint_training_moves_everything_by_adam(build_trainer):
+def statistics(trainer):
+    return {name: tensor for name, tensor in snapshot(trainer).items() if is_statistic(name)}
+
+
+def test_gates_observe_in_f_steps(build_trainer):
+    """The first encoder layer's gate sees embeddings, which no draw touches: its statistics are known."""
+    trainer, samples = build_trainer(*EVERY_SECOND)
+    encoder = trainer.get_model().encoder
+    means = []
+    with torch.no_grad():
+        for sample in samples[:2]:
+            source = sample["net_input"]["src_tokens"]
+            x, _ = encoder.forward_embedding(source)
+            real = source.ne(encoder.padding_idx).unsqueeze(-1)
+            means.append((x * real).sum(1) / real.sum(1))
+    rows = torch.cat(means)
+    update(trainer, F_EPOCH, samples[:2])
+    norm = encoder.layers[0].self_attn.gate.norm
+    assert norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, rows.mean(0) / 2, rtol=1e-4, atol=1e-5)
+    expected = (rows.var(0, unbiased=False) + 1) / 2
+    torch.testing.assert_close(norm.running_var, expected, rtol=1e-4, atol=1e-5)
+    assert all(gate.norm.num_batches_tracked == 1 for gate in gates_of(trainer.get_model()))
+    update(trainer, G_EPOCH, samples[2:3])  # in its G step and in its F step
+    assert norm.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("joint", [(), ("--bcd", "none")])
+def test_a_batch_that_only_fills_a_gap_is_not_observed(build_trainer, joint):
+    seen = []
+    for gap in ([], [{}]):  # what a worker is given that has no micro-batch left
+        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0, *joint)
+        update(trainer, F_EPOCH, [*gap, samples[1]])
+        seen.append(statistics(trainer))
+    assert seen[0].keys() and all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+@pytest.mark.parametrize("joint", [(), ("--bcd", "none")])
+def test_a_skipped_update_is_not_observed(build_trainer, monkeypatch, joint):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # fairseq's, on its way out of an overflow
+    seen = []
+    for scale in (2**7, 2**40):
+        common = {**HALF["fp16"], "fp16_init_scale": scale}
+        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0, *joint, common=common)
+        before = snapshot(trainer)
+        if scale > 2**7:
+            update(trainer, F_EPOCH, samples[:1])
+            assert trainer.get_num_updates() == 0 and not changed(before, snapshot(trainer))
+            trainer.optimizer.scaler.loss_scale = 2.0**7
+        update(trainer, F_EPOCH, samples[1:2])
+        assert trainer.get_num_updates() == 1
+        seen.append(statistics(trainer))
+    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
+    """In a G step; a draw depends on its own sequence alone, and evaluation on no batch."""
+    flags = (*EVERY_SECOND, "--gate-dropout", 0, "--gate-norm", "batch", "--decoder-layers", 2)
+    trainer, samples = build_trainer(*flags)
+    model = trainer.get_model()
+    kinds = {m.name: m.gate.norm.statistics for m in model.modules() if hasattr(m, "gate")}
+    assert kinds.pop("encoder.layers.0.self_attn") == "batch" and set(kinds.values()) == {"earlier"}
+    before = snapshot(trainer)
+    expected = manual_gate_gradient(trainer, samples[:2])
+    trainer.begin_epoch(G_EPOCH)
+    trainer.task.before_update(trainer, samples[:2])
+    after, model = snapshot(trainer), trainer.get_model()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(after[name], before[name] - gradient, rtol=1e-5, atol=1e-7)
+
+    def drawn(ids):
+        dataset = trainer.task.dataset("train")
+        sample = dataset.collater([dataset[i] for i in ids])
+        draw = ExpertDraw(sample["id"], 1, 1)
+        model.train()
+        with drawing_experts(draw), collect_decisions() as decisions:
+            model(**sample["net_input"])
+        place = sample["id"].tolist().index(3)
+        return decisions[0][1].probs[place], decisions[0][1].expert_index[place]
+
+    for alone, among in zip(drawn([3]), drawn([3, 4, 5, 6])):
+        torch.testing.assert_close(alone, among)
+
+
+def joint_gate_gradient(trainer, samples):
+    """As `manual_gate_gradient`, norms and loss scales left out: what a joint update's backward yields."""
+    return manual_gate_gradient(trainer, [sample for sample in samples if sample])
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_joint_training_moves_gates_by_plain_sgd(build_trainer, precision, clip):
+    """Of one update's own backward passes: two micro-batches and one that fills a gap among the workers."""
+    flags = ("--bcd", "none", "--gate-dropout", 0, "--gate-clip-norm", clip, "--weight-decay", 0.1)
+    common = HALF[precision] if precision == "fp16" else {}
+    trainer, samples = build_trainer(*flags, "--clip-norm", 1e-6, common=common)
+    batches = [samples[0], {}, samples[1]]
+    gates = sum(p.numel() for gate in gates_of(trainer.get_model()) for p in gate.parameters())
+    optimized = sum(p.numel() for p in trainer.optimizer.params)
+    assert optimized + gates == sum(p.numel() for p in trainer.get_model().parameters())
+    passes = []
+    trainer.get_model().register_forward_hook(lambda *_: passes.append(1))
+    for _ in range(2):  # the second finds what the first has left behind
+        expected = joint_gate_gradient(trainer, samples[:2])
+        before, forward_passes = snapshot(trainer), len(passes)
+        log = update(trainer, 5, batches)
+        after = snapshot(trainer)
+        assert len(passes) - forward_passes == 3 and "bcd_step" not in log
+        norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+        factor = min(1.0, clip / norm) if clip else 1.0
+        assert log["gate_gnorm"] == pytest.approx(norm, rel=1e-3 if precision == "float32" else 0.1, abs=1e-3)
+        for name, gradient in expected.items():
+            close = dict(rtol=1e-4, atol=1e-6) if precision == "float32" else dict(rtol=0.2, atol=0.02 * norm)
+            torch.testing.assert_close(after[name], before[name] - factor * gradient, **close)
+        frozen = [p for gate in gates_of(trainer.get_model()) for p in gate.parameters()]
+        assert not any(p.requires_grad or p.grad is not None for p in frozen)
+
+
+def test_an_overflow_skips_the_gates_of_a_joint_update(build_trainer, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # fairseq's, on its way out of an overflow
+    trainer, samples = build_trainer("--bcd", "none", common={**HALF["fp16"], "fp16_init_scale": 2**40})
+    before = snapshot(trainer)
+    update(trainer, 1, samples[:1])
+    assert trainer.get_num_updates() == 0 and not changed(before, snapshot(trainer))
+    trainer.optimizer.scaler.loss_scale = 2.0**7
+    again, _ = build_trainer("--bcd", "none", common=HALF["fp16"])
+    for one in (trainer, again):
+        update(one, 1, samples[:1])
+    assert not changed(snapshot(trainer), snapshot(again))  # nothing is left of the update that was skipped
+
+
+@pytest.mark.parametrize("flags", [("--bcd", "none", "--gate-optimizer", "fairseq"), ("--finetune", "ftg")])
+def test_fairseqs_optimizer_can_have_the_gates(build_trainer, flags):
+    trainer, samples = build_trainer(*flags)
+    gates = {id(p) for gate in gates_of(trainer.get_model()) for p in gate.parameters()}
+    assert gates <= {id(p) for p in trainer.optimizer.params}
+    before = snapshot(trainer)
+    log = update(trainer, 1, samples[:1])
+    assert any(is_gate(n) and not is_statistic(n) for n in changed(before, snapshot(trainer)))
+    assert "gate_gnorm" not in log
+
+
+def test_joint_training_moves_everything(build_trainer):
     trainer, samples = build_trainer("--bcd", "none")
     before = snapshot(trainer)
     log = update(trainer, 5, samples[:2])
@@ -150,6 +297,32 @@ def test_joint_training_moves_everything_by_adam(build_trainer):
     assert {n for n in still if not n.endswith(("k_proj.bias", "version", "_float_tensor"))} == set()
     assert "bcd_step" not in log and log["gate_entropy"] > 1.9
     assert trainer.get_model().encoder.layers[0].self_attn.gate.norm.num_batches_tracked == 1
+
+
+# 120 sentences of the toy corpus in batches of 8, two of which make an update: 8 updates an epoch
+@pytest.mark.parametrize(
+    "limits, short",
+    [
+        (("--max-epoch", 4), "--max-epoch 4"),
+        (("--max-epoch", 5), None),
+        (("--max-epoch", 9, "--max-update", 32), "--max-update 32"),
+        (("--max-update", 33), None),
+        (("--max-update", 1, "--mae-gate", "uniform"), None),
+        (("--max-update", 1, "--bcd", "none"), None),
+        ((), None),
+    ],
+)
+def test_a_run_that_ends_before_its_first_g_epoch_is_warned(build_trainer, caplog, limits, short):
+    flags = ("--bcd-g-every", 5, "--max-tokens", 1000, "--batch-size", 8, "--update-freq", 2)
+    trainer, samples = build_trainer(*flags, *limits)
+    caplog.clear()
+    for _ in range(2):
+        update(trainer, 1, samples[:2])
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [message for message in warnings if "--bcd-g-every" in message]
+    assert len(warnings) == (short is not None)  # said once
+    if short:
+        assert f"{short} ends in epoch 4" in warnings[0] and "epoch 5" in warnings[0]
 
 
 def test_uniform_gates_need_no_g_step(build_trainer):
@@ -166,19 +339,19 @@ def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
     fairseq("preprocess", "--only-source", "--trainpref", tmp_path / "train", "--destdir", tmp_path / "bin")
     sizes = [f"--decoder-{name}-dim={32}" for name in ("embed", "ffn-embed", "input", "output")]
     sizes += ["--adaptive-input-cutoff=5,8", "--adaptive-softmax-cutoff=5,8", "--tokens-per-sample=20"]
-    trainer, samples = build_trainer(
-        *(*EVERY_SECOND, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--max-tokens", 80),
-        **dict(data=tmp_path / "bin", arch="mae_transformer_lm_wiki103", model=sizes),
-        task="language_modeling_bcd",
-    )
+    flags = (*EVERY_SECOND, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--max-tokens", 80)
+    of_model = dict(data=tmp_path / "bin", arch="mae_transformer_lm_wiki103", model=sizes)
+    trainer, samples = build_trainer(*flags, **of_model, task="language_modeling_bcd")
     before = snapshot(trainer)
     assert update(trainer, F_EPOCH, samples[:2])["bcd_step"] == "F"
     middle = snapshot(trainer)
-    assert {is_gate(name) for name in changed(before, middle)} == {False}
+    assert all(is_statistic(name) == is_gate(name) for name in changed(before, middle))
     log = update(trainer, G_EPOCH, samples[:2])
     assert log["bcd_step"] == "GF" and log["g_loss"] > 0 and log["gate_gnorm"] > 0
-    assert {is_gate(name) for name in changed(middle, snapshot(trainer))} == {False, True}
+    assert any(is_gate(n) and not is_statistic(n) for n in changed(middle, snapshot(trainer)))
     assert "gate_entropy.decoder.layers.0.self_attn" in log
+    with pytest.raises(UserError, match="--gate-norm batch has no meaning"):
+        build_trainer(*flags, "--gate-norm", "batch", **of_model, task="language_modeling_bcd")
 
 
 def test_the_future_leaks_neither_into_training_nor_into_evaluation(build_trainer):
