@@ -39,7 +39,7 @@ class ExpertDraw:
         return _fraction(self._keys(name))
 
     def choose(self, name: str, probs: Tensor) -> Tensor:
-        """Experts ~ Cat(probs) for probs [B, T, E] → index [B, T] int64; T is 1 where a sequence has one gate.
+        """Experts ~ Cat(probs) for probs [B, ..., E] → index [B, ...] int64.
 
         Gumbel-max: argmax_i (log p_i + G_i), written as a race, argmax_i p_i / X_i with X_i = −log u_i
         exponential. A sequence has one set of E numbers for the module. Where one gate decides for the whole
@@ -58,7 +58,8 @@ class ExpertDraw:
         experts = torch.arange(probs.size(-1), device=self.sequence_ids.device)
         u = _fraction(_scramble(self._keys(name).unsqueeze(-1) + experts))  # [B, E]
         finish = (-torch.log1p(-u)).clamp_min(2.0 ** -(_BITS + 1))
-        return (probs / finish.to(probs.dtype).unsqueeze(1)).argmax(-1)
+        finish = finish.to(probs.dtype).view(probs.size(0), *[1] * (probs.dim() - 2), -1)
+        return (probs / finish).argmax(-1)
 
     def _keys(self, name: str) -> Tensor:
         """A scrambled number per sequence for the module `name`, int64 [B]."""

@@ -196,7 +196,7 @@ class MixtureOfAttentiveExperts(MixtureAttention):
         """Rescale each head by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i), and project."""
         batch, _, tgt_len, _ = heads.shape
         dropped = self.dropped.to(decision.probs.dtype)
-        left_out = decision.gate @ dropped if decision.chooses_all else dropped[decision.expert_index[:, 0]]
+        left_out = decision.probs @ dropped if decision.chooses_all else dropped[decision.expert_index[:, 0]]
         weight = self.scale * (1.0 - left_out).view(batch, -1, self.num_heads, 1)  # [B, T or 1, h, 1]
         heads = heads.transpose(1, 2) * weight.to(heads.dtype)
         return self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))

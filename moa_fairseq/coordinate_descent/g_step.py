@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from moa_fairseq.attention.observers import absorb_pending, observers_of
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.transformer.workers import sum_over_workers
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
+from moa_fairseq.transformer.workers import sum_over_workers
 
 
 class GStep:

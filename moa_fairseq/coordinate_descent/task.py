@@ -37,12 +37,12 @@ from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.errors import UserError
 from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, report_updated
 from moa_fairseq.coordinate_descent.g_epochs import too_short_for_a_g_epoch
 from moa_fairseq.coordinate_descent.g_step import GStep
 from moa_fairseq.coordinate_descent.gate_log import GateEntropyLog
 from moa_fairseq.coordinate_descent.joint_step import JointStep
+from moa_fairseq.errors import UserError
 
 logger = logging.getLogger(__name__)
 

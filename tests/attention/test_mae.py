@@ -168,7 +168,9 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     for row, probs in enumerate(mixture.probs.tolist()):
         best = max(range(len(probs)), key=probs.__getitem__)
         gate[row, best if how == "top-expert" else random_expert(module.name, 4, len(probs))] = 1.0
-    expected = literal_mixture(module, x, gate.view(3, -1, gate.size(-1)).transpose(0, 1), dropped, mask, padding)
+    expected = literal_mixture(
+        module, x, gate.view(3, -1, gate.size(-1)).transpose(0, 1), dropped, mask, padding
+    )
     torch.testing.assert_close(out, expected)
     assert not torch.allclose(out, mixed, atol=1e-3)
     assert torch.equal(decision.expert_index[:, 0], gate.argmax(-1))

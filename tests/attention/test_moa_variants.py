@@ -28,7 +28,7 @@ def inputs(length=5, batch=2):
 
 
 def literal(module, x, gate):
-    """Σ_i gate_i · concat_p(head p of expert i) · W_i^o, one expert and head after the other; gate [T, B, E]."""
+    """Σ_i gate_i · concat_p(head p of expert i) · W_i^o, one by one; gate [T, B, E]."""
     p, own = dict(module.named_parameters()), module.key_heads > module.heads_per_expert
     total = 0.0
     for i in range(module.num_experts):
@@ -112,7 +112,7 @@ def test_impossible_settings_are_refused_by_their_flags():
 
 def test_a_selection_bias_evens_out_loads_without_a_gradient():
     torch.manual_seed(0)
-    router = TopKRouter(8, 6, 2, bias_rate=0.01)
+    router = TopKRouter(8, 6, 2, bias_rate=0.002)
     with torch.no_grad():
         router.projection.weight.copy_(torch.randn(6, 8) * 0.3)
         router.projection.weight[0] += 1.0  # expert 0 is everybody's first
@@ -120,11 +120,11 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
     first = router(x)
     assert observers_of(router) == [router] and router.has_pending
     before = [parameter.clone() for parameter in router.parameters()]
-    for _ in range(500):
+    for _ in range(600):
         decision = router(x)
         absorb_pending(observers_of(router))
     spread = [float(d.expert_counts.max() / d.expert_counts.mean()) for d in (first, decision)]
-    assert spread[0] > 2.0 and spread[1] < 1.2
+    assert spread[0] > 2.0 and spread[1] < 1.4
     assert all(torch.equal(one, other) for one, other in zip(before, router.parameters()))
     # the bias chooses, and weighs nothing
     chosen = decision.probs.gather(1, decision.expert_index)
@@ -132,7 +132,7 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
     # an update by the rule, expert by expert
     bias, loads = router.selection_bias.clone(), torch.tensor([3.0, 1, 2, 2, 4, 0])
     router.absorb(loads)
-    step = torch.tensor([-0.01, 0.01, 0.0, 0.0, -0.01, 0.01])
+    step = 0.002 * torch.tensor([-1.0, 1, 0, 0, -1, 1])
     torch.testing.assert_close(router.selection_bias, bias + step)
     router.eval()(x)
     assert not router.has_pending or router.pending.eq(0).all()

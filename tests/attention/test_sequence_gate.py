@@ -103,16 +103,16 @@ def test_the_gate_stays_in_float32(cast):
 
 
 def test_means():
-    x = torch.randn(250, 2, 3)
+    x = torch.randn(2, 250, 3)
     padding = torch.zeros(2, 250, dtype=torch.bool)
     padding[1, 200:] = True
-    torch.testing.assert_close(sequence_mean(x, padding)[1], x[:200, 1].mean(0))
+    torch.testing.assert_close(sequence_mean(x, padding)[1], x[1, :200].mean(0))
     so_far = running_mean(x, padding)
     window = running_mean(x, padding, 100)
     for t in (0, 57, 99, 100, 199):
-        torch.testing.assert_close(so_far[t], x[: t + 1].mean(0))
-        torch.testing.assert_close(window[t], x[max(0, t - 99) : t + 1].mean(0), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(window[249, 1], x[150:200, 1].mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(so_far[:, t], x[:, : t + 1].mean(1))
+        torch.testing.assert_close(window[:, t], x[:, max(0, t - 99) : t + 1].mean(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(window[1, 249], x[1, 150:200].mean(0), rtol=1e-4, atol=1e-5)
     assert running_mean(x.half(), None, 5).dtype == torch.float32
 
 
@@ -128,15 +128,15 @@ def test_draws_follow_the_gate():
 
 
 def walk(length, sequences, experts, seed=0):
-    """Gates that change a little from position to position, [T, B, E], as a causal one's do."""
+    """Gates that change a little from position to position, [B, T, E], as a causal one's do."""
     g = torch.Generator().manual_seed(seed)
-    steps = torch.randn(length, sequences, experts, generator=g) * 0.1
-    return (torch.randn(1, sequences, experts, generator=g) + steps.cumsum(0)).softmax(-1)
+    steps = torch.randn(sequences, length, experts, generator=g) * 0.1
+    return (torch.randn(sequences, 1, experts, generator=g) + steps.cumsum(1)).softmax(-1)
 
 
 def inverse_cdf(draw, name, probs):
     """The coupling by one number per sequence: whose stretch of the cumulated probabilities contains it."""
-    return (probs.cumsum(-1) <= draw.uniform(name).unsqueeze(-1)).sum(-1).clamp_max(probs.size(-1) - 1)
+    return (probs.cumsum(-1) <= draw.uniform(name)[:, None, None]).sum(-1).clamp_max(probs.size(-1) - 1)
 
 
 @pytest.mark.parametrize("experts", [8, 28])
@@ -146,15 +146,15 @@ def test_an_expert_changes_along_a_sequence_as_little_as_the_gate_lets_it(expert
     chosen, other = draw.choose("decoder.a", probs), inverse_cdf(draw, "decoder.a", probs)
     # every position's expert still follows that position's gate (99.9 % quantiles of chi-square)
     for position in (0, 11, 29):
-        expected = probs[position].double().sum(0)
-        observed = torch.bincount(chosen[position], minlength=experts).double()
+        expected = probs[:, position].double().sum(0)
+        observed = torch.bincount(chosen[:, position], minlength=experts).double()
         assert ((observed - expected) ** 2 / expected).sum() < {8: 24.3, 28: 55.5}[experts]
-    distance = (probs[1:] - probs[:-1]).abs().sum(-1) / 2  # in total variation: no coupling flips less
-    flips, worse = ((index[1:] != index[:-1]).double().mean() for index in (chosen, other))
+    distance = (probs[:, 1:] - probs[:, :-1]).abs().sum(-1) / 2  # in total variation: no coupling flips less
+    flips, worse = ((index[:, 1:] != index[:, :-1]).double().mean() for index in (chosen, other))
     assert distance.mean() < flips < (2 * distance / (1 + distance)).mean() * 1.03
     assert flips < worse / 1.5
-    still = probs[:1].expand(30, -1, -1)
-    assert torch.equal(draw.choose("b", still), draw.choose("b", still[:1]).expand(30, -1))
+    still = probs[:, :1].expand(-1, 30, -1)
+    assert torch.equal(draw.choose("b", still), draw.choose("b", still[:, :1]).expand(-1, 30))
 
 
 def test_an_expert_without_probability_is_never_drawn():

@@ -130,7 +130,7 @@ def test_the_draw_uses_the_gates_that_the_g_step_has_just_updated(build_trainer,
     name = "encoder.layers.0.self_attn"
     torch.testing.assert_close(drawn[name][0], fresh[name], rtol=1e-4, atol=1e-5)
     assert (drawn[name][0] - stale[name]).abs().max() > 1e-3
-    assert drawn[name][1].shape == (1, samples[0]["id"].numel())  # one expert per sequence
+    assert drawn[name][1].shape == (samples[0]["id"].numel(), 1)  # one expert per sequence
     assert set(drawn) == {name, "decoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"}
     assert drawn[name][2].update == 0 and drawn[name][2].seed == 7
     assert torch.equal(drawn[name][2].sequence_ids, samples[0]["id"])
