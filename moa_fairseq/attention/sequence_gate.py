@@ -55,10 +55,10 @@ class GateNorm(nn.BatchNorm1d, Observer):
         """
         if observe:
             self._add_up(x.detach(), real)
-        mean, variance = self.running_mean, self.running_var
         if own and self.statistics == "batch":
             mean, variance = self._of_batch(x, real)
-        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+            return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
     def _of_batch(self, x: Tensor, real: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
         weight = x.new_ones(x.size(0), 1) if real is None else real.unsqueeze(-1).to(x.dtype)
