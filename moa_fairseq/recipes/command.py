@@ -37,7 +37,12 @@ from moa_fairseq.recipes.hardware import (
     detect_hardware,
 )
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.preflight import check_scale, check_train_command, fairseq_is_installed
+from moa_fairseq.recipes.preflight import (
+    check_scale,
+    check_schedule,
+    check_train_command,
+    fairseq_is_installed,
+)
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
@@ -150,7 +155,11 @@ def run(args: argparse.Namespace) -> int:
     training = next((command for command in plan if command[0] == "fairseq-train"), None)
     leads = hardware.world is None or hardware.world.leads
     if training and leads and (fairseq_is_installed() or not args.dry_run):
-        check_train_command(training)
+        data = options.data or prepared_before(recipe, options.save_dir)
+        known = data if data and (is_binarised(data) or is_binarised_text(data)) else None
+        warning = check_schedule(recipe, hardware, check_train_command(training), known)
+        if warning:
+            print(warning, flush=True)
     if not args.dry_run:
         run_recipe(recipe, hardware, present, options, say=_say)
         return 0

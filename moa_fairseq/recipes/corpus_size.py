@@ -11,7 +11,8 @@ from typing import Any, Optional
 import numpy
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.commands import BatchPlan
+from moa_fairseq.recipes.schema import MASKED_LM, Recipe, Train
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
 SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
@@ -40,6 +41,16 @@ class CorpusSize:
         if self.batches is not None:
             return math.ceil(math.ceil(self.batches / devices) / update_freq)
         return max(1, round(self.target_tokens / (effective * self.fill)))
+
+
+def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
+    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
+    limits = [train.max_update] if train.max_update else []
+    if train.max_epoch and size:
+        limits.append(
+            train.max_epoch * size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
+        )
+    return min(limits, default=None)
 
 
 def known_size(recipe: Recipe) -> Optional[CorpusSize]:
@@ -72,7 +83,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     dictionary = folder / (f"dict.{target}.txt" if source else "dict.txt")
     try:
         with open(dictionary, "rb") as lines:
-            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS
+            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + (recipe.kind == MASKED_LM)  # <mask>
     except OSError as error:
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
     batches = _batches(source_sizes, target_sizes, max_tokens) if source else None

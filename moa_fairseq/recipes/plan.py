@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size
+from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size, planned_updates
 from moa_fairseq.recipes.hardware import CAPABILITIES, Hardware, assumed_hardware, precision_flags
 from moa_fairseq.recipes.memory import estimate_memory
 from moa_fairseq.recipes.schema import Recipe
@@ -124,8 +123,7 @@ def _duration(
 ) -> Dict[str, Any]:
     """Updates and hours to the recipe's end: max_epoch or max_update, whichever comes first."""
     per_epoch = size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
-    limits = [recipe.train.max_update or math.inf, (recipe.train.max_epoch or math.inf) * per_epoch]
-    updates = int(min(limits))
+    updates = planned_updates(recipe.train, batch, size)
     epochs = updates / per_epoch
     tokens = epochs * size.target_tokens
     hours = tokens / speed / 3600 if speed else None

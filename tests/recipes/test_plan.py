@@ -8,8 +8,9 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.recipes.corpus_size import TABLE, known_size, measured_size
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.hydra import _full_config, hydra_config
+from moa_fairseq.recipes.hydra import hydra_config
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.preflight import check_train_command, full_config
 from moa_fairseq.recipes.runner import Options, planned_commands
 from moa_fairseq.recipes.throughput import ASSUMED_UTILISATION, DEVICES, Row, expected_speed, read_rows
 
@@ -73,8 +74,8 @@ def test_every_size_has_an_origin():
 def test_measured_updates_are_those_of_the_training(small, write_config, toy_data):
     from fairseq.tasks import setup_task
 
-    line = [str(toy_data), "--task", "translation", "--arch", "transformer", "--max-tokens", "60"]
-    task = setup_task(_full_config([*line, "-s", "en", "-t", "de"])[1].task)
+    line = ["fairseq-train", str(toy_data), "--task", "translation", "--arch", "transformer", "--max-tokens", "60"]
+    task = setup_task(full_config(check_train_command([*line, "-s", "en", "-t", "de"])).task)
     task.load_dataset("train")
     small["train"].update(max_tokens=60, effective_batch_tokens=240)
     recipe = load_recipe(write_config(small))
