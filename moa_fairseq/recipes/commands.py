@@ -82,13 +82,16 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     """Keep the effective batch on any number of devices.
 
     The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that
-    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps.
+    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps. Where that
+    would go below train.min_tokens, fewer steps.
     """
     wanted = train.effective_batch_tokens
     if wanted is None:
         return BatchPlan(devices, 1, train.max_tokens, None)
-    steps = max(1, -(-wanted // (devices * train.max_tokens)))
-    return BatchPlan(devices, steps, max(1, wanted // (devices * steps)), wanted)
+    floor = min(train.min_tokens or 1, train.max_tokens, wanted)
+    steps = max(1, min(-(-wanted // (devices * train.max_tokens)), wanted // (devices * floor)))
+    share = min(train.max_tokens, wanted // (devices * steps))
+    return BatchPlan(devices, steps, max(floor, share), wanted)
 
 
 def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[str]:

@@ -22,6 +22,7 @@ PathLike = Union[str, Path]
 # What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
 FAITHFUL = (
     "train.max_tokens",
+    "train.min_tokens",
     "train.seed",
     "train.precision",
     "train.keep_last_epochs",

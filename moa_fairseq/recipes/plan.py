@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Optional
 
 from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.batch_floor import fit_devices
 from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size, planned_updates
 from moa_fairseq.recipes.hardware import CAPABILITIES, Hardware, assumed_hardware, precision_flags
 from moa_fairseq.recipes.memory import estimate_memory
@@ -90,6 +91,7 @@ def plan(recipe: Recipe, work: Workload, machines: List[Hardware], rows: List[Ro
 
 
 def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> Dict[str, Any]:
+    asked, (machine, _) = machine.devices, fit_devices(recipe, machine)
     batch = commands.plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = (precision_flags(recipe.train.precision, machine) or ["--fp32"])[0][2:]
@@ -100,7 +102,7 @@ def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> D
     capacity = DEVICES[kind].memory if kind in DEVICES else None
     entry: Dict[str, Any] = {
         "device": machine.name,
-        "count": machine.devices,
+        "count": asked,
         "precision": precision,
         "batch": dataclasses.asdict(batch),
         "tokens_per_update": batch.effective,

@@ -55,11 +55,6 @@ def check_scale(recipe: Recipe, hardware: Hardware) -> Optional[str]:
     asked = {**recipe.model.flags, **recipe.train.flags}
     _check_sharding(asked, precision_flags(recipe.train.precision, hardware), hardware)
     batch = plan_batch(recipe.train, hardware.devices)
-    if batch.wanted and batch.wanted < hardware.devices:
-        raise UserError(
-            f"train.effective_batch_tokens is {batch.wanted:,} for {hardware.devices:,} devices: not even "
-            "one token for each. Use fewer devices."
-        )
     if abs(batch.deviation) > LOUD_DEVIATION:
         return (
             f"WARNING: {hardware.devices} devices cannot share {batch.wanted:,} tokens evenly; an update has "
@@ -161,7 +156,7 @@ def check_train_command(command: List[str]) -> argparse.Namespace:
 
 
 def full_config(args: argparse.Namespace) -> Any:
-    """fairseq's config of a parsed training line, defaults included, without hydra's warnings of its future."""
+    """fairseq's config of a parsed training line, defaults included, without hydra's warnings."""
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     logging.disable(logging.INFO)

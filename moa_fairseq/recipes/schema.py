@@ -71,7 +71,8 @@ class Train:
     """Optimisation.
 
     effective_batch_tokens: tokens of one update, over all devices and accumulation steps, padding
-    included (fairseq's --max-tokens counts so). max_tokens: at most so many at once on one device.
+    included (fairseq's --max-tokens counts so). max_tokens: at most so many at once on one device;
+    min_tokens: at least so many, by default as many as the longest sentence or sample has.
     flags: passed on to fairseq-train (optimizer, lr, regularisation, ...).
     """
 
@@ -79,6 +80,7 @@ class Train:
     criterion: str
     task: str = "translation"
     effective_batch_tokens: Optional[int] = None
+    min_tokens: Optional[int] = None
     max_epoch: Optional[int] = None
     max_update: Optional[int] = None
     seed: int = 1

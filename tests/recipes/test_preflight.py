@@ -47,7 +47,6 @@ def test_sharding_without_fairscale(recipe, flag, monkeypatch):
         (["train.flags.ddp-backend=pytorch_ddp"], TWO_CPUS, "on GPUs only"),
         (["train.flags.memory-efficient-fp16=true"], A100S, "this run has bf16"),
         (["train.flags.memory-efficient-bf16=true"], Hardware(), "this run has fp32"),
-        (["train.effective_batch_tokens=5"], V100S, "not even one"),
     ],
 )
 def test_contradictions(recipe, fairscale, overrides, hardware, message):

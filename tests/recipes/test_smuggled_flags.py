@@ -68,7 +68,7 @@ def test_flags_made_elsewhere_are_checked_too():
         commands.flags({"lr": ["--user-dir", "x"]})
 
 
-def test_a_folder_named_like_a_flag_stays_a_folder(small, write_config, tmp_path, monkeypatch, make_binarised):
+def test_a_folder_named_like_a_flag_is_one(small, write_config, tmp_path, monkeypatch, make_binarised):
     """state.json of a stranger's run folder names the data, which is no flag of fairseq-train."""
     monkeypatch.chdir(tmp_path)
     data = make_binarised(tmp_path / "--user-dir=trap")
