@@ -44,6 +44,7 @@ from moa_fairseq.recipes.preflight import (
     check_train_command,
     fairseq_is_installed,
 )
+from moa_fairseq.recipes.row_data import lines_of, on_the_rows_data
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
@@ -152,9 +153,6 @@ def run(args: argparse.Namespace) -> int:
     warning = check_scale(sized, used)
     plan = planned_commands(sized, used, options)
     print(f"{recipe.experiment}: {recipe.summary}")
-    if recipe.reproduces:
-        cell = recipe.reproduces
-        print(f"stands for {cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}")
     print(f"hardware: {hardware.describe()}", flush=True)
     if warning:
         print(warning, flush=True)
@@ -167,6 +165,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         run_recipe(recipe, hardware, present, options, say=_say)
         return 0
+    if known:
+        on_the_rows_data(recipe, known, lines_of(recipe, known), _say)
     if fewer:
         print(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
     print(f"batch: {commands.plan_batch(sized.train, used.devices).describe()}")

@@ -21,6 +21,7 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import write_result, write_throughput
+from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
 from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, Recipe
 from moa_fairseq.recipes.sharing import HANDOVER_SECONDS, check_shared, join_training
@@ -170,6 +171,7 @@ def _run_stages(
     started = time.time()
     shared = bool(hardware.world and hardware.world.shared)
     prepared = _prepare(recipe, options, folder, state, executor, show, say, shared)
+    recipe = on_the_rows_data(recipe, prepared.folder, prepared.sentences, say)
     recipe = with_floor(recipe, prepared.folder)
     hardware, fewer = fit_devices(recipe, hardware)
     if fewer and options.wants("train"):

@@ -23,13 +23,17 @@ MASKED_LM, CAUSAL_LM, TRANSLATION = "masked_lm", "language_modeling", "translati
 
 @dataclasses.dataclass(frozen=True)
 class Reproduces:
-    """The published number that the recipe stands for: which cell of which table of which paper."""
+    """The published number that the recipe stands for: which cell of which table of which paper.
+
+    data: the data set of that number; by default the data.recipe of the file, whatever --set puts there.
+    """
 
     paper: str
     table: str
     row: str
     column: str
     value: Optional[float] = None
+    data: Optional[str] = None
 
 
 @dataclasses.dataclass(frozen=True)
