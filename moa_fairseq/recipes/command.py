@@ -28,6 +28,7 @@ from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.prepare_text import is_binarised_text
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
 from moa_fairseq.recipes.finetune import resolve
 from moa_fairseq.recipes.hardware import (
     CAPABILITIES,
@@ -37,7 +38,13 @@ from moa_fairseq.recipes.hardware import (
     detect_hardware,
 )
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.preflight import check_scale, check_train_command, fairseq_is_installed
+from moa_fairseq.recipes.preflight import (
+    check_scale,
+    check_schedule,
+    check_train_command,
+    fairseq_is_installed,
+)
+from moa_fairseq.recipes.row_data import lines_of, on_the_rows_data
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
@@ -138,24 +145,32 @@ def run(args: argparse.Namespace) -> int:
         return _plan(args, recipe, hardware)
     if args.hydra is not None:
         return _hydra(args, recipe, hardware)
-    warning = check_scale(recipe, hardware)
-    plan = planned_commands(recipe, hardware, options)
+    data = options.data or prepared_before(recipe, options.save_dir)
+    known = data if data and (is_binarised(data) or is_binarised_text(data)) else None
+    # What is assumed of data that nobody has seen yet is for a dry run; a run measures it.
+    sized = with_floor(recipe, known, assume=args.dry_run)
+    used, fewer = fit_devices(sized, hardware)
+    warning = check_scale(sized, used)
+    plan = planned_commands(sized, used, options)
     print(f"{recipe.experiment}: {recipe.summary}")
-    if recipe.reproduces:
-        cell = recipe.reproduces
-        print(f"stands for {cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}")
     print(f"hardware: {hardware.describe()}", flush=True)
     if warning:
         print(warning, flush=True)
     training = next((command for command in plan if command[0] == "fairseq-train"), None)
     leads = hardware.world is None or hardware.world.leads
     if training and leads and (fairseq_is_installed() or not args.dry_run):
-        check_train_command(training)
+        warning = check_schedule(sized, used, check_train_command(training), known)
+        if warning:
+            print(warning, flush=True)
     if not args.dry_run:
         run_recipe(recipe, hardware, present, options, say=_say)
         return 0
-    print(f"batch: {commands.plan_batch(recipe.train, hardware.devices).describe()}")
-    environment = commands.device_environment(hardware, present)
+    if known:
+        on_the_rows_data(recipe, known, lines_of(recipe, known), _say)
+    if fewer:
+        print(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
+    print(f"batch: {commands.plan_batch(sized.train, used.devices).describe()}")
+    environment = commands.device_environment(used, present)
     for command in plan:
         print(f"$ {commands.to_shell(command, environment)}")
     return 0
@@ -185,6 +200,7 @@ def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
     from moa_fairseq.recipes import plan
 
     data = args.data or prepared_before(recipe, args.save_dir)
+    recipe = with_floor(recipe, data)
     rows = read_rows(args.config.resolve().parent.parent / "results")
     machines = plan.machines_to_plan(hardware, args.gpus, args.device_name)
     report = plan.plan(recipe, plan.workload(recipe, data), machines, rows)
@@ -199,13 +215,17 @@ def _hydra(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
         raise UserError("--hydra asks fairseq for its config: run `bash scripts/setup.sh` first.")
     from moa_fairseq.recipes.hydra import write_hydra
 
-    check_scale(recipe, hardware)
     options = Options(data=args.data or prepared_before(recipe, args.save_dir), save_dir=args.save_dir)
     if options.data is None or not is_binarised(options.data):
         raise UserError(
             "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
             "--data a folder made by fairseq-preprocess."
         )
+    recipe = with_floor(recipe, options.data)
+    hardware, fewer = fit_devices(recipe, hardware)
+    check_scale(recipe, hardware)
+    if fewer:
+        print(fewer)
     training = next(c for c in planned_commands(recipe, hardware, options) if c[0] == "fairseq-train")
     folder = Path(args.hydra) if args.hydra else save_dir_of(recipe, options) / "hydra"
     header = f"{recipe.summary}\nMade by: {_command_line()}\nThe same as: {commands.to_shell(training)}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.finetune import pretrained_checkpoint
 from moa_fairseq.recipes.hardware import Hardware, precision_flags
 from moa_fairseq.recipes.schema import Recipe, Train
@@ -23,6 +25,7 @@ MODULES = {
 
 
 REDIRECT = ">"
+_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +82,23 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     """Keep the effective batch on any number of devices.
 
     The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that
-    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps.
+    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps. Where that
+    would go below train.min_tokens, fewer steps.
     """
     wanted = train.effective_batch_tokens
     if wanted is None:
         return BatchPlan(devices, 1, train.max_tokens, None)
-    steps = max(1, -(-wanted // (devices * train.max_tokens)))
-    return BatchPlan(devices, steps, max(1, wanted // (devices * steps)), wanted)
+    floor = min(train.min_tokens or 1, train.max_tokens, wanted)
+    steps = max(1, min(-(-wanted // (devices * train.max_tokens)), wanted // (devices * floor)))
+    share = min(train.max_tokens, wanted // (devices * steps))
+    return BatchPlan(devices, steps, max(floor, share), wanted)
 
 
 def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[str]:
     """The fairseq-train line of a recipe."""
     train, model = recipe.train, recipe.model
     batch = plan_batch(train, hardware.devices)
-    command = ["fairseq-train", str(paths.data), *_task_flags(recipe, paths)]
+    command = ["fairseq-train", positional(paths.data), *_task_flags(recipe, paths)]
     command += flags(
         {
             "arch": model.arch,
@@ -151,7 +157,7 @@ def generate_command(recipe: Recipe, hardware: Hardware, paths: RunPaths, subset
     generate = recipe.generate
     return [
         "fairseq-generate",
-        str(paths.data),
+        positional(paths.data),
         *_task_flags(recipe, paths),
         *flags(
             {
@@ -173,13 +179,19 @@ def score_command(recipe: Recipe, output: Path) -> List[str]:
     """The scoring of one fairseq-generate log, as JSON on stdout."""
     values = {"target-lang": recipe.data.target, **recipe.score.flags, "json": True}
     scores = output.with_name(output.name.replace("generate-", "score-")).with_suffix(".json")
-    return ["moa-fairseq", "score", str(output), *flags(values), REDIRECT, str(scores)]
+    return ["moa-fairseq", "score", positional(output), *flags(values), REDIRECT, str(scores)]
 
 
 def flags(values: Mapping[str, Any]) -> List[str]:
-    """{'lr': 0.1, 'fp16': True, 'x': None} → ['--lr', '0.1', '--fp16']: False and None are left out."""
+    """{'lr': 0.1, 'fp16': True, 'x': None} → ['--lr', '0.1', '--fp16']: False and None are left out.
+
+    Raises UserError for a value that the program, or a shell, would not take for one.
+    """
     line: List[str] = []
     for name, value in values.items():
+        problem = smuggled(value)
+        if problem:
+            raise UserError(f"--{name}: {problem}")
         if value is None or value is False:
             continue
         if value is True:
@@ -191,6 +203,19 @@ def flags(values: Mapping[str, Any]) -> List[str]:
         else:
             line += [f"--{name}", str(value)]
     return line
+
+
+def smuggled(value: Any) -> Optional[str]:
+    """Why a flag's value must not be put on a command line, or None.
+
+    An item of a list stands alone there, so that a program would take '--user-dir' for a flag, which runs
+    Python code. Numbers below zero are no flags.
+    """
+    items = value if isinstance(value, (list, tuple)) else []
+    flag = next((i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None)
+    if flag is not None:
+        return f"{flag!r} in a list of values would be taken for a flag: a list holds values only."
+    return f"{REDIRECT!r} is no value." if REDIRECT in (items or [value]) else None
 
 
 def to_argv(command: Sequence[str]) -> List[str]:
@@ -207,6 +232,11 @@ def to_shell(command: Sequence[str], environment: Optional[Dict[str, str]] = Non
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     words = (word if word == REDIRECT else shlex.quote(word) for word in command)
     return " ".join([*settings, *words])
+
+
+def positional(path: Path) -> str:
+    """A path as an argument of its own: never one that begins like a flag."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def device_environment(hardware: Hardware, present: Hardware) -> Dict[str, str]:

@@ -6,12 +6,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 import numpy
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.commands import BatchPlan
+from moa_fairseq.recipes.schema import MASKED_LM, Recipe, Train
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
 SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
@@ -23,7 +24,8 @@ class CorpusSize:
 
     fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
     sentences that are longer on the source side. batches: how many fairseq cuts one epoch into, known of
-    measured data only. origin: where the numbers are from.
+    measured data only. longest: tokens of the longest sentence, for a plan without data. origin: where the
+    numbers are from.
     """
 
     name: str
@@ -34,12 +36,23 @@ class CorpusSize:
     fill: float
     origin: str
     batches: Optional[int] = None
+    longest: Optional[int] = None
 
     def updates_per_epoch(self, effective: int, devices: int, update_freq: int) -> int:
         """Updates in an epoch; effective: tokens that one of them may have."""
         if self.batches is not None:
             return math.ceil(math.ceil(self.batches / devices) / update_freq)
         return max(1, round(self.target_tokens / (effective * self.fill)))
+
+
+def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
+    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
+    limits = [train.max_update] if train.max_update else []
+    if train.max_epoch and size:
+        limits.append(
+            train.max_epoch * size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
+        )
+    return min(limits, default=None)
 
 
 def known_size(recipe: Recipe) -> Optional[CorpusSize]:
@@ -63,19 +76,15 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
     folder: made by fairseq-preprocess. Raises UserError when its training set is not there.
     """
-    source, target = getattr(recipe.data, "source", None), getattr(recipe.data, "target", None)
-    pair = f"{source}-{target}"
-    if source and not (folder / f"train.{pair}.{source}.idx").is_file():
-        pair = f"{target}-{source}"  # fairseq takes a folder of the other direction, too
-    stems = [f"train.{pair}.{language}" for language in (source, target)] if source else ["train", "train"]
-    source_sizes, target_sizes = (_sizes(folder / stem) for stem in stems)
-    dictionary = folder / (f"dict.{target}.txt" if source else "dict.txt")
+    source_sizes, target_sizes = sentence_sizes(recipe, folder, "train")
+    target = recipe.data.target
+    dictionary = folder / (f"dict.{target}.txt" if target else "dict.txt")
     try:
         with open(dictionary, "rb") as lines:
-            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS
+            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + (recipe.kind == MASKED_LM)  # <mask>
     except OSError as error:
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
-    batches = _batches(source_sizes, target_sizes, max_tokens) if source else None
+    batches = _batches(source_sizes, target_sizes, max_tokens) if target else None
     total = int(target_sizes.sum())
     return CorpusSize(
         name=folder.name,
@@ -89,12 +98,24 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     )
 
 
+def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    """Tokens of every source and target sentence of a split; of a language model twice those of its lines."""
+    source, target = recipe.data.source, recipe.data.target
+    if source is None:
+        sizes = _sizes(folder / split)
+        return sizes, sizes
+    pair = f"{source}-{target}"
+    if not (folder / f"{split}.{pair}.{source}.idx").is_file():
+        pair = f"{target}-{source}"  # fairseq takes a folder of the other direction, too
+    return _sizes(folder / f"{split}.{pair}.{source}"), _sizes(folder / f"{split}.{pair}.{target}")
+
+
 def _sizes(stem: Path) -> numpy.ndarray:
     """Tokens of every sentence."""
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 
     if not stem.with_name(stem.name + ".idx").is_file():
-        raise UserError(f"{stem}.idx is missing: --plan measures a folder made by fairseq-preprocess.")
+        raise UserError(f"{stem}.idx is missing: the folder is not as fairseq-preprocess makes it.")
     dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
     return numpy.array(dataset.sizes, dtype=numpy.int64)
 

@@ -8,19 +8,14 @@ what only the plugin knows: its models, criterions and tasks are written with al
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
-import logging
-import sys
-import warnings
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, List, Optional
 
 import yaml
 
-from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes.preflight import check_train_command, full_config
 
 # Sections whose class is chosen by name.
 CHOSEN = ("task", "model", "criterion", "optimizer", "lr_scheduler")
@@ -53,7 +48,8 @@ def hydra_config(command: List[str]) -> Dict[str, Any]:
     from fairseq.dataclass.configs import FairseqConfig
     from omegaconf import OmegaConf
 
-    args, full = _full_config(command[1:])
+    args = check_train_command(command)
+    full = full_config(args)
     config: Dict[str, Any] = {}
     for field in dataclasses.fields(FairseqConfig):
         section, values = field.name, full._get_node(field.name)
@@ -67,37 +63,6 @@ def hydra_config(command: List[str]) -> Dict[str, Any]:
             if kept:
                 config[section] = kept
     return config
-
-
-def _full_config(arguments: List[str]) -> tuple:
-    """(args, config) as fairseq-train would have them."""
-    from fairseq import options
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
-    import moa_fairseq  # noqa: F401  (registers the archs and criterions)
-
-    complaint = io.StringIO()
-    try:
-        with _quietly(), contextlib.redirect_stderr(complaint):
-            args = options.parse_args_and_arch(options.get_training_parser(), input_args=arguments)
-            return args, convert_namespace_to_omegaconf(args)
-    except SystemExit as error:
-        reason = (complaint.getvalue().strip().splitlines() or ["unknown flag"])[-1]
-        raise UserError(f"fairseq-train does not accept the recipe's flags: {reason}") from error
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """fairseq looks for --user-dir in sys.argv, and hydra warns of its own future."""
-    argv, sys.argv = sys.argv, ["fairseq-train"]
-    logging.disable(logging.INFO)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        sys.argv = argv
-        logging.disable(logging.NOTSET)
 
 
 def _default(field: dataclasses.Field) -> Any:

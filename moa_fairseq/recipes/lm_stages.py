@@ -62,7 +62,7 @@ def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, 
         **recipe.score.flags,
     }
     device = commands.device_flags(hardware)
-    return ["fairseq-eval-lm", str(paths.data), *commands.flags(values), *device]
+    return ["fairseq-eval-lm", commands.positional(paths.data), *commands.flags(values), *device]
 
 
 def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:

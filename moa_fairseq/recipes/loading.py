@@ -22,6 +22,7 @@ PathLike = Union[str, Path]
 # What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
 FAITHFUL = (
     "train.max_tokens",
+    "train.min_tokens",
     "train.seed",
     "train.precision",
     "train.keep_last_epochs",
@@ -49,6 +50,8 @@ def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
             "experiment",
             f"must be the file's own name, {path.stem!r}, not {mapping.get('experiment')!r}.",
         )
+    if isinstance(mapping.get("reproduces"), dict) and isinstance(mapping.get("data"), dict):
+        mapping["reproduces"].setdefault("data", mapping["data"].get("recipe"))
     for text in overrides:
         _override(mapping, text)
     if mapping.get("finetune") in FINETUNING and mapping.get("reproduces"):

@@ -18,7 +18,7 @@ fp32, logits and theirs in the model's precision). Checked on a CPU in fp32 agai
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, Mapping
+from typing import Any, Dict, List, Mapping
 
 from torch import nn
 
@@ -89,7 +89,7 @@ def activation_elements(model: nn.Module, recompute: bool = False, activation_dr
     recompute: with activation checkpointing a layer keeps its input, and one layer at a time is there in
     whole.
     """
-    layers = [module for module in model.modules() if _is_layer(module)]
+    layers = layers_of(model)
     per_layer = [_elements(layer, activation_dropout) for layer in layers]
     embeddings = [m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)]
     width = max(embeddings, default=0)
@@ -97,9 +97,10 @@ def activation_elements(model: nn.Module, recompute: bool = False, activation_dr
     return around + (len(layers) * width + max(per_layer, default=0) if recompute else sum(per_layer))
 
 
-def _is_layer(module: nn.Module) -> bool:
-    name = type(module).__name__
-    return name.endswith(("EncoderLayer", "DecoderLayer", "EncoderLayerBase", "DecoderLayerBase"))
+def layers_of(model: nn.Module) -> List[nn.Module]:
+    """The layers of encoder and decoder."""
+    names = ("EncoderLayer", "DecoderLayer", "EncoderLayerBase", "DecoderLayerBase")
+    return [module for module in model.modules() if type(module).__name__.endswith(names)]
 
 
 def _elements(layer: nn.Module, activation_dropout: bool) -> int:

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
 import logging
 import re
 import sys
-from typing import List, Optional
+import warnings
+from pathlib import Path
+from typing import Any, Callable, List, NamedTuple, Optional
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.commands import plan_batch
+from moa_fairseq.recipes.corpus_size import known_size, measured_size, planned_updates
 from moa_fairseq.recipes.hardware import Hardware, precision_flags
 from moa_fairseq.recipes.schema import Recipe
 
 LOUD_DEVIATION = 0.01
+# Of the way from the minimum to the peak: more than this at the last update is worth a warning.
+FAR_FROM_MINIMUM = 0.1
 FAIRSCALE_REMEDY = (
     "fairseq does it with the package fairscale, which is not installed: pip install fairscale, or save "
     "memory with --set train.flags.checkpoint-activations=true or a lower train.max_tokens."
 )
+
+
+class Schedule(NamedTuple):
+    """A schedule that ends. minimum: its last rate, by config and peak. remedy: what moves its end."""
+
+    minimum: Callable[[Any, float], float]
+    remedy: str
+
+
+SCHEDULES = {
+    "cosine": Schedule(lambda own, _: own.min_lr, "train.flags.warmup-updates plus lr-period-updates"),
+    "polynomial_decay": Schedule(lambda own, peak: own.end_learning_rate, "train.flags.total-num-update"),
+    "tri_stage": Schedule(lambda own, peak: own.final_lr_scale * peak, "the steps of the stages"),
+}
 
 
 def fairseq_is_installed() -> bool:
@@ -35,11 +55,6 @@ def check_scale(recipe: Recipe, hardware: Hardware) -> Optional[str]:
     asked = {**recipe.model.flags, **recipe.train.flags}
     _check_sharding(asked, precision_flags(recipe.train.precision, hardware), hardware)
     batch = plan_batch(recipe.train, hardware.devices)
-    if batch.wanted and batch.wanted < hardware.devices:
-        raise UserError(
-            f"train.effective_batch_tokens is {batch.wanted:,} for {hardware.devices:,} devices: not even "
-            "one token for each. Use fewer devices."
-        )
     if abs(batch.deviation) > LOUD_DEVIATION:
         return (
             f"WARNING: {hardware.devices} devices cannot share {batch.wanted:,} tokens evenly; an update has "
@@ -75,7 +90,45 @@ def _check_sharding(asked: dict, precision: List[str], hardware: Hardware) -> No
         raise UserError(f"train.flags.ddp-backend {backend} works on GPUs only: leave it out on the CPU.")
 
 
-def check_train_command(command: List[str]) -> None:
+def check_schedule(
+    recipe: Recipe, hardware: Hardware, args: argparse.Namespace, data: Optional[Path] = None
+) -> Optional[str]:
+    """A warning when the schedule ends far from its minimum: the model would not have annealed.
+
+    args: the training line as fairseq parsed it. data: a binarised folder, where epochs and not updates say
+    how long the training is; without one the known size of the corpus counts. None when all is well, when
+    the schedule has no minimum (inverse_sqrt, fixed) and when the number of updates is unknown.
+    """
+    about = SCHEDULES.get(args.lr_scheduler)
+    if about is None:
+        return None
+    size = None
+    if recipe.train.max_epoch:
+        max_tokens = plan_batch(recipe.train, 1).max_tokens
+        size = measured_size(recipe, data, max_tokens) if data else known_size(recipe)
+    updates = planned_updates(recipe.train, plan_batch(recipe.train, hardware.devices), size)
+    if updates is None:
+        return None
+    import torch
+    from fairseq import optim
+
+    config = full_config(args)
+    optimizer = optim.build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    schedule = optim.lr_scheduler.build_lr_scheduler(config.lr_scheduler, optimizer)
+    schedule.step_begin_epoch(1)
+    rate = schedule.step_update(max(0, updates - 1))  # the rate after update n is that of update n + 1
+    peak = max(config.optimization.lr)
+    minimum = about.minimum(config.lr_scheduler, peak)
+    if rate - minimum <= FAR_FROM_MINIMUM * (peak - minimum):
+        return None
+    return (
+        f"WARNING: the learning rate of the last update ({updates:,}) is {rate:.2g}, {rate / peak:.0%} of "
+        f"its peak, and the minimum of the schedule ({args.lr_scheduler}) is {minimum:g}: the training ends "
+        f"before it has annealed. Let {about.remedy} say the same end as train.max_update (or max_epoch)."
+    )
+
+
+def check_train_command(command: List[str]) -> argparse.Namespace:
     """Parse a `fairseq-train` line as fairseq would. Raises UserError with fairseq's own complaint."""
     if not fairseq_is_installed():
         raise UserError(
@@ -92,7 +145,7 @@ def check_train_command(command: List[str]) -> None:
     argv, sys.argv = sys.argv, ["fairseq-train"]
     try:
         with contextlib.redirect_stderr(complaint):
-            options.parse_args_and_arch(options.get_training_parser(), input_args=command[1:])
+            return options.parse_args_and_arch(options.get_training_parser(), input_args=command[1:])
     except SystemExit as error:
         text = complaint.getvalue().strip().splitlines()
         raise UserError(f"fairseq-train does not accept the recipe's flags: {_shorten(text)}") from error
@@ -100,6 +153,19 @@ def check_train_command(command: List[str]) -> None:
         raise UserError(f"fairseq-train does not accept the recipe's flags: {error}") from error
     finally:
         sys.argv = argv
+
+
+def full_config(args: argparse.Namespace) -> Any:
+    """fairseq's config of a parsed training line, defaults included, without hydra's warnings."""
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return convert_namespace_to_omegaconf(args)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _shorten(lines: List[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Dict
 from moa_fairseq.data_prep.catalogue import translation_sets
 from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.commands import smuggled
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
     DATA_RECIPES,
@@ -232,6 +233,9 @@ def _check_flags(recipe: Recipe, file: str) -> None:
                 isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)
             ):
                 fail(file, key, "a flag's value is text, a number, true, false, null or a flat list.")
+            problem = smuggled(value)
+            if problem:
+                fail(file, key, problem)
 
 
 def _reserved_flags() -> Dict[str, Dict[str, str]]:
@@ -276,6 +280,7 @@ def _reserved_flags() -> Dict[str, Dict[str, str]]:
         "source-lang": "say data.source",
         "target-lang": "say data.target",
         "destdir": own,
+        "user-dir": own,
     }
     score = {"json": own, "masked-lm": own, "data": own, "subset": "say score.subsets"}
     score.update({"path": own, "user-dir": own, "gen-subset": "say score.subsets", "cpu": own})

@@ -16,10 +16,12 @@ from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_tex
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes import commands, lm_stages, masked_lm_stages, stages
+from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import write_result, write_throughput
+from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
 from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, Recipe
 from moa_fairseq.recipes.sharing import HANDOVER_SECONDS, check_shared, join_training
@@ -137,6 +139,8 @@ def run_recipe(
         check_shared(options.stage, options.restart, options.data, folder)
     if world and not world.leads:
         prepared = _recall_prepared(recipe, folder, RunState(folder).get("prepare"))
+        recipe = with_floor(recipe, prepared.folder)
+        fit_devices(recipe, hardware)
         paths = commands.RunPaths(prepared.folder, folder, user_dir())
         with terminate_as_interrupt():
             join_training(recipe, hardware, paths, prepared, executor_class(environment), say)
@@ -144,12 +148,14 @@ def run_recipe(
     # After a restart of torchrun the one that had the folder before may take its time to go.
     patience = HANDOVER_SECONDS if world and world.shared else PATIENCE_SECONDS
     with terminate_as_interrupt(), locked(folder, patience) as lock:
-        return _run_stages(recipe, hardware, options, folder, executor_class(environment, lock), say)
+        executor = executor_class(environment, lock)
+        return _run_stages(recipe, hardware, present, options, folder, executor, say)
 
 
 def _run_stages(
     recipe: Recipe,
     hardware: Hardware,
+    present: Hardware,
     options: Options,
     folder: Path,
     executor: Executor,
@@ -165,6 +171,12 @@ def _run_stages(
     started = time.time()
     shared = bool(hardware.world and hardware.world.shared)
     prepared = _prepare(recipe, options, folder, state, executor, show, say, shared)
+    recipe = on_the_rows_data(recipe, prepared.folder, prepared.sentences, say)
+    recipe = with_floor(recipe, prepared.folder)
+    hardware, fewer = fit_devices(recipe, hardware)
+    if fewer and options.wants("train"):
+        say(fewer)
+    executor.environment.update(commands.device_environment(hardware, present))
     paths = commands.RunPaths(prepared.folder, folder, user_dir())
     run = stages.Run(recipe, hardware, paths, state, executor, show, say)
     if options.wants("train"):

@@ -23,13 +23,17 @@ MASKED_LM, CAUSAL_LM, TRANSLATION = "masked_lm", "language_modeling", "translati
 
 @dataclasses.dataclass(frozen=True)
 class Reproduces:
-    """The published number that the recipe stands for: which cell of which table of which paper."""
+    """The published number that the recipe stands for: which cell of which table of which paper.
+
+    data: the data set of that number; by default the data.recipe of the file, whatever --set puts there.
+    """
 
     paper: str
     table: str
     row: str
     column: str
     value: Optional[float] = None
+    data: Optional[str] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Train:
     """Optimisation.
 
     effective_batch_tokens: tokens of one update, over all devices and accumulation steps, padding
-    included (fairseq's --max-tokens counts so). max_tokens: at most so many at once on one device.
+    included (fairseq's --max-tokens counts so). max_tokens: at most so many at once on one device;
+    min_tokens: at least so many, by default as many as the longest sentence or sample has.
     flags: passed on to fairseq-train (optimizer, lr, regularisation, ...).
     """
 
@@ -79,6 +84,7 @@ class Train:
     criterion: str
     task: str = "translation"
     effective_batch_tokens: Optional[int] = None
+    min_tokens: Optional[int] = None
     max_epoch: Optional[int] = None
     max_update: Optional[int] = None
     seed: int = 1

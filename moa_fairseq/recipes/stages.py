@@ -29,7 +29,10 @@ from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.train_log import TrainLog
 
 # Keys of `train` that may change between two runs of one training: where it runs, and when it ends.
-VOLATILE = ("max_tokens", "max_epoch", "max_update", "precision", "keep_last_epochs", "log_interval")
+VOLATILE = (
+    *("max_tokens", "min_tokens", "max_epoch", "max_update"),
+    *("precision", "keep_last_epochs", "log_interval"),
+)
 
 
 @dataclasses.dataclass

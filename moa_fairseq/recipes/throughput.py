@@ -15,6 +15,9 @@ from typing import Any, Dict, List, Optional
 
 # A multiply-accumulate is two operations, and the backward pass costs two forward passes.
 OPERATIONS_PER_MAC = 6
+# However fast the GPU and however few the tokens: Python launches some 200 kernels, one after the other, for a
+# layer's forward and backward pass, at about 20 microseconds each. Both are rounded assumptions.
+SECONDS_PER_LAYER = 0.004
 # fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
 # target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
 ASSUMED_UTILISATION = 0.137
@@ -67,6 +70,24 @@ class Speed:
     tokens_per_second: float
     origin: str
     measured: bool
+
+    def no_faster_than(self, seconds: float, tokens: float) -> Speed:
+        """This speed where `tokens` (an update's) take at least `seconds`; a measured one stays."""
+        if self.measured or self.tokens_per_second * seconds <= tokens:
+            return self
+        origin = f"{self.origin}; at least {SECONDS_PER_LAYER * 1000:g} ms per layer and step (assumed)"
+        return Speed(tokens / seconds, origin, False)
+
+    def divided_by(self, factor: float, why: str) -> Speed:
+        """This speed for a training that takes `factor` as long; a measured one has it in it."""
+        if self.measured or factor == 1:
+            return self
+        return Speed(self.tokens_per_second / factor, f"{self.origin}; x {factor:.3g} {why}", False)
+
+
+def seconds_per_update(layers: int, update_freq: int) -> float:
+    """The least that an update takes on a GPU: its kernels are launched one after the other."""
+    return layers * update_freq * SECONDS_PER_LAYER
 
 
 def read_rows(results: Path) -> List[Row]:
@@ -129,7 +150,8 @@ def expected_speed(
     other = _nearest([row for row in rows if row.macs and row.device in DEVICES], macs)
     share, origin = (
         ASSUMED_UTILISATION,
-        f"estimate, not measured: {ASSUMED_UTILISATION:.1%} of the peak assumed",
+        f"estimate, not measured: {ASSUMED_UTILISATION:.1%} of the peak assumed, what a dense Transformer "
+        "reached",
     )
     if other:
         done = other.speed / other.count * other.macs * OPERATIONS_PER_MAC

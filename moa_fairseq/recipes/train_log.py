@@ -11,13 +11,14 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.files import atomic_write
 
 _PARAMETERS = re.compile(r"num\. (?:shared|expert) model params: ([\d,]+)")
 _UPDATED = re.compile(r"([\d,]+) of [\d,]+ parameters are updated")
+_SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
 _LOADED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
 
 
@@ -99,6 +100,7 @@ class TrainLog:
         self.parameters: List[int] = []
         self.updated: Optional[int] = None  # of them, where the task says it
         self.started: Optional[tuple] = None
+        self.skipped: Set[str] = set()  # what was said about it: fairseq says it again in every epoch
 
     def __call__(self, line: str) -> None:
         """Take one line of standard output."""
@@ -112,6 +114,11 @@ class TrainLog:
         elif match := _UPDATED.search(line):
             self.updated = int(match.group(1).replace(",", ""))
             print(f"  {match.group(0)}", flush=True)
+        elif _SKIPPED.search(line):
+            message = line.rsplit(" | ", 1)[-1]
+            if message not in self.skipped:
+                self.skipped.add(message)
+                self._print(f"  fairseq: {message}", last=True)
         elif match := _LOADED.search(line):
             prune(self.path, int(match.group(1)))
             if int(match.group(1)):  # a pretrained model counts from 0

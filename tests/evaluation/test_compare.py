@@ -228,7 +228,7 @@ def test_architectures_of_the_rows_exist():
 def test_experiments_of_the_rows_have_recipes():
     configs = default_results().parent / "configs"
     experiments = {name for _, row in ROWS for name in row["experiments"]}
-    assert len(experiments) == 34
+    assert len(experiments) == 36
     assert not [name for name in sorted(experiments) if not (configs / f"{name}.yaml").is_file()]
 
 

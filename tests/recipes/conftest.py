@@ -80,3 +80,22 @@ def make_binarised():
         return folder
 
     return make
+
+
+@pytest.fixture
+def make_lines():
+    """make_lines(folder, {split: lines}) → a folder as fairseq-preprocess leaves it, of short sentences."""
+
+    def make(folder, lines, pair="de-en"):
+        folder.mkdir(parents=True)
+        for language in pair.split("-"):
+            (folder / f"dict.{language}.txt").write_text("a 1\n")
+            for split, count in lines.items():
+                stem = folder / f"{split}.{pair}.{language}"
+                stem.with_name(stem.name + ".bin").write_bytes(struct.pack("<HH", 4, 2) * count)
+                index = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 8, count) + struct.pack("<i", 2) * count
+                offsets = b"".join(struct.pack("<q", 4 * number) for number in range(count))
+                stem.with_name(stem.name + ".idx").write_bytes(index + offsets)
+        return folder
+
+    return make

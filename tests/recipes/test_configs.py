@@ -21,11 +21,12 @@ EVALUATION = {
     MASKED_LM: "moa-fairseq score",
     CAUSAL_LM: "fairseq-eval-lm",
 }
+LM_SCHEDULE = {"warmup-updates": 240000, "lr-period-updates": 46000}
 V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 46
+    assert len(CONFIGS) == 48
     assert len(set(NAMES)) == len(NAMES)
 
 
@@ -95,25 +96,62 @@ def test_the_papers_masked_lm(path):
 
 
 @pytest.mark.parametrize(
-    ("dense", "mixture"),
+    ("dense", "mixture", "schedule"),
     [
-        ("wikitext103_mlm_transformer", "wikitext103_mlm_moa_8k8e256d"),
-        ("wikitext2_mlm_transformer_tiny", "wikitext2_mlm_moa_4k16e48d_tiny"),
-        ("multi30k_ende_transformer_tiny", "multi30k_ende_moa_tiny"),
-        ("quickstart_transformer", "quickstart_moa"),
-        ("multi30k_ende_transformer_tiny", "multi30k_ende_mae_tiny"),
-        ("multi30k_ende_transformer_tiny", "multi30k_ende_nobcd_tiny"),
-        ("multi30k_ende_transformer_tiny", "multi30k_ende_uni_mae_tiny"),
-        ("iwslt14_deen_base", "iwslt14_deen_mae6"),
-        ("wikitext103_lm_base", "wikitext103_lm_mae7"),
+        ("wikitext103_mlm_transformer", "wikitext103_mlm_moa_8k8e256d", {}),
+        ("wikitext2_mlm_transformer_tiny", "wikitext2_mlm_moa_4k16e48d_tiny", {}),
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_moa_tiny", {}),
+        ("quickstart_transformer", "quickstart_moa", {}),
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_mae_tiny", {}),
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_nobcd_tiny", {}),
+        ("multi30k_ende_transformer_tiny", "multi30k_ende_uni_mae_tiny", {}),
+        ("iwslt14_deen_base", "iwslt14_deen_mae6", {}),
+        # MAE's Appendix A gives its own models another warm-up than their baselines.
+        *(
+            ("wmt14_ende_base", f"wmt14_ende_{name}", {"warmup-updates": 8000})
+            for name in ("mae7", "mae6", "nobcd", "uni_mae7", "uni_mae6")
+        ),
+        *(
+            ("wikitext103_lm_base", f"wikitext103_lm_{name}", LM_SCHEDULE)
+            for name in ("mae7", "nobcd", "uni_mae7")
+        ),
     ],
 )
-def test_pairs_differ_in_the_model_only(dense, mixture):
+def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedule):
     one, other = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
     assert one.data == other.data and one.generate == other.generate and one.average == other.average
-    routing = {"load-balance-coef", "z-loss-coef", "bcd", "bcd-g-every", "gate-lr"}
-    assert {k: v for k, v in other.train.flags.items() if k not in routing} == one.train.flags
+    routing = ("load-balance-coef", "z-loss-coef", "bcd", "gate-")
+    own = {key: value for key, value in other.train.flags.items() if not key.startswith(routing)}
+    assert own == {**one.train.flags, **schedule}
     assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
+
+
+def test_maes_wmt14_as_the_command_that_its_appendix_names():
+    """facebookresearch/fairseq#346: 8 x 4096 tokens, 5e-4, 4,000 of warm-up, a save each 1,000."""
+    base = load_recipe(ROOT / "configs" / "wmt14_ende_base.yaml")
+    expected = {"lr": 0.0005, "warmup-updates": 4000, "warmup-init-lr": 1e-07, "clip-norm": 0.0}
+    expected.update({"save-interval-updates": 1000, "label-smoothing": 0.1, "weight-decay": 0.0})
+    assert {key: float(base.train.flags[key]) for key in expected} == expected
+    assert (base.average.updates, base.average.epochs) == (5, None)
+    assert base.train.effective_batch_tokens == 8 * 4096 and base.model.arch == "transformer_wmt_en_de"
+    assert base.train.task == "translation" and (base.generate.beam, base.generate.lenpen) == (5, 0.6)
+    assert (base.reproduces.row, base.reproduces.value) == ("BASE", 27.6)
+
+
+def test_scratch_has_the_text_of_the_other_rows_of_its_table():
+    scratch, tuned = (
+        load_recipe(ROOT / "configs" / f"iwslt14_ende_mae7_{name}.yaml") for name in ("scratch", "transfer")
+    )
+    assert scratch.data.recipe == tuned.data.recipe == "iwslt14_de_en_cased"
+    assert (scratch.data.source, scratch.data.target) == ("en", "de") and scratch.data.bpe == 10000
+    assert scratch.subsets == tuned.subsets == ["valid"]
+    assert (scratch.reproduces.row, scratch.reproduces.value) == ("SCRATCH", 28.8)
+    assert scratch.model.arch == "mae_transformer_iwslt_de_en"
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "wikitext103_mlm" in p.stem], ids=lambda p: p.stem)
+def test_masked_lms_say_that_their_loss_has_no_label_smoothing(path):
+    assert "label smoothing" in path.read_text(encoding="utf-8").lower()
 
 
 def test_an_unknown_flag_is_refused_with_fairseqs_words():

@@ -8,10 +8,20 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.recipes.corpus_size import TABLE, known_size, measured_size
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.hydra import _full_config, hydra_config
+from moa_fairseq.recipes.hydra import hydra_config
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.plan import bcd_factor
+from moa_fairseq.recipes.preflight import check_train_command, full_config
 from moa_fairseq.recipes.runner import Options, planned_commands
-from moa_fairseq.recipes.throughput import ASSUMED_UTILISATION, DEVICES, Row, expected_speed, read_rows
+from moa_fairseq.recipes.throughput import (
+    ASSUMED_UTILISATION,
+    DEVICES,
+    SECONDS_PER_LAYER,
+    Row,
+    expected_speed,
+    read_rows,
+    seconds_per_update,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -47,7 +57,8 @@ def test_every_recipe_has_a_plan_and_a_dry_run(path, elsewhere, capsys):
         assert entry["measured"] or "not measured" in entry["speed_origin"] or "from" in entry["speed_origin"]
     assert main(["recipe", str(path), "--dry-run", "--gpus", "8", "--device-name", "A100"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("$ fairseq-train"))
-    assert "--bf16" in line and "--distributed-world-size 8" in line
+    used = 5 if path.stem in ("quickstart_moa", "quickstart_transformer") else 8  # of 1,024 tokens an update
+    assert "--bf16" in line and f"--distributed-world-size {used} " in line
     training = next(c for c in planned_commands(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
     config = hydra_config(training)
     assert config["optimization"]["lr"] == [recipe.train.flags["lr"]]
@@ -73,8 +84,9 @@ def test_every_size_has_an_origin():
 def test_measured_updates_are_those_of_the_training(small, write_config, toy_data):
     from fairseq.tasks import setup_task
 
-    line = [str(toy_data), "--task", "translation", "--arch", "transformer", "--max-tokens", "60"]
-    task = setup_task(_full_config([*line, "-s", "en", "-t", "de"])[1].task)
+    line = ["fairseq-train", str(toy_data), "--task", "translation", "--arch", "transformer"]
+    line += ["--max-tokens", "60"]
+    task = setup_task(full_config(check_train_command([*line, "-s", "en", "-t", "de"])).task)
     task.load_dataset("train")
     small["train"].update(max_tokens=60, effective_batch_tokens=240)
     recipe = load_recipe(write_config(small))
@@ -133,3 +145,74 @@ def test_rows_are_read_from_results(tmp_path):
         ("A100", 8, 5.0, 3, "bf16")
     ]
     assert {r.device for r in read_rows(ROOT / "results")} >= {"CPU"}
+
+
+def entry_of(capsys, name, *arguments):
+    (entry,) = plan_of(capsys, ROOT / "configs" / f"{name}.yaml", *arguments)["hardware"]
+    return entry
+
+
+def test_no_update_is_faster_than_its_kernels_can_be_launched(elsewhere, capsys):
+    entry = entry_of(capsys, "iwslt14_deen_base", "--gpus", "8", "--device-name", "H200")
+    seconds = entry["hours"] * 3600 / entry["updates"]
+    assert seconds == pytest.approx(12 * SECONDS_PER_LAYER, rel=0.02)  # 6 + 6 layers
+    assert "at least" in entry["speed_origin"] and f"{SECONDS_PER_LAYER * 1000:g} ms" in entry["speed_origin"]
+    assert entry["tokens_per_second"] < 100_000
+    slow = entry_of(capsys, "wmt14_ende_moa_big", "--gpus", "1", "--device-name", "V100")
+    assert "at least" not in slow["speed_origin"]
+
+
+def test_the_floor_counts_each_step_of_accumulation():
+    assert seconds_per_update(layers=12, update_freq=4) == 4 * seconds_per_update(layers=12, update_freq=1)
+
+
+def test_what_was_measured_has_no_floor(elsewhere, capsys, small, write_config):
+    rows = [row("x", "A100", speed=1e9)]
+    speed = expected_speed(rows, "x", "A100", 1, 1e8, "bf16")
+    assert speed.no_faster_than(1.0, 1000) == speed  # said to be measured: so it is
+    assumed = expected_speed([], "x", "A100", 1, 1e6, "bf16").no_faster_than(1.0, 1000)
+    assert assumed.tokens_per_second == 1000 and not assumed.measured
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("wmt14_ende_mae7", (4 * 1.04 + 1.85) / 5),
+        ("wmt14_ende_uni_mae7", 1.04),
+        ("wmt14_ende_base", 1.0),
+        ("iwslt14_ende_mae7_transfer", 1.85),
+    ],
+)
+def test_epochs_with_g_steps_cost_more(elsewhere, capsys, name, factor):
+    recipe = load_recipe(ROOT / "configs" / f"{name}.yaml", ["pretrained=x"] if "transfer" in name else [])
+    assert bcd_factor(recipe) == pytest.approx(factor)
+    entry = entry_of(capsys, name, "--gpus", "1", "--device-name", "V100")
+    assert ("coordinate descent" in entry["speed_origin"]) == (factor != 1)
+
+
+def test_mae_takes_a_fifth_longer_than_its_baseline(elsewhere, capsys):
+    machine = ("--gpus", "1", "--device-name", "V100")
+    base, mae = (entry_of(capsys, f"wmt14_ende_{name}", *machine)["hours"] for name in ("base", "mae7"))
+    assert mae / base == pytest.approx(1.2, abs=0.01)
+
+
+def test_table_2_has_its_own_vocabulary_and_text(elsewhere, capsys):
+    for path in sorted(ROOT.glob("configs/wikitext103_mlm_*.yaml")):
+        corpus = plan_of(capsys, path, "--gpus", "1", "--device-name", "V100")["corpus"]
+        assert corpus["vocabulary"] == 50265 and 117e6 < corpus["target_tokens"] < 118e6
+    path = ROOT / "configs" / "wikitext103_mlm_transformer.yaml"
+    report = plan_of(capsys, path, "--gpus", "1", "--device-name", "V100")
+    assert report["parameters"] == pytest.approx(51.34e6, rel=0.005)  # as the paper prints
+    assert report["hardware"][0]["updates_per_epoch"] == 224
+
+
+def test_the_assumed_share_is_said_to_be_a_dense_models(elsewhere, capsys):
+    path = ROOT / "configs" / "wmt14_ende_moa_big.yaml"
+    assert main(["recipe", str(path), "--plan", "--gpus", "8", "--device-name", "V100"]) == 0
+    assert "13.7% of the peak assumed, what a dense Transformer reached" in capsys.readouterr().out
+
+
+def test_devices_that_are_left_out_are_named(elsewhere, capsys):
+    path = ROOT / "configs" / "iwslt14_deen_base.yaml"
+    assert main(["recipe", str(path), "--plan", "--gpus", "32", "--device-name", "V100"]) == 0
+    assert "32 V100: 16 of 32 devices are used" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import yaml
 
+from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -320,3 +321,43 @@ def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
     assert (row["experiment"], row["tokens_per_second"], row["precision"]) == ("small", 10.0, "fp32")
     assert row["macs_per_target_token"] > 1000 and row["command"] == "moa-fairseq recipe x"
     assert [found.speed for found in read_rows(tmp_path / "results")] == [10.0]
+
+
+IWSLT = {"train": 160239, "valid": 7283, "test": 6750}
+MULTI30K = {"train": 29000, "valid": 1014, "test": 1000}
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "iwslt14_deen_mae7.yaml"
+
+
+@pytest.fixture
+def iwslt(tmp_path, monkeypatch, make_lines):
+    """iwslt(lines or None, stage) runs IWSLT14's recipe on data of so many lines; (said, result path)."""
+    monkeypatch.chdir(tmp_path)
+    FakeExecutor.calls, FakeExecutor.fail = [], None
+
+    def run(lines, stage="all"):
+        data, said = make_lines(tmp_path / "data", lines) if lines else None, []
+        options = Options(data=data, save_dir=tmp_path / "run", stage=stage)
+        result = run_recipe(load_recipe(CONFIG), CPU, CPU, options, FakeExecutor, said.append)
+        return said, result
+
+    return run
+
+
+def test_iwslts_recipe_on_multi30k_stands_for_no_row(iwslt, tmp_path, capsys):
+    said, result = iwslt(MULTI30K)
+    assert reproduces(result) is None
+    assert any(line.startswith("WARNING: this run does not stand for mae, table 3") for line in said)
+    assert "reproduces: null" in (tmp_path / "run" / "recipe.yaml").read_text()
+    assert main(["recipe", str(CONFIG), "--data", str(tmp_path / "data"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "WARNING: this run does not stand for" in out and "\nstands for" not in out
+
+
+def test_iwslts_recipe_on_its_own_data_keeps_its_row(iwslt):
+    said, result = iwslt(IWSLT)
+    assert reproduces(result)["row"] == "MAE-7" and "stands for mae, table 3, MAE-7, BLEU: 35.5" in said
+
+
+def test_a_later_stage_remembers_which_data_it_was(iwslt):
+    iwslt(MULTI30K, "train")
+    assert reproduces(iwslt(None)[1]) is None

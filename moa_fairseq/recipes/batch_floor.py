@@ -1,0 +1,73 @@
+"""How few tokens one device may get of an update: no fewer than the longest sentence or sample has.
+
+fairseq leaves training sentences out that are longer than --max-tokens, stops at those of the validation
+set, and cuts the samples of language models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Optional, Tuple
+
+import numpy
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.corpus_size import known_size, sentence_sizes
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.schema import TRANSLATION, Recipe
+
+# fairseq's default of --max-source-positions and --max-target-positions: it skips what is longer anyway.
+MAX_POSITIONS = 1024
+
+
+def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Recipe:
+    """The recipe with train.min_tokens, unless it says that itself.
+
+    data: the binarised folder; without one the known size of the corpus counts if `assume`.
+    """
+    if recipe.train.min_tokens is not None:
+        return recipe
+    flags = {**recipe.model.flags, **recipe.train.flags}
+    if recipe.kind != TRANSLATION:
+        sample = flags.get("tokens-per-sample")
+        longest = int(sample) if sample else None
+    elif data is None:
+        size = known_size(recipe) if assume else None
+        longest = size.longest if size else None
+    else:
+        positions = (int(flags.get(f"max-{side}-positions", MAX_POSITIONS)) for side in ("source", "target"))
+        limit = min(recipe.train.max_tokens, *positions)
+        pairs = [numpy.maximum(*sentence_sizes(recipe, data, split)) for split in ("train", "valid")]
+        longest = max(int(sizes[sizes <= limit].max(initial=0)) for sizes in pairs) or None
+    return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, min_tokens=longest))
+
+
+def fit_devices(recipe: Recipe, hardware: Hardware) -> Tuple[Hardware, Optional[str]]:
+    """As many of the devices as can share an update, and a warning to print where that is not all.
+
+    Raises UserError where other programs have started the processes, so that none can be left out here.
+    """
+    train = recipe.train
+    if not train.min_tokens or not train.effective_batch_tokens:
+        return hardware, None
+    most = max(1, train.effective_batch_tokens // min(train.min_tokens, train.max_tokens))
+    if hardware.devices <= most:
+        return hardware, None
+    why = (
+        f"an update has {train.effective_batch_tokens:,} tokens (train.effective_batch_tokens) and the "
+        f"longest sentence or sample {train.min_tokens:,}"
+    )
+    world = hardware.world
+    if world and world.shared:
+        raise UserError(
+            f"{hardware.devices} devices are too many: {why}, which no device's share may fall below, or "
+            f"sentences are left out. Start at most {most} processes (--gpus, --nodes, torchrun's "
+            "--nproc-per-node)."
+        )
+    smaller = dataclasses.replace(world, size=most, here=most) if world and most > 1 else None
+    fewer = dataclasses.replace(hardware, gpus=most, visible=hardware.visible[:most], world=smaller)
+    return fewer, (
+        f"WARNING: {most} of {hardware.devices} devices are used: {why}. A smaller share would leave "
+        "sentences out."
+    )

@@ -1,0 +1,152 @@
+"""No device's share of an update is shorter than the longest sentence: fewer devices, or an error."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
+from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.runner import Options, run_recipe
+from moa_fairseq.recipes.schema import Train
+from moa_fairseq.recipes.train_log import TrainLog
+from moa_fairseq.recipes.world import find_world
+
+ROOT = Path(__file__).resolve().parents[2]
+SKIPPED = (
+    "2026-01-01 00:00:00 | WARNING | fairseq.tasks.fairseq_task | 12 samples have invalid sizes and will be "
+    "skipped, max_positions=(128, 128), first few sample ids=[3, 5]"
+)
+
+
+def gpus(count):
+    return assumed_hardware("A100", count)
+
+
+@pytest.fixture
+def quick(small, write_config, tmp_path, preprocess):
+    """(recipe, data): updates of 1,024 tokens as the quickstart's, a longest sentence of 141 tokens."""
+    generator, text = random.Random(3), tmp_path / "text"
+    text.mkdir()
+    words = [f"w{number}" for number in range(20)]
+    for split, count in (("train", 200), ("valid", 20), ("test", 10)):
+        lengths = [generator.randint(3, 20) for _ in range(count)]
+        lengths[0] = 140 if split == "valid" else 90
+        lines = ["".join(f"{generator.choice(words)} " for _ in range(length)) + "\n" for length in lengths]
+        for language in ("en", "de"):
+            (text / f"{split}.{language}").write_text("".join(lines))
+    names = {f"{split}pref": str(text / split) for split in ("train", "valid", "test")}
+    data = tmp_path / "quick"
+    languages = {"source-lang": "en", "target-lang": "de", "joined-dictionary": True}
+    preprocess({**languages, **names, "destdir": str(data)})
+    small["data"]["recipe"] = "binarised"
+    small["train"].update(effective_batch_tokens=1024, max_tokens=1024)
+    return load_recipe(write_config(small)), data
+
+
+@pytest.mark.parametrize(("devices", "used", "share"), [(1, 1, 1024), (4, 4, 256), (8, 7, 146), (16, 7, 146)])
+def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devices, used, share):
+    recipe, data = with_floor(quick[0], quick[1]), quick[1]
+    hardware, warning = fit_devices(recipe, gpus(devices))
+    batch = commands.plan_batch(recipe.train, hardware.devices)
+    assert (hardware.gpus, len(hardware.visible), batch.max_tokens) == (used, used, share)
+    assert batch.effective <= 1024 and batch.max_tokens >= 141 == recipe.train.min_tokens
+    assert (warning is None) == (used == devices)
+    if warning:
+        assert f"{used} of {devices}" in warning and "141" in warning and "1,024" in warning
+    assert data
+
+
+@pytest.mark.parametrize("devices", [8, 16])
+def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, capsys, write_config):
+    recipe, data = quick
+    path = tmp_path / "configs" / "small.yaml"
+    line = ["recipe", str(path), "--data", str(data), "--dry-run", "--device-name", "A100"]
+    assert main([*line, "--gpus", str(devices)]) == 0
+    out = capsys.readouterr().out
+    assert f"WARNING: 7 of {devices} devices" in out
+    assert "--max-tokens 146 --update-freq 1" in out and "--distributed-world-size 7" in out
+
+    class Caught(Exception):
+        pass
+
+    class Executor:
+        def __init__(self, environment, *_):
+            self.environment = environment
+
+        def run(self, command, *_, **__):
+            assert command[command.index("--distributed-world-size") + 1] == "7"
+            assert self.environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}
+            raise Caught
+
+    said = []
+    options = Options(stage="train", data=data, save_dir=tmp_path / "run")
+    with pytest.raises(Caught):
+        run_recipe(recipe, gpus(devices), gpus(devices), options, Executor, said.append)
+    assert any(line.startswith(f"WARNING: 7 of {devices} devices") for line in said)
+
+
+def test_machines_that_train_together_are_told_how_many_may(quick):
+    recipe = with_floor(*quick)
+    together = dataclasses.replace(gpus(8), world=find_world(8, 2, 0, "head", {}))
+    with pytest.raises(UserError, match=r"16 devices .* 141,.* at most 7"):
+        fit_devices(recipe, together)
+
+
+def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "configs" / "iwslt14_deen_base.yaml"
+    assert main(["recipe", str(path), "--dry-run", "--gpus", "32", "--device-name", "A100"]) == 0
+    out = capsys.readouterr().out
+    assert "WARNING: 16 of 32 devices" in out and "--max-tokens 256 " in out
+    assert main(["recipe", str(path), "--plan", "--gpus", "32", "--device-name", "A100", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["hardware"]
+    assert (entry["count"], entry["batch"]["devices"], entry["batch"]["max_tokens"]) == (32, 16, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "used", "share"),
+    [("quickstart_mlm", 32, 16, 32), ("wikitext103_lm_base", 32, 32, 2304), ("quickstart_mlm", 8, 8, 64)],
+)
+def test_no_sample_of_a_language_model_is_cut(name, devices, used, share):
+    recipe = with_floor(load_recipe(ROOT / "configs" / f"{name}.yaml"), None)
+    hardware, _ = fit_devices(recipe, gpus(devices))
+    assert hardware.devices == used
+    assert commands.plan_batch(recipe.train, used).max_tokens == share >= recipe.train.min_tokens
+
+
+def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():
+    train = Train(criterion="c", max_epoch=1, max_tokens=4000, effective_batch_tokens=4096, min_tokens=3000)
+    batch = commands.plan_batch(train, 1)
+    assert (batch.update_freq, batch.max_tokens) == (1, 4000)
+
+
+def test_a_sentence_that_no_device_could_take_does_not_count(quick):
+    recipe = dataclasses.replace(quick[0], train=dataclasses.replace(quick[0].train, max_tokens=100))
+    assert with_floor(recipe, quick[1]).train.min_tokens == 91  # those of 141 are skipped on any machine
+
+
+def test_what_the_recipe_says_counts(quick):
+    recipe = dataclasses.replace(quick[0], train=dataclasses.replace(quick[0].train, min_tokens=64))
+    assert with_floor(recipe, quick[1]).train.min_tokens == 64
+    assert fit_devices(with_floor(recipe, quick[1]), gpus(16))[0].gpus == 16
+
+
+def test_a_cpu_stays_one_device(quick):
+    assert fit_devices(with_floor(*quick), Hardware()) == (Hardware(), None)
+
+
+def test_sentences_that_fairseq_skips_are_shown_once(tmp_path, capsys):
+    log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
+    for _ in range(3):
+        log(SKIPPED)
+        log("2026-01-01 00:00:00 | INFO | fairseq.trainer | AMP: skipping this batch.")
+    out = capsys.readouterr().out
+    assert out.count("12 samples have invalid sizes and will be skipped") == 1
+    assert out.count("skipping this batch") == 1
