@@ -120,7 +120,7 @@ class Preparation:
             + [[piece.markup, memory.sha256(piece.path)] for pair in job.files for piece in pair]
             for job in jobs
         ]
-        mark = fingerprint_of("tokens", 2, self.languages, described)
+        mark = fingerprint_of("tokens", 3, self.languages, described)
         folder = self.root / "tokens"
 
         def build(new: Path) -> Dict[str, Any]:
@@ -146,7 +146,7 @@ class Preparation:
             raise UserError(f"data.codes: there is no file {given} with BPE merges.")
         cleaning = {split: dataset.cleaning("bpe", split) for split in dataset.subsets}
         learned_as = self._memory().sha256(given) if given else merges
-        mark = fingerprint_of("bpe", 2, learned_as, cleaning, tokens_mark)
+        mark = fingerprint_of("bpe", 3, learned_as, cleaning, tokens_mark)
 
         def build(new: Path) -> Dict[str, Any]:
             codes = new / CODES
