@@ -6,7 +6,7 @@ import gzip
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.catalogue import Dataset, Part
+from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part
 from moa_fairseq.data_prep.parallel_text import PiecePair, damaged_gzip, unequal
 from moa_fairseq.data_prep.stage_folder import FileMemory
 from moa_fairseq.errors import UserError
@@ -14,7 +14,6 @@ from moa_fairseq.errors import UserError
 Pair = Tuple[str, str]
 # split → the parts of the source language and those of the target language, side by side
 Parts = Dict[str, Tuple[List[Part], List[Part]]]
-SIDES = ("src", "ref")
 
 
 def split_parts(

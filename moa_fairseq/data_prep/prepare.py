@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_flags
+from moa_fairseq.data_prep.binarised import check_binarised, check_place, is_binarised, preprocess_flags
 from moa_fairseq.data_prep.bpe import learn_codes
 from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, translation_sets
 from moa_fairseq.data_prep.inputs import (
@@ -18,11 +19,12 @@ from moa_fairseq.data_prep.inputs import (
     split_parts,
     texts_for_manifest,
 )
-from moa_fairseq.data_prep.manifest import write_manifest
+from moa_fairseq.data_prep.manifest import verdict, write_manifest
 from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
 from moa_fairseq.data_prep.sampling import sample_pairs
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
+from moa_fairseq.data_prep.terms import before_download
 from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
 from moa_fairseq.data_prep.workers import default_workers as workers
@@ -70,6 +72,7 @@ class Preparation:
 
     def run(self) -> Prepared:
         """Carry out every stage that is not done yet. Raises UserError for unusable data."""
+        check_place(self.root)
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._use_binarised(self.source)
         dataset = translation_sets()[self.settings["recipe"]]
@@ -83,9 +86,9 @@ class Preparation:
         text, mark = self._segment(dataset, tokens, mark)
         text, mark = self._sample(text, mark)
         prepared = self._binarise(dataset, text, mark)
-        manifest_settings = {**self.settings, "summary": dataset.summary}
         read = texts_for_manifest(texts, self._memory())
-        write_manifest(self.root, manifest_settings, store.origins, read, dataset.expected)
+        for line in verdict(write_manifest(self.root, self.settings, store.origins, read, dataset)):
+            self.say(line)
         return prepared
 
     def _obtain(self, dataset: Dataset, store: Store) -> Texts:
@@ -93,7 +96,8 @@ class Preparation:
         parts = split_parts(dataset, self.languages, self.source, self.subsets, self.settings)
         # Both languages together, so that an archive is gone through once.
         flat = [part for sides in parts.values() for side in sides for part in side]
-        found = store.pieces(flat, optional=[dataset.codes] if dataset.codes else [])
+        announce = functools.partial(before_download, dataset, self.root, store.downloads, self.say)
+        found = store.pieces(flat, [dataset.codes] if dataset.codes else [], announce)
         pieces: Dict[Any, Optional[Piece]] = dict(zip([*flat, dataset.codes], found))
         if pieces.get(dataset.codes):
             self._keep_codes(pieces[dataset.codes].path)
@@ -206,6 +210,7 @@ class Preparation:
         return Prepared(self.root / "binarised", sentences, mark)
 
     def _use_binarised(self, source: Path) -> Prepared:
+        check_place(source)
         self.say(f"{source}: binarised already; used as it is")
         joined = self.settings["joined_dictionary"]
         sentences = check_binarised(source, self.languages, self.subsets, joined)
