@@ -61,7 +61,7 @@ class HoldOut:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """md5 of each file of the segmented text, for a pair of languages (in either direction) and its merges."""
+    """md5 of each file of the segmented text, for a pair of languages (either way round) and its merges."""
 
     languages: Tuple[str, ...]
     merges: int

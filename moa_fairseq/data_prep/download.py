@@ -41,7 +41,7 @@ def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Pa
     """Fetch `source` to `folder/<its name>` and check it; returns the path.
 
     The bytes go to `<name>.part`, which a later call continues, at any mirror when the file's checksum is
-    known (one that does not change hands otherwise: `<name>.<n>.part` of the n-th address); the final name
+    known (else each address has a part of its own, `<name>.<n>.part`); the final name
     appears when the file was found right. Raises UserError naming every address that failed, and what to do.
     """
     target = folder / source.name
@@ -69,8 +69,8 @@ def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Pa
             except _Refused as why:
                 failures.append(f"{url}: {why}")
     otherwise = source.gone or (
-        "Run the same command again to go on from what was received; or fetch the file in another way, put it "
-        "into a folder and name that folder with --from (`moa-fairseq recipe`: --data)."
+        "Run the same command again to go on from what was received; or fetch the file in another way, put "
+        "it into a folder and name that folder with --from (`moa-fairseq recipe`: --data)."
     )
     raise UserError(f"Could not download {target.name}. {'; '.join(failures)}. {otherwise}")
 

@@ -42,7 +42,9 @@ def write_manifest(
         "sources": dict(sorted(sources.items())),
         "texts": texts,
         "stages": {name: mark["facts"] for name, mark in stages.items() if mark},
-        "lines": {split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)},
+        "lines": {
+            split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
+        },
         "outputs": {
             f"{name}/{file}": {"bytes": size, "sha256": memory.sha256(root / name / file)}
             for name, mark in stages.items()
@@ -77,7 +79,8 @@ def verdict(manifest: Mapping[str, Any]) -> List[str]:
     compared = manifest["published"]
     different = [name for name, one in compared.items() if one["md5"] != one["published"]]
     if different:
-        return [f"! {', '.join(different)}: not the published text (by md5); manifest.json has both checksums."]
+        names = ", ".join(different)
+        return [f"! {names}: not the published text (by md5); manifest.json has both checksums."]
     return [f"{', '.join(compared)}: equal to the published text, byte for byte (md5)"] if compared else []
 
 

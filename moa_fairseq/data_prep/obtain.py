@@ -55,7 +55,9 @@ class Store:
     ) -> List[Optional[Piece]]:
         texts = {part: self._text_at_hand(part) for part in (*parts, *optional)}
         wanted = dict.fromkeys(part.archive or part.file for part in parts if texts[part] is None)
-        absent = [name for name in wanted if not self._at_hand(name) and not (self.downloads / name).is_file()]
+        absent = [
+            name for name in wanted if not self._at_hand(name) and not (self.downloads / name).is_file()
+        ]
         if absent and not self.offline:
             before([public_files()[name] for name in absent])
         closed: Dict[str, List[Part]] = {}

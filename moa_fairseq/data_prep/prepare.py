@@ -15,6 +15,7 @@ from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, tra
 from moa_fairseq.data_prep.inputs import (
     brought_tokens,
     check_lengths,
+    check_looks,
     hint,
     split_parts,
     texts_for_manifest,
@@ -25,7 +26,7 @@ from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
 from moa_fairseq.data_prep.sampling import sample_pairs
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.data_prep.terms import before_download
-from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
+from moa_fairseq.data_prep.text_sources import TEXT_SOURCES, has_text
 from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
 from moa_fairseq.data_prep.workers import default_workers as workers
 from moa_fairseq.errors import UserError
@@ -106,6 +107,8 @@ class Preparation:
             for split, sides in parts.items()
         }
         check_lengths(texts, self._memory())
+        segmenting = self.settings["bpe"] is not None or bool(self.settings.get("codes"))
+        check_looks(texts.get("train", ()), self.languages, segmenting)
         return texts
 
     def _keep_codes(self, codes: Path) -> None:
@@ -238,10 +241,19 @@ def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent:
 
 
 def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
-    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring."""
+    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring.
+
+    A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
+    """
     recipe = settings["recipe"]
     known = {**translation_sets(), **language_modeling_sets()}
-    if source is not None or (recipe in known and known[recipe].downloadable):
+    text = TEXT_SOURCES.get(recipe)
+    dataset = known.get(text.dataset if text else recipe)
+    if dataset is not None and dataset.downloadable:
+        if source is not None and not (text and has_text(source, recipe)):
+            _check_known(dataset, settings, source)
+        return source
+    if source is not None:
         return source
     if recipe in TEXT_SOURCES:
         bring = TEXT_SOURCES[recipe].bring
@@ -250,3 +262,30 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optio
     else:
         bring = "Give --data the folder made by it."
     raise UserError(f"--data is missing: data recipe {recipe!r} starts from your files. {bring}")
+
+
+def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) -> None:
+    if not source.is_dir():
+        raise UserError(f"--data {source} is not a folder.")
+    if is_binarised(source) or (source / "dict.txt").is_file():
+        return
+    languages = [settings[side] for side in ("source", "target") if settings.get(side)]
+    parts = dataset.parts(languages)
+    archives = [Path(part.archive).name for part in parts if part.archive]
+    texts = [Path(name).name for part in parts for name in (part.members or (part.file,))]
+    own = [f"train.{language}" for language in languages] if archives else []
+    inside = [name for part in parts for name in part.members]
+    for name in (*archives, *texts, *inside, *own):
+        stem = source / name.removesuffix(".gz")
+        if (source / name).is_file() or stem.is_file() or stem.with_name(f"{stem.name}.gz").is_file():
+            return
+    looked = "; ".join(
+        f"{what}: {', '.join(dict.fromkeys(found))}"
+        for what, found in (("archives", archives), ("texts", texts), ("your own tokenised text", own))
+        if found
+    )
+    raise UserError(
+        f"--data {source} holds no file of {dataset.name}. Looked for ({looked}), plain or .gz. Name the "
+        "folder that has some of them (what it lacks is downloaded), or leave --data away, so that all are "
+        "downloaded."
+    )

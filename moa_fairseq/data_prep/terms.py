@@ -1,4 +1,4 @@
-"""What is said and checked before a download: terms of use, how much is fetched, whether the disk holds it."""
+"""What is said and checked before a download: terms of use, its size, whether the disk holds it."""
 
 from __future__ import annotations
 

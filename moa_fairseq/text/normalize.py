@@ -16,7 +16,7 @@ from moa_fairseq.errors import UserError
 # stands. Looking for a fixed string first is what makes this fast: most rules concern few lines.
 Rule = Tuple[str, Optional[Pattern], str]
 
-# "current" is Moses' master branch; the other is that of December 2017, which made Multi30k's published files.
+# "current" is Moses' master branch; that of December 2017 made Multi30k's published files.
 MULTI30K_EDITION = "2017-12"
 EDITIONS = ("current", MULTI30K_EDITION)
 

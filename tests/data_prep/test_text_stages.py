@@ -76,7 +76,7 @@ def test_every_third_line_is_held_out(tmp_path):
 
 
 def test_blanks_stay_as_moses_prints_them(tmp_path):
-    """Line 16,217 of Multi30k's train.en: two blanks before the full stop, and one at the end, after BPE too."""
+    """Line 16,217 of Multi30k's train.en: two blanks before the full stop, one at the end, after BPE too."""
     steps = translation_sets()["multi30k"].steps_for("train", "en")
     raw = "A man and a woman on a motorcycle .`\n"
     job = Job("train", [write(tmp_path, raw, "x\n")], Chain((steps, ())), lenient=True)
