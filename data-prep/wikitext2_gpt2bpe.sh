@@ -1,7 +1,5 @@
 #!/usr/bin/env bash
-# Raw WikiText-2 → GPT-2 BPE with RoBERTa's dictionary → OUT/binarised:
-#   data-prep/wikitext2_gpt2bpe.sh --from DIR [OUT]      DIR: wiki.{train,valid,test}.raw, or the .zip
+# WikiText-2, running text → GPT-2 BPE with RoBERTa's dictionary
+#   bash data-prep/wikitext2_gpt2bpe.sh [--from DIR] [--offline] [--workers N] [OUT]    (--help says more)
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/../scripts/_recipe.sh"
-[ "${1:-}" = "--from" ] && [ $# -ge 2 ] && [ $# -le 3 ] || { sed -n '2,3s/^# \{0,1\}//p' "$0" >&2; exit 2; }
-exec "$python" -m moa_fairseq.cli gpt2-bpe "$experiment" --from "$2" --output "${3:-data/$experiment}"
+source "$(dirname "${BASH_SOURCE[0]}")/_prepare.sh"

@@ -27,6 +27,22 @@ VERBS = {
 }
 
 
+class _VerbParser(argparse.ArgumentParser):
+    """One verb. any_order: its positional arguments may stand between and after the flags."""
+
+    any_order = False
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, but for `any_order`, where argparse fills an optional argument too early."""
+        if not self.any_order:
+            return super().parse_known_args(args, namespace)
+        self.any_order = False  # parse_known_intermixed_args comes here again
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self.any_order = True
+
+
 def build_parser(argv: List[str]) -> argparse.ArgumentParser:
     """The parser of `moa-fairseq`; only the verb named in `argv` has its module imported."""
     parser = argparse.ArgumentParser(prog="moa-fairseq", description=__doc__)
@@ -34,7 +50,7 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
         "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
     )
     named = next(iter(argv[2:] if argv[:1] == ["--user-dir"] else argv), None)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
     for verb, (module_name, summary) in VERBS.items():
         subparser = verbs.add_parser(verb, help=summary)
         if verb == named:
@@ -42,6 +58,7 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
             subparser.description = module.__doc__
             subparser.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(subparser)
+            subparser.any_order = getattr(module, "ANY_ORDER", False)
             subparser.set_defaults(run=module.run)
     return parser
 

@@ -52,6 +52,16 @@ def monolingual_flags(text: Path, destination: Path, splits: Sequence[str], work
     }
 
 
+def check_place(folder: Path) -> None:
+    """Raise UserError for a data folder whose path fairseq would split, at a comma or a colon."""
+    bad = "," if "," in str(folder) else ":" if ":" in str(folder.resolve()) else ""
+    if bad:
+        raise UserError(
+            f"The data folder {folder} cannot be used: fairseq takes a {bad!r} in its path for the end of "
+            "one path and the beginning of the next. Give the folder another name, or another place."
+        )
+
+
 def is_binarised(folder: Path) -> bool:
     """True for a folder that fairseq-preprocess wrote to, whole or not."""
     return folder.is_dir() and any(folder.glob("dict.*.txt"))

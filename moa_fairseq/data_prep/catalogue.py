@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import yaml
 
@@ -13,18 +13,27 @@ from moa_fairseq.data_prep.cleaning import Cleaning
 from moa_fairseq.text.pipeline import Step
 
 HERE = Path(__file__).parent
+# What files of the source and of the target language are called in WMT's sets.
+SIDES = ("src", "ref")
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
 
 @dataclasses.dataclass(frozen=True)
 class PublicFile:
-    """One file on the internet. name: where it is kept, below the folder of downloads."""
+    """One file on the internet. name: where it is kept, below the folder of downloads; see sources.yaml."""
 
     name: str
     urls: Tuple[str, ...]
     size: Optional[int] = None
     sha256: Optional[str] = None
     md5: Optional[str] = None
+    about: Optional[int] = None
+    gone: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Its size, or the rounded one where no exact one is known."""
+        return self.size or self.about or 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +60,15 @@ class HoldOut:
 
 
 @dataclasses.dataclass(frozen=True)
+class Published:
+    """md5 of each file of the segmented text, for a pair of languages (either way round) and its merges."""
+
+    languages: Tuple[str, ...]
+    merges: int
+    md5: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Dataset:
     """How one data set becomes text for fairseq; see the head of datasets.yaml for the keys."""
 
@@ -70,13 +88,28 @@ class Dataset:
     encoder: str = ""
     pieces: int = 0
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    published: Optional[Published] = None
+    licence: str = ""
+    disk: float = 0
 
     @property
     def downloadable(self) -> bool:
         """True when sources.yaml knows every part of it."""
-        language = self.languages[0] if self.languages else ""
-        parts = [part.named(language) for parts in self.splits.values() for part in parts]
-        return all((part.archive or part.file) in public_files() for part in parts)
+        return all((part.archive or part.file) in public_files() for part in self.parts(self.languages[:1]))
+
+    def parts(self, languages: Sequence[str] = ()) -> List[Part]:
+        """All parts of all splits for a source and a target language (none: a data set of one language)."""
+        return [
+            part.named(language, side)
+            for parts in self.splits.values()
+            for part in parts
+            for language, side in (list(zip(languages, SIDES)) or [("", "")])
+        ]
+
+    def files(self, languages: Sequence[str] = ()) -> List[PublicFile]:
+        """The public files that these parts are taken from, in order, each once."""
+        names = dict.fromkeys(part.archive or part.file for part in self.parts(languages))
+        return [public_files()[name] for name in names if name in public_files()]
 
     @property
     def subsets(self) -> List[str]:
@@ -141,6 +174,7 @@ def _dataset(name: str, row: Dict[str, Any]) -> Dataset:
         "languages": tuple(row.get("languages", ())),
         "hold_out": HoldOut(**row["hold_out"]) if "hold_out" in row else None,
         "codes": _part(row["codes"]) if "codes" in row else None,
+        "published": Published(**row["published"]) if "published" in row else None,
     }
     return Dataset(name, **{**row, **objects})
 

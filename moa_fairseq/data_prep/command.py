@@ -2,37 +2,53 @@
 
   moa-fairseq prepare wmt14_en_de                            # into data/wmt14_en_de
   moa-fairseq prepare wmt14_en_de --flavour vaswani --from ~/Downloads
+  moa-fairseq prepare wmt14_en_de --flavour vaswani_rebuilt  # its text, from public archives
   moa-fairseq prepare iwslt14_de_en --source en --target de OUT
   moa-fairseq prepare multi30k --target fr --from multi30k/data/task1/raw --offline
 
 Every stage is a folder in OUT that appears when it is whole: run the same line again after an interruption
-and it goes on where it stopped. manifest.json tells where everything came from, with checksums and counts.
-OUT/binarised is what fairseq-train and `moa-fairseq recipe --data` take.
+and it goes on where it stopped. Before a download it says the terms of use and how much will be fetched, and
+checks the free disk (MOA_FAIRSEQ_IGNORE_DISK=1 in the environment: all the same). manifest.json tells where
+everything came from, with terms, checksums and counts. OUT/binarised is what fairseq-train and
+`moa-fairseq recipe --data` take.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any, Dict, Mapping
 
+from moa_fairseq.data_prep.binarised import check_place
 from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, translation_sets
 from moa_fairseq.data_prep.manifest import summary
 from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
+from moa_fairseq.data_prep.prepare_text import TextPreparation
+from moa_fairseq.data_prep.text_sources import SPLITS, TEXT_SOURCES
 from moa_fairseq.data_prep.workers import default_workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.run_folder import locked
 
+# OUT may stand anywhere on the command line.
+ANY_ORDER = True
+
 
 def names() -> Dict[str, Dataset]:
     """The data sets that can be prepared from public files."""
-    every = {**translation_sets(), **language_modeling_sets()}
+    texts = language_modeling_sets()
+    encoded = {
+        name: dataclasses.replace(texts[about.dataset], name=name, summary=f"{about.dataset} in GPT-2's BPE")
+        for name, about in TEXT_SOURCES.items()
+        if about.dataset
+    }
+    every = {**translation_sets(), **texts, **encoded}
     return {name: dataset for name, dataset in every.items() if dataset.downloadable}
 
 
@@ -65,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flavour",
         metavar="NAME",
-        help="another edition: vaswani (of wmt14_en_de), cased (of iwslt14_de_en)",
+        help="another edition: vaswani or vaswani_rebuilt (of wmt14_en_de), cased (of iwslt14_de_en)",
     )
     parser.add_argument("--source", metavar="LANG", help="source language, to turn a pair round")
     parser.add_argument("--target", metavar="LANG", help="target language")
@@ -78,9 +94,13 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or Path("data") / dataset.name
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least one process is needed.")
-    if args.at_hand is not None and not args.at_hand.is_dir():
+    text = dataset.name in TEXT_SOURCES
+    if args.at_hand is not None and not (args.at_hand.is_dir() or (text and args.at_hand.is_file())):
         raise UserError(f"--from {args.at_hand} is not a folder.")
+    if (args.source or args.target) and not dataset.languages:
+        raise UserError(f"{dataset.name} has one language: leave --source and --target out.")
     downloads = args.downloads or output.parent / "downloads"
+    check_place(output)
     with terminate_as_interrupt(), locked(output, math.inf, _say) as lock:
 
         def preprocess(flags: Mapping[str, Any]) -> None:
@@ -102,13 +122,27 @@ def run(args: argparse.Namespace) -> int:
                 args.offline,
                 args.workers,
             ).run()
+        elif text:
+            TextPreparation(
+                {"recipe": dataset.name, "flags": {}},
+                SPLITS,
+                args.at_hand,
+                output,
+                preprocess,
+                _say,
+                downloads=downloads,
+                offline=args.offline,
+                workers=args.workers,
+            ).run()
         else:
-            if args.source or args.target:
-                raise UserError(f"{dataset.name} has one language: leave --source and --target out.")
             store = Store(args.at_hand, downloads, args.offline, _say)
             MonolingualPreparation(dataset, store, output, preprocess, _say, args.workers).run()
-    manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
-    print(json.dumps(manifest, indent=1) if args.json else "\n".join(summary(manifest, output)))
+    folder = output / "binarised" if text else output
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    # The counts of a text in GPT-2's BPE were said line by line.
+    ready = [f"{folder} is ready; manifest.json in it has sources, counts and the dictionary."]
+    lines = ready if text else summary(manifest, folder)
+    print(json.dumps(manifest, indent=1) if args.json else "\n".join(lines))
     return 0
 
 

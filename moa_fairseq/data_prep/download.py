@@ -40,47 +40,61 @@ class _Refused(Exception):
 def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Path:
     """Fetch `source` to `folder/<its name>` and check it; returns the path.
 
-    The bytes go to `<name>.part`, which a later call continues; the final name appears when the file
-    was found right. Raises UserError naming every address that failed, and what to do.
+    The bytes go to `<name>.part`, which a later call continues, at any mirror when the file's checksum is
+    known (else each address has a part of its own, `<name>.<n>.part`); the final name
+    appears when the file was found right. Raises UserError naming every address that failed, and what to do.
     """
     target = folder / source.name
     failures = []
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        for url in source.urls:
+        for number, url in enumerate(source.urls):
             say(f"downloading {url}")
             try:
-                part = _Part(target)
+                part = _Part(target, source, number)
+                begun = part.size()
                 _fetch(_address(url), part)
+                if begun and flaw_of(part.path, source):
+                    say(f"what was received in parts {flaw_of(part.path, source)}; fetching all of it anew")
+                    part.discard()
+                    _fetch(_address(url), part)
                 flaw = flaw_of(part.path, source)
                 if flaw:
                     part.discard()
                     raise _Refused(f"what it serves {flaw}")
-                part.finish(target)
+                os.replace(part.path, target)
+                for number in range(len(source.urls)):
+                    _Part(target, source, number).discard()
                 return target
             except _Refused as why:
                 failures.append(f"{url}: {why}")
-    raise UserError(
-        f"Could not download {target.name}. {'; '.join(failures)}. Run the same command again to go on from "
-        "what was received; or fetch the file in another way, put it into a folder and name that folder with "
-        "--from (`moa-fairseq recipe`: --data)."
+    otherwise = source.gone or (
+        "Run the same command again to go on from what was received; or fetch the file in another way, put "
+        "it into a folder and name that folder with --from (`moa-fairseq recipe`: --data)."
     )
+    raise UserError(f"Could not download {target.name}. {'; '.join(failures)}. {otherwise}")
 
 
 class _Part:
-    """The unfinished file and what is known of where it comes from."""
+    """The unfinished file and what is known of where it comes from.
 
-    def __init__(self, target: Path) -> None:
-        self.path = target.with_name(target.name + ".part")
-        self.note = target.with_name(target.name + ".part.json")
+    shared: every mirror goes on from what another sent, as the checksum tells in the end whether it fits.
+    """
 
-    def begun_at(self, url: str) -> Dict[str, Any]:
-        """The note on a file that this address began to send; {} when there is nothing to go on from."""
+    def __init__(self, target: Path, source: PublicFile, number: int) -> None:
+        self.shared = bool(source.sha256 or source.md5)
+        self.length = source.size
+        name = target.name + (".part" if self.shared else f".{number}.part")
+        self.path = target.with_name(name)
+        self.note = target.with_name(name + ".json")
+
+    def begun(self) -> Dict[str, Any]:
+        """The note on what was received: url, validator and total; {} when there is nothing to go on from."""
         try:
             note = json.loads(self.note.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return note if note.get("url") == url and self.size() else {}
+        return note if self.size() and isinstance(note, dict) else {}
 
     def size(self) -> int:
         """Bytes received so far."""
@@ -90,11 +104,6 @@ class _Part:
         """Write down what a continuation needs."""
         with atomic_write(self.note) as stream:
             json.dump(note, stream)
-
-    def finish(self, target: Path) -> None:
-        """Give the file its final name."""
-        os.replace(self.path, target)
-        self.note.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Forget what was received."""
@@ -114,6 +123,8 @@ def _fetch(url: str, part: _Part) -> None:
             return
         except urllib.error.HTTPError as error:
             if error.code == 416:  # the part is longer than the file
+                if part.begun().get("url") not in (None, url):
+                    raise _Refused("it serves a shorter file than what was received elsewhere") from error
                 part.discard()
             elif error.code < 500 and error.code not in (408, 429):
                 raise _Refused(f"HTTP {error.code} {error.reason}") from error
@@ -127,16 +138,26 @@ def _fetch(url: str, part: _Part) -> None:
 
 
 def _receive(url: str, part: _Part) -> None:
-    note = part.begun_at(url)
-    headers = dict(HEADERS)
-    if note.get("validator"):
-        headers.update({"Range": f"bytes={part.size()}-", "If-Range": note["validator"]})
+    note, headers = part.begun(), dict(HEADERS)
+    validator = note.get("validator") if note.get("url") == url else None
+    if note and (validator or part.shared):
+        headers["Range"] = f"bytes={part.size()}-"
+    if validator:  # the same address: what changed there since is sent from its beginning
+        headers["If-Range"] = validator
     with _open(url, headers) as answer:
         goes_on = answer.status == 206
         total = _total(answer, part.size() if goes_on else 0)
-        validator = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-        part.remember(url=url, validator=None if (validator or "W/").startswith("W/") else validator)
-        with open(part.path, "ab" if goes_on else "wb") as stream:
+        known = part.length or note.get("total")
+        if note and part.shared and None not in (known, total) and total != known and not validator:
+            raise _Refused(f"it serves a file of another length ({total:,} bytes instead of {known:,})")
+        # A server that sends all of it again: what is there already is passed over, or begun anew.
+        passed_over = part.size() if note and part.shared and not goes_on and not validator else 0
+        tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+        tag = None if (tag or "W/").startswith("W/") else tag
+        part.remember(url=url, validator=tag, total=total)
+        with open(part.path, "ab" if goes_on or passed_over else "wb") as stream:
+            while passed_over and (block := answer.read(min(BLOCK, passed_over))):
+                passed_over -= len(block)
             _copy(answer, stream, total, part.path.name)
     if total is not None and part.size() < total:
         raise http.client.IncompleteRead(b"", total - part.size())

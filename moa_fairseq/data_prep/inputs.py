@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
+import itertools
+import re
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.catalogue import Dataset, Part
+from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part
 from moa_fairseq.data_prep.parallel_text import PiecePair, damaged_gzip, unequal
 from moa_fairseq.data_prep.stage_folder import FileMemory
 from moa_fairseq.errors import UserError
 
 Pair = Tuple[str, str]
+LOOK_AT = 1000
+_SEGMENTED = re.compile(r"[^\s@]@@ \S")
+# Words that are common in one of these languages and rare in the others.
+COMMON_WORDS = {
+    "en": ("the", "of", "and", "to", "is", "that", "with", "for", "are"),
+    "de": ("der", "und", "das", "ist", "nicht", "ein", "mit", "auf", "von"),
+    "fr": ("le", "les", "et", "est", "une", "dans", "que", "pour", "du"),
+}
 # split → the parts of the source language and those of the target language, side by side
 Parts = Dict[str, Tuple[List[Part], List[Part]]]
-SIDES = ("src", "ref")
 
 
 def split_parts(
@@ -70,6 +80,43 @@ def check_lengths(texts: Dict[str, List[PiecePair]], memory: FileMemory) -> None
                 raise UserError(unequal(source.path, counts[0], target.path, counts[1]))
             if counts[1] > counts[0]:
                 raise UserError(unequal(target.path, counts[1], source.path, counts[0]))
+
+
+def check_looks(files: Sequence[PiecePair], languages: Pair, segmenting: bool) -> None:
+    """Raise UserError for training text that was segmented before, or whose two languages are swapped.
+
+    segmenting: BPE is to be applied. Judged by the first LOOK_AT lines of each pair of plain files.
+    """
+    for pair in files:
+        if any(piece.markup != "plain" for piece in pair):
+            continue
+        heads = [list(itertools.islice(piece.lines(mark_bad=True), LOOK_AT)) for piece in pair]
+        for piece, lines in zip(pair, heads):
+            marked = sum(bool(_SEGMENTED.search(line)) for line in lines)
+            if segmenting and 20 * marked > len(lines):
+                raise UserError(
+                    f"{piece.path} is segmented already: {marked:,} of its first {len(lines):,} lines hold "
+                    "words that end in @@ . To use it as it is: --set data.bpe=none. To segment it anew, "
+                    "undo the old segmentation first: sed -r 's/(@@ )|(@@ ?$)//g'."
+                )
+        if _other_way_round(heads, languages):
+            names = [piece.path for piece in pair]
+            raise UserError(
+                f"{names[0]} reads like {languages[1]} and {names[1]} like {languages[0]}: the languages are "
+                "swapped. Exchange the names of the two files."
+            )
+
+
+def _other_way_round(heads: Sequence[Sequence[str]], languages: Pair) -> bool:
+    """True when each side has plenty of the other language's commonest words and hardly any of its own."""
+    if languages[0] == languages[1] or not all(language in COMMON_WORDS for language in languages):
+        return False
+    for lines, own, other in zip(heads, languages, reversed(languages)):
+        words = collections.Counter(word for line in lines for word in line.lower().split())
+        hits = {name: sum(words[word] for word in COMMON_WORDS[name]) for name in (own, other)}
+        if hits[other] < 20 or hits[other] < 5 * hits[own]:
+            return False
+    return True
 
 
 def count_lines(path: Path) -> int:

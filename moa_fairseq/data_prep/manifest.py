@@ -8,7 +8,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
+from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
+from moa_fairseq.data_prep.verify import md5_of
 from moa_fairseq.files import atomic_write
 
 TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy")
@@ -21,33 +23,65 @@ def write_manifest(
     settings: Mapping[str, Any],
     sources: Mapping[str, Any],
     texts: Mapping[str, Any],
-    expected: Mapping[str, int],
+    dataset: Dataset,
 ) -> Dict[str, Any]:
     """Write `root/manifest.json` about the stage folders below `root`; returns its content.
 
     settings: of the data section. sources: name → urls, bytes, sha256. texts: split → the text files
-    that were read. expected: split → published number of lines. Holds no time and no path outside of
-    `root`, so that two preparations of the same data have equal manifests.
+    that were read. dataset: with its terms of use, published numbers of lines and checksums. Holds no time
+    and no path outside of `root`, so that two preparations of the same data have equal manifests.
     """
     memory = FileMemory(root / "files.json")
     stages = {name: read_mark(root / name) for name in STAGES}
     lines = _lines(stages)
+    languages = [settings[side] for side in ("source", "target") if side in settings]
     manifest = {
-        "settings": dict(settings),
+        "settings": {**settings, "summary": dataset.summary},
+        "licence": dataset.licence,
+        "download_bytes": sum(file.bytes for file in dataset.files(languages)),
         "sources": dict(sorted(sources.items())),
         "texts": texts,
         "stages": {name: mark["facts"] for name, mark in stages.items() if mark},
-        "lines": {split: {"found": lines[split], "expected": expected.get(split)} for split in sorted(lines)},
+        "lines": {
+            split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
+        },
         "outputs": {
             f"{name}/{file}": {"bytes": size, "sha256": memory.sha256(root / name / file)}
             for name, mark in stages.items()
             for file, size in mark.get("files", {}).items()
         },
+        "published": _published(root, settings, dataset, memory),
         "tools": tool_versions(),
     }
     with atomic_write(root / "manifest.json") as stream:
         json.dump(manifest, stream, indent=1, ensure_ascii=False)
     return manifest
+
+
+def _published(
+    root: Path, settings: Mapping[str, Any], dataset: Dataset, memory: FileMemory
+) -> Dict[str, Dict[str, str]]:
+    """Segmented file → its md5 and that of the published one, where the settings are those of the latter."""
+    published = dataset.published
+    pair = {settings.get("source"), settings.get("target")}
+    as_published = published and set(published.languages) == pair and settings["bpe"] == published.merges
+    if not as_published or settings.get("codes"):
+        return {}
+    return {
+        f"bpe/{name}": {"md5": memory.fact(root / "bpe" / name, "md5", md5_of), "published": md5}
+        for name, md5 in published.md5.items()
+        if (root / "bpe" / name).is_file()
+    }
+
+
+def verdict(manifest: Mapping[str, Any]) -> List[str]:
+    """Whether the segmented text is the published one, in a line or two; nothing where none is published."""
+    compared = manifest["published"]
+    different = [name for name, one in compared.items() if one["md5"] != one["published"]]
+    if different:
+        names = ", ".join(different)
+        return [f"! {names}: not the published text (by md5); manifest.json has both checksums."]
+    return [f"{', '.join(compared)}: equal to the published text, byte for byte (md5)"] if compared else []
 
 
 def tool_versions() -> Dict[str, str]:

@@ -34,18 +34,32 @@ class Store:
     say: Callable[[str], None] = print
     origins: Dict[str, Dict[str, Any]] = dataclasses.field(default_factory=dict)
 
-    def pieces(self, parts: Sequence[Part], optional: Sequence[Part] = ()) -> List[Optional[Piece]]:
+    def pieces(
+        self,
+        parts: Sequence[Part],
+        optional: Sequence[Part] = (),
+        before: Callable[[Sequence[PublicFile]], None] = lambda missing: None,
+    ) -> List[Optional[Piece]]:
         """The text files of parts and then of optional ones, in order; archives are fetched when needed.
 
-        For an optional part alone no archive is fetched: it may be None. Raises UserError for a file that
-        cannot be had, or is not the right one.
+        For an optional part alone no archive is fetched: it may be None. before: called once with all the
+        files that are to be fetched, when there are any. Raises UserError for a file that cannot be had, or
+        is not the right one.
         """
         # Two data sets may be prepared at a time, and share archives.
         with locked(self.downloads, math.inf, self.say):
-            return self._pieces(parts, optional)
+            return self._pieces(parts, optional, before)
 
-    def _pieces(self, parts: Sequence[Part], optional: Sequence[Part]) -> List[Optional[Piece]]:
+    def _pieces(
+        self, parts: Sequence[Part], optional: Sequence[Part], before: Callable[[Sequence[PublicFile]], None]
+    ) -> List[Optional[Piece]]:
         texts = {part: self._text_at_hand(part) for part in (*parts, *optional)}
+        wanted = dict.fromkeys(part.archive or part.file for part in parts if texts[part] is None)
+        absent = [
+            name for name in wanted if not self._at_hand(name) and not (self.downloads / name).is_file()
+        ]
+        if absent and not self.offline:
+            before([public_files()[name] for name in absent])
         closed: Dict[str, List[Part]] = {}
         for part in parts:
             if texts[part] is None and part.archive:
@@ -97,8 +111,12 @@ class Store:
         if self.offline:
             where = f"{self.at_hand} and {self.downloads}" if self.at_hand else str(self.downloads)
             raise UserError(
-                f"{Path(source.name).name} is not in {where}, and --offline forbids a download. Run without "
-                f"--offline, or fetch it from {' or '.join(source.urls)} and name its folder with --from."
+                f"{Path(source.name).name} is not in {where}, and --offline forbids a download. "
+                + (
+                    source.gone
+                    or f"Run without --offline, or fetch it from {' or '.join(source.urls)} and name its "
+                    "folder with --from."
+                )
             )
         path = download(source, self.downloads, self.say)
         self._note(path, source)

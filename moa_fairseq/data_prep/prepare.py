@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_flags
+from moa_fairseq.data_prep.binarised import check_binarised, check_place, is_binarised, preprocess_flags
 from moa_fairseq.data_prep.bpe import learn_codes
 from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, translation_sets
 from moa_fairseq.data_prep.inputs import (
     brought_tokens,
     check_lengths,
+    check_looks,
     hint,
     split_parts,
     texts_for_manifest,
 )
-from moa_fairseq.data_prep.manifest import write_manifest
+from moa_fairseq.data_prep.manifest import verdict, write_manifest
 from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
 from moa_fairseq.data_prep.sampling import sample_pairs
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
-from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
+from moa_fairseq.data_prep.terms import before_download
+from moa_fairseq.data_prep.text_sources import TEXT_SOURCES, has_text
 from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
 from moa_fairseq.data_prep.workers import default_workers as workers
 from moa_fairseq.errors import UserError
@@ -70,6 +73,7 @@ class Preparation:
 
     def run(self) -> Prepared:
         """Carry out every stage that is not done yet. Raises UserError for unusable data."""
+        check_place(self.root)
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._use_binarised(self.source)
         dataset = translation_sets()[self.settings["recipe"]]
@@ -83,9 +87,9 @@ class Preparation:
         text, mark = self._segment(dataset, tokens, mark)
         text, mark = self._sample(text, mark)
         prepared = self._binarise(dataset, text, mark)
-        manifest_settings = {**self.settings, "summary": dataset.summary}
         read = texts_for_manifest(texts, self._memory())
-        write_manifest(self.root, manifest_settings, store.origins, read, dataset.expected)
+        for line in verdict(write_manifest(self.root, self.settings, store.origins, read, dataset)):
+            self.say(line)
         return prepared
 
     def _obtain(self, dataset: Dataset, store: Store) -> Texts:
@@ -93,7 +97,8 @@ class Preparation:
         parts = split_parts(dataset, self.languages, self.source, self.subsets, self.settings)
         # Both languages together, so that an archive is gone through once.
         flat = [part for sides in parts.values() for side in sides for part in side]
-        found = store.pieces(flat, optional=[dataset.codes] if dataset.codes else [])
+        announce = functools.partial(before_download, dataset, self.root, store.downloads, self.say)
+        found = store.pieces(flat, [dataset.codes] if dataset.codes else [], announce)
         pieces: Dict[Any, Optional[Piece]] = dict(zip([*flat, dataset.codes], found))
         if pieces.get(dataset.codes):
             self._keep_codes(pieces[dataset.codes].path)
@@ -102,6 +107,8 @@ class Preparation:
             for split, sides in parts.items()
         }
         check_lengths(texts, self._memory())
+        segmenting = self.settings["bpe"] is not None or bool(self.settings.get("codes"))
+        check_looks(texts.get("train", ()), self.languages, segmenting)
         return texts
 
     def _keep_codes(self, codes: Path) -> None:
@@ -120,7 +127,7 @@ class Preparation:
             + [[piece.markup, memory.sha256(piece.path)] for pair in job.files for piece in pair]
             for job in jobs
         ]
-        mark = fingerprint_of("tokens", 2, self.languages, described)
+        mark = fingerprint_of("tokens", 3, self.languages, described)
         folder = self.root / "tokens"
 
         def build(new: Path) -> Dict[str, Any]:
@@ -146,7 +153,7 @@ class Preparation:
             raise UserError(f"data.codes: there is no file {given} with BPE merges.")
         cleaning = {split: dataset.cleaning("bpe", split) for split in dataset.subsets}
         learned_as = self._memory().sha256(given) if given else merges
-        mark = fingerprint_of("bpe", 2, learned_as, cleaning, tokens_mark)
+        mark = fingerprint_of("bpe", 3, learned_as, cleaning, tokens_mark)
 
         def build(new: Path) -> Dict[str, Any]:
             codes = new / CODES
@@ -206,6 +213,7 @@ class Preparation:
         return Prepared(self.root / "binarised", sentences, mark)
 
     def _use_binarised(self, source: Path) -> Prepared:
+        check_place(source)
         self.say(f"{source}: binarised already; used as it is")
         joined = self.settings["joined_dictionary"]
         sentences = check_binarised(source, self.languages, self.subsets, joined)
@@ -233,10 +241,19 @@ def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent:
 
 
 def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
-    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring."""
+    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring.
+
+    A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
+    """
     recipe = settings["recipe"]
     known = {**translation_sets(), **language_modeling_sets()}
-    if source is not None or (recipe in known and known[recipe].downloadable):
+    text = TEXT_SOURCES.get(recipe)
+    dataset = known.get(text.dataset if text else recipe)
+    if dataset is not None and dataset.downloadable:
+        if source is not None and not (text and has_text(source, recipe)):
+            _check_known(dataset, settings, source)
+        return source
+    if source is not None:
         return source
     if recipe in TEXT_SOURCES:
         bring = TEXT_SOURCES[recipe].bring
@@ -245,3 +262,30 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optio
     else:
         bring = "Give --data the folder made by it."
     raise UserError(f"--data is missing: data recipe {recipe!r} starts from your files. {bring}")
+
+
+def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) -> None:
+    if not source.is_dir():
+        raise UserError(f"--data {source} is not a folder.")
+    if is_binarised(source) or (source / "dict.txt").is_file():
+        return
+    languages = [settings[side] for side in ("source", "target") if settings.get(side)]
+    parts = dataset.parts(languages)
+    archives = [Path(part.archive).name for part in parts if part.archive]
+    texts = [Path(name).name for part in parts for name in (part.members or (part.file,))]
+    own = [f"train.{language}" for language in languages] if archives else []
+    inside = [name for part in parts for name in part.members]
+    for name in (*archives, *texts, *inside, *own):
+        stem = source / name.removesuffix(".gz")
+        if (source / name).is_file() or stem.is_file() or stem.with_name(f"{stem.name}.gz").is_file():
+            return
+    looked = "; ".join(
+        f"{what}: {', '.join(dict.fromkeys(found))}"
+        for what, found in (("archives", archives), ("texts", texts), ("your own tokenised text", own))
+        if found
+    )
+    raise UserError(
+        f"--data {source} holds no file of {dataset.name}. Looked for ({looked}), plain or .gz. Name the "
+        "folder that has some of them (what it lacks is downloaded), or leave --data away, so that all are "
+        "downloaded."
+    )

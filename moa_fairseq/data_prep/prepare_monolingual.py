@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping
 
-from moa_fairseq.data_prep.binarised import check_monolingual, monolingual_flags
+from moa_fairseq.data_prep.binarised import check_monolingual, check_place, monolingual_flags
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.manifest import write_manifest
 from moa_fairseq.data_prep.monolingual import (
@@ -20,6 +21,7 @@ from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.data_prep.prepare import Prepared, Say
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
+from moa_fairseq.data_prep.terms import before_download
 from moa_fairseq.data_prep.workers import default_workers
 
 
@@ -36,8 +38,10 @@ class MonolingualPreparation:
 
     def run(self) -> Prepared:
         """Carry out every stage that is not done yet. Raises UserError for unusable data."""
-        parts = [part for parts in self.dataset.splits.values() for part in parts]
-        pieces = dict(zip(parts, self.store.pieces(parts)))
+        check_place(self.root)
+        parts = self.dataset.parts()
+        announce = functools.partial(before_download, self.dataset, self.root, self.store.downloads, self.say)
+        pieces = dict(zip(parts, self.store.pieces(parts, before=announce)))
         texts = {split: [pieces[part] for part in parts] for split, parts in self.dataset.splits.items()}
         mark = self._text(texts)
         prepared = Prepared(self.root / "text", {}, mark)
@@ -92,5 +96,4 @@ class MonolingualPreparation:
             split: [{"file": piece.path.name, "sha256": memory.sha256(piece.path)} for piece in pieces]
             for split, pieces in texts.items()
         }
-        settings = {"recipe": self.dataset.name, "summary": self.dataset.summary}
-        write_manifest(self.root, settings, self.store.origins, read, self.dataset.expected)
+        write_manifest(self.root, {"recipe": self.dataset.name}, self.store.origins, read, self.dataset)

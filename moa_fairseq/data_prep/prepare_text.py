@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.binarised import check_stem
+from moa_fairseq.data_prep.binarised import check_place, check_stem
+from moa_fairseq.data_prep.catalogue import language_modeling_sets
 from moa_fairseq.data_prep.gpt2_files import (
     DICTIONARY,
     ENCODER,
@@ -18,9 +20,11 @@ from moa_fairseq.data_prep.gpt2_files import (
     Gpt2Files,
     obtain_gpt2_files,
 )
+from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.prepare import Prepared, Say, given_fingerprint, workers
 from moa_fairseq.data_prep.stage_folder import build_folder, digest_files, fingerprint_of
-from moa_fairseq.data_prep.text_sources import TEXT_SOURCES, find_text
+from moa_fairseq.data_prep.terms import before_download
+from moa_fairseq.data_prep.text_sources import TEXT_SOURCES, find_text, has_text
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
@@ -39,30 +43,56 @@ class TextPreparation:
     """One data section of a recipe for language models, ready to be carried out.
 
     settings: the `data` section as a mapping (recipe, flags). subsets: those that training and scoring
-    need. source: a folder or .zip with the text, or a folder that fairseq-preprocess made. root: where the
-    stages are kept; `root`/binarised is the result. preprocess: runs fairseq-preprocess with the given
-    flags and raises when it fails. gpt2_files: brings the encoding's files, given folders to look into.
+    need. source: a folder or .zip with the text, a folder with its archive, a folder that fairseq-preprocess
+    made, or None for a text that is downloaded. root: where the stages are kept; `root`/binarised is the
+    result. preprocess: runs fairseq-preprocess with the given flags and raises when it fails. gpt2_files:
+    brings the encoding's files, given folders to look into. downloads: where public files are kept (None:
+    the text must lie in `source`).
     """
 
     settings: Mapping[str, Any]
     subsets: Sequence[str]
-    source: Path
+    source: Optional[Path]
     root: Path
     preprocess: Callable[[Mapping[str, Any]], None]
     say: Say = print
-    gpt2_files: Callable[[Sequence[Path], Say], Gpt2Files] = obtain_gpt2_files
+    gpt2_files: Optional[Callable[[Sequence[Path], Say], Gpt2Files]] = None
+    downloads: Optional[Path] = None
+    offline: bool = False
+    workers: int = dataclasses.field(default_factory=workers)
 
     def run(self) -> Prepared:
         """Carry out every stage that is not done yet. Raises UserError for unusable data."""
+        check_place(self.root)
         recipe = self.settings["recipe"]
-        if recipe not in TEXT_SOURCES or is_binarised_text(self.source):
+        if self.source and (recipe not in TEXT_SOURCES or is_binarised_text(self.source)):
+            check_place(self.source)
             self.say(f"{self.source}: binarised already; used as it is")
             lines = check_binarised_text(self.source, self.subsets)
             return Prepared(self.source, lines, given_fingerprint(self.source))
-        texts = find_text(self.source, recipe, self.subsets, self.root / "text", self.say)
-        files = self.gpt2_files([self.source], self.say)
+        texts, terms = self._texts(recipe)
+        folders = [self.source] if self.source else []
+        if self.gpt2_files:
+            files = self.gpt2_files(folders, self.say)
+        else:
+            files = obtain_gpt2_files(folders, self.say, offline=self.offline)
         facts, mark = self._encode(texts, files)
-        return self._binarise(facts, mark)
+        return self._binarise({**terms, **facts}, mark)
+
+    def _texts(self, recipe: str) -> Tuple[Dict[str, Path], Dict[str, Any]]:
+        """The text file of each split, out of `source` or as a download, and its terms of use and origin."""
+        name = TEXT_SOURCES[recipe].dataset
+        dataset = language_modeling_sets()[name] if name else None
+        terms = {"licence": dataset.licence if dataset else ""}
+        if dataset is None or self.downloads is None or (self.source and has_text(self.source, recipe)):
+            return find_text(self.source, recipe, self.subsets, self.root / "text", self.say), terms
+        store = Store(self.source, self.downloads, self.offline, self.say)
+        announce = functools.partial(before_download, dataset, self.root, self.downloads, self.say)
+        pieces = store.pieces(dataset.parts(), before=announce)
+        return {split: piece.path for split, piece in zip(dataset.splits, pieces)}, {
+            **terms,
+            "sources": store.origins,
+        }
 
     def _encode(self, texts: Dict[str, Path], files: Gpt2Files) -> tuple:
         """Stage `bpe`: the ids of every split, and the three files that explain them."""
@@ -81,7 +111,7 @@ class TextPreparation:
             for split, text in texts.items():
                 splits[split] = {
                     "file": text.name,
-                    **encode_file(text, new / split, self.root / f"parts-{mark}", files),
+                    **encode_file(text, new / split, self.root / f"parts-{mark}", files, self.workers),
                 }
                 self.say(self._describe(split, splits[split]))
             for path, name in (
@@ -115,7 +145,8 @@ class TextPreparation:
         mark = fingerprint_of("binarised-text", 1, extra, mark)
 
         def build(new: Path) -> Dict[str, int]:
-            self.preprocess(text_preprocess_flags(bpe, new, list(facts["splits"]), extra))
+            flags = text_preprocess_flags(bpe, new, list(facts["splits"]), extra, self.workers)
+            self.preprocess(flags)
             for name in (ENCODER, VOCAB):
                 shutil.copyfile(bpe / name, new / name)
             with atomic_write(new / MANIFEST) as stream:
@@ -130,14 +161,14 @@ class TextPreparation:
 
 
 def text_preprocess_flags(
-    bpe: Path, destination: Path, splits: Sequence[str], extra: Mapping[str, Any]
+    bpe: Path, destination: Path, splits: Sequence[str], extra: Mapping[str, Any], processes: int = 0
 ) -> Dict[str, Any]:
     """The flags of fairseq-preprocess, by name, for the files of the stage `bpe`."""
     return {
         "only-source": True,
         "srcdict": str(bpe / DICTIONARY),
         **{f"{split}pref": str(bpe / split) for split in splits},
-        "workers": workers(),
+        "workers": processes or workers(),
         **extra,
         "destdir": str(destination),
     }

@@ -18,11 +18,13 @@ class TextSource(NamedTuple):
 
     stems: names of a split's file, `{split}` left open, best first. words: split → white-space words, with
     one end of line each, that the published text has. bring: what --data must hold, for error messages.
+    dataset: the data set of datasets.yaml that it can be downloaded as.
     """
 
     stems: Sequence[str]
     words: Mapping[str, int]
     bring: str
+    dataset: str = ""
 
 
 _WIKI = ("wiki.{split}.raw", "wiki.{split}.tokens")
@@ -32,12 +34,14 @@ TEXT_SOURCES: Dict[str, TextSource] = {
         {"train": 103_227_021, "valid": 217_646, "test": 245_569},
         "Give --data the unpacked folder (or the .zip) of WikiText-103: wiki.train.raw, wiki.valid.raw and "
         "wiki.test.raw, or the .tokens files, plain or .gz.",
+        "wikitext103_raw",
     ),
     "wikitext2_gpt2bpe": TextSource(
         (*_WIKI, "wikitext-2.{split}.txt"),
         {"train": 2_088_628, "valid": 217_646, "test": 245_569},
         "Give --data the unpacked folder (or the .zip) of WikiText-2: wiki.train.raw, wiki.valid.raw and "
         "wiki.test.raw, or the .tokens files, plain or .gz.",
+        "wikitext2_raw",
     ),
     "embedded_gpt2bpe": TextSource(
         ("{split}.en",),
@@ -51,6 +55,12 @@ TEXT_SOURCES: Dict[str, TextSource] = {
         "Give --data a folder (or a .zip) with train.txt, valid.txt and test.txt: text, plain or .gz.",
     ),
 }
+
+
+def has_text(source: Path, recipe: str) -> bool:
+    """True for a .zip, and for a folder that holds a text of the recipe or a part of one."""
+    names = [stem.format(split=split) for stem in TEXT_SOURCES[recipe].stems for split in SPLITS]
+    return source.is_file() or any(_find(source, name) for name in names)
 
 
 def find_text(

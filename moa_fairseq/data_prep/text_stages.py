@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import re
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -24,6 +25,8 @@ CHUNK = 2000
 COMMIT_EVERY = 25
 # More unusable lines than this are no accident: the file has another encoding, or is no text.
 MOST_BAD = 0.01
+# fairseq parts tokens at any white space, BPE at blanks only. Blanks themselves stay as Moses prints them.
+_NOT_BLANK = re.compile(r"[^\S ]")
 
 
 class Chain(NamedTuple):
@@ -38,9 +41,11 @@ class Chain(NamedTuple):
         for text in pair:
             if text.startswith(BAD):
                 return text[len(BAD) :]
-        source, target = (" ".join(apply_steps(text, steps).split()) for text, steps in zip(pair, self.steps))
+        source, target = (
+            _NOT_BLANK.sub(" ", apply_steps(text, steps)) for text, steps in zip(pair, self.steps)
+        )
         if self.codes:
-            source, target = (load_codes(self.codes).segment(text) for text in (source, target))
+            source, target = (load_codes(self.codes).process_line(text) for text in (source, target))
         return clean(source, target, self.cleaning) if self.cleaning else (source, target)
 
 
@@ -126,7 +131,7 @@ def _write(pair: Pair, job: Job, languages: Pair, files: ResumableFiles, facts: 
     fact["lines"] += 1
     for text, language in zip(pair, languages):
         files.write(f"{split}.{language}", text)
-        fact[f"tokens_{language}"] += text.count(" ") + 1 if text else 0
+        fact[f"tokens_{language}"] += len(text.split())
 
 
 def _check(job: Job, own: Dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ import re
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Callable, Tuple
 
 from moa_fairseq.data_prep.catalogue import PublicFile
+from moa_fairseq.data_prep.stage_folder import sha256_of
 
 _HTML = re.compile(rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE)
 _GZIP = (".tgz", ".gz")
@@ -32,7 +32,7 @@ def flaw_of(path: Path, source: PublicFile) -> str:
     for algorithm in ("sha256", "md5"):
         expected = getattr(source, algorithm)
         if expected:
-            found = _digest(path, algorithm)
+            found = (sha256_of if algorithm == "sha256" else md5_of)(path)
             return "" if found == expected else f"has the {algorithm} {found} instead of {expected}"
     return ""
 
@@ -49,9 +49,9 @@ def _format_name(name: str) -> str:
     return "gzip" if name.endswith(_GZIP) else name.rpartition(".")[2]
 
 
-def _digest(path: Path, algorithm: str) -> str:
-    kinds: Tuple[Callable, ...] = (hashlib.sha256, hashlib.md5)
-    digest = kinds[algorithm == "md5"]()
+def md5_of(path: Path) -> str:
+    """Hexadecimal md5 of a file."""
+    digest = hashlib.md5(usedforsecurity=False)
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):
             digest.update(block)

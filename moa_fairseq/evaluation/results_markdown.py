@@ -48,7 +48,7 @@ def render(comparison: Comparison) -> str:
 def _scores(table: Table) -> str:
     """One line per printed score that a recipe here can reach."""
     lines = [
-        [row.row, cell.column, f"{cell.paper:g}", _ours(cell), _signed(cell.difference)]
+        [row.row, cell.column, str(cell.paper), _ours(cell), _signed(cell.difference)]
         for row in table.rows
         for cell in row.cells
         if cell.status not in (COMPUTED, NO_RECIPE)

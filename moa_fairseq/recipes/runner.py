@@ -285,7 +285,7 @@ def _prepare(
         downloads = options.data_root / "downloads"
         common = (settings, _subsets(recipe), source, root, preprocess, say)
         if recipe.kind == MASKED_LM:
-            preparation = TextPreparation(*common)
+            preparation = TextPreparation(*common, downloads=downloads)
         elif recipe.kind == CAUSAL_LM:
             preparation = lm_stages.preparation(*common, downloads)
         else:

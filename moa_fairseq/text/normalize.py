@@ -16,8 +16,9 @@ from moa_fairseq.errors import UserError
 # stands. Looking for a fixed string first is what makes this fast: most rules concern few lines.
 Rule = Tuple[str, Optional[Pattern], str]
 
-# "current" is Moses' master branch; "2016" is the release that made Multi30k's published files.
-EDITIONS = ("current", "2016")
+# "current" is Moses' master branch; that of December 2017 made Multi30k's published files.
+MULTI30K_EDITION = "2017-12"
+EDITIONS = ("current", MULTI30K_EDITION)
 
 _ONE_SPACE = ("  ", " +", " ")
 _BRACKETS_AND_COLONS = [
@@ -45,7 +46,7 @@ _QUOTES_AND_DASHES = [
 ]
 _SINGLE_QUOTES = {
     "current": [("‘", None, "'"), ("‚", None, "'"), ("’", None, '"')],
-    "2016": [(sign, None, '"') for sign in "‘‚’"],
+    MULTI30K_EDITION: [(sign, None, '"') for sign in "‘‚’"],
 }
 _GUILLEMETS_AND_NO_BREAK_SPACES = [
     ("''", None, '"'),

@@ -2,7 +2,7 @@
 
 The lists of abbreviations come from sacremoses. The rules are applied here, because sacremoses'
 character classes date from an old Unicode (it cuts Chinese words into characters, Perl does not) and
-it treats the last full stop of a line as Moses did in 2016.
+it treats the last full stop of a line as Moses did until 2017.
 """
 
 import re
@@ -13,7 +13,7 @@ import regex
 from sacremoses.corpus import NonbreakingPrefixes
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.text.normalize import EDITIONS
+from moa_fairseq.text.normalize import EDITIONS, MULTI30K_EDITION
 
 # Languages whose special rules (colons, middle dots, glottal stops) are not restated here.
 UNSUPPORTED_LANGUAGES = ("ca", "fi", "so", "sv", "tdt")
@@ -66,13 +66,14 @@ _ANY_APOSTROPHE = [(regex.compile("'"), " ' ")]
 def tokenize(
     line: str, lang: str, aggressive_hyphens: bool = False, escape: bool = True, edition: str = "current"
 ) -> str:
-    """`tokenizer.perl -l LANG [-a] [-no-escape]`: tokens separated by single spaces.
+    """`tokenizer.perl -l LANG [-a] [-no-escape]`: tokens separated by spaces.
 
     line: text without its line end; a blank line comes back as it is. aggressive_hyphens: write a
-    hyphen between letters as ` @-@ `. escape: write & | < > ' " [ ] as entities. edition: "2016"
-    leaves a last full stop at an abbreviation or number and a comma after a last number unsplit, as
-    the Moses that made Multi30k's published files did. Raises UserError for UNSUPPORTED_LANGUAGES
-    and for an unknown edition.
+    hyphen between letters as ` @-@ `. escape: write & | < > ' " [ ] as entities. edition: "2017-12"
+    leaves a last full stop at an abbreviation or number unsplit, as the Moses that made Multi30k's
+    published files did. Spaces are single ones, but for a line that ends in a full stop and a quote:
+    there Moses may leave two before the full stop, and leaves one at the end. Raises UserError for
+    UNSUPPORTED_LANGUAGES and for an unknown edition.
     """
     if lang in UNSUPPORTED_LANGUAGES or edition not in EDITIONS:
         raise UserError(
@@ -91,14 +92,12 @@ def tokenize(
     if "," in text:
         for pattern, replacement in _COMMAS:
             text = pattern.sub(replacement, text)
-        if edition != "2016":
-            text = _LAST_COMMA.sub(r"\1 ,", text)
+        text = _LAST_COMMA.sub(r"\1 ,", text)
     if "'" in text:
         for pattern, replacement in _APOSTROPHES.get(lang, _ANY_APOSTROPHE):
             text = pattern.sub(replacement, text)
     text = _SPACES.sub(" ", " ".join(_split_full_stops(text, lang, edition))).strip(" ")
-    if edition != "2016":
-        text = _LAST_FULL_STOP_AND_QUOTE.sub(" . '", text)
+    text = _LAST_FULL_STOP_AND_QUOTE.sub(" . ' ", text)
     text = text.replace(_DOT, ".")
     return _escape(text) if escape else text
 
@@ -131,7 +130,7 @@ def _split_full_stops(text: str, lang: str, edition: str) -> List[str]:
             or _STARTS_LOWER.match(following)
             or (stem in before_digit and _STARTS_WITH_DIGIT.match(following))
         )
-        if not keep or (i == last and edition != "2016"):
+        if not keep or (i == last and edition != MULTI30K_EDITION):
             words[i] = stem + " ."
     return words
 

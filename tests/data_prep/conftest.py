@@ -154,11 +154,11 @@ def wikitext(folder):
     def split(seed, count):
         return "".join(f" {line.replace('street', '<unk>')} \n \n" for line in sentences(count, "en", seed))
 
-    for kind, ending in (("", "tokens"), ("-raw", "raw")):
+    for stem, ending in (("103", "tokens"), ("103-raw", "raw"), ("2-raw", "raw")):
         write_zip(
-            folder / f"wikitext-103{kind}-v1.zip",
+            folder / f"wikitext-{stem}-v1.zip",
             {
-                f"wikitext-103{kind}/wiki.{name}.{ending}": split(seed, count)
+                f"wikitext-{stem}/wiki.{name}.{ending}": split(seed, count)
                 for seed, (name, count) in enumerate((("train", 80), ("valid", 6), ("test", 7)))
             },
         )

@@ -6,6 +6,7 @@ import tarfile
 
 import pytest
 
+from moa_fairseq.data_prep import catalogue
 from moa_fairseq.data_prep.catalogue import language_modeling_sets, public_files, translation_sets
 from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.prepare import Preparation
@@ -94,6 +95,24 @@ def test_vaswani_is_segmented_already(prepare, miniature):
     assert "e@@ " in (root / "tokens" / "train.en").read_text(encoding="utf-8")
 
 
+def test_vaswani_rebuilt_from_public_archives(prepare, miniature, made):
+    archives = miniature("wmt14_en_de")
+    news = {
+        f"training-parallel-nc-v11/news-commentary-v11.de-en.{lang}": made.text(made.sentences(30, lang, 3))
+        for lang in ("en", "de")
+    }
+    made.write_tar(archives / "training-parallel-nc-v11.tgz", news)
+    prepared, root, _ = prepare("wmt14_en_de_vaswani_rebuilt", archives)
+    assert prepared.sentences == {"train": 110, "valid": 5, "test": 5}
+    dropped = manifest_of(root)["stages"]["tokens"]["train"]["dropped"]
+    assert set(dropped) == {"empty side", "length ratio above 9", "longer than 80 tokens"}
+    tokens = (root / "tokens" / "train.en").read_text(encoding="utf-8")
+    # neither -a nor normalised: hyphens and typographic quotes stay
+    assert "old-fashioned" in tokens and "@-@" not in tokens and "“ quick ”" in tokens
+    everything = translation_sets()["wmt14_en_de_vaswani_rebuilt"]
+    assert everything.merges == 32000 and everything.expected["train"] == 4500966
+
+
 def test_wmt14_en_fr_cleans_after_bpe_and_holds_out(prepare, miniature):
     prepared, root, _ = prepare("wmt14_en_fr", miniature("wmt14_en_fr"))
     tokens = {split: len(lines_of(root / "tokens" / f"{split}.fr")) for split in ("train", "valid", "test")}
@@ -127,6 +146,32 @@ def test_multi30k(prepare, miniature, source, target):
     prepared, root, _ = prepare("multi30k", miniature("multi30k"), source, target)
     assert prepared.sentences == {"train": 60, "valid": 5, "test": 6, "test1": 4, "test2": 3}
     assert next(iter(manifest_of(root)["sources"])) == f"multi30k/test_2016_flickr.{min(source, target)}.gz"
+
+
+def test_multi30k_is_compared_with_the_published_text(prepare, miniature, monkeypatch):
+    """Only the published pair with the published merges; the miniature is another text, and then its own."""
+    archives = miniature("multi30k")
+    published = translation_sets()["multi30k"].published
+    assert published.merges == 10000 and len(published.md5) == 6
+    merges = {"bpe": published.merges}
+    _, root, said = prepare("multi30k", archives, "en", "de", **merges)
+    assert any("train.en" in line and "not the published text" in line for line in said)
+    found = {name: one["md5"] for name, one in manifest_of(root)["published"].items()}
+    assert set(found) == {f"bpe/{name}" for name in published.md5}
+    monkeypatch.setattr(
+        *(catalogue.Published, "__getattribute__"),
+        lambda self, key: (
+            {name[4:]: md5 for name, md5 in found.items()}
+            if key == "md5"
+            else object.__getattribute__(self, key)
+        ),
+    )
+    for source, target in (("en", "de"), ("de", "en")):  # one text, whichever way it is read
+        _, _, said = prepare("multi30k", archives, source, target, **merges)
+        assert any("equal to the published text, byte for byte" in line for line in said)
+    for source, target, changed in (("en", "de", {}), ("en", "fr", merges)):
+        _, root, said = prepare("multi30k", archives, source, target, **changed)
+        assert manifest_of(root)["published"] == {} and not any("published text" in line for line in said)
 
 
 def test_wikitext_words(prepare, miniature):
@@ -239,5 +284,7 @@ def test_tables_hold_together(tables):
         assert source.md5 is None or len(source.md5) == 32
     downloadable = {name for name, dataset in translation_sets().items() if dataset.downloadable}
     names = {"wmt14_en_de", "wmt14_en_de_vaswani", "wmt14_en_fr", "iwslt14_de_en", "iwslt14_de_en_cased"}
-    assert downloadable == {*names, "multi30k"}
+    assert downloadable == {*names, "multi30k", "wmt14_en_de_vaswani_rebuilt"}
+    for dataset in {**translation_sets(), **language_modeling_sets()}.values():
+        assert not dataset.downloadable or (dataset.licence and dataset.disk)
     assert all(dataset.downloadable for dataset in language_modeling_sets().values())

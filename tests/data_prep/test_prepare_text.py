@@ -4,14 +4,23 @@ import gzip
 import json
 import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
+from fairseq import options as flags
 from fairseq.data import Dictionary, data_utils
+from fairseq_cli import preprocess as program
 
 from moa_fairseq.cli import main
+from moa_fairseq.data_prep import obtain, prepare_text
 from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text, read_manifest
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.process import Executor
+from moa_fairseq.recipes.runner import Options, run_recipe
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SPLITS = ["train", "valid", "test"]
 
 
@@ -106,12 +115,68 @@ def test_what_is_missing_is_named(prepare, tmp_path):
     assert not is_binarised_text(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    ("config", "size"), [("wikitext103_mlm_transformer", 103), ("wikitext2_mlm_transformer_tiny", 2)]
+)
+def test_a_masked_language_model_needs_no_data_of_its_users(
+    tables, miniature, tmp_path, preprocess, toy_gpt2, monkeypatch, config, size
+):
+    """`bash scripts/wikitext103_mlm_*.sh` without --data: what is in data/downloads is used, else fetched."""
+    tables()
+    monkeypatch.setattr(prepare_text, "obtain_gpt2_files", lambda folders, say, offline: toy_gpt2)
+    served = []
+
+    def serve(source, folder, say):
+        served.append(source.name)
+        target = folder / source.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(miniature("wikitext103_raw") / target.name, target)
+        return target
+
+    monkeypatch.setattr(obtain, "download", serve)
+
+    class Here(Executor):
+        def run(self, words, log, **options):
+            program.main(flags.get_preprocessing_parser().parse_args([*words[1:], "--workers", "1"]))
+
+    recipe = load_recipe(CONFIGS / f"{config}.yaml", [])
+    options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
+    said = []
+    for _ in range(2):
+        run_recipe(recipe, Hardware(), Hardware(), options, Here, said.append)
+    assert served == [f"wikitext/wikitext-{size}-raw-v1.zip"]
+    state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]
+    assert state["sentences"] == {"train": 160, "valid": 12, "test": 14} and state["source"] is None
+    facts = read_manifest(Path(state["folder"]))
+    assert facts["licence"].startswith("Creative Commons BY-SA") and list(facts["sources"]) == served
+    assert any("terms of use: Creative Commons BY-SA" in line for line in said)
+    assert sum("up to date" in line for line in said) == 3  # the archive and two stages
+
+
+def test_prepare_takes_archives_in_a_folder_offline(
+    tables, miniature, tmp_path, toy_gpt2, monkeypatch, capsys
+):
+    tables()
+    monkeypatch.setattr(prepare_text, "obtain_gpt2_files", lambda folders, say, offline: toy_gpt2)
+    archives = miniature("wikitext103_raw")
+    words = ["prepare", "wikitext103_gpt2bpe", "--from", str(archives), "--offline", "--workers", "1"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    assert f"{tmp_path / 'out' / 'binarised'} is ready" in capsys.readouterr().out
+    zipped = tmp_path / "zipped"
+    words[3] = str(archives / "wikitext-103-raw-v1.zip")
+    assert main([*words, str(zipped)]) == 0
+    assert (zipped / "binarised" / "train.bin").read_bytes() == (
+        tmp_path / "out" / "binarised" / "train.bin"
+    ).read_bytes()
+    (tmp_path / "empty").mkdir()
+    words[3] = str(tmp_path / "empty")
+    assert main([*words, str(tmp_path / "other")]) == 2
+    assert "wikitext-103-raw-v1.zip is not in" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path, toy_wiki, toy_gpt2, monkeypatch, capsys):
-    def at_hand(folders, say):
-        return toy_gpt2
-
-    monkeypatch.setattr(TextPreparation.__init__, "__defaults__", (print, at_hand))
+    monkeypatch.setattr(prepare_text, "obtain_gpt2_files", lambda folders, say, offline: toy_gpt2)
     command = ["gpt2-bpe", "wikitext2_gpt2bpe", "--from", str(toy_wiki), "--output", str(tmp_path / "out")]
     assert main(command) == 0
     said = capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moa_fairseq.data_prep.catalogue import HoldOut
+from moa_fairseq.data_prep.catalogue import HoldOut, translation_sets
 from moa_fairseq.data_prep.cleaning import Cleaning
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
@@ -73,6 +73,26 @@ def test_every_third_line_is_held_out(tmp_path):
     assert sides[0] == ["1", "3", "5", "6", "8", "9"]
     assert (tmp_path / "out" / "valid.de").read_text() == "4\n7\n"
     assert [line.split(",")[0] for line in said] == ["train: 6 pairs", "valid: 2 pairs"]
+
+
+def test_blanks_stay_as_moses_prints_them(tmp_path):
+    """Line 16,217 of Multi30k's train.en: two blanks before the full stop, one at the end, after BPE too."""
+    steps = translation_sets()["multi30k"].steps_for("train", "en")
+    raw = "A man and a woman on a motorcycle .`\n"
+    job = Job("train", [write(tmp_path, raw, "x\n")], Chain((steps, ())), lenient=True)
+    facts, sides, _ = run(tmp_path, job)
+    assert sides[0] == ["a man and a woman on a motorcycle  . &apos; "]
+    assert facts["train"]["tokens_en"] == 10
+    (tmp_path / "codes").write_text("#version: 0.2\na n\n", encoding="utf-8")
+    chain = Chain(codes=str(tmp_path / "codes"), cleaning=Cleaning())
+    segmented, _ = chain.apply((sides[0][0], "x"))
+    assert segmented.endswith("y@@ c@@ l@@ e . &@@ a@@ p@@ o@@ s@@ ; ")
+    assert "  " not in segmented
+
+
+def test_white_space_other_than_blanks_parts_tokens_of_ones_own(tmp_path):
+    """fairseq parts tokens at all white space, BPE at blanks only."""
+    assert Chain().apply(("10\u00a0000\tkm\u2003x", "a  b ")) == ("10 000 km x", "a  b ")
 
 
 def test_nothing_left(tmp_path):

@@ -52,6 +52,11 @@ def results(tmp_path):
     return tmp_path
 
 
+def test_a_printed_number_keeps_its_decimal(results):
+    table = render(record(results, run()))
+    assert "| Ours | BLEU A | 20.0 | 21.25 | +1.25 |" in table
+
+
 def record(results, *runs):
     for number, measured in enumerate(runs):
         (results / "measured" / f"{number}.json").write_text(json.dumps(measured))
@@ -84,15 +89,15 @@ def test_seeds_are_averaged_with_their_spread(results):
     assert ours["BLEU A"].ours == 21.0 and ours["BLEU A"].runs == 2
     assert ours["BLEU A"].spread == pytest.approx(2**0.5)
     assert ours["BLEU B"].ours == 29.0 and ours["BLEU B"].spread is None
-    assert "| Ours | BLEU A | 20 | 21.00 ± 1.41 (2 runs) | +1.00 |" in render(comparison)
-    assert "| Ours | BLEU B | 30 | 29.00 | -1.00 |" in render(comparison)
+    assert "| Ours | BLEU A | 20.0 | 21.00 ± 1.41 (2 runs) | +1.00 |" in render(comparison)
+    assert "| Ours | BLEU B | 30.0 | 29.00 | -1.00 |" in render(comparison)
 
 
 @pytest.mark.parametrize("status", ["OOM", "diverged", "running"])
 def test_a_run_without_a_number_says_why(results, status):
     comparison = record(results, {**run(), "metrics": {}, "status": status})
     assert cells(comparison)["BLEU A"].status == status
-    assert f"| Ours | BLEU A | 20 | {status} |  |" in render(comparison)
+    assert f"| Ours | BLEU A | 20.0 | {status} |  |" in render(comparison)
 
 
 def test_runs_for_no_row_stand_apart(results):
@@ -120,7 +125,7 @@ def test_named_run_folders_are_shown_alone(results, tmp_path, capsys):
     (folder / "result.json").write_text(json.dumps(run("b_moa", bleu=31.0)))
     assert main(["compare", str(folder), "--results", str(results)]) == 0
     shown = capsys.readouterr().out
-    assert "| Ours | BLEU B | 30 | 31.00 | +1.00 |" in shown
+    assert "| Ours | BLEU B | 30.0 | 31.00 | +1.00 |" in shown
     assert "quickstart_moa" not in shown and "Theirs" not in shown
 
 
