@@ -66,8 +66,6 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
 def _import_plugin(args: argparse.Namespace) -> None:
     from fairseq.utils import import_user_module
 
-    import moa_fairseq  # noqa: F401  (first: it prepares fairseq)
-
     if not Path(args.user_dir).is_dir():
         raise UserError(
             f"--user-dir {args.user_dir} is no folder: name the one with the plugin's __init__.py."

@@ -65,3 +65,19 @@ def as_user_error(error: OSError, path: Path) -> Exception:
     if error.errno in NOT_WRITABLE:
         return UserError(f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to.")
     return error
+
+
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full or read-only disk into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise UserError(
+                f"The disk is full while writing {folder}. Free some space and run the same command "
+                "again: finished stages are kept."
+            ) from error
+        if error.errno in NOT_WRITABLE:
+            raise UserError(f"Cannot write {folder}: {error.strerror}. Choose another folder.") from error
+        raise

@@ -15,7 +15,7 @@ from fairseq_cli import preprocess as fairseq_preprocess
 import moa_fairseq
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
 from moa_fairseq.data_prep.prepare_text import TextPreparation
-from moa_fairseq.recipes.commands import flags
+from moa_fairseq.running.command_line import flags
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
 

@@ -16,14 +16,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 FLOORS = (
     ("errors", "torch_compat", "host_memory"),
     ("files", "kernels"),
-    ("attention",),
-    ("fairseq_compat", "fairseq_workers", "text"),
+    ("attention", "running", "text"),
+    ("fairseq_workers",),
+    ("fairseq_compat",),
     ("transformer",),
     ("coordinate_descent", "criterions"),
     ("models", "tasks"),
-    ("corpus", "data_prep", "evaluation"),
-    ("analysis",),
+    ("corpus",),
+    ("data_prep",),
+    ("evaluation",),
     ("recipes",),
+    ("analysis",),
     ("cli",),
 )
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

@@ -17,11 +17,13 @@ from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes import commands, lm_stages, stages
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import build
-from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import flat_metrics
-from moa_fairseq.recipes.run_folder import RunState, locked
+from moa_fairseq.recipes.run_folder import RunState
 from moa_fairseq.recipes.runner import user_dir
 from moa_fairseq.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
+from moa_fairseq.running import command_line
+from moa_fairseq.running.folder_lock import locked
+from moa_fairseq.running.process import Executor, terminate_as_interrupt
 
 FOLDER = "single-expert"  # in the run folder: one folder for each way to evaluate
 
@@ -129,7 +131,7 @@ def _part(
         paths,
         state,
         executor,
-        show=lambda command: say(f"$ {commands.to_shell(command, executor.environment)}"),
+        show=lambda command: say(f"$ {command_line.to_shell(command, executor.environment)}"),
         say=say,
     )
 

@@ -32,9 +32,9 @@ from moa_fairseq.data_prep.prepare_text import TextPreparation
 from moa_fairseq.data_prep.text_sources import SPLITS, TEXT_SOURCES
 from moa_fairseq.data_prep.workers import default_workers
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
-from moa_fairseq.recipes.run_folder import locked
+from moa_fairseq.running import command_line
+from moa_fairseq.running.folder_lock import locked
+from moa_fairseq.running.process import Executor, terminate_as_interrupt
 
 # OUT may stand anywhere on the command line.
 ANY_ORDER = True
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
     with terminate_as_interrupt(), locked(output, math.inf, _say) as lock:
 
         def preprocess(flags: Mapping[str, Any]) -> None:
-            command = ["fairseq-preprocess", *commands.flags(flags)]
-            _say("$ " + commands.to_shell(command).replace("binarised.partial", "binarised"))
+            command = ["fairseq-preprocess", *command_line.flags(flags)]
+            _say("$ " + command_line.to_shell(command).replace("binarised.partial", "binarised"))
             Executor(keep_open=lock).run(command, output / "preprocess.log")
 
         if dataset.name in translation_sets():

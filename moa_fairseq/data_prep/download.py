@@ -18,10 +18,9 @@ from typing import IO, Any, Callable, Dict, List, Optional
 from tqdm import tqdm
 
 from moa_fairseq.data_prep.catalogue import PublicFile
-from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.data_prep.verify import flaw_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, disk_errors
 
 BLOCK = 1 << 20
 TIMEOUT = 60

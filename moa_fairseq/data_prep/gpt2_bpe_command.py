@@ -27,9 +27,9 @@ from typing import Any, List, Mapping
 
 from moa_fairseq.data_prep.prepare_text import TextPreparation, read_manifest
 from moa_fairseq.data_prep.text_sources import SPLITS, TEXT_SOURCES
-from moa_fairseq.recipes.commands import flags, to_shell
-from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
-from moa_fairseq.recipes.run_folder import locked
+from moa_fairseq.running.command_line import flags, to_shell
+from moa_fairseq.running.folder_lock import locked
+from moa_fairseq.running.process import Executor, terminate_as_interrupt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.data_prep.verify import flaw_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.run_folder import locked
+from moa_fairseq.running.folder_lock import locked
 
 MEMORY = "checked.json"
 

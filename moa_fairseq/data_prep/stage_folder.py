@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Sequence
+from typing import Any, Callable, Dict, Sequence
 
-from moa_fairseq.errors import UserError
-from moa_fairseq.files import DISK_FULL, NOT_WRITABLE, atomic_write
+from moa_fairseq.files import atomic_write, disk_errors
 
 MARK = "stage.json"
 RESUME = "unfinished"
@@ -114,22 +112,6 @@ def digest_files(paths: Sequence[Path], memory: Path) -> Dict[str, str]:
     """sha256 of each file by its name; files of the remembered size and time stamp are not read again."""
     known = FileMemory(memory)
     return {path.name: known.sha256(path) for path in paths}
-
-
-@contextlib.contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise UserError(
-                f"The disk is full while writing {folder}. Free some space and run the same command "
-                "again: finished stages are kept."
-            ) from error
-        if error.errno in NOT_WRITABLE:
-            raise UserError(f"Cannot write {folder}: {error.strerror}. Choose another folder.") from error
-        raise
 
 
 def _replace_folder(new: Path, old: Path) -> None:

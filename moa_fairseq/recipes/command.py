@@ -56,6 +56,7 @@ from moa_fairseq.recipes.runner import (
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.throughput import read_rows
 from moa_fairseq.recipes.world import find_world
+from moa_fairseq.running import command_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"batch: {commands.plan_batch(sized.train, used.devices).describe()}")
     environment = commands.device_environment(used, present)
     for command in plan:
-        print(f"$ {commands.to_shell(command, environment)}")
+        print(f"$ {command_line.to_shell(command, environment)}")
     return 0
 
 
@@ -228,8 +229,8 @@ def _hydra(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
         print(fewer)
     training = next(c for c in planned_commands(recipe, hardware, options) if c[0] == "fairseq-train")
     folder = Path(args.hydra) if args.hydra else save_dir_of(recipe, options) / "hydra"
-    header = f"{recipe.summary}\nMade by: {_command_line()}\nThe same as: {commands.to_shell(training)}"
-    print(commands.to_shell(write_hydra(training, folder, recipe.experiment, header)))
+    header = f"{recipe.summary}\nMade by: {_command_line()}\nThe same as: {command_line.to_shell(training)}"
+    print(command_line.to_shell(write_hydra(training, folder, recipe.experiment, header)))
     return 0
 
 

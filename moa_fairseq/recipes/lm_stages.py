@@ -20,6 +20,7 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.model_scores import score_once
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.stages import Run
+from moa_fairseq.running import command_line
 
 METRIC = "lm_ppl"
 _PERPLEXITY = re.compile(r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ([\d.]+|inf|nan)")
@@ -49,7 +50,7 @@ def preprocess_command(recipe: Recipe, root: Path) -> List[str]:
     """The last step of the preparation, for --dry-run."""
     dataset = language_modeling_sets()[recipe.data.recipe]
     values = monolingual_flags(root / "text", root / "binarised", dataset.subsets, workers())
-    return ["fairseq-preprocess", *commands.flags({**values, **dataset.preprocess})]
+    return ["fairseq-preprocess", *command_line.flags({**values, **dataset.preprocess})]
 
 
 def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, subset: str) -> List[str]:
@@ -62,7 +63,7 @@ def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, 
         **recipe.score.flags,
     }
     device = commands.device_flags(hardware)
-    return ["fairseq-eval-lm", commands.positional(paths.data), *commands.flags(values), *device]
+    return ["fairseq-eval-lm", command_line.positional(paths.data), *command_line.flags(values), *device]
 
 
 def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:

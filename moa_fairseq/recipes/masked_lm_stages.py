@@ -10,6 +10,7 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.model_scores import score_once
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.stages import Run, run_scoring
+from moa_fairseq.running import command_line
 
 
 def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, subset: str) -> List[str]:
@@ -23,7 +24,7 @@ def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, 
     }
     scores = paths.save_dir / f"score-{subset}.json"
     device = commands.device_flags(hardware)
-    return ["moa-fairseq", "score", *commands.flags(values), *device, commands.REDIRECT, str(scores)]
+    return ["moa-fairseq", "score", *command_line.flags(values), *device, command_line.REDIRECT, str(scores)]
 
 
 def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:

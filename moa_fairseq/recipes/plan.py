@@ -14,6 +14,7 @@ from moa_fairseq.recipes.hardware import CAPABILITIES, Hardware, assumed_hardwar
 from moa_fairseq.recipes.memory import estimate_memory, layers_of
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.throughput import DEVICES, Row, device_kind, expected_speed, seconds_per_update
+from moa_fairseq.running import command_line
 
 COUNTS = (1, 8, 32)
 # An update of MAE-7 base without and with a G step, in updates of the dense base model (results/benchmarks,
@@ -67,7 +68,7 @@ def _model_flags(recipe: Recipe) -> List[str]:
     sizes = ("num_experts", "experts_per_token", "expert_dim")
     own = {name.replace("_", "-"): getattr(model, name) for name in sizes}
     shared = ("share-decoder-input-output-embed",)
-    return commands.flags({**own, **{k: v for k, v in model.flags.items() if k not in shared}})
+    return command_line.flags({**own, **{k: v for k, v in model.flags.items() if k not in shared}})
 
 
 def _mean_lengths(recipe: Recipe, size: Optional[CorpusSize]) -> tuple:

@@ -9,7 +9,6 @@ from typing import Dict
 from moa_fairseq.data_prep.catalogue import translation_sets
 from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.commands import smuggled
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
     DATA_RECIPES,
@@ -23,6 +22,7 @@ from moa_fairseq.recipes.schema import (
     Recipe,
     Train,
 )
+from moa_fairseq.running.command_line import smuggled
 
 # The beginning of the headline metrics of each kind of language model.
 _HEADLINES = {MASKED_LM: "masked_lm_", CAUSAL_LM: "lm_"}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import time
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
-from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
-PATIENCE_SECONDS = 5.0
 _EPOCH_CHECKPOINT = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_CHECKPOINT = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
@@ -64,53 +59,6 @@ class RunState:
         return self.get(stage).get("done") == fingerprint and all(
             path.is_file() and path.stat().st_size for path in outputs
         )
-
-
-@contextlib.contextmanager
-def locked(
-    folder: Path, patience: float = PATIENCE_SECONDS, say: Optional[Callable[[str], None]] = None
-) -> Iterator[List[int]]:
-    """Hold the folder's lock; yields the file descriptors that children must inherit to hold it too.
-
-    patience: seconds to wait for another holder; say: is told once that there is one.
-    Raises UserError when another run, or a child that outlived one, works in the folder.
-    """
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".lock").touch()
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield []
-        return
-    with open(folder / ".lock", "r+", encoding="utf-8") as stream:
-
-        def attempt() -> None:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-        if not _acquired(attempt, 0):
-            holder = f"Another run is at work in {folder} (process {stream.read().strip() or '?'})"
-            if say:
-                say(f"{holder}; waiting for it to finish")
-            if not _acquired(attempt, patience):
-                raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.")
-        with disk_errors(folder):
-            os.ftruncate(stream.fileno(), 0)
-            os.pwrite(stream.fileno(), str(os.getpid()).encode(), 0)
-        yield [stream.fileno()]
-
-
-def _acquired(attempt: Callable[[], None], patience: float) -> bool:
-    """Try for `patience` seconds: children of a run that was just killed take a moment to go."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            attempt()
-            return True
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
 
 
 def epoch_checkpoints(folder: Path) -> List[Path]:

@@ -19,12 +19,14 @@ from moa_fairseq.recipes import commands, lm_stages, masked_lm_stages, stages
 from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
-from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
 from moa_fairseq.recipes.result import write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
-from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
+from moa_fairseq.recipes.run_folder import RunState, move_aside
 from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, Recipe
 from moa_fairseq.recipes.sharing import HANDOVER_SECONDS, check_shared, join_training
+from moa_fairseq.running import command_line
+from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
+from moa_fairseq.running.process import Executor, terminate_as_interrupt
 
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
@@ -164,7 +166,7 @@ def _run_stages(
     state = RunState(folder)
 
     def show(command: List[str]) -> None:
-        line = commands.to_shell(command, executor.environment)
+        line = command_line.to_shell(command, executor.environment)
         say(f"$ {line}")
         _append_command(folder / "commands.sh", line)
 
@@ -222,7 +224,7 @@ def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
         return lm_stages.preprocess_command(recipe, root)
     if recipe.kind == MASKED_LM:
         values = text_preprocess_flags(root / "bpe", root / "binarised", _subsets(recipe), data.flags)
-        return ["fairseq-preprocess", *commands.flags(values)]
+        return ["fairseq-preprocess", *command_line.flags(values)]
     text = root / ("bpe" if data.bpe or data.codes else "tokens")
     if data.train_fraction not in (None, 1):
         text = root / "sample"
@@ -235,7 +237,7 @@ def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
         workers(),
         data.flags,
     )
-    return ["fairseq-preprocess", *commands.flags(values)]
+    return ["fairseq-preprocess", *command_line.flags(values)]
 
 
 def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str, Any]:
@@ -275,7 +277,7 @@ def _prepare(
     root = prepared_folder(settings, source, options.data_root)
 
     def preprocess(flags: Mapping[str, Any]) -> None:
-        command = ["fairseq-preprocess", *commands.flags(flags)]
+        command = ["fairseq-preprocess", *command_line.flags(flags)]
         # What is shown writes to the final folder; what runs writes beside it, to be renamed when whole.
         show([word.replace("binarised.partial", "binarised") for word in command])
         executor.run(command, root / "preprocess.log")

@@ -9,9 +9,10 @@ from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands, stages
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.process import Executor
 from moa_fairseq.recipes.run_folder import RunState
 from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.running import command_line
+from moa_fairseq.running.process import Executor
 
 # After a restart of torchrun, the program that kept the run folder before may take its time to go.
 HANDOVER_SECONDS = 60.0
@@ -48,7 +49,7 @@ def join_training(
     """Train with the program that keeps the run folder; this one writes nothing there but a log."""
 
     def show(command: List[str]) -> None:
-        say(f"$ {commands.to_shell(command, executor.environment)}")
+        say(f"$ {command_line.to_shell(command, executor.environment)}")
 
     state = RunState(paths.save_dir)
     stages.train(stages.Run(recipe, hardware, paths, state, executor, show, say), prepared)

@@ -17,7 +17,6 @@ from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.execution import experiment_flags
 from moa_fairseq.recipes.finetune import check_pretrained
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.process import Executor
 from moa_fairseq.recipes.run_folder import (
     RunState,
     checkpoint_to_resume,
@@ -27,6 +26,7 @@ from moa_fairseq.recipes.run_folder import (
 )
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.train_log import TrainLog
+from moa_fairseq.running.process import Executor
 
 # Keys of `train` that may change between two runs of one training: where it runs, and when it ends.
 VOLATILE = (

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
-from moa_fairseq.data_prep.stage_folder import disk_errors
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, disk_errors
 
 _PARAMETERS = re.compile(r"num\. (?:shared|expert) model params: ([\d,]+)")
 _UPDATED = re.compile(r"([\d,]+) of [\d,]+ parameters are updated")

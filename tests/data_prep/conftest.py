@@ -231,7 +231,7 @@ def preprocess():
     from fairseq import options
     from fairseq_cli import preprocess as program
 
-    from moa_fairseq.recipes.commands import flags
+    from moa_fairseq.running.command_line import flags
 
     def run(values):
         program.main(options.get_preprocessing_parser().parse_args(flags({**values, "workers": 1})))

@@ -153,8 +153,8 @@ def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, prepro
     """`moa-fairseq recipe` without --data: the archives are looked for in data/downloads, else fetched."""
     from moa_fairseq.recipes.hardware import Hardware
     from moa_fairseq.recipes.loading import load_recipe
-    from moa_fairseq.recipes.process import Executor
     from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
+    from moa_fairseq.running.process import Executor
 
     class Here(Executor):
         def run(self, words, log, **options):

@@ -6,7 +6,7 @@ import pytest
 
 from moa_fairseq.data_prep.prepare import Preparation, prepared_folder, require_source
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.commands import flags
+from moa_fairseq.running.command_line import flags
 
 SETTINGS = {
     "recipe": "multi30k",

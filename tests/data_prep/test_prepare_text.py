@@ -17,8 +17,8 @@ from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_tex
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.process import Executor
 from moa_fairseq.recipes.runner import Options, run_recipe
+from moa_fairseq.running.process import Executor
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SPLITS = ["train", "valid", "test"]

@@ -5,14 +5,9 @@ import os
 
 import pytest
 
-from moa_fairseq.data_prep.stage_folder import (
-    build_folder,
-    digest_files,
-    disk_errors,
-    fingerprint_of,
-    read_mark,
-)
+from moa_fairseq.data_prep.stage_folder import build_folder, digest_files, fingerprint_of, read_mark
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import disk_errors
 
 
 def writer(text, calls):

@@ -10,6 +10,7 @@ from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_fla
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, planned_commands
 from moa_fairseq.recipes.schema import Train
+from moa_fairseq.running import command_line
 
 CPU = Hardware()
 V100 = Hardware(1, "V100", (7, 0), ("0",))
@@ -95,14 +96,14 @@ def test_fewer_gpus_than_present_restricts_what_fairseq_sees():
 
 def test_flags():
     values = {"a": 1, "b": True, "c": False, "d": None, "e": [1, 2], "f": -1, "g": "(0.9, 0.98)"}
-    assert commands.flags(values) == ["--a", "1", "--b", "--e", "1", "2", "--f=-1", "--g", "(0.9, 0.98)"]
+    assert command_line.flags(values) == ["--a", "1", "--b", "--e", "1", "2", "--f=-1", "--g", "(0.9, 0.98)"]
 
 
 def test_the_printed_line_means_what_is_executed():
     command = ["fairseq-train", "a folder", "--adam-betas", "(0.9, 0.98)"]
-    assert shlex.split(commands.to_shell(command)) == command
-    assert commands.to_shell(command, {"A": "1,2"}).startswith("A=1,2 fairseq-train")
-    assert commands.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
+    assert shlex.split(command_line.to_shell(command)) == command
+    assert command_line.to_shell(command, {"A": "1,2"}).startswith("A=1,2 fairseq-train")
+    assert command_line.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
 
 
 def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_config, tmp_path):
@@ -111,16 +112,16 @@ def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_confi
     generate = commands.generate_command(recipe, CPU, paths, "test")
     output = paths.save_dir / "generate-test.txt"
     score = commands.score_command(recipe, output)
-    assert commands.to_shell(generate).endswith(f" > '{output}'")
-    assert commands.to_shell(score).endswith(f"--json > '{paths.save_dir / 'score-test.json'}'")
-    assert commands.to_argv(generate)[-1] == "--cpu" and commands.to_argv(score)[-1] == "--json"
+    assert command_line.to_shell(generate).endswith(f" > '{output}'")
+    assert command_line.to_shell(score).endswith(f"--json > '{paths.save_dir / 'score-test.json'}'")
+    assert command_line.to_argv(generate)[-1] == "--cpu" and command_line.to_argv(score)[-1] == "--json"
 
 
 def test_train_command_of_a_mixture(small, write_config, tmp_path):
     small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
     recipe = load_recipe(write_config(small))
     paths = commands.RunPaths(tmp_path / "bin", tmp_path / "run", tmp_path / "moa_fairseq")
-    line = commands.to_shell(commands.train_command(recipe, CPU, paths))
+    line = command_line.to_shell(commands.train_command(recipe, CPU, paths))
     assert "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
     assert line.endswith("--distributed-world-size 1 --cpu")
     assert "--cpu" not in commands.train_command(recipe, A100, paths)

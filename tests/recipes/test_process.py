@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import process
+from moa_fairseq.running import process
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_the_child_dies_with_a_killed_parent(tmp_path):
     pid_file = tmp_path / "pid"
     child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     parent = (
-        "import sys\nfrom pathlib import Path\nfrom moa_fairseq.recipes import process\n"
+        "import sys\nfrom pathlib import Path\nfrom moa_fairseq.running import process\n"
         "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
         f"process.Executor().run(['program', {child!r}], Path({str(tmp_path / 'log')!r}))\n"
     )
@@ -116,7 +116,7 @@ def test_a_second_interrupt_does_not_save_the_child(tmp_path):
     )
     # Where the tests run in the background SIGINT is ignored, and children inherit that.
     parent = (
-        "import signal, sys\nfrom pathlib import Path\nfrom moa_fairseq.recipes import process\n"
+        "import signal, sys\nfrom pathlib import Path\nfrom moa_fairseq.running import process\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
         f"process.Executor().run(['program', {child!r}], Path({str(tmp_path / 'log')!r}))\n"

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, locked, move_aside
+from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, move_aside
+from moa_fairseq.running.folder_lock import locked
 
 
 def test_no_whole_checkpoint_at_all(tmp_path):
@@ -18,7 +19,7 @@ def test_no_whole_checkpoint_at_all(tmp_path):
 
 
 def test_one_run_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("moa_fairseq.recipes.run_folder.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("moa_fairseq.running.folder_lock.PATIENCE_SECONDS", 0.2)
     with locked(tmp_path), pytest.raises(UserError, match="at work"), locked(tmp_path):
         pass
     with locked(tmp_path):

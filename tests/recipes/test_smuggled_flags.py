@@ -6,10 +6,10 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, planned_commands, prepared_before
+from moa_fairseq.running import command_line
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_no_section_takes_a_flag_or_a_redirection_in_a_list(small, write_config,
 def test_numbers_below_zero_and_other_text_stay_values(small, write_config):
     small["train"]["flags"].update({"lr": [-1, "-2.5", "-1e-3", "0.5"], "adam-betas": "(0.9, 0.98)"})
     recipe = load_recipe(write_config(small))
-    line = commands.flags(recipe.train.flags)
+    line = command_line.flags(recipe.train.flags)
     assert line[line.index("--lr") + 1 :][:4] == ["-1", "-2.5", "-1e-3", "0.5"]
 
 
@@ -65,7 +65,7 @@ def test_the_plugin_folder_is_nobodys_to_choose(small, write_config, section, na
 
 def test_flags_made_elsewhere_are_checked_too():
     with pytest.raises(UserError, match=r"--lr.*'--user-dir'"):
-        commands.flags({"lr": ["--user-dir", "x"]})
+        command_line.flags({"lr": ["--user-dir", "x"]})
 
 
 def test_a_folder_named_like_a_flag_is_one(small, write_config, tmp_path, monkeypatch, make_binarised):

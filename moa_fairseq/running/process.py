@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 from typing import IO, Callable, Dict, Iterator, List, Optional, Sequence
 
-from moa_fairseq.data_prep.stage_folder import disk_errors
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.commands import to_argv, to_shell
+from moa_fairseq.files import disk_errors
+from moa_fairseq.running.command_line import to_argv, to_shell
 
 TAIL_LINES = 12
 STOP_SECONDS = 10

@@ -1,0 +1,1 @@
+"""Running commands in folders that one run has to itself."""
