@@ -54,8 +54,8 @@ class MixtureOfAttention(IncrementalAttention):
         self.name = ""  # the path in the model, set when a model is built: "encoder.layers.0.self_attn"
         self.dropout_module = FairseqDropout(dropout, module_name=self.__class__.__name__)
         self.router = TopKRouter(embed_dim, num_experts, experts_per_token, renormalize, routing_noise)
-        self.q_experts = ExpertLinear(num_experts, embed_dim, expert_dim, "dispatch", bias, backend)
-        self.out_experts = ExpertLinear(num_experts, expert_dim, embed_dim, "combine", bias, backend)
+        self.q_experts = ExpertLinear(num_experts, embed_dim, expert_dim, "experts", bias, backend)
+        self.out_experts = ExpertLinear(num_experts, expert_dim, embed_dim, "model", bias, backend)
         self.k_proj = nn.Linear(kdim or embed_dim, expert_dim, bias=bias)
         self.v_proj = nn.Linear(vdim or embed_dim, expert_dim, bias=bias)
         self.reset_parameters()
@@ -98,7 +98,7 @@ class MixtureOfAttention(IncrementalAttention):
         decision = self.router(tokens, None if padding is None else padding.reshape(-1))
         record(self.name, decision)
 
-        q = self.q_experts(tokens, decision)
+        q = self.q_experts(tokens, decision, slots_per_row=self.experts_per_token, slots_per_sum=1)
         k, v, key_padding_mask = self._keys_and_values(
             tokens.view(batch, tgt_len, self.embed_dim),
             key,
@@ -116,8 +116,10 @@ class MixtureOfAttention(IncrementalAttention):
             self.attention_dropout,
             need_weights or need_head_weights,
         )
-        slots = heads.transpose(1, 2).reshape(batch * tgt_len, self.experts_per_token, self.expert_dim)
-        out = self.out_experts(slots, decision)
+        slots = heads.transpose(1, 2).reshape(-1, self.expert_dim)
+        out = self.out_experts(
+            slots, decision, slots_per_row=1, slots_per_sum=self.experts_per_token, gate=decision.gate
+        )
         out = out.view(batch, tgt_len, self.embed_dim).transpose(0, 1).contiguous()
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)

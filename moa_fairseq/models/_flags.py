@@ -5,7 +5,7 @@ import argparse
 from moa_fairseq.attention.mae import GATES
 from moa_fairseq.attention.routers import RENORMALIZATIONS
 from moa_fairseq.attention.single_expert import EVALUATIONS, MIXTURE
-from moa_fairseq.kernels.expert_bank import BACKENDS
+from moa_fairseq.kernels import BACKENDS
 
 
 def add_mixture_args(parser: argparse.ArgumentParser) -> None:
