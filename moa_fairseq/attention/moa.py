@@ -12,7 +12,7 @@ from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routers import ACTIVATIONS, RENORMALIZATIONS, TopKRouter
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels.expert_bank import BACKENDS
+from moa_fairseq.kernels import BACKENDS
 
 KEYS_VALUES = ("shared", "own")
 
@@ -157,8 +157,8 @@ class MixtureOfAttention(MixtureAttention):
             bias_rate=routing_bias_rate,
         )
         width = heads_per_expert * expert_dim
-        self.q_experts = ExpertLinear(num_experts, embed_dim, width, "dispatch", bias, backend)
-        self.out_experts = ExpertLinear(num_experts, width, embed_dim, "combine", bias, backend)
+        self.q_experts = ExpertLinear(num_experts, embed_dim, width, "experts", bias, backend)
+        self.out_experts = ExpertLinear(num_experts, width, embed_dim, "model", bias, backend)
         self.k_proj = nn.Linear(kdim or embed_dim, self.key_heads * expert_dim, bias=bias)
         self.v_proj = nn.Linear(vdim or embed_dim, self.key_heads * expert_dim, bias=bias)
         self.reset_parameters()
@@ -174,7 +174,7 @@ class MixtureOfAttention(MixtureAttention):
         return self.router(x.view(-1, self.embed_dim), None if padding is None else padding.reshape(-1))
 
     def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
-        q = self.q_experts(x.view(-1, self.embed_dim), decision)
+        q = self.q_experts(x.view(-1, self.embed_dim), decision, self.experts_per_token, slots_per_sum=1)
         return q.view(*x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)
 
     def project_keys_values(
@@ -186,8 +186,11 @@ class MixtureOfAttention(MixtureAttention):
     def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
         batch, _, tgt_len, _ = heads.shape
         width = self.heads_per_expert * self.expert_dim
-        slots = heads.transpose(1, 2).reshape(batch * tgt_len, self.experts_per_token, width)
-        return self.out_experts(slots, decision).view(batch, tgt_len, self.embed_dim)
+        slots = heads.transpose(1, 2).reshape(-1, width)
+        out = self.out_experts(
+            slots, decision, slots_per_row=1, slots_per_sum=self.experts_per_token, gate=decision.gate
+        )
+        return out.view(batch, tgt_len, self.embed_dim)
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         inputs = self.k_proj.in_features + self.v_proj.in_features

@@ -6,7 +6,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.kernels import SlotOrder
 
 
 @dataclass
@@ -64,8 +64,6 @@ class RoutingDecision:
         return self.probs[:, self.shared :]
 
     @cached_property
-    def slot_order(self) -> Optional[SlotOrder]:
-        """Slots sorted by expert, computed at the first use and shared afterwards; None when K = E."""
-        if self.chooses_all:
-            return None
-        return SlotOrder.from_index(self.expert_index, self.num_experts)
+    def slot_order(self) -> SlotOrder:
+        """Slots sorted by expert, made at the first use and shared afterwards; nothing is sorted if K = E."""
+        return SlotOrder.from_index(self.expert_index, self.num_experts, in_order=self.chooses_all)

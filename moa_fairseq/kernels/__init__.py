@@ -1,1 +1,12 @@
-"""Expert-bank backends: one pair of functions (`expert_bank`), interchangeable implementations."""
+"""Products with the experts that were chosen: one function, `project`, and interchangeable backends.
+
+    order = SlotOrder.from_index(expert_index, num_experts)        expert_index [N, K]
+    slots = project(x, order, weight, into="experts", slots_per_row=K, slots_per_sum=1)
+
+Needs torch alone; the backend `triton` needs Triton.
+"""
+
+from moa_fairseq.kernels.projection import BACKENDS, project, resolve_backend
+from moa_fairseq.kernels.slot_order import SlotOrder
+
+__all__ = ["BACKENDS", "SlotOrder", "project", "resolve_backend"]

@@ -1,58 +1,140 @@
-"""The expert-sorted order of a batch's slots, computed once and shared by every projection."""
+"""Which expert serves which slot: sorted once for a batch, shared by every projection that uses it."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import List, Tuple
+from typing import Dict, List, Tuple
 
 import torch
 from torch import Tensor
 
+# An expert's rows are walked over in pieces of at most so many: what is gathered for one stays small.
+_PIECE = 512
 
-@dataclass
+
 class SlotOrder:
-    """Where each of the N·K slots (token t, choice k; flat index t·K + k) goes when sorted by expert.
+    """The S = N·K slots of N tokens (token t, choice k; flat index t·K + k) and their experts.
 
-    order   [N·K] int64  sorted position → flat slot
-    token   [N·K] int64  sorted position → token
-    offsets [E]   int32  end of each expert's rows in the sorted order (cumulative counts)
-    expert  [N·K] int64  flat slot → expert
-    per_token            K
+    expert       [S] int64  flat slot → expert; the K slots of a token have different experts
+    num_experts  E
+    per_token    K
+    in_order     whether K = E and slot k of every token is expert k: then nothing needs sorting
+
+    Everything else is computed when it is first asked for, and kept.
     """
 
-    order: Tensor
-    token: Tensor
-    offsets: Tensor
-    expert: Tensor
-    per_token: int
+    def __init__(self, expert_index: Tensor, num_experts: int, in_order: bool = False):
+        self.expert = expert_index.reshape(-1)
+        self.num_experts = num_experts
+        self.per_token = expert_index.size(-1)
+        self.in_order = in_order
+        self._owners: Dict[int, Tensor] = {}
+        self._cells: Dict[int, Tensor] = {}
 
     @classmethod
-    def from_index(cls, expert_index: Tensor, num_experts: int) -> "SlotOrder":
-        """Sort the slots of `expert_index` [N, K] by expert; ties keep token order."""
-        flat = expert_index.reshape(-1)
-        sorted_expert, order = torch.sort(flat, stable=True)
-        boundaries = torch.arange(num_experts, device=order.device)
+    def from_index(cls, expert_index: Tensor, num_experts: int, in_order: bool = False) -> "SlotOrder":
+        """Of the chosen experts `expert_index` [N, K] int64, each below num_experts."""
+        return cls(expert_index, num_experts, in_order)
+
+    @cached_property
+    def _sorted(self) -> Tuple[Tensor, Tensor]:
+        sorted_expert, order = torch.sort(self.expert, stable=True)
+        boundaries = torch.arange(self.num_experts, device=order.device)
         # searchsorted needs no zero-filled histogram
-        offsets = torch.searchsorted(sorted_expert, boundaries, right=True, out_int32=True)
-        per_token = expert_index.size(-1)
-        return cls(order, order // per_token, offsets, flat, per_token)
+        return order, torch.searchsorted(sorted_expert, boundaries, right=True, out_int32=True)
+
+    @property
+    def order(self) -> Tensor:
+        """[S] int64: position in the order of experts → flat slot; ties keep the slots' order."""
+        return self._sorted[0]
+
+    @property
+    def offsets(self) -> Tensor:
+        """[E] int32: end of each expert's positions (cumulative counts)."""
+        return self._sorted[1]
 
     @cached_property
     def inverse(self) -> Tensor:
-        """[N·K] int64: flat slot → sorted position."""
+        """[S] int64: flat slot → position."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(self.order.numel(), device=self.order.device)
         return inverse
 
-    @cached_property
-    def cell(self) -> Tensor:
-        """[N·K] int64: flat slot → token · E + expert, its place among every expert of every token."""
-        tokens = self.expert.numel() // self.per_token
-        first = torch.arange(tokens, device=self.expert.device) * self.offsets.numel()
-        return (self.expert.view(tokens, self.per_token) + first.unsqueeze(1)).view(-1)
+    def owner(self, slots_each: int) -> Tensor:
+        """[S] int64: position → the row that owns the slot, where a row owns `slots_each` neighbours."""
+        if slots_each == 1:
+            return self.order
+        if slots_each not in self._owners:
+            self._owners[slots_each] = self.order // slots_each
+        return self._owners[slots_each]
+
+    def cells(self, slots_each: int) -> Tensor:
+        """[S] int64: flat slot → row · E + expert, its place among every expert of every row."""
+        if slots_each not in self._cells:
+            rows = self.expert.numel() // slots_each
+            first = torch.arange(0, rows * self.num_experts, self.num_experts, device=self.expert.device)
+            cells = self.expert.view(rows, slots_each) + first.unsqueeze(1)
+            self._cells[slots_each] = cells.view(-1)
+        return self._cells[slots_each]
 
     @cached_property
-    def by_expert(self) -> List[Tuple[Tensor, Tensor]]:
-        """(tokens, slots) of each expert, int64; the one place that waits for a GPU."""
-        ends = self.offsets.tolist()
-        counts = [end - start for start, end in zip([0, *ends], ends)]
-        return list(zip(self.token.split(counts), self.order.split(counts)))
+    def pieces(self) -> "Pieces":
+        """Each expert's positions in pieces; the one place that waits for a GPU."""
+        experts, lengths, start = [], [], 0
+        for expert, end in enumerate(self.offsets.tolist()):
+            for first in range(start, max(end, start + 1), _PIECE):  # one piece, if empty, of an unchosen expert
+                experts.append(expert)
+                lengths.append(min(_PIECE, end - first))
+            start = end
+        return Pieces(self, experts, lengths)
+
+
+class Pieces:
+    """The positions of each expert, one piece after the other; every expert has at least one piece."""
+
+    def __init__(self, order: SlotOrder, experts: List[int], lengths: List[int]):
+        self.experts = experts
+        self._lengths = lengths
+        self._order = order
+        self._owners: Dict[int, Tuple[Tensor, ...]] = {}
+
+    def owner(self, slots_each: int) -> Tuple[Tensor, ...]:
+        """`SlotOrder.owner`, a tensor per piece."""
+        if slots_each not in self._owners:
+            self._owners[slots_each] = self._order.owner(slots_each).split(self._lengths)
+        return self._owners[slots_each]
+
+
+@dataclass(frozen=True)
+class Fan:
+    """How one projection's slots leave its rows and meet in its sums.
+
+    Slot s reads row s // slots_per_row and is added to sum s // slots_per_sum. The wide side has the
+    model's width C, the narrow side the experts' width D: rows are wide and sums narrow if the product
+    goes into the experts, and the reverse if it goes into the model.
+    """
+
+    order: SlotOrder
+    into_experts: bool
+    slots_per_row: int
+    slots_per_sum: int
+
+    @property
+    def slots(self) -> int:
+        return self.order.expert.numel()
+
+    @property
+    def sums(self) -> int:
+        return self.slots // self.slots_per_sum
+
+    @property
+    def per_wide(self) -> int:
+        return self.slots_per_row if self.into_experts else self.slots_per_sum
+
+    @property
+    def per_narrow(self) -> int:
+        return self.slots_per_sum if self.into_experts else self.slots_per_row
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each slot has a narrow row of its own: MoA's queries and outputs."""
+        return self.per_narrow == 1

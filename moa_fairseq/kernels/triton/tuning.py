@@ -79,6 +79,13 @@ else:
         (128, 128, 64, 8, 5),
         (128, 256, 64, 8, 5),
     )
+# The gate kernel needs its product again after the loop: tiles that leave no registers for that would spill.
+_GATE_TILE_PER_WARP = 2048  # elements
+gate_configs = [
+    config
+    for config in rows_configs
+    if config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"] <= _GATE_TILE_PER_WARP * config.num_warps
+]
 
 
 def shared_bytes(config: triton.Config, element_size: int) -> int:
@@ -106,12 +113,12 @@ def _not_above(configs: List[triton.Config], name: str, size: int) -> List[trito
 
 
 def prune_rows(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:
-    """What is worth timing for rows: tiles as high as the experts have rows, no wider than OUTER."""
+    """What is worth timing for rows: tiles as high as the experts have rows, no wider than the product."""
     known = {**named, **meta}
     configs = _fits(configs, known["rows"])
     height = known["rows_per_expert"]
     suited = [config for config in configs if height // 2 <= config.kwargs["BLOCK_M"] <= height]
-    return _not_above(suited or configs, "BLOCK_N", known.get("OUTER", 128))
+    return _not_above(suited or configs, "BLOCK_N", known.get("OUTER") or known["EXPERT_DIM"])
 
 
 def prune_outer(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:

@@ -1,0 +1,66 @@
+"""Grouped backend: each expert's matrix meets the rows that chose it, with gradients of its own.
+
+Three ways to walk over the experts, same results: `sorted_rows` (torch's grouped_mm) where torch has a
+kernel for the device and dtype, `every_expert` (one GEMM, then a choice) where there is little to compute,
+else `expert_loop`. Beside them stands `dense`, for K = E.
+"""
+
+from types import ModuleType
+from typing import Optional, Tuple
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moa_fairseq.kernels.grouped import every_expert, expert_loop, slotwise, sorted_rows
+from moa_fairseq.kernels.slot_order import Fan
+
+# When computing every expert beats walking over them, from benchmarks/kernels.py on two CPU cores: the
+# surplus products per expert must cost less than the loop's step, in which gathering and calling weigh
+# as much as 24 columns of arithmetic. A GPU's step waits for the host, and its arithmetic is cheaper.
+_STEP = {"cpu": 1.0e6, "cuda": 6.4e7}  # multiply-accumulates; the GPU's is an estimate
+_STEP_COLUMNS = 24
+# A loop leaves the matrices of unchosen experts unread, which pays once they do not fit the cache.
+_CACHED_WEIGHTS = 1.5e6  # elements
+
+
+def every_expert_pays(tokens: int, per_token: int, weight: Tensor) -> bool:
+    """Whether one GEMM over all of weight [E, D, C] is faster than the K · tokens products asked for."""
+    num_experts, dim, model_dim = weight.shape
+    surplus = tokens * model_dim * max(dim - _STEP_COLUMNS, 0) * (num_experts - per_token) / num_experts
+    if surplus > _STEP.get(weight.device.type, _STEP["cpu"]):
+        return False
+    reads_most = tokens * per_token > 2 * num_experts
+    return reads_most or weight.is_cuda or weight.numel() <= _CACHED_WEIGHTS
+
+
+def _walk(rows: Tensor, weight: Tensor, fan: Fan) -> Tuple[ModuleType, ModuleType]:
+    """(what has `forward` and `backward`, what they walk with)"""
+    if every_expert_pays(fan.slots // fan.per_wide, fan.per_wide, weight):
+        return slotwise, every_expert
+    return (slotwise, sorted_rows) if sorted_rows.takes(rows, weight) else (expert_loop, expert_loop)
+
+
+class _Project(Function):
+    """rows, weight [E, D, C], bias [E, D] or None, gate [S] or None → sums, shapes as in kernels.project."""
+
+    @staticmethod
+    def forward(
+        ctx, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan
+    ) -> Tensor:
+        ctx.fan = fan
+        ctx.save_for_backward(rows, weight, bias, gate)
+        runner, walk = _walk(rows, weight, fan)
+        return runner.forward(rows, weight, bias, gate, fan, walk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        saved = ctx.saved_tensors  # once: checkpointing recomputes at each access
+        runner, walk = _walk(saved[0], saved[1], ctx.fan)
+        return (*runner.backward(grad, *saved, ctx.fan, ctx.needs_input_grad[:4], walk), None)
+
+
+def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan) -> Tensor:
+    """As reference.project."""
+    return _Project.apply(rows, weight, bias, gate, fan)

@@ -1,0 +1,95 @@
+"""One expert after the other: gather its rows, multiply, write or add them where they belong.
+
+What is gathered is a piece of one expert's share of the batch, small enough for the processor's cache:
+nothing as large as all slots is ever stored. An expert's slots belong to different rows, so adding them
+never collides. Each iteration needs the expert's row count on the host: made for the CPU.
+"""
+
+from typing import Any, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.kernels.slot_order import Fan
+
+
+def _target(like: Tensor, rows: int, columns: int, slots_each: int) -> Tensor:
+    """[rows, columns] to write to, or zeros to add to, in float32 at least: sums would lose bits."""
+    if slots_each == 1:
+        return like.new_empty(rows, columns)
+    return like.new_zeros(rows, columns, dtype=like.dtype if like.dtype == torch.float64 else torch.float32)
+
+
+def _put(target: Tensor, owner: Tensor, values: Tensor, slots_each: int) -> None:
+    if slots_each == 1:
+        target.index_copy_(0, owner, values)
+    else:
+        target.index_add_(0, owner, values.to(target.dtype))
+
+
+def forward(
+    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan, _: Any = None
+) -> Tensor:
+    """As reference.project."""
+    pieces, matrices = fan.order.pieces, weight.transpose(1, 2) if fan.into_experts else weight
+    out = _target(rows, fan.sums, matrices.size(2), fan.slots_per_sum)
+    slots, sources, targets = (pieces.owner(each) for each in (1, fan.slots_per_row, fan.slots_per_sum))
+    for expert, slot, source, target in zip(pieces.experts, slots, sources, targets):
+        if not slot.numel():
+            continue
+        inputs = rows.index_select(0, source)
+        if gate is not None and not fan.into_experts:  # the gate meets the narrow side
+            inputs.mul_(gate.index_select(0, slot).unsqueeze(1))
+        product = (
+            inputs @ matrices[expert] if bias is None else torch.addmm(bias[expert], inputs, matrices[expert])
+        )
+        if gate is not None and fan.into_experts:
+            product.mul_(gate.index_select(0, slot).unsqueeze(1))
+        _put(out, target, product, fan.slots_per_sum)
+    return out.to(rows.dtype)
+
+
+def backward(
+    grad: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Optional[Tensor],
+    fan: Fan,
+    needs: Sequence[bool],
+    _: Any = None,
+) -> List[Optional[Tensor]]:
+    """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
+    pieces, matrices = fan.order.pieces, weight if fan.into_experts else weight.transpose(1, 2)
+    grad_rows = _target(rows, *rows.shape, fan.slots_per_row) if needs[0] else None
+    grad_weight = torch.empty_like(weight) if needs[1] else None
+    grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
+    grad_gate = torch.empty_like(gate) if needs[3] else None
+    slots, sources, targets = (pieces.owner(each) for each in (1, fan.slots_per_row, fan.slots_per_sum))
+    previous = -1
+    for expert, slot, source, target in zip(pieces.experts, slots, sources, targets):
+        upstream, inputs = grad.index_select(0, target), None
+        share = None if gate is None else gate.index_select(0, slot).unsqueeze(1)
+        if grad_weight is not None or grad_gate is not None:
+            inputs = rows.index_select(0, source)
+        if grad_rows is not None or grad_gate is not None:
+            product = upstream @ matrices[expert]
+            if grad_gate is not None:
+                shares = (product * inputs).sum(1)
+                grad_gate.index_copy_(0, slot, shares if bias is None else shares + upstream @ bias[expert])
+            if grad_rows is not None:
+                product = product if share is None else product.mul_(share)
+                _put(grad_rows, source, product, fan.slots_per_row)
+        narrow, wide = (upstream, inputs) if fan.into_experts else (inputs, upstream)
+        if share is not None and narrow is not None:
+            narrow.mul_(share)
+        is_first, previous = expert != previous, expert
+        if grad_weight is not None and is_first:
+            torch.mm(narrow.t(), wide, out=grad_weight[expert])  # zeros without rows
+        elif grad_weight is not None:
+            grad_weight[expert].addmm_(narrow.t(), wide)
+        if grad_bias is not None and is_first:
+            torch.sum(narrow, 0, out=grad_bias[expert])
+        elif grad_bias is not None:
+            grad_bias[expert] += narrow.sum(0)
+    return [None if grad_rows is None else grad_rows.to(rows.dtype), grad_weight, grad_bias, grad_gate]

@@ -1,0 +1,86 @@
+"""All experts at once by torch's grouped_mm: rows are gathered in expert order, one call multiplies them.
+
+For GPUs: nothing waits for the host. Rows are only ever gathered, never scattered: a permutation's
+gradient is the inverse permutation, and the slots of a row are neighbours, so their sum is a plain
+reduction. What has the model's width is made in steps, of rows or of columns, never for all slots at once.
+The functions are those that `slotwise` describes.
+"""
+
+from typing import Callable, Iterator, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
+
+GROUPED_MM: Optional[Callable] = getattr(F, "grouped_mm", None)
+_ALIGNMENT = 16  # bytes; grouped_mm demands strides that are multiples of it
+_FREE_ELEMENTS = 8 * 2**20  # a buffer of this size is never cut: launches would cost more than it does
+_UNIT = 128  # rows or columns of a step are a multiple of it
+
+
+def takes(rows: Tensor, weight: Tensor) -> bool:
+    """Whether grouped_mm accepts rows [M, I] times weight [E, O, I] transposed, and gains by it."""
+    if GROUPED_MM is None or rows.dtype != weight.dtype or rows.size(0) == 0:
+        return False
+    if not rows.is_cuda or rows.dtype != torch.bfloat16:
+        return False  # elsewhere it is a loop that synchronises: no gain over ours
+    if torch.version.hip is None and torch.cuda.get_device_properties(rows.device).major != 9:
+        return False  # Ampere has that loop, too, and Blackwell wrong gradients for an expert without rows
+    unit = _ALIGNMENT // rows.element_size()
+    return all(size % unit == 0 for size in (rows.size(1), weight.size(1), weight.size(2)))
+
+
+def _steps(total: int, other: int, least: int) -> Iterator[Tuple[int, int]]:
+    """(start, end) of steps through `total`, each with at most max(_FREE_ELEMENTS, least · other) elements."""
+    most = max(_FREE_ELEMENTS // max(1, other), least)
+    step = max(1, -(-most // _UNIT)) * _UNIT
+    return ((start, min(start + step, total)) for start in range(0, max(total, 1), step))
+
+
+def into_experts(wide: Tensor, weight: Tensor, bias: Optional[Tensor], fan: Fan) -> Tensor:
+    """[S / per_wide, C] → [S, D]. In steps of sorted positions: only the narrow product is kept."""
+    order, matrices = fan.order, weight.transpose(1, 2)
+    owner, parts = order.owner(fan.per_wide), []
+    for start, end in _steps(fan.slots, wide.size(1), fan.slots * weight.size(1) // wide.size(1)):
+        ends = order.offsets if end - start == fan.slots else (order.offsets - start).clamp(0, end - start)
+        parts.append(GROUPED_MM(wide.index_select(0, owner[start:end]), matrices, offs=ends))
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if bias is not None:
+        rows = rows + bias.index_select(0, _expert_of_position(order))
+    return rows.index_select(0, order.inverse)
+
+
+def place(slots: Tensor, weight: Tensor, fan: Fan) -> Tensor:
+    """[S, D] in expert order."""
+    return slots.index_select(0, fan.order.order)
+
+
+def into_model(placed: Tensor, weight: Tensor, fan: Fan) -> Tensor:
+    """[S, D] in expert order → [S / per_wide, C], in steps of columns."""
+    parts = []
+    for start, end in _steps(weight.size(2), fan.slots, weight.size(1)):
+        rows = GROUPED_MM(placed, weight[:, :, start:end], offs=fan.order.offsets)
+        rows = rows.index_select(0, fan.order.inverse)
+        parts.append(rows.view(-1, fan.per_wide, end - start).sum(1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def weight_grad(placed: Tensor, wide: Tensor, weight: Tensor, fan: Fan) -> Tensor:
+    """[E, D, C], in steps of columns. An expert without rows gets zeros: a zero gradient, not none."""
+    owner, parts = fan.order.owner(fan.per_wide), []
+    for start, end in _steps(weight.size(2), fan.slots, weight.size(1)):
+        rows = wide[:, start:end].index_select(0, owner)
+        parts.append(GROUPED_MM(placed.t(), rows, offs=fan.order.offsets))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def bias_grad(placed: Tensor, weight: Tensor, fan: Fan) -> Tensor:
+    sums = placed.new_zeros(weight.shape[:2], dtype=torch.float32)
+    return sums.index_add_(0, _expert_of_position(fan.order), placed.float()).to(placed.dtype)
+
+
+def _expert_of_position(order: SlotOrder) -> Tensor:
+    """[S] int64: the expert of each sorted position."""
+    return order.expert.index_select(0, order.order)

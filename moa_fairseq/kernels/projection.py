@@ -1,0 +1,125 @@
+"""The one function that every expert projection goes through, and the choice of what computes it."""
+
+import logging
+from functools import cache
+from typing import Optional
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import grouped, reference, triton
+from moa_fairseq.kernels.grouped import dense
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
+from moa_fairseq.torch_compat import autocast_dtype
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "reference", "grouped", "triton")
+
+
+def resolve_backend(name: str) -> str:
+    """The backend that `--expert-backend NAME` stands for on this machine; logged once.
+
+    Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
+    """
+    if name not in BACKENDS:
+        raise UserError(f"--expert-backend {name} is unknown: choose one of {', '.join(BACKENDS)}.")
+    if name == "triton" and triton.why_not():
+        raise UserError(
+            f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
+            """a checkpoint that was trained with it: --model-overrides "{'expert_backend': 'auto'}"."""
+        )
+    return _announce(name, "grouped" if name == "auto" else name)
+
+
+@cache
+def _announce(asked: str, chosen: str) -> str:
+    detail = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
+    detail = f" ({detail}; one dense GEMM when K = E)" if chosen == "grouped" else ""
+    logger.info(f"expert backend: {chosen}{detail} (--expert-backend {asked})")
+    return chosen
+
+
+def project(
+    rows: Tensor,
+    order: SlotOrder,
+    weight: Tensor,
+    *,
+    into: str,
+    slots_per_row: int,
+    slots_per_sum: int,
+    gate: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    backend: str = "grouped",
+) -> Tensor:
+    """Send each row through the experts of its slots, and add the slots up, gate-weighted.
+
+        sums[m] = Σ_{s : s // slots_per_sum = m} gate[s] · (A_e(s) · rows[s // slots_per_row] + bias[e(s)])
+
+    e(s) is the expert that `order` has for slot s. Into "experts", A_e is weight[e], from the model's
+    width C to the experts' D; into "model" it is its transpose, from D to C. Where it is used, with K
+    experts per token, or H heads with k experts each (K = H·k, slots head by head):
+
+        into      slots_per_row  slots_per_sum  gate   use
+        experts   K              1              -      MoA's queries (q_t · W_i^q of Eq. 10), σ-MoE's up-projection
+        model     1              K              yes    MoA's outputs (Eq. 6, 12), σ-MoE's down-projection
+        experts   H·k            k              yes    SwitchHead's keys and values
+        model     k              H·k            yes    SwitchHead's outputs; with "experts" in place of
+                                                       "model", its queries are as its keys
+
+    rows [S / slots_per_row, C or D], weight [E, D, C], gate [S] or [N, K] (ones if absent), bias [E, D]
+    into experts or [E, C] into the model → [S / slots_per_sum, D or C]. A sum whose gates are all zero
+    (padding) is zero. No backend ever stores S rows of width C, so memory does not grow with k.
+    rows and weight follow autocast; the result has the dtype of the product.
+    backend: a name that `resolve_backend` returned. Only `reference` can be differentiated twice.
+    Raises ValueError where the sizes do not fit each other.
+    """
+    fan = Fan(order, _is_into_experts(into), slots_per_row, slots_per_sum)
+    _check(rows, weight, gate, fan)
+    autocast = autocast_dtype(rows.device.type)
+    if autocast is not None:  # what an ordinary matmul would be given; a custom Function is not cast by itself
+        rows, weight = rows.to(autocast), weight.to(autocast)
+    if gate is not None:
+        gate = gate.reshape(-1)
+    is_dense = order.in_order and fan.is_plain and fan.per_wide == order.num_experts
+    if backend == "triton" and not is_dense and triton.takes(rows, weight):
+        return triton.project(rows, weight, bias, gate, fan)
+    gate = None if gate is None else gate.to(rows.dtype)
+    bias = None if bias is None else bias.to(rows.dtype)
+    inner_bias = bias if fan.into_experts else None
+    if backend == "reference":
+        out = reference.project(rows, weight, inner_bias, gate, fan)
+    elif is_dense and fan.into_experts and gate is None:
+        out = dense.into_experts(rows, weight, bias)
+    elif is_dense and not fan.into_experts:
+        out = dense.into_model(rows, weight, gate)
+    else:
+        out = grouped.project(rows, weight, inner_bias, gate, fan)
+    if bias is None or fan.into_experts:
+        return out
+    # The biases of a sum's slots in one small product, [M, E] · [E, C].
+    experts = order.expert.view(fan.sums, slots_per_sum)
+    share = out.new_ones(experts.shape) if gate is None else gate.view(experts.shape)
+    return out + out.new_zeros(fan.sums, order.num_experts).scatter_add(1, experts, share) @ bias
+
+
+def _is_into_experts(into: str) -> bool:
+    if into not in ("experts", "model"):
+        raise ValueError(f"into must be 'experts' or 'model', not {into!r}")
+    return into == "experts"
+
+
+def _check(rows: Tensor, weight: Tensor, gate: Optional[Tensor], fan: Fan) -> None:
+    slots, (experts, dim, model_dim) = fan.slots, weight.shape
+    if experts != fan.order.num_experts:
+        raise ValueError(f"weights of {experts} experts, but an order of {fan.order.num_experts}")
+    if rows.size(0) * fan.slots_per_row != slots or slots % fan.slots_per_sum:
+        raise ValueError(
+            f"{rows.size(0)} rows of {fan.slots_per_row} slots and sums of {fan.slots_per_sum} do not fit "
+            f"an order of {slots} slots"
+        )
+    if rows.size(1) != (model_dim if fan.into_experts else dim):
+        raise ValueError(f"rows of width {rows.size(1)}, but weights [E, D, C] = {[experts, dim, model_dim]}")
+    if gate is not None and gate.numel() != slots:
+        raise ValueError(f"{gate.numel()} gates for {slots} slots")

@@ -1,0 +1,266 @@
+"""The Triton backend as an operator of torch, with gradients: `expert_project`.
+
+With torch ≥ 2.4 it and the parts of its backward pass are custom operators (`torch.ops.moa_fairseq`), so
+`torch.compile` keeps them whole in its graph and knows their shapes; an older torch gets the same functions
+as an autograd Function. It can be differentiated once. This module imports without Triton, which is loaded
+when the first product runs.
+"""
+
+import importlib.util
+import os
+from typing import Any, Callable, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moa_fairseq.kernels.slot_order import Fan
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
+
+
+def why_not() -> str:
+    """Why this machine cannot run the backend, or "" if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton; CUDA builds of torch for Linux bring it)"
+    if _INTERPRETED:
+        return ""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if torch.version.hip is not None:
+        return ""
+    import triton
+
+    return unfit(torch.cuda.get_device_capability(), triton.__version__)
+
+
+def unfit(capability: Tuple[int, int], triton_version: str) -> str:
+    """Why this Triton does not serve an NVIDIA GPU of this compute capability, or ""."""
+    major, minor = (int(part) for part in triton_version.split(".")[:2])
+    if capability < (7, 0):
+        return "the GPU's compute capability is below 7.0"
+    if capability < (8, 0):
+        last, brought_by = ((3, 1), "2.5") if capability < (7, 5) else ((3, 2), "2.6")
+        if (major, minor) > last:
+            return (
+                f"Triton {triton_version} has no matrix instructions for compute capability "
+                f"{capability[0]}.{capability[1]}; {last[0]}.{last[1]} was the last, with torch {brought_by}"
+            )
+    return ""
+
+
+def takes(rows: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels compute this product: float16, bfloat16 (Ampere and newer) or float32, on a GPU."""
+    if rows.dtype != weight.dtype or rows.dtype not in _DTYPES:
+        return False
+    if not rows.is_cuda:
+        return _INTERPRETED
+    if rows.dtype == torch.bfloat16 and torch.version.hip is None:
+        # torch.compile knows the properties of a device, but not get_device_capability
+        return torch.cuda.get_device_properties(rows.device).major >= 8
+    return True
+
+
+def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan) -> Tensor:
+    """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
+    order = fan.order
+    routing = (order.expert, order.order, order.offsets)
+    return expert_project(
+        rows, weight, bias, gate, *routing, fan.into_experts, fan.slots_per_row, fan.slots_per_sum
+    )
+
+
+def _operator(
+    name: str,
+    run: Callable,
+    shapes: Callable,
+    setup: Optional[Callable] = None,
+    backward: Optional[Callable] = None,
+) -> Callable:
+    """`run` as an operator; `shapes` makes its outputs uncomputed, setup and backward are its gradient."""
+    if hasattr(torch.library, "custom_op"):
+        operator = torch.library.custom_op(f"moa_fairseq::{name}", run, mutates_args=())
+        operator.register_fake(shapes)
+        if backward is not None:
+            operator.register_autograd(backward, setup_context=setup)
+        return operator
+    if backward is None:
+        return run
+    parts = {"forward": run, "setup_context": setup, "backward": once_differentiable(backward)}
+    return type(name, (Function,), {key: staticmethod(part) for key, part in parts.items()}).apply
+
+
+# --- the parts of the backward pass; no gradients of their own
+
+
+def _products(
+    rows: Tensor,
+    weight: Tensor,
+    gate: Optional[Tensor],
+    order: Tensor,
+    offsets: Tensor,
+    into_experts: bool,
+    per_row: int,
+    per_sum: int,
+) -> Tensor:
+    from moa_fairseq.kernels.triton import launch
+
+    return launch.products(rows, weight, None, gate, order, offsets, into_experts, per_row, per_sum)
+
+
+def _products_shapes(
+    rows: Tensor,
+    weight: Tensor,
+    gate: Optional[Tensor],
+    order: Tensor,
+    offsets: Tensor,
+    into_experts: bool,
+    per_row: int,
+    per_sum: int,
+) -> Tensor:
+    return rows.new_empty(rows.size(0) * per_row // per_sum, weight.size(1 if into_experts else 2))
+
+
+def _gate_grads(
+    wide: Tensor,
+    narrow: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    per_wide: int,
+    per_narrow: int,
+    adds_products: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    from moa_fairseq.kernels.triton import launch
+
+    return launch.gate_grads(
+        wide, narrow, weight, bias, gate, order, offsets, per_wide, per_narrow, adds_products
+    )
+
+
+def _gate_grads_shapes(
+    wide: Tensor,
+    narrow: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    per_wide: int,
+    per_narrow: int,
+    adds_products: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    gated = narrow.new_empty(narrow.size(0) * per_narrow, narrow.size(1))
+    product = narrow.new_empty(narrow.size(0) if adds_products else 0, narrow.size(1))
+    return gate.new_empty(gate.shape), gated, product
+
+
+def _grad_weight(
+    left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int
+) -> Tensor:
+    from moa_fairseq.kernels.triton import launch
+
+    return launch.outer(left, right, order, offsets, per_left, per_right)
+
+
+def _grad_weight_shapes(
+    left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int
+) -> Tensor:
+    return left.new_empty(offsets.size(0), left.size(1), right.size(1))
+
+
+def _grad_bias(rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
+    from moa_fairseq.kernels.triton import launch
+
+    return launch.sum_rows(rows, gate, order, offsets, per_row)
+
+
+def _grad_bias_shapes(
+    rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tensor, per_row: int
+) -> Tensor:
+    return rows.new_empty(offsets.size(0), rows.size(1), dtype=torch.float32)
+
+
+_expert_products = _operator("expert_products", _products, _products_shapes)
+_expert_gate_grads = _operator("expert_gate_grads", _gate_grads, _gate_grads_shapes)
+_expert_grad_weight = _operator("expert_grad_weight", _grad_weight, _grad_weight_shapes)
+_expert_grad_bias = _operator("expert_grad_bias", _grad_bias, _grad_bias_shapes)
+
+
+# --- the projection
+
+
+def _project(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Optional[Tensor],
+    expert: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    into_experts: bool,
+    per_row: int,
+    per_sum: int,
+) -> Tensor:
+    from moa_fairseq.kernels.triton import launch
+
+    return launch.products(rows, weight, bias, gate, order, offsets, into_experts, per_row, per_sum)
+
+
+def _project_shapes(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Optional[Tensor],
+    expert: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    into_experts: bool,
+    per_row: int,
+    per_sum: int,
+) -> Tensor:
+    return _products_shapes(rows, weight, gate, order, offsets, into_experts, per_row, per_sum)
+
+
+def _project_setup(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
+    *tensors, into_experts, per_row, per_sum = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.fan = into_experts, per_row, per_sum
+
+
+def _project_backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    # once: checkpointing recomputes at each access
+    rows, weight, bias, gate, expert, order, offsets = ctx.saved_tensors
+    into_experts, per_row, per_sum = ctx.fan
+    needs_rows, needs_weight, needs_bias, needs_gate = ctx.needs_input_grad[:4]
+    grad = grad.contiguous()
+    narrow, wide = (grad, rows) if into_experts else (rows, grad)
+    per_narrow, per_wide = (per_sum, per_row) if into_experts else (per_row, per_sum)
+    grad_rows = grad_weight = grad_bias = grad_gate = None
+    left, per_left = narrow, per_narrow
+    if gate is not None and (needs_weight or needs_gate):
+        adds_products = needs_rows and not into_experts
+        grad_gate, left, products = _expert_gate_grads(
+            *(wide, narrow, weight, bias if into_experts else None, gate, order, offsets),
+            *(per_wide, per_narrow, adds_products),
+        )
+        per_left, grad_rows = 1, products if adds_products else None
+        if needs_gate and bias is not None and not into_experts:
+            by_expert = grad @ bias.to(grad.dtype).t()
+            grad_gate = grad_gate + by_expert.gather(1, expert.view(-1, per_sum)).view(-1)
+    if needs_rows and grad_rows is None:
+        grad_rows = _expert_products(grad, weight, gate, order, offsets, not into_experts, per_sum, per_row)
+    if needs_weight:
+        grad_weight = _expert_grad_weight(left, wide, order, offsets, per_left, per_wide)
+    if needs_bias and bias is not None:
+        grad_bias = _expert_grad_bias(grad, gate, order, offsets, per_sum).to(bias.dtype)
+    return grad_rows, grad_weight, grad_bias, grad_gate, *[None] * 6
+
+
+expert_project = _operator(
+    "expert_project", _project, _project_shapes, _project_setup, _project_backward
+)

@@ -1,0 +1,272 @@
+"""Launches of the Triton kernels: output tensors, grids, and the memory that lives in between.
+
+Everything here is sized by shapes alone. Where the experts' rows begin stays on the device: nothing waits
+for it. Grids are upper bounds, and blocks beyond the last row of their expert end at once.
+"""
+
+import contextlib
+from typing import Any, ContextManager, Dict, Optional, Tuple
+
+import torch
+import triton
+from torch import Tensor
+
+from moa_fairseq.kernels.triton import kernels, weight_grad
+from moa_fairseq.kernels.triton.tuning import rows_class
+
+_COLUMN_TILE = 128
+_FREE_ELEMENTS = 8 * 2**20  # a buffer of this size is never cut: launches would cost more than it does
+_SUM_TILE = (8, 128)  # rows × columns of a program that adds slots
+_ROWS_TILE = (32, 128)  # rows × columns that a program holds while it sums an expert's rows
+_CHUNK_SUM_TILE = 1024
+_MIN_CHUNK, _CHUNK_UNIT = 256, 128  # rows
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _on(tensor: Tensor) -> ContextManager:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _tf32(tensor: Tensor) -> bool:
+    """Whether a float32 product may use TF32: what the user allows torch's own matmuls."""
+    if tensor.dtype != torch.float32 or not tensor.is_cuda:
+        return False
+    settings = torch.backends.cuda.matmul
+    # torch ≥ 2.9 refuses to read allow_tf32 once the newer setting was used; it reflects the old one
+    precision = getattr(settings, "fp32_precision", None)
+    return settings.allow_tf32 if precision is None else precision == "tf32"
+
+
+def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
+    """Arguments that every kernel with expert blocks takes."""
+    experts = offsets.numel()
+    return {
+        "order": order,
+        "offsets": offsets,
+        "num_experts": experts,
+        "EXPERTS_POW2": max(16, triton.next_power_of_2(experts)),
+    }
+
+
+def columns_at_once(count: int, expert_dim: int, width: int) -> int:
+    """How many of `width` columns `products` computes per step for `count` slots that are to be summed.
+
+    All, if the buffer is small; else so many that it is no larger than the slots themselves, in whole tiles.
+    """
+    most = max(expert_dim, _FREE_ELEMENTS // max(1, count))
+    if most >= width:
+        return width
+    return min(width, _cdiv(most, _COLUMN_TILE) * _COLUMN_TILE)
+
+
+def products(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Optional[Tensor],
+    order: Tensor,
+    offsets: Tensor,
+    into_experts: bool,
+    per_row: int,
+    per_sum: int,
+) -> Tensor:
+    """As kernels.project: rows [S / per_row, C or D], weight [E, D, C] → [S / per_sum, D or C].
+
+    The products of one sum come from different tiles. They are written side by side and added by a second
+    kernel: deterministic, and cheaper than 32-bit atomic additions, which move twice the bytes. So that S
+    products of width C never exist at once, it goes through C in steps of `columns_at_once`.
+    """
+    rows, weight = rows.contiguous(), weight.contiguous()
+    num_experts, expert_dim, model_dim = weight.shape
+    count, full = order.numel(), expert_dim if into_experts else model_dim
+    out = rows.new_empty(count // per_sum, full)
+    if count == 0:
+        return out
+    width = full if per_sum == 1 else columns_at_once(count, expert_dim, full)
+    buffer = out if per_sum == 1 else rows.new_empty(count * width)
+    arguments = dict(
+        rows=rows,
+        weight=weight,
+        bias=None if bias is None else bias.contiguous(),
+        gate=None if gate is None else gate.contiguous(),
+        out=buffer,
+        rows_per_expert=rows_class(count, num_experts),
+        PER_ROW=per_row,
+        INTO_EXPERTS=into_experts,
+        EXPERT_DIM=expert_dim,
+        MODEL_DIM=model_dim,
+        TF32=_tf32(rows),
+        **_routing(order, offsets),
+    )
+    with _on(rows):
+        for first in range(0, full, width):
+            now = min(width, full - first)
+            kernels.product_kernel[
+                lambda meta, now=now: (
+                    (count // meta["BLOCK_M"] + num_experts) * _cdiv(now, meta["BLOCK_N"]),
+                )
+            ](first_column=first, OUTER=now, **arguments)
+            if per_sum > 1:
+                _sum_slots(buffer, out, first, now, per_sum)
+    return out
+
+
+def _sum_slots(buffer: Tensor, out: Tensor, first: int, width: int, per_sum: int) -> None:
+    block_t, block_c = _SUM_TILE
+    kernels.sum_slots_kernel[(_cdiv(out.size(0), block_t), _cdiv(width, block_c))](
+        buffer,
+        out,
+        num_sums=out.size(0),
+        first_column=first,
+        PER_SUM=per_sum,
+        WIDTH=width,
+        FULL_WIDTH=out.size(1),
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+    )
+
+
+def gate_grads(
+    wide: Tensor,
+    narrow: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    per_wide: int,
+    per_narrow: int,
+    adds_products: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """As `gate_kernel`: (grad_gate [S] in the gate's dtype, gate · narrow [S, D], the gated products).
+
+    The products are added for each narrow row, [S / per_narrow, D], if adds_products, else empty [0, D].
+    bias [E, D] belongs to them.
+    """
+    wide, narrow, weight, gate = (t.contiguous() for t in (wide, narrow, weight, gate))
+    num_experts, expert_dim, model_dim = weight.shape
+    count = order.numel()
+    grad_gate = torch.empty_like(gate, dtype=torch.float32)
+    gated = narrow.new_empty(count, expert_dim)
+    product = narrow.new_empty(count if adds_products else 0, expert_dim)
+    if count == 0:
+        return grad_gate.to(gate.dtype), gated, product
+    with _on(wide):
+        kernels.gate_kernel[lambda meta: (count // meta["BLOCK_M"] + num_experts,)](
+            rows=wide,
+            weight=weight,
+            bias=None if bias is None else bias.contiguous(),
+            narrow=narrow,
+            gate=gate,
+            grad_gate=grad_gate,
+            gated=gated,
+            gated_product=product if adds_products else None,
+            rows_per_expert=rows_class(count, num_experts),
+            PER_WIDE=per_wide,
+            PER_NARROW=per_narrow,
+            EXPERT_DIM=expert_dim,
+            MODEL_DIM=model_dim,
+            TF32=_tf32(wide),
+            **_routing(order, offsets),
+        )
+        if adds_products and per_narrow > 1:
+            slots, product = product, torch.empty_like(narrow)
+            _sum_slots(slots, product, 0, expert_dim, per_narrow)
+    return grad_gate.to(gate.dtype), gated, product
+
+
+def rows_per_chunk(count: int, num_experts: int, tiles: int, processors: int) -> int:
+    """Into chunks of how many rows a sum over an expert's share of `count` rows is cut.
+
+    Tiles of all experts fill the processors: only an expert with twice its share is cut. Else so that
+    there are about two programs per processor.
+    """
+    if num_experts * tiles >= processors:
+        rows = 2 * _cdiv(count, num_experts)
+    else:
+        rows = _cdiv(count * tiles, 2 * processors)
+    return _cdiv(max(rows, _MIN_CHUNK), _CHUNK_UNIT) * _CHUNK_UNIT
+
+
+def _processors(tensor: Tensor) -> int:
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
+
+
+def _chunks(count: int, experts: int, tiles: int, sample: Tensor) -> Tuple[int, int, int]:
+    """(rows of a chunk, blocks to launch, parts to make room for)"""
+    chunk = rows_per_chunk(count, experts, tiles, _processors(sample))
+    blocks = count // chunk + experts
+    return chunk, blocks, blocks if count > chunk else 0  # an expert can have two chunks
+
+
+def outer(left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int) -> Tensor:
+    """out[e] = Σ_{slots of e} left[slot // per_left]ᵀ · right[slot // per_right].
+
+    left [S / per_left, D], right [S / per_right, C] → [E, D, C]. An expert without slots gets zeros.
+    """
+    left, right = left.contiguous(), right.contiguous()
+    expert_dim, model_dim = left.size(1), right.size(1)
+    experts, count = offsets.numel(), order.numel()
+    tiles = _cdiv(expert_dim, _COLUMN_TILE) * _cdiv(model_dim, _COLUMN_TILE)
+    chunk, blocks, parts = _chunks(count, experts, tiles, left)
+    out = left.new_empty(experts, expert_dim, model_dim)
+    partial = left.new_empty(parts, expert_dim, model_dim, dtype=torch.float32)
+
+    def grid(meta: Dict[str, int]) -> Tuple[int]:
+        return (blocks * _cdiv(expert_dim, meta["BLOCK_D"]) * _cdiv(model_dim, meta["BLOCK_C"]),)
+
+    with _on(left):
+        weight_grad.outer_kernel[grid](
+            left=left,
+            right=right,
+            out=out,
+            partial=partial,
+            chunk=chunk,
+            rows_per_chunk=rows_class(min(chunk, count), 1),
+            PER_LEFT=per_left,
+            PER_RIGHT=per_right,
+            EXPERT_DIM=expert_dim,
+            MODEL_DIM=model_dim,
+            TF32=_tf32(left),
+            **_routing(order, offsets),
+        )
+        if parts:
+            _sum_chunks(partial, out, offsets, chunk)
+    return out
+
+
+def sum_rows(rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
+    """out[e] = Σ_{slots of e} gate · rows[slot // per_row]: rows [S / per_row, W] → [E, W] float32."""
+    rows = rows.contiguous()
+    width, experts = rows.size(1), offsets.numel()
+    block_r, block_c = _ROWS_TILE
+    tiles = _cdiv(width, block_c)
+    chunk, blocks, parts = _chunks(order.numel(), experts, tiles, rows)
+    out = rows.new_empty(experts, width, dtype=torch.float32)
+    partial = rows.new_empty(parts, width, dtype=torch.float32)
+    with _on(rows):
+        weight_grad.sum_rows_kernel[(blocks * tiles,)](
+            rows=rows,
+            gate=None if gate is None else gate.contiguous(),
+            out=out,
+            partial=partial,
+            chunk=chunk,
+            PER_ROW=per_row,
+            WIDTH=width,
+            BLOCK_C=block_c,
+            BLOCK_R=block_r,
+            **_routing(order, offsets),
+        )
+        if parts:
+            _sum_chunks(partial, out, offsets, chunk)
+    return out
+
+
+def _sum_chunks(partial: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
+    size = out[0].numel()
+    weight_grad.sum_chunks_kernel[(_cdiv(size, _CHUNK_SUM_TILE), out.size(0))](
+        partial, out, offsets, chunk, SIZE=size, BLOCK=_CHUNK_SUM_TILE
+    )

@@ -1,0 +1,283 @@
+"""Every backend against a float64 loop nobody can doubt: forward and all gradients, ugly shapes, memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from projection_cases import SHAPES, USES, choose, variants
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import moa_fairseq
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import SlotOrder, grouped, project, resolve_backend, slot_order
+from moa_fairseq.kernels.grouped import every_expert, every_expert_pays, expert_loop, slotwise, sorted_rows
+
+# name → what stands for grouped._walk, and the constants that make it go in steps
+WALKS = {
+    "expert_loop": ((expert_loop, expert_loop), []),
+    "expert_loop in pieces": ((expert_loop, expert_loop), [(slot_order, "_PIECE", 3)]),
+    "every_expert": ((slotwise, every_expert), []),
+    "sorted_rows": ((slotwise, sorted_rows), []),
+    "sorted_rows in steps": (
+        (slotwise, sorted_rows),
+        [(sorted_rows, "_FREE_ELEMENTS", 0), (sorted_rows, "_UNIT", 4)],
+    ),
+}
+
+
+def assert_close(fast, exact, what):
+    error = (fast.double() - exact).abs().max().item() if exact.numel() else 0.0
+    scale = exact.abs().max().item() if exact.numel() else 1.0
+    assert fast.shape == exact.shape and torch.isfinite(fast).all(), what
+    assert error <= 1e-5 * (1 + scale), f"{what}: off by {error:.2e}"
+
+
+def compare_with_the_loop(shape, use, backend, sorts=False):
+    for case in variants(shape, use):
+        fast = case.run(case.projected(backend, in_order=shape[-1] == "all" and not sorts), torch.float32)
+        for name, exact in case.exact.items():
+            assert_close(fast[name], exact, f"{name}, {case}")
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_forward_and_every_gradient_equal_the_loop(shape, use, backend):
+    compare_with_the_loop(shape, use, backend)
+
+
+def takes_on_cpu(shape):
+    """sorted_rows is not chosen on a CPU, but newer torch has its product there, too."""
+    tokens, model_dim, _, _, dim, *_ = shape
+    return sorted_rows.GROUPED_MM is not None and tokens > 0 and model_dim % 4 == dim % 4 == 0
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_every_way_to_walk_over_the_experts_equals_the_loop(walk, use, shape, monkeypatch):
+    if walk.startswith("sorted_rows") and not takes_on_cpu(shape):
+        pytest.skip("no grouped_mm in this torch, or none for these sizes")
+    walks, constants = WALKS[walk]
+    monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
+    for constant in constants:
+        monkeypatch.setattr(*constant)
+    compare_with_the_loop(shape, use, "grouped", sorts=True)
+
+
+def switchhead(use, tokens, model_dim, num_experts, k, dim, heads=2):
+    """A function that computes one of SwitchHead's fans and all its gradients, and keeps nothing."""
+    g = torch.Generator().manual_seed(1)
+    index = choose(tokens, num_experts, k, heads, "random", g)
+    into, slots, _ = USES[use]
+    per_row, per_sum = slots(heads, k)
+    rows = torch.randn(index.numel() // per_row, model_dim if into == "experts" else dim, requires_grad=True)
+    weight = torch.randn(heads * num_experts, dim, model_dim, requires_grad=True)
+    gate = torch.rand(index.shape, requires_grad=True)
+    upstream = torch.randn(index.numel() // per_sum, dim if into == "experts" else model_dim)
+
+    def step(backend="grouped"):
+        order = SlotOrder.from_index(index, weight.size(0))
+        fan = dict(into=into, slots_per_row=per_row, slots_per_sum=per_sum)
+        out = project(rows, order, weight, gate=gate, backend=backend, **fan)
+        torch.autograd.grad(out, (rows, weight, gate), upstream)
+
+    return step
+
+
+class Largest(TorchDispatchMode):
+    """How many elements the largest tensor had that any operation made; views and expansions do not count."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.mark.parametrize("walk", ["reference", *WALKS])
+@pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
+def test_nothing_as_large_as_every_slot_of_the_models_width_is_stored(use, walk, monkeypatch):
+    tokens, model_dim, num_experts, k, dim, heads = 128, 64, 6, 4, 8, 2
+    if walk != "reference":
+        walks, constants = WALKS[walk]
+        if walks[1] is sorted_rows and sorted_rows.GROUPED_MM is None:
+            pytest.skip("no grouped_mm in this torch")
+        monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
+        monkeypatch.setattr(sorted_rows, "_FREE_ELEMENTS", 0)
+        monkeypatch.setattr(sorted_rows, "_UNIT", 16)
+    with Largest() as largest:
+        switchhead(use, tokens, model_dim, num_experts, k, dim)("reference" if walk == "reference" else "grouped")
+    every_slot = tokens * heads * k * model_dim
+    assert largest.elements >= tokens * model_dim, "the counter sees nothing"
+    assert largest.elements <= every_slot / 2, f"{largest.elements} of {every_slot} elements"
+
+
+def peak_bytes(step):
+    """The most bytes that the step holds at once, by the allocator's own record."""
+    step()
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = most = 0
+    for _, change in changes:
+        held += change
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
+def test_switchheads_peak_of_memory_is_flat_in_k(use):
+    """More slots need more indices and gates, but not one row more of either width."""
+    tokens, model_dim, num_experts, dim, heads = 8192, 256, 16, 64, 2
+    peaks = {k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 2, 4)}
+    more_slots = tokens * heads * (4 - 1)
+    assert peaks[1] > 4 * tokens * model_dim, "the record is empty"
+    assert peaks[4] < 1.15 * peaks[1], peaks
+    assert peaks[4] - peaks[1] < 4 * more_slots * dim / 2, peaks  # not even the slots' narrow side
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
+    rows, weight = torch.randn(3, 8), torch.randn(3, 4, 8)
+    fan = dict(slots_per_row=2, slots_per_sum=1)
+    for match, arguments, options in (
+        ("into must be", (rows, order, weight), dict(fan, into="heads")),
+        ("2 rows of 2 slots", (rows[:2], order, weight), dict(fan, into="experts")),
+        ("sums of 4", (rows, order, weight), dict(fan, into="experts", slots_per_sum=4)),
+        ("rows of width 8", (rows, order, weight), dict(fan, into="model")),
+        ("weights of 2 experts", (rows, order, weight[:2]), dict(fan, into="experts")),
+        ("3 gates for 6 slots", (rows, order, weight), dict(fan, into="experts", gate=torch.rand(3))),
+    ):
+        with pytest.raises(ValueError, match=match):
+            project(*arguments, **options)
+
+
+def test_an_expert_without_tokens_gets_a_zero_gradient_not_none():
+    index = torch.tensor([[0], [0]])
+    weight = torch.randn(3, 4, 8, requires_grad=True)
+    order = SlotOrder.from_index(index, 3)
+    project(torch.randn(2, 8), order, weight, into="experts", slots_per_row=1, slots_per_sum=1).sum().backward()
+    assert weight.grad[0].abs().sum() > 0
+    assert (weight.grad[1:] == 0).all()
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("use", USES)
+def test_only_what_is_asked_for_is_differentiated(use, walk, monkeypatch):
+    """Each gradient alone is the one that comes with all others."""
+    walks, constants = WALKS[walk]
+    if walks[1] is sorted_rows and sorted_rows.GROUPED_MM is None:
+        pytest.skip("no grouped_mm in this torch")
+    monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
+    for case in variants(SHAPES["aligned for grouped_mm"], use):
+        together = case.run(case.projected("grouped"), torch.float32)
+        index, inputs, upstream = case.inputs
+        for name in inputs:
+            leaves = {n: t.float().requires_grad_(n == name) for n, t in inputs.items()}
+            out = case.projected("grouped")(index, leaves)
+            (grad,) = torch.autograd.grad(out, leaves[name], upstream.float())
+            torch.testing.assert_close(grad, together[name])
+
+
+def test_slot_order_invariants(monkeypatch):
+    monkeypatch.setattr(slot_order, "_PIECE", 5)
+    index = torch.randint(0, 6, (29, 4), generator=torch.Generator().manual_seed(1))
+    order = SlotOrder.from_index(index, 7)
+    flat = index.reshape(-1)
+    assert torch.equal(order.order[order.inverse], torch.arange(flat.numel()))
+    assert (flat[order.order].diff() >= 0).all()
+    assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
+    assert torch.equal(order.owner(1), order.order) and torch.equal(order.owner(2), order.order // 2)
+    assert torch.equal(order.cells(4), torch.arange(116) // 4 * 7 + flat)
+    assert order.owner(2) is order.owner(2) and order.cells(4) is order.cells(4)
+    pieces = order.pieces
+    assert sorted(set(pieces.experts)) == list(range(7)), "the one that nobody chose has a piece, too"
+    assert torch.equal(torch.cat(pieces.owner(4)), order.owner(4))
+    for expert, slots in zip(pieces.experts, pieces.owner(1)):
+        assert (flat[slots] == expert).all() and len(slots) <= 5
+
+
+@pytest.mark.parametrize(
+    "sizes, pays",
+    [
+        ((512, 4, 8, 48, 128), True),  # small experts: the loop's steps would cost more than the surplus
+        ((2048, 8, 32, 128, 512), False),
+        ((1, 8, 32, 128, 512), False),  # 24 of 32 matrices need not be read
+        ((16, 8, 32, 128, 512), True),
+    ],
+)
+def test_when_computing_every_expert_pays(sizes, pays):
+    tokens, per_token, num_experts, dim, model_dim = sizes
+    assert every_expert_pays(tokens, per_token, torch.empty(num_experts, dim, model_dim)) == pays
+
+
+@pytest.mark.parametrize("major, is_bf16, taken", [(9, True, True), (8, True, False), (10, True, False), (9, False, False)])
+def test_grouped_mm_is_called_only_where_it_is_a_kernel(major, is_bf16, taken, monkeypatch):
+    """Hopper in bfloat16: torch loops elsewhere, and on Blackwell empty groups get wrong gradients."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(sorted_rows, "GROUPED_MM", lambda *_: None)
+    properties = type("Properties", (), {"major": major})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    dtype = torch.bfloat16 if is_bf16 else torch.float16
+    rows, weight = (torch.zeros(size, dtype=dtype).as_subclass(OnGpu) for size in ((4, 16), (2, 8, 16)))
+    assert sorted_rows.takes(rows, weight) == taken
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+@pytest.mark.parametrize("use", USES)
+def test_autocast_gives_what_a_matmul_gives(use, backend):
+    (case, *_) = variants(SHAPES["ordinary"], use)
+    index, inputs, _ = case.inputs
+    leaves = {name: t.float().requires_grad_() for name, t in inputs.items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = case.projected(backend)(index, leaves)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), case.exact["output"], atol=0.1, rtol=0.05)
+    out.float().sum().backward()
+    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
+
+
+def test_unknown_backend_is_refused_by_name():
+    with pytest.raises(UserError, match="--expert-backend turbo"):
+        resolve_backend("turbo")
+
+
+def test_decision_sorts_once_and_not_at_all_when_every_expert_is_chosen():
+    probs = torch.rand(5, 3)
+    some = RoutingDecision(torch.randint(0, 3, (5, 2)), torch.rand(5, 2), probs, probs)
+    assert some.slot_order is some.slot_order
+    every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs)
+    assert every.slot_order is None
+
+
+def test_the_kernels_need_nothing_of_fairseq():
+    """A process that has torch but cannot import fairseq; the package's own __init__ is left out."""
+    program = f"""
+import sys, types
+sys.modules["fairseq"] = None
+package = types.ModuleType("moa_fairseq")
+package.__path__ = [{str(Path(moa_fairseq.__file__).parent)!r}]
+sys.modules["moa_fairseq"] = package
+import torch
+from moa_fairseq.kernels import SlotOrder, project, resolve_backend
+order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
+backend = resolve_backend("auto")
+out = project(torch.ones(3, 8), order, torch.ones(3, 4, 8), into="experts", slots_per_row=2, slots_per_sum=1, backend=backend)
+print(tuple(out.shape), out.unique().tolist(), sorted(n for n in sys.modules if n.startswith("moa_fairseq") and n.count(".") == 1))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "(6, 4) [8.0] ['moa_fairseq.errors', 'moa_fairseq.kernels']"
