@@ -1,9 +1,14 @@
-"""Several processes: torchrun on a CPU is refused or works; a place in an epoch fits other processes."""
+"""Several processes: torchrun on a CPU is refused or works; a place in an epoch fits other processes; data
+workers load the epoch that is being trained."""
 
+import multiprocessing
+import os
 from types import SimpleNamespace
 
 import pytest
-from fairseq.data.iterators import CountingIterator, GroupedIterator
+import torch
+from fairseq.data import Dictionary, FairseqDataset, ListDataset, MaskTokensDataset
+from fairseq.data.iterators import CountingIterator, EpochBatchIterator, GroupedIterator
 from fairseq.distributed import utils as distributed_utils
 
 from moa_fairseq.errors import UserError
@@ -68,3 +73,114 @@ def test_groups_go_on_from_any_place(place):
     seen = [number for group in groups for number in group]
     assert seen == list(range(place, 10))
     assert not groups.has_next()
+
+
+class Noisy(FairseqDataset):
+    """Items depend on the epoch, as masks and noise do: (epoch, index, the process that loaded it)."""
+
+    epoch = 0
+
+    def __getitem__(self, index):
+        return torch.tensor([self.epoch, index, os.getpid()])
+
+    def __len__(self):
+        return 12
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def collater(self, samples):
+        return torch.stack(samples)
+
+
+def epochs_of(workers, buffer_size, restart_at=None, count=3):
+    """What `count` epochs of 6 batches load, [72 / count, 3] each; the second may go on at a batch."""
+    batches = [[2 * number, 2 * number + 1] for number in range(6)]
+
+    def iterator():
+        dataset = Noisy()
+        options = {"num_workers": workers, "buffer_size": buffer_size, "reuse_dataloader": True}
+        return EpochBatchIterator(dataset, dataset.collater, batches, **options)
+
+    found, epochs = [], iterator()
+    for epoch in range(1, count + 1):
+        if epoch == 2 and restart_at is not None:
+            epochs = iterator()
+            epochs.dataset.set_epoch(epoch)
+            epochs.load_state_dict(
+                {"version": 2, "epoch": 2, "iterations_in_epoch": restart_at, "shuffle": True}
+            )
+        found.append(torch.cat(list(epochs.next_epoch_itr(shuffle=True))))
+        assert epochs.epoch == epoch
+    return found
+
+
+@pytest.mark.parametrize("buffer_size", [0, 10])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_load_the_epoch_that_is_trained(workers, buffer_size):
+    expected = [rows[:, :2] for rows in epochs_of(0, 0)]
+    assert [rows[:, 0].unique().tolist() for rows in expected] == [[1], [2], [3]]
+    whole = epochs_of(workers, buffer_size)
+    assert all(torch.equal(ours[:, :2], rows) for ours, rows in zip(whole, expected))
+    assert all(len(rows[:, 2].unique()) == max(workers, 1) for rows in whole)
+    restarted = epochs_of(workers, buffer_size, restart_at=2)
+    expected[1] = expected[1][4:]
+    assert all(torch.equal(ours[:, :2], rows) for ours, rows in zip(restarted, expected))
+
+
+def test_workers_of_past_epochs_are_gone():
+    before = set(multiprocessing.active_children())
+    dataset = Noisy()
+    epochs = EpochBatchIterator(
+        *(dataset, dataset.collater, [[0], [1], [2], [3]]),
+        num_workers=2,
+        buffer_size=10,
+        reuse_dataloader=True,
+    )
+    for _ in range(4):
+        assert len(list(epochs.next_epoch_itr())) == 4
+        assert len(set(multiprocessing.active_children()) - before) <= 2
+
+
+def test_validation_keeps_its_epoch_and_its_workers():
+    dataset = Noisy()
+    dataset.set_epoch(1)
+    valid = EpochBatchIterator(
+        *(dataset, dataset.collater, [[0], [1]]), num_workers=1, buffer_size=10, reuse_dataloader=True
+    )
+    first, *later = [
+        torch.cat(list(valid.next_epoch_itr(shuffle=False, set_dataset_epoch=False))) for _ in range(3)
+    ]
+    assert first[:, 0].tolist() == [1, 1]
+    assert all(torch.equal(first, rows) for rows in later)  # the same process, too: none is started anew
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_curriculum_ends(workers):
+    """--curriculum 1: the first epoch in the data's order, the others shuffled."""
+    dataset = Noisy()
+    batches = [[number] for number in range(12)]
+    epochs = EpochBatchIterator(
+        *(dataset, dataset.collater, batches), num_workers=workers, buffer_size=10, reuse_dataloader=True
+    )
+    orders = [torch.cat(list(epochs.next_epoch_itr(shuffle=n > 1)))[:, 1].tolist() for n in (1, 2, 3)]
+    assert orders[0] == sorted(orders[0])
+    assert orders[1] != orders[0] and orders[2] != orders[1]
+    assert sorted(orders[1]) == orders[0]
+
+
+def test_no_masks_of_the_last_epoch_are_remembered():
+    """fairseq keeps the last eight items that it made, and forgets to ask of which epoch they are."""
+    dictionary = Dictionary()
+    for number in range(40):
+        dictionary.add_symbol(f"w{number}")
+    mask = dictionary.add_symbol("<mask>")
+    items = ListDataset([torch.arange(4, 44)], [40])
+    source, target = MaskTokensDataset.apply_mask(items, dictionary, dictionary.pad(), mask, mask_prob=0.5)
+    seen = []
+    for epoch in (1, 2, 1):
+        for part in (source, target):
+            part.set_epoch(epoch)
+        seen.append((source[0].clone(), target[0].clone()))
+    assert not torch.equal(seen[0][0], seen[1][0]) and not torch.equal(seen[0][1], seen[1][1])
+    assert torch.equal(seen[0][0], seen[2][0]) and torch.equal(seen[0][1], seen[2][1])

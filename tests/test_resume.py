@@ -15,6 +15,8 @@ USER_DIR = os.path.dirname(moa_fairseq.__file__)
 EPOCHS = ("--max-tokens", 100, "--max-epoch", 3, "--save-interval-updates", 4, "--keep-interval-updates", 2)
 # the second epoch, in which the kill comes, has G steps
 BCD = ("--task", "translation_bcd", "--bcd-g-every", 2, "--criterion", "label_smoothed_cross_entropy")
+# of 12 updates per epoch; --num-workers 1 is fairseq's default
+MASKED_LM = ("--max-epoch", 3, "--num-workers", 1, "--log-interval", 1, "--save-interval-updates", 4)
 CASES = {
     "moa": ("moa_transformer_tiny", (), "q_experts.weight"),
     "bcd": ("mae_transformer_tiny", BCD, "gate.fc2.weight"),
@@ -22,14 +24,14 @@ CASES = {
 }
 
 
-def kill_after(updates, command):
-    """Start the training and SIGKILL it once its log has reached `updates`."""
+def kill_at(words, command):
+    """Start the training and SIGKILL it once its log says `words`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     for line in process.stdout:
-        if f'"num_updates": "{updates}"' in line:
+        if words in line:
             process.send_signal(signal.SIGKILL)
             break
     process.stdout.read()
@@ -50,7 +52,7 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, ca
     command = [str(killed) if word == str(whole) else word for word in command]
     model, loss, updates = final(whole)
 
-    assert kill_after(updates // 2, command) == -signal.SIGKILL
+    assert kill_at(f'"num_updates": "{updates // 2}"', command) == -signal.SIGKILL
     part, _, reached = final(killed)
     assert 0 < reached < updates
     resumed = fairseq.train(toy_data, killed, *EPOCHS, *flags, arch=arch)
@@ -89,6 +91,30 @@ def test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so(fairseq, toy_data, t
     anew = ("--reset-optimizer", "--reset-lr-scheduler", "--max-epoch", 3)
     again = fairseq.train(toy_data, tmp_path, *flags, *anew, **old)
     assert "gates by plain SGD" in again.stdout + again.stderr
+
+
+@pytest.fixture(scope="module")
+def whole_masked_lm(train_masked_lm, tmp_path_factory):
+    """An uninterrupted masked LM, three epochs: its run folder, and its command."""
+    folder = tmp_path_factory.mktemp("masked_lm") / "whole"
+    return folder, train_masked_lm(folder, *MASKED_LM).args
+
+
+@pytest.mark.parametrize("place", ["in the middle of epoch 2", "at the end of epoch 1"])
+def test_a_resumed_masked_lm_sees_the_masks_of_an_uninterrupted_one(whole_masked_lm, tmp_path, place):
+    """fairseq's own number of data workers, and nothing but its own command started twice."""
+    whole, args = whole_masked_lm
+    model, loss, updates = final(whole)
+    command = [str(tmp_path) if word == str(whole) else word for word in args]
+    words = "end of epoch 1 " if "end" in place else f'"num_updates": "{updates // 2 + 1}"'
+    assert kill_at(words, command) == -signal.SIGKILL
+    state = load_checkpoint(tmp_path / "checkpoint_last.pt")["extra_state"]["train_iterator"]
+    assert state["epoch"] == 2 and (state["iterations_in_epoch"] == 0) == ("end" in place)
+
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    again, loss_again, updates_again = final(tmp_path)
+    assert (updates_again, loss_again) == (updates, loss)
+    torch.testing.assert_close(again, model, rtol=0, atol=0)
 
 
 def test_another_architecture_is_refused_and_overwrites_nothing(fairseq, toy_data, toy_checkpoint, tmp_path):

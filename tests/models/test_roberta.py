@@ -13,6 +13,7 @@ import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.models.moa import MoARobertaModel
 
 assert moa_fairseq.__version__
@@ -122,6 +123,35 @@ def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data
     assert text == f"the{token} sat" and 0 < probability < 1
 
 
+def log_records(done, field):
+    """The records of a training's JSON log that have `field`."""
+    lines = [
+        line[line.index("{") :] for line in (done.stdout + done.stderr).splitlines() if f'"{field}"' in line
+    ]
+    return [json.loads(line) for line in lines]
+
+
+def test_any_number_of_data_workers_trains_the_same(train_masked_lm, tmp_path):
+    final = {}
+    for workers in (0, 1, 2):
+        folder = tmp_path / str(workers)
+        train_masked_lm(folder, "--max-epoch", 3, "--update-freq", "2,1", "--num-workers", workers)
+        state = load_checkpoint(folder / "checkpoint_last.pt")
+        final[workers] = {**state["model"], **state["last_optimizer_state"]["state"]}
+    for workers in (1, 2):
+        torch.testing.assert_close(final[workers], final[0], rtol=0, atol=0)
+
+
+def test_a_model_that_stands_still_shows_masks_that_move(train_masked_lm, tmp_path):
+    """Learning rate 0, no dropout: only masks tell epochs apart, and validation's never change."""
+    still = ("--lr", 0, "--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0)
+    done = train_masked_lm(tmp_path, "--max-epoch", 3, "--num-workers", 1, *still, "--no-save")
+    trained = [float(record["train_loss"]) for record in log_records(done, "train_loss")]
+    valid = [float(record["valid_loss"]) for record in log_records(done, "valid_loss")]
+    assert len(trained) == len(set(trained)) == 3
+    assert len(valid) == 3 and len(set(valid)) == 1
+
+
 @pytest.mark.slow
 def test_fine_tuning_through_fairseqs_sentence_prediction(
     tmp_path, fairseq, preprocess, toy_masked_lm, toy_wiki_data
@@ -144,11 +174,5 @@ def test_fine_tuning_through_fairseqs_sentence_prediction(
         *("--optimizer", "adam", "--lr", 0.01, "--max-tokens", 100, "--max-epoch", 6, "--num-workers", 0),
         *("--log-format", "json", "--save-dir", tmp_path / "tuned", "--no-epoch-checkpoints"),
     )
-    records = [
-        json.loads(line[line.index("{") :]) for line in done.stderr.splitlines() if '"valid_acc' in line
-    ]
-    records += [
-        json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"valid_acc' in line
-    ]
-    assert float(records[-1]["valid_accuracy"]) == 100
+    assert float(log_records(done, "valid_accuracy")[-1]["valid_accuracy"]) == 100
     assert "Loaded checkpoint" in done.stderr + done.stdout
