@@ -45,12 +45,13 @@ have none). How often both occur is counted when the text is prepared, and stand
 import argparse
 import json
 import sys
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import masked_lm
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU, multi_bleu_chain, sacrebleu_chain
 from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
+from moa_fairseq.evaluation.text_marks import RUNNING, doubts, one_word_for_unknown, subword_kind
 
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
 
@@ -88,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove-bpe",
         choices=SUBWORDS,
-        help="join subwords first (default: auto for a log: where @@ or ▁ is left; none for files)",
+        help="join subwords first; auto goes by the marks (@@ or ▁) of each side by itself (default: auto "
+        "for a log, none for files)",
     )
     parser.add_argument("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
     parser.add_argument("--allow-partial", action="store_true", help="score a log that was cut short")
@@ -112,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     material = _from_log(args) if args.log else _from_files(args)
     chains = args.chain or DEFAULT_CHAINS
     scores = score(material, chains, args.lowercase)
+    material.meta["warnings"] += _doubts(material, chains)
     if "compound-split" in chains and any(" @-@ " in line for line in material.hypotheses):
         material.meta["warnings"].append(
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
@@ -155,14 +158,23 @@ def join_subwords(line: str, kind: str) -> str:
     return line
 
 
+def _doubts(material: Material, chains: Sequence[str]) -> List[str]:
+    """Warnings about sides that are not what the chains are made for."""
+    given = RUNNING if material.detokenized else ""
+    wants = {name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains}
+    references = [line for reference in material.references for line in reference]
+    return doubts(wants, {"hypotheses": material.hypotheses, "references": references})
+
+
 def _key(chain: str) -> str:
     return SACREBLEU if chain == SACREBLEU else CHAINS[chain].key
 
 
 def _from_log(args: argparse.Namespace) -> Material:
     log = read_generate_log(args.log, args.allow_partial)
-    kind = _subword_kind(args.remove_bpe or "auto", log.hypotheses)
-    joined = [join_subwords(line, kind) for line in log.hypotheses]
+    wanted = args.remove_bpe or "auto"
+    joined, kind = _joined(log.hypotheses, wanted)
+    targets, target_kind = _joined(log.targets, wanted)
     # fairseq applies --bpe and --tokenizer to T and D, not to H: then D is what compares with T.
     decoded = log.decoded != log.hypotheses
     hypotheses = log.decoded if decoded else joined
@@ -179,13 +191,14 @@ def _from_log(args: argparse.Namespace) -> Material:
         "input": str(args.log),
         "lines": len(log.ids),
         "hypothesis_lines": "D" if decoded else "H",
-        "subwords_joined": kind,
+        "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
         "target_lang": args.target_lang or log.target_lang or "de",
         "complete": log.complete,
         "warnings": _log_warnings(log, args.log),
     }
-    references = [[join_subwords(line, kind) for line in log.targets]]
     running = args.detokenized or (decoded and log.decoded != joined)
+    hypotheses = [one_word_for_unknown(line, reference=False) for line in hypotheses]
+    references = [[one_word_for_unknown(line, reference=True) for line in targets]]
     return Material(hypotheses, references, raw, meta["target_lang"], running, meta)
 
 
@@ -194,8 +207,9 @@ def _log_warnings(log: GenerateLog, path: str) -> List[str]:
     unknown = sum(line.count("<<unk>>") for line in log.targets)
     if unknown:
         warnings.append(
-            f"{path}: {unknown} reference words are unknown to the dictionary and stand as <<unk>>, which "
-            f"never matches; to be exact, score text files with --hypothesis and --reference"
+            f"{path}: {unknown} reference words are unknown to the dictionary and stand as <<unk>>: each "
+            f"counts as one word that never matches; to be exact, score text files with --hypothesis and "
+            f"--reference"
         )
     skipped = log.ids[-1] + 1 - len(log.ids)
     if skipped:
@@ -219,18 +233,23 @@ def _from_files(args: argparse.Namespace) -> Material:
                 f"{args.hypothesis} has {len(hypotheses)} lines, {path} has {len(lines)}: a score needs the "
                 f"same sentences in the same order. Check that both files are complete."
             )
-    kind = _subword_kind(args.remove_bpe or "none", hypotheses)
+    wanted = args.remove_bpe or "none"
+    joined, kind = _joined(hypotheses, wanted)
+    joined_references = [_joined(reference, wanted) for reference in references]
     meta = {
         "input": str(args.hypothesis),
         "references": [str(path) for path in args.reference],
         "lines": len(hypotheses),
-        "subwords_joined": kind,
+        "subwords_joined": {
+            "hypotheses": kind,
+            "references": [reference_kind for _, reference_kind in joined_references],
+        },
         "target_lang": args.target_lang or "de",
         "warnings": [],
     }
     return Material(
-        [join_subwords(line, kind) for line in hypotheses],
-        [[join_subwords(line, kind) for line in reference] for reference in references],
+        joined,
+        [lines for lines, _ in joined_references],
         raw,
         meta["target_lang"],
         args.detokenized,
@@ -245,12 +264,7 @@ def _read_text(path: str) -> List[str]:
     return lines
 
 
-def _subword_kind(wanted: str, hypotheses: List[str]) -> str:
-    if wanted != "auto":
-        return wanted
-    if any("@@ " in f"{line} " for line in hypotheses):
-        return "subword_nmt"
-    # A stray ▁ is a character of the text: sentencepiece begins every line with one.
-    lines = [line for line in hypotheses if line.strip()]
-    pieces = sum(line.lstrip().startswith("\u2581") for line in lines)
-    return "sentencepiece" if lines and pieces > len(lines) / 2 else "none"
+def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:
+    """One side with its subwords joined, and what they were: by its own marks where that is wanted."""
+    kind = subword_kind(lines) if wanted == "auto" else wanted
+    return [join_subwords(line, kind) for line in lines], kind
