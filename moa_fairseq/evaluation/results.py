@@ -120,8 +120,9 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
     for row in table["rows"]:
         stands_for = [run for run in runs if _stands_for(run, paper["paper"], table["table"], row)]
         cells = [
-            _cell(row, column, _about(table, row, column), value, stands_for)
+            _cell(row, column, about, value, stands_for)
             for column, value in row["values"].items()
+            for about in _abouts(table, row, column)
         ]
         rows.append(Row(_label(row), row.get("arch"), cells, stands_for))
     notes = table.get("notes", [])
@@ -130,9 +131,13 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
     )
 
 
-def _about(table: dict, row: dict, column: str) -> dict:
-    """Where our number comes from: the column's description, changed by what the row says of its own."""
-    return {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
+def _abouts(table: dict, row: dict, column: str) -> List[dict]:
+    """Where our number comes from: the column's description, changed by what the row says of its own.
+
+    Further ones follow for the metrics that are compared with the same printed number.
+    """
+    about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
+    return [about, *({**about, "metric": metric} for metric in about.get("also", ()))]
 
 
 def _label(row: dict) -> str:

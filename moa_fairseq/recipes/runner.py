@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from moa_fairseq.recipes import commands, lm_stages, masked_lm_stages, stages
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.process import Executor, terminate_as_interrupt
-from moa_fairseq.recipes.result import write_result, write_throughput
+from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.run_folder import PATIENCE_SECONDS, RunState, locked, move_aside
 from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, Recipe
 from moa_fairseq.recipes.sharing import HANDOVER_SECONDS, check_shared, join_training
@@ -185,7 +186,8 @@ def _run_stages(
     if not scores:
         return None
     result = write_result(run, scores, options.command_line)
-    say(f"{result}: {_headline(recipe, scores)} ({time.time() - started:.0f} s)")
+    reproduces = json.loads(result.read_text(encoding="utf-8"))["reproduces"]
+    say(f"{result}: {describe(recipe, scores, reproduces)} ({time.time() - started:.0f} s)")
     if options.record:
         options.record.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(options.record) as stream:
@@ -344,13 +346,3 @@ def _append_command(path: Path, line: str) -> None:
     if line not in lines:
         with atomic_write(path) as stream:
             stream.write("\n".join([*lines, line]) + "\n")
-
-
-def _headline(recipe: Recipe, scores: Dict[str, Any]) -> str:
-    name = recipe.score.headline
-    parts = []
-    for subset, values in scores.items():
-        parts.append(
-            f"{name} {values[name]['score']:.2f} on {subset}" if name in values else f"{subset} scored"
-        )
-    return ", ".join(parts)

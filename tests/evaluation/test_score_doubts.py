@@ -139,3 +139,22 @@ def test_french_text_survives_the_detokenizer():
     for line in RUNNING[:1] + TRANSLATED:
         assert detokenize(tokenize(line, "fr", True), "fr").replace(" ?", "?") == line.replace(" ?", "?")
     assert join_subwords(bpe(TOKENS[0]), "subword_nmt") == TOKENS[0]
+
+
+def test_what_help_says_of_text_with_split_hyphens(tmp_path, score, capsys):
+    """`tokenizer.perl -a` splits hyphens once, as compound splitting does; the release splits them again."""
+    lines = ["der E-Mail-Server ist wohl-bekannt .", "ein Preis-Leistungs-Test , sagt er .", "gut ."]
+    other = ["der Mail-Server ist wohl-bekannt .", "ein Preis-Leistung-Test , sagte er .", "gut ."]
+    split = [[tokenize(line, "de", aggressive_hyphens=True) for line in side] for side in (other, lines)]
+    scores = score(*files_of(tmp_path, *split), "--also", "moa-release")
+    assert set(scores) == {
+        *("multi_bleu", "compound_split_bleu", "sacrebleu", "moa_release_bleu", "meta"),
+    }
+    assert scores["moa_release_bleu"]["score"] > scores["multi_bleu"]["score"]
+    once = [[line.replace(" @-@ ", "-").replace("-", " - ") for line in side] for side in split]
+    expected = score(*files_of(tmp_path, *once))["multi_bleu"]["score"]
+    assert scores["multi_bleu"]["score"] == pytest.approx(expected)
+    with pytest.raises(SystemExit):
+        main(["score", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "plain multi-bleu IS the score after one compound split" in text

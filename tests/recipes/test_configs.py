@@ -116,6 +116,13 @@ def test_pairs_differ_in_the_model_only(dense, mixture):
     assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if re.match("wmt14_en.._moa_", name)])
+def test_moas_translations_are_scored_by_the_releases_chain_as_well(name):
+    recipe = load_recipe(ROOT / "configs" / f"{name}.yaml")
+    line = commands.score_command(recipe, Path("generate-test.txt"))
+    assert recipe.score.headline == "multi_bleu" and line[line.index("--also") + 1] == "moa-release"
+
+
 def test_an_unknown_flag_is_refused_with_fairseqs_words():
     from moa_fairseq.errors import UserError
 
