@@ -14,10 +14,14 @@ _SPACE = "\u0120"  # how the encoding writes the space before a word
 
 
 class Gpt2Pieces:
-    """Spells symbols of a dictionary that are ids of the encoding. encoder: fairseq's."""
+    """Spells symbols of a dictionary that are ids of the encoding.
 
-    def __init__(self, encoder: Encoder) -> None:
+    encoder: fairseq's. cut_samples: samples may begin in the middle of a word.
+    """
+
+    def __init__(self, encoder: Encoder, cut_samples: bool = False) -> None:
         self.encoder = encoder
+        self.cut_samples = cut_samples
 
     def pieces(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
         """(text, [its position]) of a sequence; a piece that begins a word carries its space. None: no text.
@@ -29,14 +33,16 @@ class Gpt2Pieces:
                 yield self._text(self._spelled(symbol)), [position]
 
     def words(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
-        """(word, positions of its pieces); a last word is left out where no None says that it ends there."""
-        spelled, positions = "", []
+        """(word, positions of its pieces); words that the sample's beginning or end may cut are left out."""
+        spelled, positions, begun = "", [], not self.cut_samples
         for position, symbol in enumerate(symbols):
             piece = None if symbol is None else self._spelled(symbol)
             if positions and (piece is None or piece.startswith(_SPACE)):
                 yield self._text(spelled).strip(), positions
                 spelled, positions = "", []
-            if piece is not None:
+            # The symbol at position 0 is <s>, which stands before every sample; a later None ends a line.
+            begun = begun or (piece.startswith(_SPACE) if piece is not None else position > 0)
+            if piece is not None and begun:
                 spelled, positions = spelled + piece, [*positions, position]
 
     def _spelled(self, symbol: str) -> str:
@@ -62,4 +68,5 @@ def gpt2_pieces(task: Any, data: Path) -> Optional[Gpt2Pieces]:
     at_hand = bpe_files(data)
     if not ids or not all(s.isdigit() for s in ids) or not (at_hand or hasattr(task, "mask_idx")):
         return None
-    return Gpt2Pieces(get_encoder(*map(str, encoding_files(data))))
+    cut_samples = str(getattr(task.cfg, "sample_break_mode", "eos")) == "none"
+    return Gpt2Pieces(get_encoder(*map(str, encoding_files(data))), cut_samples)

@@ -169,6 +169,10 @@ def test_pieces_and_words_of_gpt2(toy_gpt2):
     assert [position for _, positions in found for position in positions] == [*range(1, len(symbols) - 1)]
     # whether a word ends where its sample is cut off is not known
     assert [word for word, _ in spelling.words(symbols[:-1])] == line.split()[:-1]
+    assert [word for word, _ in spelling.words([None, *symbols[2:]])][:2] == ["he", "cat"]
+    spelling.cut_samples = True
+    assert [word for word, _ in spelling.words([None, *symbols[2:]])][:2] == ["cat", "sat"]
+    assert [word for word, _ in spelling.words([None, *symbols])] == line.split()
 
 
 def test_hidden_positions_count_for_nobody():
