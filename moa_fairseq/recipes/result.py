@@ -14,6 +14,7 @@ from typing import Any, Dict, Optional
 
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes.commands import plan_batch
 from moa_fairseq.recipes.hardware import precision_flags
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
@@ -94,7 +95,9 @@ def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
     spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
-    metrics.update({name: sd for name, sd in spreads.items() if sd is not None})
+    # JSON knows neither infinity nor NaN, which a diverged model scores.
+    metrics = {name: value if is_number(value) else None for name, value in metrics.items()}
+    metrics.update({name: sd for name, sd in spreads.items() if is_number(sd)})
     signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
     if signature:
         metrics["sacrebleu_signature"] = signature

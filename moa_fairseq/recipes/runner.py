@@ -299,9 +299,9 @@ def _recall_prepared(recipe: Recipe, folder: Path, known: Mapping[str, Any]) -> 
         raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
     now = to_mapping(recipe)["data"]
     changed = [
-        f"data.{key}: {value} → {now[key]}"
+        f"data.{key}: {value} → {now.get(key)}"
         for key, value in known.get("settings", {}).items()
-        if now[key] != value
+        if now.get(key) != value
     ]
     changed += [
         f"subset {name} is new" for name in _subsets(recipe) if name not in known.get("sentences", {})
