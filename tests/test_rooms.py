@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 # From the ground up. Rooms on one line do not know each other.
 FLOORS = (
     ("errors", "torch_compat", "host_memory"),
-    ("files", "kernels"),
+    ("files", "json_files", "kernels"),
     ("attention", "running", "text"),
     ("fairseq_workers",),
     ("fairseq_compat",),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moa_fairseq.analysis.forward_passes import forward_passes
+from moa_fairseq.analysis.gpt2_pieces import gpt2_pieces
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
@@ -62,12 +63,23 @@ class TokenCounter:
         self.occurrences: Dict[str, int] = {}
         self._counts: Dict[str, List[float]] = {}
 
-    def add(self, sequences: Sequence[Sequence[Optional[str]]], experts: Tensor) -> None:
-        """Count a batch: B sequences of T symbols each; experts [B, T, E] bool, as of `attributed`."""
+    def add(
+        self,
+        sequences: Sequence[Sequence[Optional[str]]],
+        experts: Tensor,
+        hidden: Optional[Tensor] = None,
+    ) -> None:
+        """Count a batch: B sequences of T symbols each; experts [B, T, E] bool, as of `attributed`.
+
+        hidden: [B, T] bool, positions whose symbol the model does not see: no token with one counts.
+        """
         self.num_experts = experts.size(-1)
-        for symbols, rows in zip(sequences, experts.tolist()):
+        masks = experts.new_zeros(experts.shape[:2]) if hidden is None else hidden
+        for symbols, rows, masked in zip(sequences, experts.tolist(), masks.tolist()):
             places = [[expert for expert, counts in enumerate(row) if counts] for row in rows]
             for token, positions in self.segment(symbols):
+                if any(masked[position] for position in positions):
+                    continue
                 counts = self._counts.setdefault(token, [0.0] * self.num_experts)
                 self.occurrences[token] = self.occurrences.get(token, 0) + 1
                 for position in positions:
@@ -119,12 +131,17 @@ def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
 
 @dataclass
 class ExpertTokens:
-    """One module's experts and their tokens: shares [E] of all tokens, tokens [E] lists."""
+    """One module's experts and their tokens: shares [E] of all tokens, tokens [E] lists.
+
+    masked_out: the positions that were left out because the model had to guess them, of a masked language
+    model; None of others.
+    """
 
     name: str
     tokens_counted: int
     shares: List[float]
     tokens: List[List[Indicative]]
+    masked_out: Optional[int] = None
 
 
 def measure_expert_tokens(
@@ -140,21 +157,34 @@ def measure_expert_tokens(
 ) -> ExpertTokens:
     """Run `subset` of the binarised `data` through the model; whose queries are an expert's?
 
-    module: its path in the model; None for the first that runs (the first layer's self-attention). Raises
-    UserError for an unknown module or one with a uniform gate, and as `forward_passes` does.
+    module: its path in the model; None for the first that runs (the first layer's self-attention). Ids of
+    GPT-2's encoding are decoded. Of a masked language model the positions that are chosen to be guessed
+    (masked, replaced or kept) are left out, and so is a word with one of them. Raises UserError for an
+    unknown module or one with a uniform gate, and as `forward_passes` does.
     """
     model, task = load_trained(checkpoint, data)
-    counter = TokenCounter(words if join_words else pieces)
+    spelling = gpt2_pieces(task, data)
+    if spelling:
+        counter = TokenCounter(spelling.words if join_words else spelling.pieces)
+    else:
+        counter = TokenCounter(words if join_words else pieces)
+    masked_out = 0 if hasattr(task, "mask_idx") else None
     for sample, decisions in forward_passes(task, model, subset, max_tokens, device_for(cpu)):
         module = module or decisions[0][0]
         decision = _decision_of(module, decisions, model)
         tokens, dictionary = _queries(module, sample["net_input"], task)
         experts = attributed(decision, *tokens.shape).cpu()
-        counter.add([_symbols(row, dictionary) for row in tokens.tolist()], experts)
+        hidden = None
+        if masked_out is not None:
+            hidden = sample["target"].ne(dictionary.pad())
+            tokens = torch.where(hidden, sample["target"], tokens)
+            masked_out += int((hidden & tokens.ge(dictionary.nspecial)).sum())
+        counter.add([_symbols(row, dictionary) for row in tokens.tolist()], experts, hidden)
     if not counter.occurrences:
         raise UserError(f"The subset {subset} of {data} holds no words.")
     lists = counter.indicative(top, min_count)
-    return ExpertTokens(module, sum(counter.occurrences.values()), counter.expert_shares(), lists)
+    counted = sum(counter.occurrences.values())
+    return ExpertTokens(module, counted, counter.expert_shares(), lists, masked_out)
 
 
 def _decision_of(

@@ -11,6 +11,11 @@ far in the decoder. Padding, sentence ends and unknown words do not count.
 
 BPE pieces ("sub@@") are counted as they are; --words joins them, and each of a word's n pieces then
 brings 1/n of the word to its expert. Experts count from 0.
+
+Ids of GPT-2's byte-pair encoding are decoded: ' cat' in quotes begins a word, and bytes that are no
+character by themselves are written as \\xNN. In a masked language model the positions chosen to be
+guessed (masked, replaced or kept: its --mask-prob) do not count, nor do words with such a piece; how many
+positions these are is printed.
 """
 
 from __future__ import annotations
@@ -64,9 +69,15 @@ def analyze(args: argparse.Namespace) -> int:
     return 0
 
 
+def _shown(token: str) -> str:
+    """In quotes where the eye would miss a space or a control character."""
+    return token if token == token.strip() and token.isprintable() else repr(token)
+
+
 def _lists(found: Any, unit: str) -> str:
-    lines = [f"{found.name}, {found.tokens_counted:,} {unit}; (PMI in nats)"]
+    masked = "" if found.masked_out is None else f", {found.masked_out:,} masked positions left out"
+    lines = [f"{found.name}, {found.tokens_counted:,} {unit}{masked}; (PMI in nats)"]
     for expert, (share, tokens) in enumerate(zip(found.shares, found.tokens)):
-        listed = ", ".join(f"{token.token} ({token.pmi:.2f})" for token in tokens) or "-"
+        listed = ", ".join(f"{_shown(token.token)} ({token.pmi:.2f})" for token in tokens) or "-"
         lines.append(f"expert {expert} ({share:.1%}): {listed}")
     return "\n".join(lines)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.train_log import finite, read_records
 
 METRICS = {
     "ppl": "perplexity",
@@ -47,9 +48,9 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     curve = LearningCurve((path if path.is_dir() else path.parent).resolve().name)
     clock = _Clock()
     for record in _records(file):
-        shown = int(record["epoch"]) >= from_epoch
+        shown = int(finite(record["epoch"])) >= from_epoch
         if f"valid_{metric}" in record and shown:
-            _append(curve.valid, record["valid_num_updates"], clock.now, record[f"valid_{metric}"])
+            _append(curve.valid, record.get("valid_num_updates"), clock.now, record[f"valid_{metric}"])
         elif metric in record and "num_updates" in record:
             clock.set(record.get("wall"))
             if shown:
@@ -70,29 +71,30 @@ class _Clock:
 
     def set(self, wall: Optional[str]) -> None:
         if wall is not None:
-            seconds = float(wall)
+            seconds = finite(wall)
+            if seconds is None:
+                return
             if seconds < self._last:
                 self._before += self._last
             self._last = seconds
             self.now = self._before + seconds
 
 
-def _records(file: Path) -> Iterator[Dict[str, str]]:
+def _records(file: Path) -> Iterator[Dict[str, Any]]:
+    """The records of the log, each once; a line that a crash cut off is passed over."""
     seen = set()
-    with open(file, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            text = line[line.find("{") :].strip()
-            if text in seen or not text.startswith('{"epoch"'):
-                continue
+    for record in read_records(file):
+        text = json.dumps(record)
+        if text not in seen:
             seen.add(text)
-            try:
-                yield json.loads(text)
-            except ValueError:  # cut off by a crash
-                continue
+            yield record
 
 
-def _append(points: List[Point], updates: str, seconds: Optional[float], value: str) -> None:
-    position = int(float(updates))
+def _append(points: List[Point], updates: Any, seconds: Optional[float], value: Any) -> None:
+    try:
+        position, number = int(float(updates)), float(value)  # the value may be infinite
+    except (TypeError, ValueError, OverflowError):
+        return  # no measurement
     while points and points[-1].updates >= position:
         points.pop()
-    points.append(Point(position, seconds, float(value)))
+    points.append(Point(position, seconds, number))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import lzma
 import posixpath
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -16,8 +19,19 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
 BLOCK = 1 << 20
+MOST_EMPTY_READS = 20  # a whole archive has two or three
 Member = Tuple[str, int, IO[bytes]]
-_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile, NotImplementedError)
+# What the standard library raises for damaged bytes: numbers, names and sizes that are none among them.
+DAMAGED = (
+    *(EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile),
+    *(ValueError, OverflowError, struct.error, IndexError),
+)
+# What is whole, and cannot be unpacked all the same: encrypted members, compression that Python lacks.
+UNSUPPORTED = (RuntimeError, NotImplementedError)
+
+
+class _Unsupported(RuntimeError):
+    """A member of a kind that is not unpacked."""
 
 
 class DamagedArchive(UserError):
@@ -30,7 +44,7 @@ def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> D
     wanted: groups of member names; of each group the first that the archive has is reported. Names
     outside of the groups are never written, links are not followed; the archive is read to its end.
     Returns name → bytes. Raises DamagedArchive for a cut off archive, UserError when a group has no
-    member in it.
+    member in it, or one that is encrypted, sparse or compressed in a way that Python does not know.
     """
     names = {name for group in wanted for name in group}
     for name in names:
@@ -42,13 +56,28 @@ def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> D
             with atomic_write(folder / name, "wb") as output:
                 _copy(stream, output, size, posixpath.basename(name))
             found[name] = size
-    except _DAMAGED as error:
+    except UserError:
+        raise
+    except UNSUPPORTED as error:
+        raise cannot_unpack(archive, error) from error
+    except (*DAMAGED, OSError) as error:
+        # The disk's own errors are none of the archive's; those of bz2, and of a place before its start, are.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
         raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
     missing = [group for group in wanted if not found.keys() & set(group)]
     if missing:
         what = ", ".join(" or ".join(group) for group in missing)
         raise UserError(f"{archive} does not contain {what}: it is another archive than the recipe knows.")
     return {_first(group, found): found[_first(group, found)] for group in wanted}
+
+
+def cannot_unpack(archive: Path, error: Exception) -> UserError:
+    """What to raise for an archive of a kind that is not unpacked here (one of UNSUPPORTED)."""
+    return UserError(
+        f"{archive} cannot be unpacked here ({error}). Unpack it with the program that made it, and give "
+        f"--data the folder."
+    )
 
 
 def _first(group: Sequence[str], found: Dict[str, int]) -> str:
@@ -67,13 +96,33 @@ def _members(archive: Path, names: Collection[str]) -> Iterator[Member]:
         return
     with gzip.open(archive) if archive.name.endswith("gz") else open(archive, "rb") as raw:
         # As a stream: one pass from front to back, so that a large archive is decompressed only once.
-        with tarfile.open(fileobj=raw, mode="r|") as package:
+        with tarfile.open(fileobj=_Ending(raw), mode="r|") as package:
             for info in package:
                 name = posixpath.normpath(info.name)
+                if name in names and info.issparse():  # its size is whatever the header says
+                    raise _Unsupported(f"{name} is stored as a sparse file")
                 if name in names and info.isfile():
                     yield name, info.size, package.extractfile(info)
         while raw.read(BLOCK):  # to the very end, where gzip keeps its checksum
             pass
+
+
+class _Ending:
+    """A stream that raises EOFError when it is read on and on at its end.
+
+    tarfile skips a member of a size that a damaged header gives block by block, whether there are any or not.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.empty = 0
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.empty += not data
+        if self.empty > MOST_EMPTY_READS:
+            raise EOFError("it ends before its last member does")
+        return data
 
 
 def _copy(stream: IO[bytes], output: IO[bytes], size: int, label: str) -> None:

@@ -7,6 +7,8 @@ import contextlib
 import functools
 import io
 import os
+import re
+import reprlib
 import sys
 from pathlib import Path
 from typing import Counter, List, Sequence
@@ -23,6 +25,8 @@ from moa_fairseq.files import atomic_write
 CHUNK = 50_000
 # Words whose segmentation is remembered; with more, subword-nmt's memory starts anew.
 REMEMBERED = 1_000_000
+_VERSION = re.compile(r"#version: *0\.[12] *")
+_REMEDY = "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
 
 
 class Codes(BPE):
@@ -36,15 +40,32 @@ class Codes(BPE):
 
 
 def load_codes(path: str) -> Codes:
-    """The codes of a file, read once per process unless the file changes."""
+    """The codes of a file, read once per process unless the file changes.
+
+    Raises UserError, naming the line, for a file that is none of subword-nmt's.
+    """
     stat = os.stat(path)
     return _load(path, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
 def _load(path: str, size: int, time: int) -> Codes:
-    with open(path, encoding="utf-8") as stream:
-        return Codes(stream)
+    # Checked here, as subword-nmt ends the whole program where it cannot read a line.
+    lines = list(read_lines(Path(path)))
+    while lines and not lines[-1]:
+        lines.pop()
+    header = 1 if lines and lines[0].startswith("#version:") else 0
+    if header and not _VERSION.fullmatch(lines[0]):
+        raise UserError(f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}")
+    if len(lines) == header:
+        raise UserError(f"{path} holds no merges. {_REMEDY}")
+    for number, line in enumerate(lines[header:], header + 1):
+        if len(line.strip("\r ").split(" ")) != 2:
+            raise UserError(
+                f"{path}, line {number}: {reprlib.repr(line)} is no merge, which is two subwords with one "
+                f"space between them. {_REMEDY}"
+            )
+    return Codes(io.StringIO("\n".join(lines) + "\n"))
 
 
 def learn_codes(text_files: Sequence[Path], merges: int, codes: Path, workers: int = 1) -> None:

@@ -1,21 +1,26 @@
 """The chains of processing that papers put before BLEU, each under its own name."""
 
 import re
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 from moa_fairseq.evaluation.bleu import corpus_bleu
+from moa_fairseq.evaluation.text_marks import RUNNING, TOKENISED
 from moa_fairseq.text import detokenize, replace_unicode_punctuation, tokenize
 
 _HYPHEN = re.compile(rb"(\S)-(\S)")
 
 
 class Chain(NamedTuple):
-    """What happens to a hypothesis and a reference line before multi-bleu counts n-grams, and in words."""
+    """What happens to a hypothesis and a reference line before multi-bleu counts n-grams, and in words.
+
+    wants: what the hypotheses and the references must be.
+    """
 
     key: str
     hypothesis: Callable[[str], str]
     reference: Callable[[str], str]
     description: str
+    wants: Tuple[str, str] = (TOKENISED, TOKENISED)
 
 
 def split_compounds(line: str) -> str:
@@ -52,6 +57,7 @@ CHAINS: Dict[str, Chain] = {
         split_compounds,
         "tensor2tensor's get_ende_bleu.sh: punctuation replaced in and Moses tokenizer -l de on the "
         "hypotheses only, hyphens split, multi-bleu (inflated)",
+        (RUNNING, TOKENISED),
     ),
     "moa-release": Chain(
         "moa_release_bleu",

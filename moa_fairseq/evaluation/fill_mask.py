@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Sequence
 
 import torch
 from fairseq.models.roberta.hub_interface import RobertaHubInterface
@@ -44,11 +44,14 @@ def load_hub(checkpoint: Path, data: Optional[Path] = None) -> RobertaHubInterfa
         raise UserError(
             f"{checkpoint} is no masked language model: it was trained for {type(task).__name__}."
         )
-    folder = Path(task.cfg.data)
-    beside = bpe_files(folder)
-    encoder, vocab = beside or obtain_gpt2_files([folder], say=lambda line: None)[:2]
+    encoder, vocab = encoding_files(Path(task.cfg.data))
     bpe = {"_name": "gpt2", "gpt2_encoder_json": str(encoder), "gpt2_vocab_bpe": str(vocab)}
     return RobertaHubInterface(OmegaConf.create({"bpe": bpe}), task, model).eval()
+
+
+def encoding_files(data: Path) -> Sequence[Path]:
+    """encoder.json and vocab.bpe: those of a binarised folder, or fetched."""
+    return bpe_files(data) or obtain_gpt2_files([data], say=lambda line: None)[:2]
 
 
 @torch.no_grad()

@@ -10,9 +10,12 @@ from moa_fairseq.errors import UserError
 # Kind of line (S, T, H, D) → sentence id → text.
 Entries = Dict[str, Dict[int, str]]
 
-_ENTRY = re.compile(r"([STHD])-(\d+)(?:\t(.*))?$", re.DOTALL)
-_DICTIONARY = re.compile(r"\[(\w+)\] dictionary: \d+ types")
-_LAST_LINE = re.compile(r"(?:^|\| )Generate .+ with beam=\d+: ")  # old versions log it with a time stamp
+_ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
+_DICTIONARY = re.compile(r"\[(\w+)\] dictionary: [0-9]+ types")
+# "Generate SUBSET with beam=N: "; old versions log it with a time stamp. Two patterns, one after the other: a
+# single one would look for the second half once more behind every "| Generate " of a line.
+_LAST_LINE = re.compile(r"(?:^|\| )Generate (?=.)")
+_WITH_BEAM = re.compile(r". with beam=[0-9]+: ")
 
 
 @dataclass
@@ -47,11 +50,11 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
         match = _ENTRY.match(line)
         if match:
             _add_entry(entries, match, path, number)
-        elif _LAST_LINE.search(line):
+        elif (generate := _LAST_LINE.search(line)) and _WITH_BEAM.search(line, generate.end()):
             complete = True
-        elif _DICTIONARY.search(line):
+        elif dictionary := _DICTIONARY.search(line):
             # The source's dictionary is announced first, the target's last.
-            language = _DICTIONARY.search(line).group(1)
+            language = dictionary.group(1)
     _check(entries, path, complete, allow_partial)
     ids = sorted(entries["T"].keys() & entries["H"].keys())
     return GenerateLog(

@@ -6,7 +6,6 @@ results/ describes both formats.
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -14,10 +13,20 @@ from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 
 # What a run can come to besides a number; "no recipe" is said of rows that nothing here runs.
 STATUSES = ("not run", "running", "OOM", "diverged")
 MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
+
+
+_RUN = {
+    **dict.fromkeys(("experiment", "status", "subset", "hardware", "date", "commit"), TEXT),
+    **dict.fromkeys(("epochs", "updates", "checkpoints_averaged", "seed", "parameters"), NUMBER),
+    **dict.fromkeys(("metrics", "reproduces", "generation", "evaluation"), MAPPING),
+    "train_seconds": NUMBER,
+}
+_REMEDY = "Restore it, or delete it: results/README.md describes the format."
 
 
 @dataclass
@@ -96,7 +105,7 @@ def load_comparison(results: Path, run_files: Optional[Sequence[Path]] = None) -
         run_files = sorted((results / "measured").glob("*.json"))
     paper_keys = ("paper", "title", "citation", "tables")
     papers = [_read(path, paper_keys) for path in sorted(printed.glob("*.json"))]
-    runs = [_read(path, ("experiment", "metrics")) for path in run_files]
+    runs = [_read_run(path) for path in run_files]
     tables = [_table(paper, table, runs) for paper in papers for table in paper["tables"]]
     matched = {id(run) for table in tables for row in table.rows for run in row.runs}
     return Comparison(tables, [run for run in runs if id(run) not in matched])
@@ -104,14 +113,23 @@ def load_comparison(results: Path, run_files: Optional[Sequence[Path]] = None) -
 
 def _read(path: Path, keys: tuple) -> dict:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not readable JSON: {error}. Restore it, or delete it.") from error
+        data = read_json(path, _REMEDY)
+    except FileNotFoundError as error:
+        raise UserError(f"There is no {path}: the run was not scored, or it is another folder.") from error
     missing = [key for key in keys if not isinstance(data, dict) or key not in data]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}: results/README.md describes the format.")
-    if data.get("status", "not run") not in STATUSES:
-        raise UserError(f"{path}: status {data['status']!r} is none of {', '.join(STATUSES)}.")
+    return data
+
+
+def _read_run(path: Path) -> dict:
+    """One result.json, every value of the kind that the tables need."""
+    data = _read(path, ("experiment", "metrics"))
+    check_kinds(data, _RUN, str(path), _REMEDY, required=("experiment", "metrics"))
+    kinds = {name: TEXT if name.endswith("_signature") else NUMBER for name in data["metrics"]}
+    check_kinds(data["metrics"], kinds, f"{path}: metrics", _REMEDY)
+    if (data.get("status") or "not run") not in STATUSES:
+        raise UserError(f"{path}: status {data['status'][:40]!r} is none of {', '.join(STATUSES)}.")
     return data
 
 
@@ -120,8 +138,9 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
     for row in table["rows"]:
         stands_for = [run for run in runs if _stands_for(run, paper["paper"], table["table"], row)]
         cells = [
-            _cell(row, column, _about(table, row, column), value, stands_for)
+            _cell(row, column, about, value, stands_for)
             for column, value in row["values"].items()
+            for about in _abouts(table, row, column)
         ]
         rows.append(Row(_label(row), row.get("arch"), cells, stands_for))
     notes = table.get("notes", [])
@@ -130,9 +149,13 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
     )
 
 
-def _about(table: dict, row: dict, column: str) -> dict:
-    """Where our number comes from: the column's description, changed by what the row says of its own."""
-    return {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
+def _abouts(table: dict, row: dict, column: str) -> List[dict]:
+    """Where our number comes from: the column's description, changed by what the row says of its own.
+
+    Further ones follow for the metrics that are compared with the same printed number.
+    """
+    about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
+    return [about, *({**about, "metric": metric} for metric in about.get("also", ()))]
 
 
 def _label(row: dict) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, Optional
 
-from moa_fairseq.evaluation.results import COMPUTED, NO_RECIPE, Cell, Comparison, Table
+from moa_fairseq.evaluation.results import COMPUTED, NO_RECIPE, Cell, Comparison, Row, Table
 
 # What a run in results/measured/ may say about itself, in the order in which it is printed.
 FACTS = {
@@ -24,7 +24,12 @@ OTHER_SCORES = {
     "valid_ppl": "Valid ppl",
 }
 # Columns that only appear where a run has them.
-LANGUAGE_MODEL_SCORES = {"masked_lm_ppl": "Masked-LM ppl", "masked_lm_word_ppl": "word level"}
+FURTHER_SCORES = {
+    "moa_release_bleu": "moa-release",
+    "get_ende_bleu": "get-ende-bleu",
+    "masked_lm_ppl": "Masked-LM ppl",
+    "masked_lm_word_ppl": "word level",
+}
 
 
 def render(comparison: Comparison) -> str:
@@ -48,12 +53,19 @@ def render(comparison: Comparison) -> str:
 def _scores(table: Table) -> str:
     """One line per printed score that a recipe here can reach."""
     lines = [
-        [row.row, cell.column, str(cell.paper), _ours(cell), _signed(cell.difference)]
+        [row.row, _score_name(row, cell), str(cell.paper), _ours(cell), _signed(cell.difference)]
         for row in table.rows
         for cell in row.cells
         if cell.status not in (COMPUTED, NO_RECIPE)
     ]
     return _grid(["Model", "Score", "Paper", "Ours", "Difference"], lines, left=2)
+
+
+def _score_name(row: Row, cell: Cell) -> str:
+    """The column, and by which chain where the printed number is compared with more than one."""
+    shared = sum(other.column == cell.column for other in row.cells) > 1
+    chain = {**OTHER_SCORES, **FURTHER_SCORES}.get(cell.quantity, cell.quantity)
+    return f"{cell.column} ({chain})" if shared else cell.column
 
 
 def _costs(table: Table) -> str:
@@ -109,7 +121,7 @@ def _baselines(table: Table) -> str:
 
 def _other(runs: List[dict]) -> str:
     present = {key for run in runs for key in run["metrics"]}
-    extra = {key: name for key, name in LANGUAGE_MODEL_SCORES.items() if key in present}
+    extra = {key: name for key, name in FURTHER_SCORES.items() if key in present}
     columns = {**OTHER_SCORES, **extra}
     head = ["Experiment", *columns.values(), "#Params", "Training"]
     return _grid(head, [_other_fields(run, list(columns)) for run in runs], left=1)

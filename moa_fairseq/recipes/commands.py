@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
+from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.recipes.finetune import pretrained_checkpoint
 from moa_fairseq.recipes.hardware import Hardware, precision_flags
 from moa_fairseq.recipes.schema import Recipe, Train
@@ -160,8 +161,10 @@ def generate_command(recipe: Recipe, hardware: Hardware, paths: RunPaths, subset
 
 
 def score_command(recipe: Recipe, output: Path) -> List[str]:
-    """The scoring of one fairseq-generate log, as JSON on stdout."""
-    values = {"target-lang": recipe.data.target, **recipe.score.flags, "json": True}
+    """The scoring of one fairseq-generate log, as JSON on stdout, the headline's chain included."""
+    further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
+    headline = next((name for name in further if CHAINS[name].key == recipe.score.headline), None)
+    values = {"target-lang": recipe.data.target, "also": headline, **recipe.score.flags, "json": True}
     scores = output.with_name(output.name.replace("generate-", "score-")).with_suffix(".json")
     return ["moa-fairseq", "score", positional(output), *flags(values), REDIRECT, str(scores)]
 

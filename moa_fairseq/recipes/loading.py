@@ -6,18 +6,24 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import reprlib
 import typing
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Union
+from typing import Any, Dict, Hashable, List, Sequence, Union
 
 import yaml
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes.execution import is_execution_flag
 from moa_fairseq.recipes.rules import check, fail
 from moa_fairseq.recipes.schema import FINETUNING, Recipe
 
 PathLike = Union[str, Path]
+
+# Besides its own errors PyYAML lets through whatever a value raises that does not fit its tag (`2020-99-99`,
+# which looks like a date; `!!bool maybe`), and Python's for text that is nested too deeply.
+_NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 # What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
 FAITHFUL = (
@@ -41,26 +47,33 @@ def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
     strings, the value in YAML, applied last; with one that is not in FAITHFUL the recipe reproduces
     nothing. Raises UserError naming file and key.
     """
-    path = Path(path)
+    try:
+        return _load(Path(path), overrides)
+    except RecursionError:
+        raise UserError(
+            f"{path} is nested too deeply, or holds itself: write it without `&` and `*`."
+        ) from None
+
+
+def _load(path: Path, overrides: Sequence[str]) -> Recipe:
     mapping = _with_base(path)
     file = str(path)
     if mapping.get("experiment") != path.stem:
-        fail(
-            file,
-            "experiment",
-            f"must be the file's own name, {path.stem!r}, not {mapping.get('experiment')!r}.",
-        )
+        given = reprlib.repr(mapping.get("experiment"))
+        fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
     if isinstance(mapping.get("reproduces"), dict) and isinstance(mapping.get("data"), dict):
         mapping["reproduces"].setdefault("data", mapping["data"].get("recipe"))
     for text in overrides:
         _override(mapping, text)
-    if mapping.get("finetune") in FINETUNING and mapping.get("reproduces"):
-        _name_the_row(mapping)
-    if not all(_is_faithful(text.partition("=")[0].strip(), mapping) for text in overrides):
-        mapping["reproduces"] = None  # another experiment than the one the row stands for
     if overrides:
         file += f" with --set {' --set '.join(overrides)}"
     recipe = build(Recipe, mapping, file, "")
+    row = FINETUNING.get(recipe.finetune)
+    cell = recipe.reproduces
+    if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
+        recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
+    if not all(_is_faithful(text.partition("=")[0].strip(), recipe) for text in overrides):
+        recipe = dataclasses.replace(recipe, reproduces=None)  # another experiment than the row stands for
     check(recipe, file)
     return recipe
 
@@ -86,12 +99,12 @@ def deep_merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
 def build(cls: type, mapping: Any, file: str, prefix: str) -> Any:
     """Make dataclass `cls` from a mapping. Raises UserError for unknown, missing or ill-typed keys."""
     if not isinstance(mapping, dict):
-        fail(file, prefix or "the file", f"must be a mapping of keys to values, not {mapping!r}.")
+        fail(file, prefix or "the file", f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.")
     types = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in mapping:
         if key not in fields:
-            fail(file, _join(prefix, key), f"unknown key{did_you_mean(str(key), fields)}.")
+            fail(file, _join(prefix, key), f"unknown key{did_you_mean(str(key)[:100], fields)}.")
     values = {}
     for name, field in fields.items():
         if name in mapping:
@@ -112,9 +125,9 @@ def _with_base(path: Path) -> Dict[str, Any]:
     if "base" not in mapping:
         return mapping
     name = mapping.pop("base")
-    base_path = path.parent / str(name)
-    if not isinstance(name, str) or not base_path.is_file():
-        fail(str(path), "base", f"there is no file {base_path}.")
+    if not isinstance(name, str) or Path(name).name != name or not (path.parent / name).is_file():
+        fail(str(path), "base", f"there is no file {reprlib.repr(name)} beside it.")
+    base_path = path.parent / name
     base = _read_yaml(base_path)
     if "base" in base:
         fail(str(path), "base", f"{base_path} has a base itself; only one level is allowed.")
@@ -125,12 +138,15 @@ class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key said twice, where YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for n, key in enumerate(keys) if key in keys[:n]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {twice!r} stands twice", node.start_mark
-            )
+        seen = set()
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # which the constructor refuses
+            if key in seen:
+                what = f"key {reprlib.repr(key)} stands twice"
+                raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -146,8 +162,8 @@ def _read_yaml(path: Path) -> Dict[str, Any]:
         raise UserError(f"Cannot read the recipe file {path}: {error}.") from error
     try:
         mapping = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except _NOT_YAML as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:500]}") from error
     if not isinstance(mapping, dict):
         raise UserError(f"{path} must hold a mapping of keys to values.")
     return mapping
@@ -161,7 +177,7 @@ def _override(mapping: Dict[str, Any], text: str) -> None:
         raise UserError(f"--set {text}: write section.key=value, for example --set train.max_epoch=5.")
     try:
         value = yaml.load(raw, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except _NOT_YAML as error:
         raise UserError(f"--set {text}: {raw!r} is not valid YAML.") from error
     _check_key(keys, text)
     for key in keys[:-1]:
@@ -171,23 +187,16 @@ def _override(mapping: Dict[str, Any], text: str) -> None:
     mapping[keys[-1]] = value
 
 
-def _name_the_row(mapping: Dict[str, Any]) -> None:
-    """Each method of fine-tuning has a row of its own in the paper's table; the file names one of them."""
-    row = FINETUNING[mapping["finetune"]]
-    if mapping["reproduces"]["row"] != row:
-        mapping["reproduces"].update(row=row, value=None)
-
-
-def _is_faithful(key: str, mapping: Dict[str, Any]) -> bool:
-    """True for an overridden key that leaves the experiment the same; `mapping` has all overrides."""
-    if key == "finetune":  # see _name_the_row
+def _is_faithful(key: str, recipe: Recipe) -> bool:
+    """True for an overridden key that leaves the experiment the same; `recipe` has all overrides."""
+    if key == "finetune":  # the row follows
         return True
+    own_text = recipe.data.recipe in ("parallel", "binarised")
     if key == "data.recipe":  # the user's own copy of the same text
-        return mapping["data"]["recipe"] in ("parallel", "binarised")
+        return own_text
     if key == "data.bpe":  # none: the user's own text is segmented already
-        data = mapping["data"]
-        return data["bpe"] in (None, "none") and data.get("recipe") in ("parallel", "binarised")
-    averages_updates = bool((mapping.get("average") or {}).get("updates"))
+        return recipe.data.bpe is None and own_text
+    averages_updates = bool(recipe.average and recipe.average.updates)
     return key in FAITHFUL or is_execution_flag(key, averages_updates)
 
 
@@ -230,7 +239,7 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
     if kind is float and isinstance(value, str):  # YAML takes 1e-1 for text
         with contextlib.suppress(ValueError):
             value = float(value)
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if kind is float and is_number(value):
         return float(value)
     if kind in (int, str, bool) and type(value) is kind:
         return value
@@ -244,7 +253,7 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
 
 
 def _wrong(file: str, key: str, expected: str, value: Any) -> None:
-    fail(file, key, f"must be {expected}, not {value!r}.")
+    fail(file, key, f"must be {expected}, not {reprlib.repr(value)}.")
 
 
 def _join(prefix: str, key: Any) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, Callable, Dict
 
 from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.data_prep.stage_folder import fingerprint_of
-from moa_fairseq.recipes.stages import Run, origin_of_model, require_model, stamp
+from moa_fairseq.recipes.stages import Run, origin_of_model, read_scores, require_model, stamp
 
 
 def score_once(
@@ -24,7 +23,7 @@ def score_once(
     stage, done = f"score-{subset}", fingerprint_of(stamp(model), settings, prepared.fingerprint)
     if run.state.is_done(stage, done, output):
         run.say(f"{stage}: done before ({output})")
-        scores = json.loads(output.read_text(encoding="utf-8"))
+        scores = read_scores(output)
     else:
         scores = evaluate(output)
     run.state.put(stage, done=done, settings=settings, **origin_of_model(run))

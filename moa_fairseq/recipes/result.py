@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import platform
@@ -11,7 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Optional
 
+from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes.commands import plan_batch
 from moa_fairseq.recipes.hardware import precision_flags
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
@@ -92,11 +95,27 @@ def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
     spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
-    metrics.update({name: sd for name, sd in spreads.items() if sd is not None})
+    # JSON knows neither infinity nor NaN, which a diverged model scores.
+    metrics = {name: value if is_number(value) else None for name, value in metrics.items()}
+    metrics.update({name: sd for name, sd in spreads.items() if is_number(sd)})
     signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
     if signature:
         metrics["sacrebleu_signature"] = signature
     return metrics
+
+
+def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], reproduces: Optional[Dict[str, Any]]) -> str:
+    """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
+
+    reproduces: the paper's cell, where the run stands for it: its number is named, too.
+    """
+    parts = []
+    for subset, values in scores.items():
+        names = [recipe.score.headline, *(CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS)]
+        found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
+        parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
+    paper = (reproduces or {}).get("value")
+    return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")
 
 
 def versions() -> Dict[str, Optional[str]]:
@@ -126,7 +145,7 @@ def commit() -> Optional[str]:
 
 def _reproduces(recipe: Recipe) -> Optional[Dict[str, Any]]:
     cell = recipe.reproduces
-    return {key: getattr(cell, key) for key in ("paper", "table", "row", "column")} if cell else None
+    return dataclasses.asdict(cell) if cell else None
 
 
 def _version(distribution: str) -> Optional[str]:

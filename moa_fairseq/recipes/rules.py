@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import reprlib
 from typing import Dict
 
 from moa_fairseq.data_prep.catalogue import translation_sets
@@ -26,6 +27,7 @@ from moa_fairseq.running.command_line import smuggled
 
 # The beginning of the headline metrics of each kind of language model.
 _HEADLINES = {MASKED_LM: "masked_lm_", CAUSAL_LM: "lm_"}
+LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -47,7 +49,7 @@ def check(recipe: Recipe, file: str) -> None:
 
 def fail(file: str, key: str, problem: str) -> None:
     """Raise the UserError for one key of one file."""
-    raise UserError(f"{file}: {key}: {problem}")
+    raise UserError(f"{file}: {key if len(key) <= 100 else key[:97] + '...'}: {problem}")
 
 
 def _check_choices(recipe: Recipe, file: str) -> None:
@@ -58,7 +60,7 @@ def _check_choices(recipe: Recipe, file: str) -> None:
     ]
     for key, value, allowed in choices:
         if value not in allowed:
-            fail(file, key, f"{value!r} is not one of {', '.join(c for c in allowed if c)}.")
+            fail(file, key, f"{reprlib.repr(value)} is not one of {', '.join(c for c in allowed if c)}.")
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
         fail(file, "experiment", "use lower-case letters, digits and underscores only (it names folders).")
 
@@ -71,6 +73,8 @@ def _check_positive(recipe: Recipe, file: str) -> None:
             whole = isinstance(value, int) and not isinstance(value, bool) and field.name != "seed"
             if whole and value < 1:
                 fail(file, f"{section}.{field.name}", f"must be at least 1, not {value}.")
+            if whole and value > LARGEST:
+                fail(file, f"{section}.{field.name}", f"must not be above {LARGEST:,}.")
 
 
 def _check_experts(recipe: Recipe, file: str) -> None:
@@ -225,14 +229,19 @@ def _check_flags(recipe: Recipe, file: str) -> None:
                     file,
                     key,
                     "write flags as on the command line, without the leading dashes: "
-                    f"{str(name).lower().replace('_', '-').lstrip('-')}.",
+                    f"{str(name)[:100].lower().replace('_', '-').lstrip('-')}.",
                 )
             if name in reserved.get(section, {}):
                 fail(file, key, f"is not a free flag; {reserved[section][name]}.")
-            if isinstance(value, dict) or (
-                isinstance(value, list) and any(isinstance(v, (dict, list)) for v in value)
-            ):
-                fail(file, key, "a flag's value is text, a number, true, false, null or a flat list.")
+            plain = (str, int, float, type(None))  # and bool, which is an int
+            for item in value if isinstance(value, list) else [value]:
+                if not isinstance(item, plain):
+                    fail(
+                        file,
+                        key,
+                        "a flag's value is text (in quotes where it looks like a date), a number, true, "
+                        f"false, null or a flat list of these, not {reprlib.repr(item)}.",
+                    )
             problem = smuggled(value)
             if problem:
                 fail(file, key, problem)

@@ -11,7 +11,18 @@ from typing import Any, Callable, Dict, List, Optional
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 
+# The values of a stage's entry, as far as anything relies on them.
+_ENTRY = {
+    **dict.fromkeys(("folder", "fingerprint", "source", "done", "training", "hardware"), TEXT),
+    **dict.fromkeys(("parameters", "updated", "checkpoints"), NUMBER),
+    **dict.fromkeys(("sentences", "settings"), MAPPING),
+}
+_REMEDY = (
+    "Delete that one file: whole results are then made again from the checkpoints. Or use --restart, which "
+    "moves the run folder aside and starts again."
+)
 _EPOCH_CHECKPOINT = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_CHECKPOINT = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
@@ -28,21 +39,21 @@ class RunState:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "state.json"
         try:
-            self.entries: Dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+            self.entries: Dict[str, Any] = read_json(self.path, _REMEDY)
         except FileNotFoundError:
             self.entries = {}
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{self.path} cannot be read ({error}). Delete that one file; whole results are then "
-                "made again from the checkpoints."
-            ) from error
-        if not isinstance(self.entries, dict) or not all(
-            isinstance(entry, dict) for entry in self.entries.values()
-        ):
-            raise UserError(
-                f"{self.path} is damaged: it must hold one mapping per stage. Delete that one file, or use "
-                "--restart to move the run folder aside and start again."
+        check_kinds(self.entries, {}, f"{self.path} (stages by name)", _REMEDY)
+        for stage, entry in self.entries.items():
+            required = ("folder", "sentences", "fingerprint") if stage == "prepare" and entry != {} else ()
+            where = f"{self.path}: the entry {stage[:40]!r}"
+            check_kinds(entry, _ENTRY, where, _REMEDY, required)
+            check_kinds(
+                entry.get("sentences") or {},
+                dict.fromkeys(entry.get("sentences") or (), NUMBER),
+                f"{where}: sentences",
+                _REMEDY,
             )
+            self.entries[stage] = {key: value for key, value in entry.items() if value is not None}
 
     def get(self, stage: str) -> Dict[str, Any]:
         """The entry of a stage, {} when it never ran."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from moa_fairseq.recipes import commands, lm_stages, masked_lm_stages, stages
 from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
-from moa_fairseq.recipes.result import write_result, write_throughput
+from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.run_folder import RunState, move_aside
 from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, Recipe
@@ -199,7 +200,8 @@ def _run_stages(
     if not scores:
         return None
     result = write_result(run, scores, options.command_line)
-    say(f"{result}: {_headline(recipe, scores)} ({time.time() - started:.0f} s)")
+    reproduces = json.loads(result.read_text(encoding="utf-8"))["reproduces"]
+    say(f"{result}: {describe(recipe, scores, reproduces)} ({time.time() - started:.0f} s)")
     if options.record:
         options.record.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(options.record) as stream:
@@ -311,9 +313,9 @@ def _recall_prepared(recipe: Recipe, folder: Path, known: Mapping[str, Any]) -> 
         raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
     now = to_mapping(recipe)["data"]
     changed = [
-        f"data.{key}: {value} → {now[key]}"
+        f"data.{key}: {value} → {now.get(key)}"
         for key, value in known.get("settings", {}).items()
-        if now[key] != value
+        if now.get(key) != value
     ]
     changed += [
         f"subset {name} is new" for name in _subsets(recipe) if name not in known.get("sentences", {})
@@ -358,13 +360,3 @@ def _append_command(path: Path, line: str) -> None:
     if line not in lines:
         with atomic_write(path) as stream:
             stream.write("\n".join([*lines, line]) + "\n")
-
-
-def _headline(recipe: Recipe, scores: Dict[str, Any]) -> str:
-    name = recipe.score.headline
-    parts = []
-    for subset, values in scores.items():
-        parts.append(
-            f"{name} {values[name]['score']:.2f} on {subset}" if name in values else f"{subset} scored"
-        )
-    return ", ".join(parts)

@@ -12,7 +12,7 @@ LM_DATA = tuple(name for name, data in language_modeling_sets().items() if data.
 DATA_RECIPES = (*translation_sets(), "binarised", *TEXT_SOURCES, *LM_DATA)
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = (
-    *("multi_bleu", "compound_split_bleu", "sacrebleu"),
+    *("multi_bleu", "compound_split_bleu", "sacrebleu", "get_ende_bleu", "moa_release_bleu"),
     *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl"),
 )
 # MAE section 5.2: what `finetune` may say → the row of the paper's Table 7.

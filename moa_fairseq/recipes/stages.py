@@ -13,6 +13,7 @@ from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.execution import experiment_flags
 from moa_fairseq.recipes.finetune import check_pretrained
@@ -24,7 +25,7 @@ from moa_fairseq.recipes.run_folder import (
     is_whole,
     update_checkpoints,
 )
-from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
 from moa_fairseq.recipes.train_log import TrainLog
 from moa_fairseq.running.process import Executor
 
@@ -258,7 +259,7 @@ def score(run: Run, subset: str) -> Dict[str, Any]:
     done = fingerprint_of(stamp(source), dataclasses.asdict(run.recipe.score))
     if run.state.is_done(stage, done, output):
         run.say(f"{stage}: done before ({output})")
-        return json.loads(output.read_text(encoding="utf-8"))
+        return read_scores(output)
     scores = run_scoring(run, commands.score_command(run.recipe, source), output)
     run.state.put(stage, done=done)
     return scores
@@ -269,7 +270,7 @@ def run_scoring(run: Run, command: List[str], output: Path) -> Dict[str, Any]:
     run.show(command)
     partial = output.with_suffix(".partial")
     run.executor.run(command, run.log(output.stem), output=partial)
-    scores = _read_scores(partial)
+    scores = read_scores(partial)
     with atomic_write(output) as stream:
         json.dump(scores, stream, indent=1)
     partial.unlink()
@@ -292,11 +293,19 @@ class _SentenceCounter:
                 self.say(f"  {self.count:,}" + (f" of {self.total:,}" if self.total else "") + " sentences")
 
 
-def _read_scores(path: Path) -> Dict[str, Any]:
-    try:
-        scores = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"moa-fairseq score did not print JSON; its output is in {path}.") from error
+def read_scores(path: Path) -> Dict[str, Any]:
+    """What `moa-fairseq score --json` printed. Raises UserError for a damaged file."""
+    remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
+    scores = read_json(path, remedy)
+    metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
+    check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    check_kinds(scores.get("meta") or {}, {"evaluation": MAPPING}, f"{path}: meta", remedy)
+    for name in metrics.keys() & scores.keys():
+        check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
+        for key in ("score", "sd"):  # that of a diverged model is a float, too, though no number
+            value = scores[name].get(key)
+            if not (value is None or isinstance(value, float) or is_number(value)):
+                raise UserError(f"{path}: {name}.{key} must be a number. {remedy}")
     return scores
 
 

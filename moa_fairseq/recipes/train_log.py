@@ -7,47 +7,76 @@ it N times; the records are therefore taken from the standard output of `--log-f
 from __future__ import annotations
 
 import json
+import math
 import re
+import reprlib
 import sys
 import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, disk_errors
 
-_PARAMETERS = re.compile(r"num\. (?:shared|expert) model params: ([\d,]+)")
-_UPDATED = re.compile(r"([\d,]+) of [\d,]+ parameters are updated")
+# Numbers have a longest form: a line of digits without end is looked through once.
+_COUNT = r"[0-9][0-9,]{0,30}"
+_PARAMETERS = re.compile(rf"num\. (?:shared|expert) model params: ({_COUNT})")
+_UPDATED = re.compile(rf"(?<![0-9,])({_COUNT}) of {_COUNT} parameters are updated")
+_LOADED = re.compile(r" \(epoch [0-9]{1,18} @ ([0-9]{1,18}) updates\)")
+_NUMBERS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
 _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
-_LOADED = re.compile(r"Loaded checkpoint .* \(epoch \d+ @ (\d+) updates\)")
 
 
 def parse_record(line: str) -> Optional[Dict[str, Any]]:
-    """The JSON object at the end of a fairseq log line, or None."""
+    """The JSON object at the end of a fairseq log line, or None; NaN and infinite losses are among them."""
     start = line.find("| {")
     text = line[start + 2 :] if start >= 0 else line
     if not text.startswith("{"):
         return None
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and "epoch" in record else None
 
 
+def wrong_number(record: Dict[str, Any]) -> Optional[str]:
+    """The key of an epoch or of a number of updates that is none, or None where all is well."""
+    return next((key for key in _NUMBERS if key in record and finite(record[key]) is None), None)
+
+
+def finite(value: Any) -> Optional[float]:
+    """A number that fairseq wrote, as a number or as text; None for anything else, infinity and NaN too."""
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def read_records(path: Path) -> Iterator[Dict[str, Any]]:
-    """The records of a train.jsonl; a last line that was cut off by a crash is passed over."""
+    """The records of a train.jsonl; a last line that was cut off by a crash is passed over.
+
+    Raises UserError, naming the line, for a record without a sensible epoch or number of updates.
+    """
     if path.is_file():
         with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, 1):
                 record = parse_record(line.strip())
-                if record is not None:
-                    yield record
+                if record is None:
+                    continue
+                if wrong := wrong_number(record):
+                    raise UserError(
+                        f"{path}, line {number}: {wrong} is {reprlib.repr(record[wrong])}, and no number: "
+                        f"the line is damaged. Delete it; the others are kept."
+                    )
+                yield record
 
 
 def updates_of(record: Dict[str, Any]) -> int:
     """Number of updates at which a record was written."""
     keys = ("num_updates", "train_num_updates", "valid_num_updates")
-    return next((int(float(record[key])) for key in keys if key in record), 0)
+    return next((int(finite(record[key])) for key in keys if key in record), 0)
 
 
 def prune(path: Path, updates: int) -> None:
@@ -63,17 +92,19 @@ def summarise(path: Path) -> Dict[str, Any]:
     """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl of a log."""
     records = list(read_records(path))
     # An epoch that was interrupted ends twice; its last record counts the whole of it.
-    epochs = list({record["epoch"]: record for record in records if "train_loss" in record}.values())
+    ended = [record for record in records if "train_loss" in record]
+    epochs = list({finite(record["epoch"]): record for record in ended}.values())
     valid = [record for record in records if "valid_loss" in record]
     tokens, seconds = _tokens_and_seconds(epochs)
+    speed = finite(tokens / seconds) if seconds else None
     summary: Dict[str, Any] = {
         "updates": max(map(updates_of, records), default=0),
         "epochs": len(epochs),
-        "train_seconds": round(seconds, 1),
-        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+        "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
+        "tokens_per_second": None if speed is None else round(speed, 1),
     }
     if valid:
-        summary["valid_ppl"] = _number(valid[-1], "valid_ppl")
+        summary["valid_ppl"] = finite(valid[-1].get("valid_ppl", 0) or 0)
     return summary
 
 
@@ -81,8 +112,8 @@ def _tokens_and_seconds(epochs: List[Dict[str, Any]]) -> Tuple[float, float]:
     """Target tokens and time of all epochs, from speed and batch size: fairseq's times are whole seconds."""
     tokens = seconds = before = 0.0
     for record in epochs:
-        updates, speed = updates_of(record), _number(record, "train_wps")
-        in_epoch = _number(record, "train_wpb") * (updates - before)
+        updates, speed = updates_of(record), finite(record.get("train_wps")) or 0.0
+        in_epoch = (finite(record.get("train_wpb")) or 0.0) * (updates - before)
         before = updates
         if speed:
             tokens += in_epoch
@@ -104,6 +135,8 @@ class TrainLog:
     def __call__(self, line: str) -> None:
         """Take one line of standard output."""
         record = parse_record(line)
+        if record is not None and wrong_number(record):
+            return  # none of fairseq's; a training does not end for a line of its log
         if record is not None:
             with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
@@ -118,14 +151,14 @@ class TrainLog:
             if message not in self.skipped:
                 self.skipped.add(message)
                 self._print(f"  fairseq: {message}", last=True)
-        elif match := _LOADED.search(line):
+        elif "Loaded checkpoint " in line and (match := _LOADED.search(line)):
             prune(self.path, int(match.group(1)))
             if int(match.group(1)):  # a pretrained model counts from 0
                 print(f"  going on from update {int(match.group(1)):,}", flush=True)
 
     def _show(self, record: Dict[str, Any]) -> None:
         updates = updates_of(record)
-        epoch = int(record["epoch"])
+        epoch = int(finite(record["epoch"]))
         if "valid_loss" in record:
             self._print(
                 f"  epoch {epoch}: valid ppl {record.get('valid_ppl', '?')}, update {updates:,}", last=True
@@ -134,7 +167,7 @@ class TrainLog:
             speed = record.get("train_wps", "?")
             self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)
         else:
-            position = float(record.get("update", epoch - 1))
+            position = finite(record.get("update", epoch - 1))
             self._print(
                 f"  epoch {epoch}, update {updates:,}{self._of()}: loss {record.get('loss', '?')}, "
                 f"{record.get('wps', '?')} tokens/s{self._left(position, updates)}",
@@ -173,10 +206,3 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(0, seconds):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _number(record: Dict[str, Any], key: str) -> float:
-    try:
-        return float(record.get(key, 0) or 0)
-    except ValueError:
-        return 0.0

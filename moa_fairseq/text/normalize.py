@@ -66,7 +66,9 @@ _GUILLEMETS_AND_NO_BREAK_SPACES = [
     (",\u00a0", None, ", "),
     _ONE_SPACE,
 ]
-_COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)"(\s*[^<])', r'"\1\2')]
+# Moses has s/(\.+)"(\s*[^<])/"$1$2/, which looks through a run of dots once for each of its dots: here a run
+# that no quote follows is matched, too, and put back.
+_COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)(?:(")(\s*[^<]))?', r"\2\1\3")]
 _COMMA_BEFORE_QUOTE = [('"', r'"([,.]+)', r'\1"')]
 
 # Wide and typographic signs → ASCII. "１" becomes a quote in Moses too: a slip that every score has.

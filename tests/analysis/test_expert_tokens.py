@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
 from moa_fairseq.analysis.expert_tokens import (
     TokenCounter,
@@ -13,6 +14,7 @@ from moa_fairseq.analysis.expert_tokens import (
     pieces,
     words,
 )
+from moa_fairseq.analysis.gpt2_pieces import Gpt2Pieces
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.cli import main
@@ -150,3 +152,64 @@ def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data):
         measure_expert_tokens(mae, toy_data, module="encoder.x", cpu=True)
     with pytest.raises(UserError, match=r"encoder\.layers\.0\.self_attn is uniform"):
         measure_expert_tokens(uniform_mae, toy_data, cpu=True)
+
+
+# --- masked language models over GPT-2's byte-pair encoding ------------------------------------------
+
+
+def test_pieces_and_words_of_gpt2(toy_gpt2):
+    spelling = Gpt2Pieces(get_encoder(str(toy_gpt2.encoder), str(toy_gpt2.vocab)))
+    line = "the cat sat – on"
+    symbols = [None, *map(str, spelling.encoder.encode(line)), None]
+    listed = [text for text, _ in spelling.pieces(symbols)]
+    assert listed[:4] == ["t", "he", " cat", " "] and "sa" in listed
+    assert r"\xe2" in listed and r"\x93" in listed  # bytes that are no character by themselves
+    found = list(spelling.words(symbols))
+    assert [word for word, _ in found] == line.split()
+    assert [position for _, positions in found for position in positions] == [*range(1, len(symbols) - 1)]
+    # whether a word ends where its sample is cut off is not known
+    assert [word for word, _ in spelling.words(symbols[:-1])] == line.split()[:-1]
+    assert [word for word, _ in spelling.words([None, *symbols[2:]])][:2] == ["he", "cat"]
+    spelling.cut_samples = True
+    assert [word for word, _ in spelling.words([None, *symbols[2:]])][:2] == ["cat", "sat"]
+    assert [word for word, _ in spelling.words([None, *symbols])] == line.split()
+
+
+def test_hidden_positions_count_for_nobody():
+    counter = TokenCounter(words)
+    hidden = torch.tensor([[False, True, False, True]])
+    counter.add([["un@@", "able", "cat", "dog"]], one_hot([0, 1, 1, 0]), hidden)
+    assert counter.occurrences == {"cat": 1}
+
+
+@pytest.mark.parametrize("join_words", [False, True])
+def test_a_masked_model_shows_text_and_leaves_masked_positions_out(
+    toy_masked_lm, toy_wiki_data, toy_gpt2, join_words
+):
+    found = measure_expert_tokens(
+        toy_masked_lm, toy_wiki_data, top=999, min_count=1, join_words=join_words, cpu=True
+    )
+    tokens = {token.token for expert in found.tokens for token in expert}
+    assert "<mask>" not in tokens and not any(token.isdigit() for token in tokens)
+    assert {"cat", "mat"} & tokens if join_words else {" cat", " the"} <= tokens
+    _, task = load_trained(toy_masked_lm, toy_wiki_data)
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    dataset.set_epoch(1)
+    batch = dataset.collater([dataset[number] for number in range(len(dataset))])
+    pad, source = task.source_dictionary.pad(), batch["net_input"]["src_tokens"]
+    masked, special = batch["target"].ne(pad), task.source_dictionary.nspecial
+    original = torch.where(masked, batch["target"], source)
+    text = original.ge(special)
+    assert found.masked_out == int((masked & text).sum()) > 0
+    if not join_words:
+        assert found.tokens_counted == int((~masked & text).sum())
+
+
+def test_the_command_says_how_many_were_masked(toy_masked_lm, toy_wiki_data, tmp_path, capsys):
+    numbers = tmp_path / "tokens.json"
+    flags = ["--data", str(toy_wiki_data), "--json", str(numbers), "--cpu"]
+    assert main(["analyze", "expert-tokens", str(toy_masked_lm), *flags]) == 0
+    printed, report = capsys.readouterr().out, json.loads(numbers.read_text())
+    assert f"{report['masked_out']} masked positions left out" in printed
+    assert "' cat' (" in printed and "<mask>" not in printed

@@ -93,6 +93,28 @@ def test_seeds_are_averaged_with_their_spread(results):
     assert "| Ours | BLEU B | 30.0 | 29.00 | -1.00 |" in render(comparison)
 
 
+def test_a_score_by_two_chains_gets_two_lines(results):
+    paper = json.loads(json.dumps(PAPER))
+    paper["tables"][0]["columns"]["BLEU A"]["also"] = ["moa_release_bleu"]
+    paper["tables"][0]["rows"].append({**paper["tables"][0]["rows"][0], "row": "Dense", "experiments": []})
+    paper["tables"][0]["rows"][2].update(experiments=["a_dense"], columns={"BLEU A": {"also": []}})
+    (results / "papers" / "p.json").write_text(json.dumps(paper))
+    both = run(bleu=20.0)
+    both["metrics"]["moa_release_bleu"] = 20.9
+    comparison = record(results, both)
+    text = render(comparison)
+    assert "| Ours | BLEU A (multi-bleu) | 20 | 20.00 | +0.00 |" in text
+    assert "| Ours | BLEU A (moa-release) | 20 | 20.90 | +0.90 |" in text
+    assert "| Ours | BLEU B | 30 | not run |  |" in text
+    assert "| Dense | BLEU A | 20 | not run |  |" in text
+    metrics = [cell["quantity"] for cell in comparison.as_json()["tables"][0]["rows"][0]["cells"]]
+    assert metrics == ["parameters", "multi_bleu", "moa_release_bleu", "multi_bleu"]
+    comparison = record(results, {**both, "reproduces": None})
+    assert "| Experiment | multi-bleu | compound-split | sacreBLEU | Valid ppl | moa-release |" in render(
+        comparison
+    )
+
+
 @pytest.mark.parametrize("status", ["OOM", "diverged", "running"])
 def test_a_run_without_a_number_says_why(results, status):
     comparison = record(results, {**run(), "metrics": {}, "status": status})
@@ -267,6 +289,15 @@ def test_table_2_has_both_conventions_beside_the_plain_count():
     assert (
         "| `moa_roberta_8k64e256d` | 179.91M | 179.91M | +0.0 % | 8980M |" in text and "plain count" in text
     )
+
+
+def test_moas_bleu_is_compared_by_both_chains():
+    text = render(load_comparison(default_results()))
+    for column, paper in (("WMT14 EnDe BLEU", "28.4"), ("WMT14 EnFr BLEU", "42.5")):
+        for chain in ("multi-bleu", "moa-release"):
+            assert f"| MoA Base (8K8E128D) | {column} ({chain}) | {paper} | " in text
+    assert "| Big 16K32E256D | BLEU(Test) (moa-release) | 29.4 | " in text
+    assert "| Transformer base (Vaswani et al., 2017) | WMT14 EnDe BLEU | 27.3 | " in text
 
 
 def test_maes_parameters_are_counted_with_the_rows_own_flags():

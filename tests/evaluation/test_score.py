@@ -7,6 +7,7 @@ import sacrebleu
 
 from moa_fairseq.cli import main
 from moa_fairseq.evaluation.score import join_subwords
+from moa_fairseq.evaluation.text_marks import subword_kind
 
 TARGETS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; seine a-b-Frau .", "das ist gut , sagte er ."]
 OUTPUTS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; die a-b-Frau .", "das ist gut , sagte sie ."]
@@ -156,8 +157,6 @@ def test_help_calls_compound_splitting_inflated(capsys):
 
 
 def test_one_stray_lower_one_eighth_block_is_text():
-    from moa_fairseq.evaluation.score import _subword_kind
-
-    assert _subword_kind("auto", ["a b c", "f g \u2581 i"]) == "none"
-    assert _subword_kind("auto", ["\u2581a b \u2581c", "\u2581d", ""]) == "sentencepiece"
-    assert _subword_kind("auto", ["a@@ b c", "d"]) == "subword_nmt"
+    assert subword_kind(["a b c", "f g \u2581 i"]) == "none"
+    assert subword_kind(["\u2581a b \u2581c", "\u2581d", ""]) == "sentencepiece"
+    assert subword_kind(["a@@ b c", "d"]) == "subword_nmt"

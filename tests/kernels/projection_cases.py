@@ -82,7 +82,11 @@ class Case:
             **({"bias": torch.randn(heads * experts, out_width, generator=g)} if self.bias else {}),
         }
         upstream = torch.randn(index.numel() // per_sum, out_width, generator=g)
-        return index, {n: t.to(self.dtype).double() for n, t in found.items()}, upstream.to(self.dtype).double()
+        return (
+            index,
+            {n: t.to(self.dtype).double() for n, t in found.items()},
+            upstream.to(self.dtype).double(),
+        )
 
     def run(self, function, dtype, device="cpu", reshape=lambda upstream: upstream):
         """{"output": …, "rows": its gradient, "weight": …} of function(index, leaves), computed in dtype."""

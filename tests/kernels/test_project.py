@@ -114,7 +114,9 @@ def test_nothing_as_large_as_every_slot_of_the_models_width_is_stored(use, walk,
         monkeypatch.setattr(sorted_rows, "_FREE_ELEMENTS", 0)
         monkeypatch.setattr(sorted_rows, "_UNIT", 16)
     with Largest() as largest:
-        switchhead(use, tokens, model_dim, num_experts, k, dim)("reference" if walk == "reference" else "grouped")
+        switchhead(use, tokens, model_dim, num_experts, k, dim)(
+            "reference" if walk == "reference" else "grouped"
+        )
     every_slot = tokens * heads * k * model_dim
     assert largest.elements >= tokens * model_dim, "the counter sees nothing"
     assert largest.elements <= every_slot / 2, f"{largest.elements} of {every_slot} elements"
@@ -165,7 +167,9 @@ def test_an_expert_without_tokens_gets_a_zero_gradient_not_none():
     index = torch.tensor([[0], [0]])
     weight = torch.randn(3, 4, 8, requires_grad=True)
     order = SlotOrder.from_index(index, 3)
-    project(torch.randn(2, 8), order, weight, into="experts", slots_per_row=1, slots_per_sum=1).sum().backward()
+    project(
+        torch.randn(2, 8), order, weight, into="experts", slots_per_row=1, slots_per_sum=1
+    ).sum().backward()
     assert weight.grad[0].abs().sum() > 0
     assert (weight.grad[1:] == 0).all()
 
@@ -220,7 +224,9 @@ def test_when_computing_every_expert_pays(sizes, pays):
     assert every_expert_pays(tokens, per_token, torch.empty(num_experts, dim, model_dim)) == pays
 
 
-@pytest.mark.parametrize("major, is_bf16, taken", [(9, True, True), (8, True, False), (10, True, False), (9, False, False)])
+@pytest.mark.parametrize(
+    "major, is_bf16, taken", [(9, True, True), (8, True, False), (10, True, False), (9, False, False)]
+)
 def test_grouped_mm_is_called_only_where_it_is_a_kernel(major, is_bf16, taken, monkeypatch):
     """Hopper in bfloat16: torch loops elsewhere, and on Blackwell empty groups get wrong gradients."""
 

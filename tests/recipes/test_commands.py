@@ -117,6 +117,17 @@ def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_confi
     assert command_line.to_argv(generate)[-1] == "--cpu" and command_line.to_argv(score)[-1] == "--json"
 
 
+def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path):
+    path = write_config(small)
+
+    def line(*overrides):
+        return commands.to_shell(commands.score_command(load_recipe(path, overrides), tmp_path / "generate"))
+
+    assert "--also" not in line() and "--also" not in line("score.headline=sacrebleu")
+    assert "--also moa-release --json" in line("score.headline=moa_release_bleu")
+    assert "--also get-ende-bleu --json" in line("score.flags.also=get-ende-bleu")
+
+
 def test_train_command_of_a_mixture(small, write_config, tmp_path):
     small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
     recipe = load_recipe(write_config(small))

@@ -154,6 +154,13 @@ def test_masked_lms_say_that_their_loss_has_no_label_smoothing(path):
     assert "label smoothing" in path.read_text(encoding="utf-8").lower()
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if re.match("wmt14_en.._moa_", name)])
+def test_moas_translations_are_scored_by_the_releases_chain_as_well(name):
+    recipe = load_recipe(ROOT / "configs" / f"{name}.yaml")
+    line = commands.score_command(recipe, Path("generate-test.txt"))
+    assert recipe.score.headline == "multi_bleu" and line[line.index("--also") + 1] == "moa-release"
+
+
 def test_an_unknown_flag_is_refused_with_fairseqs_words():
     from moa_fairseq.errors import UserError
 

@@ -228,6 +228,17 @@ def reproduces(result):
     return json.loads(result.read_text())["reproduces"]
 
 
+def test_further_chains_stand_beside_the_papers_number(published, monkeypatch):
+    monkeypatch.setitem(SCORES, "moa_release_bleu", {"score": 13.37})
+    said, result = published()
+    values = json.loads(result.read_text())
+    assert values["metrics"]["multi_bleu"] == 12.5 and values["metrics"]["moa_release_bleu"] == 13.37
+    assert values["reproduces"]["value"] == 1.0
+    assert "multi_bleu 12.50, moa_release_bleu 13.37 on test; the paper prints 1.0" in said[-1]
+    said, _ = published("generate.beam=1")  # no longer the paper's experiment
+    assert "multi_bleu 12.50, moa_release_bleu 13.37 on test (" in said[-1]
+
+
 def test_only_a_training_that_ran_to_the_recipes_end_stands_for_the_row(published):
     assert reproduces(published()[1])["row"] == "a row"
     _, result = published("train.max_epoch=2", save_dir=Path("short"), stage="train")

@@ -261,6 +261,4 @@ def _project_backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
     return grad_rows, grad_weight, grad_bias, grad_gate, *[None] * 6
 
 
-expert_project = _operator(
-    "expert_project", _project, _project_shapes, _project_setup, _project_backward
-)
+expert_project = _operator("expert_project", _project, _project_shapes, _project_setup, _project_backward)

@@ -1,0 +1,59 @@
+"""JSON files that a crash, a disk or a hand may have damaged: checked before anything relies on them."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from pathlib import Path
+from typing import Any, Callable, Dict, Mapping, Sequence
+
+from moa_fairseq.errors import UserError
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite int or float that fits into a float; false for true and false."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int of some hundred digits
+        return False
+
+
+# What a value may have to be, in words.
+TEXT, NUMBER, MAPPING = "text", "a number", "a mapping"
+_KINDS: Dict[str, Callable[[Any], bool]] = {
+    TEXT: lambda value: isinstance(value, str),
+    NUMBER: is_number,
+    MAPPING: lambda value: isinstance(value, dict),
+}
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """The value that a JSON file holds.
+
+    Raises FileNotFoundError, or a UserError that names the file and ends with `remedy`.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}). {remedy}") from error
+
+
+def check_kinds(
+    mapping: Any, kinds: Mapping[str, str], where: str, remedy: str, required: Sequence[str] = ()
+) -> None:
+    """Raise a UserError that names `where`, the key and `remedy` unless `mapping` is as described.
+
+    kinds: key → TEXT, NUMBER or MAPPING. A key may be missing or null unless it is required; others pass.
+    """
+    if not isinstance(mapping, dict):
+        raise UserError(f"{where} must be {MAPPING}, not {reprlib.repr(mapping)}. {remedy}")
+    missing = [key for key in required if mapping.get(key) is None]
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(missing)}. {remedy}")
+    for key, kind in kinds.items():
+        value = mapping.get(key)
+        if value is not None and not _KINDS[kind](value):
+            raise UserError(f"{where}: {str(key)[:80]} must be {kind}, not {reprlib.repr(value)}. {remedy}")
