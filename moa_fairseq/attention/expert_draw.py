@@ -2,9 +2,10 @@
 
 One expert per sequence, as the paper has it, where one gate sees the whole sequence: in encoders. In decoders
 a gate must not see later tokens, so there is one per position, and the drawn expert can change along the
-sequence; `ExpertDraw.choose` keeps those changes few. (Measured on Multi30k's valid set, MAE-7 tiny after 360
-updates, 120 of them with G steps: it changes somewhere in 30 % of the sentence × decoder module pairs, 1.3 times
-as often as any draw must; by one number and the cumulated probabilities it would in 55 %, 2.3 times as often.)
+sequence; `ExpertDraw.choose` keeps those changes few. Measured on Multi30k's valid set, MAE-7 tiny after 360
+updates, 120 of them with G steps: it changes somewhere in 30 % of the sentence × decoder module pairs, 1.3
+times as often as any draw must; by one number per sequence, looked up in the cumulated probabilities, it
+would in 55 %, 2.3 times as often.
 """
 
 import contextlib
