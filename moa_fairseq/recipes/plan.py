@@ -121,11 +121,11 @@ def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> D
         macs -= work.cost.macs["router"] / work.target_length
     speed = expected_speed(rows, recipe.experiment, kind, machine.devices, macs, precision) if kind else None
     if speed:
-        speed = speed.divided_by(factor, "for block coordinate descent")
         if machine.gpus:
             fill = work.size.fill if work.size else 1.0
             least = seconds_per_update(len(layers_of(work.model)), batch.update_freq)
             speed = speed.no_faster_than(least, batch.effective * fill)
+        speed = speed.divided_by(factor, "for block coordinate descent")
         entry.update(tokens_per_second=round(speed.tokens_per_second), speed_origin=speed.origin)
         entry["measured"] = speed.measured
     if work.size:

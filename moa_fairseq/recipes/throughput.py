@@ -15,8 +15,8 @@ from typing import Any, Dict, List, Optional
 
 # A multiply-accumulate is two operations, and the backward pass costs two forward passes.
 OPERATIONS_PER_MAC = 6
-# However fast the GPU and however few the tokens: Python launches some 200 kernels, one after the other, for
-# a layer's forward and backward pass, at about 20 microseconds each. Both are rounded assumptions.
+# However fast the GPU and few the tokens: Python launches some 200 kernels, one after the other, for a
+# layer's forward and backward pass, at about 20 microseconds each. Both are rounded assumptions.
 SECONDS_PER_LAYER = 0.004
 # fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
 # target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
