@@ -1,165 +1,33 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. It changes ten things in fairseq, each because today's
-stack breaks or endangers it, or because a hook is missing:
+`install()` runs when the plugin is imported. `patches()` is the table of what it changes in fairseq, each
+because today's stack breaks or endangers it, or because a hook is missing. Besides:
 
-1. Checkpoints load safely: tensors, plain containers and `argparse.Namespace`, nothing else.
-   torch ≥ 2.6 refuses the Namespace in fairseq's checkpoints by default, and fairseq's main branch
-   switches the check off; both end here in the same allow-list.
-2. `checkpoint_last.pt` and `checkpoint_best.pt` are replaced atomically: fairseq copies onto them in
-   place, and a full disk or a kill in that moment would leave half a checkpoint to resume from.
-3. `--bf16` works on GPUs: fairseq's command line takes it to mean a TPU.
-4. No sentence is lost: fairseq's main branch drops the last batch of a data set whenever its size is no
-   multiple of `--required-batch-size-multiple` (8), in validation and generation too.
-5. A resumed training sees the batches of an uninterrupted one: fairseq groups sentences into batches
-   once, by the seed of the first epoch that a process sees, so a restart in a later epoch regroups them,
-   and repeats some and skips others. Here a restart groups by the seed of epoch 1 as well.
-6. An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
-7. Several processes: see `fairseq_workers`.
-8. A task that has a method `before_update(trainer, samples)` gets to see all micro-batches of an update
-   before the trainer begins with the first one; fairseq shows a task one at a time. And the model hears of
-   an update when it has been made (`set_num_updates`), not only before the next one: what it keeps per
-   update is then complete in a checkpoint that is saved in between.
-9. A checkpoint whose optimizer is for other parameters than those being trained is refused with the
-   remedy (the task's `optimizer_remedy`, where it has one), not with torch's ValueError.
-10. `--sample-break-mode eos` and bucketed batches work with NumPy 2, which has no `numpy.compat.long`.
+- `eval` reads literals in all of fairseq's modules: see `fairseq_patches.literals`.
+- What loads files with torch goes through `fairseq_patches.checkpoint_files`, and tokenizers download nothing
+  but fairseq's own files: see `fairseq_patches.foreign_settings`.
+- Several processes: see `fairseq_workers`.
+- `--sample-break-mode eos` and bucketed batches work with NumPy 2, which has no `numpy.compat.long`.
+- An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
 """
 
 import argparse
 import functools
 import os
-import pickle
-import re
-import shutil
 import sys
 import types
 from pathlib import Path
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, List, NamedTuple, Optional
 
 import numpy
 import torch
 
 from moa_fairseq import fairseq_workers
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.checkpoint_files import SafeTorch, load_checkpoint
 from moa_fairseq.files import DISK_FULL, as_user_error
 
-ALLOWED_TYPES = (argparse.Namespace,)
-_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
-
-
-def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
-    """Load a fairseq checkpoint; only tensors, plain containers and ALLOWED_TYPES may be in it.
-
-    Raises UserError if the file is missing or truncated, or if it holds anything else: the message
-    names the offending type, and nothing of it was run.
-    """
-    if not os.path.exists(path):
-        raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
-    with open(path, "rb") as stream:
-        return _safe_load(stream, str(path), map_location=map_location)
-
-
-def _safe_load(stream: Any, name: str, **options: Any) -> Any:
-    options.pop("weights_only", None)
-    try:
-        if hasattr(torch.serialization, "safe_globals"):
-            with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
-                return torch.load(stream, weights_only=True, **options)
-        return torch.load(stream, pickle_module=restricted_pickle(), **options)
-    except pickle.UnpicklingError as error:
-        if "GLOBAL" in str(error):
-            raise _refusal(name, error) from error
-        raise _damaged(name, "it is no file that torch.save wrote") from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
-        raise _damaged(name, _first_sentence(error)) from error
-
-
-def _first_sentence(error: Exception) -> str:
-    """What happened; the rest of torch's messages advises, for example to switch safety off."""
-    return re.split(r"[.\n]", str(error))[0] or type(error).__name__
-
-
-def _refusal(name: str, error: Exception) -> UserError:
-    found = _GLOBAL_PATTERN.search(str(error))
-    offender = found.group(1) if found else str(error).splitlines()[0]
-    return UserError(
-        f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs nothing but "
-        f"tensors, plain containers and argparse.Namespace. Loading it could run code of whoever wrote it; "
-        f"nothing was run. Use a checkpoint from a source that you trust and that was saved by fairseq."
-    )
-
-
-def _damaged(name: str, reason: str) -> UserError:
-    return UserError(
-        f"Checkpoint {name} cannot be read ({reason}): the file is truncated or is no checkpoint. Copy it "
-        f"again, or resume from an older one (for example with --restore-file checkpointN.pt)."
-    )
-
-
-def restricted_pickle() -> types.ModuleType:
-    """A pickle module that finds only what a checkpoint needs, for torch older than 2.4.
-
-    Those versions have no public allow-list for `weights_only=True`.
-    """
-    allowed = {(t.__module__, t.__qualname__): t for t in ALLOWED_TYPES}
-    tensor_parts = {
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_parameter"),
-    }
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if (module, name) in allowed:
-                return allowed[module, name]
-            is_storage = module == "torch" and (name.endswith("Storage") or name.endswith("Tensor"))
-            if (module, name) in tensor_parts or is_storage:
-                return super().find_class(module, name)
-            raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
-
-    module = types.ModuleType("moa_fairseq_restricted_pickle")
-    module.Unpickler = Unpickler
-    module.load = lambda stream, **options: Unpickler(stream, **options).load()
-    module.__dict__.update({name: getattr(pickle, name) for name in ("UnpicklingError", "HIGHEST_PROTOCOL")})
-    return module
-
-
-class _SafeTorch(types.ModuleType):
-    """torch as fairseq's checkpoint code sees it: everything passes through but `load` and `save`."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def load(source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
-        name = str(getattr(source, "name", source))
-        if isinstance(source, (str, os.PathLike)):
-            with open(source, "rb") as stream:
-                return _safe_load(stream, name, map_location=map_location, **options)
-        return _safe_load(source, name, map_location=map_location, **options)
-
-    @staticmethod
-    def save(obj: Any, target: Any, **options: Any) -> None:
-        try:
-            torch.save(obj, target, **options)
-        except (OSError, RuntimeError) as error:
-            name = getattr(target, "name", target)
-            raise UserError(
-                f"{name} could not be written ({_first_sentence(error)}): is the disk full? Earlier "
-                f"checkpoints are whole; free some space and start the same training again."
-            ) from error
-
-
-def _atomic_copy(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    temporary = f"{dst_path}.tmp"
-    try:
-        shutil.copyfile(src_path, temporary)
-        os.replace(temporary, dst_path)
-    except OSError as error:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise as_user_error(error, Path(dst_path)) from error
-    return True
+__all__ = ["Patch", "install", "load_checkpoint", "patches"]
 
 
 def _bf16_means_gpu(override_module_args: Callable) -> Callable:
@@ -220,7 +88,6 @@ def _announcing_updates(train_step: Callable) -> Callable:
             model.set_num_updates(trainer.get_num_updates())
         return result
 
-    wrapped.announces_updates = True
     return wrapped
 
 
@@ -244,7 +111,6 @@ def _explaining_optimizers(load_checkpoint: Callable) -> Callable:
             "model alone with --reset-optimizer --reset-lr-scheduler."
         )
 
-    wrapped.explains_optimizers = True
     return wrapped
 
 
@@ -268,37 +134,125 @@ def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.T
         sys.__excepthook__(kind, error, trace)
 
 
+class Patch(NamedTuple):
+    """One function of fairseq that is changed."""
+
+    owner: Any  # the module or class that holds it
+    name: str
+    change: Callable[[Any], Any]  # from fairseq's to ours
+    reason: str
+    test: str  # file::name under tests/
+
+
+def patches() -> List[Patch]:
+    """What is changed in fairseq. Raises ImportError where there is none."""
+    from fairseq import checkpoint_utils
+    from fairseq.data import data_utils
+    from fairseq.data.fasta_dataset import FastaDataset
+    from fairseq.dataclass import utils as dataclass_utils
+    from fairseq.distributed import utils as distributed_utils
+    from fairseq.models import distributed_fairseq_model
+    from fairseq.tasks.fairseq_task import FairseqTask
+    from fairseq.trainer import Trainer
+
+    from moa_fairseq.fairseq_patches import checkpoint_files, collectives, foreign_settings
+
+    compat, files = "test_fairseq_compat.py::", "fairseq_patches/test_checkpoint_files.py::"
+    return [
+        Patch(
+            *(checkpoint_utils, "load_checkpoint_to_cpu", checkpoint_files.from_regular_files),
+            "A named pipe under a checkpoint's name hangs, a device fills the memory.",
+            files + "test_what_is_no_file_is_refused_before_it_is_opened",
+        ),
+        Patch(
+            *(Trainer, "load_checkpoint", checkpoint_files.resuming_from_regular_files),
+            "fairseq begins anew where checkpoint_last.pt is anything but a file.",
+            files + "test_training_does_not_begin_anew_beside_what_is_no_file",
+        ),
+        Patch(
+            *(checkpoint_utils, "torch_persistent_save", checkpoint_files.writing_whole),
+            "fairseq renames what was neither checked nor brought to the disk; its second attempt goes on "
+            "behind the rest of the first.",
+            files + "test_a_disk_that_is_full_for_a_moment",
+        ),
+        Patch(
+            *(checkpoint_utils.PathManager, "copy", checkpoint_files.copying_whole),
+            "checkpoint_last.pt and checkpoint_best.pt are overwritten in place: a full disk or a kill in "
+            "that moment would leave half a checkpoint to resume from.",
+            files + "test_a_fault_while_a_checkpoint_is_copied",
+        ),
+        Patch(
+            *(checkpoint_utils, "save_checkpoint", checkpoint_files.never_asynchronous),
+            "Asynchronous writing works under the final name and leaves checkpoint_last.pt out.",
+            files + "test_asynchronous_writing_is_taken_back",
+        ),
+        Patch(
+            *(FastaDataset, "_build_index", foreign_settings.quoting_the_path),
+            "The path of a data set stands unquoted in a shell command.",
+            "fairseq_patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing",
+        ),
+        Patch(
+            *(distributed_utils, "distributed_main", collectives.with_a_time_limit),
+            "A process that hangs makes the others wait for half an hour, and nobody says for whom.",
+            "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named",
+        ),
+        Patch(
+            *(distributed_fairseq_model, "DistributedTimeoutWrapper", collectives.watching_later),
+            "It interrupts the process just before the message that names the rank.",
+            "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named",
+        ),
+        Patch(
+            *(dataclass_utils, "override_module_args", _bf16_means_gpu),
+            "fairseq's command line takes --bf16 to mean a TPU.",
+            compat + "test_bf16_is_a_gpu_dtype_when_there_is_a_gpu",
+        ),
+        Patch(
+            *(FairseqTask, "get_batch_iterator", _batches_of_the_first_epoch),
+            "Sentences are grouped into batches once, by the seed of the first epoch that a process sees: a "
+            "restart in a later epoch regroups them, and repeats some and skips others.",
+            "test_resume.py::test_killed_and_resumed_equals_uninterrupted",
+        ),
+        Patch(
+            *(data_utils, "batch_by_size", _keeping_the_last_batch),
+            "fairseq's main branch drops the last batch of a data set whenever its size is no multiple of "
+            "--required-batch-size-multiple (8), in validation and generation too.",
+            compat + "test_the_last_batch_is_kept",
+        ),
+        Patch(
+            *(Trainer, "train_step", _announcing_updates),
+            "fairseq shows a task one micro-batch at a time; a task with `before_update(trainer, samples)` "
+            "sees all of an update before it begins. And the model hears of an update when it has been made, "
+            "so that what it keeps per update is complete in a checkpoint that is saved in between.",
+            "tasks/test_bcd.py::test_a_whole_update_is_a_g_step_and_then_an_f_step",
+        ),
+        Patch(
+            *(Trainer, "load_checkpoint", _explaining_optimizers),
+            "An optimizer for other parameters than those being trained ends in torch's ValueError, or fits "
+            "by chance.",
+            "test_resume.py::test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
+        ),
+    ]
+
+
+@functools.cache
 def install() -> None:
     """Prepare fairseq, once per process. Raises ImportError with the remedy when it is missing."""
     try:
-        from fairseq import checkpoint_utils
-        from fairseq.data import data_utils
-        from fairseq.dataclass import utils as dataclass_utils
-        from fairseq.tasks.fairseq_task import FairseqTask
-        from fairseq.trainer import Trainer
+        table = patches()
     except ImportError as error:
         raise ImportError(
             f"moa_fairseq is a plugin of fairseq, which cannot be imported ({error}). "
             f"`bash scripts/setup.sh` installs one that runs on Python 3.11 and 3.12 "
             f"(PyPI's own fairseq 0.12.2 does not)."
         ) from error
-    if not isinstance(checkpoint_utils.torch, _SafeTorch):
-        checkpoint_utils.torch = _SafeTorch("torch")
-    path_manager = checkpoint_utils.PathManager
-    if not path_manager.path_requires_pathmanager("checkpoint.pt"):
-        path_manager.copy = staticmethod(_atomic_copy)
-    if not hasattr(dataclass_utils.override_module_args, "__wrapped__"):
-        dataclass_utils.override_module_args = _bf16_means_gpu(dataclass_utils.override_module_args)
-    if not hasattr(FairseqTask.get_batch_iterator, "__wrapped__"):
-        FairseqTask.get_batch_iterator = _batches_of_the_first_epoch(FairseqTask.get_batch_iterator)
-    if not hasattr(data_utils.batch_by_size, "__wrapped__"):
-        data_utils.batch_by_size = _keeping_the_last_batch(data_utils.batch_by_size)
+    from moa_fairseq.fairseq_patches import foreign_settings, literals
+
+    for patch in table:
+        setattr(patch.owner, patch.name, patch.change(getattr(patch.owner, patch.name)))
+    literals.install()
+    foreign_settings.install(SafeTorch("torch"))
+    fairseq_workers.install()
     if not hasattr(numpy, "compat"):
         numpy.compat = types.SimpleNamespace(long=int)
-    fairseq_workers.install()
-    if not hasattr(Trainer.train_step, "announces_updates"):
-        Trainer.train_step = _announcing_updates(Trainer.train_step)
-    if not hasattr(Trainer.load_checkpoint, "explains_optimizers"):
-        Trainer.load_checkpoint = _explaining_optimizers(Trainer.load_checkpoint)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_user_errors

@@ -5,7 +5,7 @@ import errno
 import os
 import tempfile
 from pathlib import Path
-from typing import IO, Iterator, Union
+from typing import IO, Callable, Iterator, Optional, Union
 
 from moa_fairseq.errors import UserError
 
@@ -18,10 +18,18 @@ NOT_WRITABLE = (
 
 
 @contextlib.contextmanager
-def atomic_write(path: PathLike, mode: str = "w") -> Iterator[IO]:
+def atomic_write(
+    path: PathLike,
+    mode: str = "w",
+    temporary: Optional[PathLike] = None,
+    check: Callable[[str], None] = lambda written: None,
+) -> Iterator[IO]:
     """Open a temporary neighbour of `path` for writing and rename it into place on success.
 
     path: the final name; its folder is created. mode: "w" (UTF-8, LF line ends) or "wb".
+    temporary: its name, for a file that only one process writes: what a killed process left there is
+    overwritten, so that large files do not pile up. By default a new name that nobody else has.
+    check: is given the temporary name when all is on the disk, and raises where it is not what it should be.
     An exception inside the block removes the temporary file and leaves an existing `path` as it
     was. Raises UserError when the disk is full, the folder cannot be written, or `path` is no file.
     """
@@ -34,7 +42,12 @@ def atomic_write(path: PathLike, mode: str = "w") -> Iterator[IO]:
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        if temporary is None:
+            handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise as_user_error(error, path) from error
     try:
@@ -42,17 +55,29 @@ def atomic_write(path: PathLike, mode: str = "w") -> Iterator[IO]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes private files; results are as readable as the user's umask says.
+        check(str(temporary))
+        # the temporary file is private; results are as readable as the user's umask says.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         if isinstance(error, OSError):
             raise as_user_error(error, path) from error
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a renaming to the disk, where the system knows how to."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def as_user_error(error: OSError, path: Path) -> Exception:

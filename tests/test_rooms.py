@@ -17,7 +17,7 @@ FLOORS = (
     ("errors", "torch_compat", "host_memory"),
     ("files", "json_files", "kernels"),
     ("attention", "running", "text"),
-    ("fairseq_workers",),
+    ("fairseq_patches", "fairseq_workers"),
     ("fairseq_compat",),
     ("transformer",),
     ("coordinate_descent", "criterions"),

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.fairseq_compat import load_checkpoint
-from moa_fairseq.files import atomic_write
+from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, save_checkpoint
 
 EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
 UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
@@ -178,8 +177,7 @@ def run(args: argparse.Namespace) -> int:
     """Average and write the result, or nothing."""
     paths = _chosen(args)
     state = average_checkpoints(paths)
-    with atomic_write(args.output, "wb") as stream:
-        torch.save(state, stream)
+    save_checkpoint(state, args.output)
     print(f"averaged {len(paths)} checkpoints into {args.output}: {', '.join(map(str, paths))}")
     return 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.checkpoint_files import check_sums
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 
@@ -103,8 +104,11 @@ def is_readable(checkpoint: Path) -> bool:
     """
     try:
         with zipfile.ZipFile(checkpoint) as archive:
-            has_data = any(name.endswith("/data.pkl") for name in archive.namelist())
-            return has_data and archive.testzip() is None
+            if not any(name.endswith("/data.pkl") for name in archive.namelist()):
+                return False
+        with open(checkpoint, "rb") as stream:
+            check_sums(stream)
+        return True
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
         return False
 

@@ -1,0 +1,282 @@
+"""Checkpoint files: read as data and only when they are whole, written whole or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import pickle
+import re
+import shutil
+import stat
+import time
+import types
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any, Callable, Optional, Union
+
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.foreign_settings import forget_outputs
+from moa_fairseq.files import atomic_write
+
+logger = logging.getLogger(__name__)
+
+ALLOWED_TYPES = (argparse.Namespace,)
+ATTEMPTS = 3
+SECONDS_BETWEEN = 2.5  # fairseq's own patience with a disk
+_CHUNK = 1 << 20  # bytes
+_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
+_IRREGULAR = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
+    """Load a fairseq checkpoint; only tensors, plain containers and ALLOWED_TYPES may be in it.
+
+    Raises UserError if the file is missing, no regular file, truncated or changed since it was written, or
+    if it holds anything else: the message names the offending type, and nothing of it was run.
+    """
+    if not os.path.lexists(path):
+        raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
+    refuse_irregular(path)
+    with open(path, "rb") as stream:
+        return _safe_load(stream, str(path), map_location=map_location)
+
+
+def refuse_irregular(path: Union[str, Path]) -> None:
+    """Raises UserError for what is there and no file: a named pipe would hang, a device fill the memory."""
+    if not os.path.lexists(path):
+        return
+    try:
+        kind = stat.S_IFMT(os.stat(path).st_mode)
+        what = _IRREGULAR.get(kind, "no file")
+    except FileNotFoundError:
+        kind, what = 0, "a link to a file that does not exist"
+    if kind != stat.S_IFREG:
+        raise UserError(f"Checkpoint {path} is {what}. Name a checkpoint file, or move this out of the way.")
+
+
+def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
+    options.pop("weights_only", None)
+    try:
+        check_sums(stream)
+        if hasattr(torch.serialization, "safe_globals"):
+            with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
+                state = torch.load(stream, weights_only=True, **options)
+        else:
+            state = torch.load(stream, pickle_module=restricted_pickle(), **options)
+        return forget_outputs(state)
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" in str(error):
+            raise _refusal(name, error) from error
+        raise _damaged(name, "it is no file that torch.save wrote") from error
+    except (
+        *(RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError),
+        *(zipfile.BadZipFile, zlib.error),
+    ) as error:
+        raise _damaged(name, _first_sentence(error)) from error
+
+
+def check_sums(stream: IO[bytes]) -> None:
+    """Read a checkpoint once and compare what it holds with the checksums that torch wrote with it.
+
+    torch itself compares none, so that a byte that changed on the disk would become a wrong weight. Leaves
+    the stream where it was. Files older than torch 1.6 have no checksums and pass. Raises BadZipFile.
+    """
+    start = stream.tell()
+    if zipfile.is_zipfile(stream):
+        with zipfile.ZipFile(stream) as archive:
+            for part in archive.infolist():
+                if part.CRC == 0:  # torch.serialization.set_crc32_options(False): none was written
+                    continue
+                with archive.open(part) as content:
+                    while content.read(_CHUNK):
+                        pass
+    stream.seek(start)
+
+
+def _first_sentence(error: Exception) -> str:
+    """What happened; the rest of torch's messages advises, for example to switch safety off."""
+    message = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))  # a place in torch's source
+    return re.split(r"[.\n]", message)[0] or type(error).__name__
+
+
+def _refusal(name: str, error: Exception) -> UserError:
+    found = _GLOBAL_PATTERN.search(str(error))
+    offender = found.group(1) if found else str(error).splitlines()[0]
+    return UserError(
+        f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs nothing but "
+        f"tensors, plain containers and argparse.Namespace. Loading it could run code of whoever wrote it; "
+        f"nothing was run. Use a checkpoint from a source that you trust and that was saved by fairseq."
+    )
+
+
+def _damaged(name: str, reason: str) -> UserError:
+    return UserError(
+        f"Checkpoint {name} cannot be read ({reason}): the file is truncated, was changed on the disk, or is "
+        f"no checkpoint. Copy it again, or resume from an older one (for example with --restore-file "
+        f"checkpointN.pt)."
+    )
+
+
+def restricted_pickle() -> types.ModuleType:
+    """A pickle module that finds only what a checkpoint needs, for torch older than 2.4.
+
+    Those versions have no public allow-list for `weights_only=True`.
+    """
+    allowed = {(t.__module__, t.__qualname__): t for t in ALLOWED_TYPES}
+    tensor_parts = {
+        ("collections", "OrderedDict"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch._utils", "_rebuild_parameter"),
+    }
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) in allowed:
+                return allowed[module, name]
+            is_storage = module == "torch" and (name.endswith("Storage") or name.endswith("Tensor"))
+            if (module, name) in tensor_parts or is_storage:
+                return super().find_class(module, name)
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
+
+    module = types.ModuleType("moa_fairseq_restricted_pickle")
+    module.Unpickler = Unpickler
+    module.load = lambda stream, **options: Unpickler(stream, **options).load()
+    module.__dict__.update({name: getattr(pickle, name) for name in ("UnpicklingError", "HIGHEST_PROTOCOL")})
+    return module
+
+
+class SafeTorch(types.ModuleType):
+    """torch as fairseq's code that loads files sees it: everything passes through but `load`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def load(source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
+        name = str(getattr(source, "name", source))
+        if isinstance(source, (str, os.PathLike)):
+            refuse_irregular(source)
+            with open(source, "rb") as stream:
+                return _safe_load(stream, name, map_location=map_location, **options)
+        return _safe_load(source, name, map_location=map_location, **options)
+
+
+def from_regular_files(load: Callable) -> Callable:
+    """Wrap `load_checkpoint_to_cpu(path, ...)`, which opens whatever stands at the path."""
+
+    @functools.wraps(load)
+    def wrapped(path: str, *args: Any, **options: Any) -> Any:
+        refuse_irregular(path)
+        return load(path, *args, **options)
+
+    return wrapped
+
+
+def resuming_from_regular_files(load_checkpoint: Callable) -> Callable:
+    """Wrap `Trainer.load_checkpoint`, which begins anew where it finds anything but a file."""
+
+    @functools.wraps(load_checkpoint)
+    def wrapped(trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+        refuse_irregular(filename)
+        return load_checkpoint(trainer, filename, *args, **options)
+
+    return wrapped
+
+
+def save_checkpoint(state: Any, filename: Union[str, Path]) -> None:
+    """Write a checkpoint: under a temporary name, checked and on the disk before it gets its own.
+
+    Raises UserError when the third attempt fails; what stood under `filename` is then still there.
+    """
+    _written(filename, lambda stream: torch.save(state, stream))
+
+
+def writing_whole(persistent_save: Callable) -> Callable:
+    """Wrap `torch_persistent_save`: `save_checkpoint` for paths of this machine."""
+
+    @functools.wraps(persistent_save)
+    def wrapped(state: Any, filename: str, async_write: bool = False) -> None:
+        if _is_remote(filename):
+            return persistent_save(state, filename, async_write)
+        return save_checkpoint(state, filename)
+
+    return wrapped
+
+
+def copying_whole(copy: Callable) -> Callable:
+    """Wrap `PathManager.copy`, by which `checkpoint_best.pt` and `checkpoint_last.pt` are made."""
+
+    @functools.wraps(copy)
+    def wrapped(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+        if _is_remote(src_path) or _is_remote(dst_path):
+            return copy(src_path, dst_path, overwrite)
+
+        def write(stream: IO[bytes]) -> None:
+            with open(src_path, "rb") as original:
+                shutil.copyfileobj(original, stream, _CHUNK)
+
+        _written(dst_path, write, size=os.path.getsize(src_path))
+        return True
+
+    return staticmethod(wrapped)
+
+
+def _is_remote(path: str) -> bool:
+    """A path of iopath (s3://…), which has no renaming."""
+    from fairseq.file_io import PathManager
+
+    return PathManager.path_requires_pathmanager(path)
+
+
+def _written(
+    filename: Union[str, Path], write: Callable[[IO[bytes]], None], size: Optional[int] = None
+) -> None:
+    """Try to write a checkpoint, whole or not at all; size: how many bytes it must have, where known."""
+
+    def check(written: str) -> None:
+        if size is not None and os.path.getsize(written) != size:
+            raise OSError(f"{os.path.getsize(written)} of {size} bytes were written")
+        with open(written, "rb") as stream:
+            check_sums(stream)
+
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with atomic_write(filename, "wb", temporary=f"{filename}.tmp", check=check) as stream:
+                write(stream)
+            return
+        except (OSError, RuntimeError, zipfile.BadZipFile, UserError) as error:
+            reason = str(error) if isinstance(error, UserError) else _first_sentence(error)
+            if attempt == ATTEMPTS:
+                raise UserError(
+                    f"{filename} could not be written ({reason.rstrip('.')}): is the disk full? Earlier "
+                    f"checkpoints are whole; free some space and start the same training again."
+                ) from error
+            logger.warning(f"{filename} could not be written ({reason}); trying again")
+            time.sleep(SECONDS_BETWEEN)
+
+
+def never_asynchronous(save: Callable) -> Callable:
+    """Wrap `checkpoint_utils.save_checkpoint`: asynchronous writing is not safe, and makes no copies."""
+
+    @functools.wraps(save)
+    def wrapped(cfg: Any, *args: Any, **options: Any) -> Any:
+        if cfg.write_checkpoints_asynchronously:
+            logger.warning(
+                "--write-checkpoints-asynchronously is ignored: it writes under the final name, where an "
+                "interrupted training would leave half a checkpoint, and it leaves checkpoint_last.pt out"
+            )
+            cfg.write_checkpoints_asynchronously = False
+        return save(cfg, *args, **options)
+
+    return wrapped

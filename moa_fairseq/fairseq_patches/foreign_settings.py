@@ -1,0 +1,82 @@
+"""What else a checkpoint's configuration, or a file it names, could make fairseq do.
+
+fairseq's other models load further files with torch, its tokenizers download what a setting names, a data set
+of FASTA files is counted by a shell command that holds its path, and a criterion opens a file for writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shlex
+import sys
+import types
+from typing import Any, Callable
+from urllib.parse import urlparse
+
+from moa_fairseq.errors import UserError
+
+# settings that name what a training wrote; a checkpoint that is loaded has no say in where to write
+OUTPUTS = ("save_predictions", "tensorboard_logdir")
+LOAD_WITH_TORCH = (
+    "fairseq.checkpoint_utils",
+    "fairseq.data.codedataset",
+    "fairseq.models.speech_to_text.xm_transformer",
+    "fairseq.models.text_to_speech.vocoder",
+    "fairseq.modules.quantization.pq.em",
+)
+FAIRSEQ_HOST = "dl.fbaipublicfiles.com"  # where GPT-2's byte-pair encoding lies, fairseq's default
+
+
+def forget_outputs(state: Any) -> Any:
+    """Take the OUTPUTS out of a checkpoint's configuration, in place; returns the checkpoint."""
+    if not isinstance(state, dict):
+        return state
+    configuration = state.get("cfg") if isinstance(state.get("cfg"), dict) else {}
+    for part in (state.get("args"), *configuration.values()):
+        settings = vars(part) if isinstance(part, argparse.Namespace) else part
+        if isinstance(settings, dict):
+            settings.update({name: None for name in OUTPUTS if name in settings})
+    return state
+
+
+class _LocalFiles(types.ModuleType):
+    """`file_utils` as fairseq's tokenizers see it: files, and what fairseq itself offers for download."""
+
+    def __init__(self, file_utils: types.ModuleType) -> None:
+        super().__init__(file_utils.__name__)
+        self._file_utils = file_utils
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file_utils, name)
+
+    def cached_path(self, name: Any, cache_dir: Any = None) -> str:
+        address = urlparse(str(name))
+        if address.scheme in ("http", "https", "s3") and address.hostname != FAIRSEQ_HOST:
+            raise UserError(
+                f"A tokenizer's file is to be downloaded from {name}. The address may stand in a checkpoint "
+                f"that somebody else made; nothing was fetched. Download the file yourself if you trust it, "
+                f"and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
+            )
+        return self._file_utils.cached_path(name, cache_dir)
+
+
+def quoting_the_path(build_index: Callable) -> Callable:
+    """Wrap the counting of a FASTA file: its path reaches the shell as one word."""
+
+    @functools.wraps(build_index)
+    def wrapped(dataset: Any, path: str) -> Any:
+        return build_index(dataset, shlex.quote(path))
+
+    return wrapped
+
+
+def install(safe_torch: types.ModuleType) -> None:
+    """Give fairseq's tokenizers local files only, and `safe_torch` to all that loads a file with torch."""
+    for name in LOAD_WITH_TORCH:
+        if name in sys.modules:
+            sys.modules[name].torch = safe_torch
+    local_files = _LocalFiles(sys.modules["fairseq.file_utils"])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fairseq.data.encoders.") and hasattr(module, "file_utils"):
+            module.file_utils = local_files
