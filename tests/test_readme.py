@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from fairseq import options
-from fairseq.models.transformer import TransformerConfig
 
 from moa_fairseq.cli import VERBS, main
 
@@ -63,13 +62,13 @@ def test_dry_run_lines_print_commands():
         assert done.returncode == 0 and "$ fairseq-train" in done.stdout, done.stderr
 
 
-def test_the_python_example_attends():
+def test_the_python_example_trains():
     namespace = {}
     (example,) = blocks("python")
     exec(example, namespace)
-    cfg = TransformerConfig.from_namespace(
-        options.parse_args_and_arch(options.get_training_parser(), ["data", "--arch", "transformer_tiny"])
-    )
-    layer = namespace["MyEncoderLayer"](cfg)
-    x = torch.randn(5, 2, cfg.encoder.embed_dim)
-    assert layer(x, torch.zeros(2, 5, dtype=torch.bool)).shape == x.shape
+    ((_, decision),) = namespace["decisions"]
+    assert decision.expert_index.shape == (80, 8) and decision.num_experts == 32
+    namespace["loss"].backward()
+    block = namespace["Block"](32)
+    x = torch.randn(5, 2, 32)
+    assert block(x, torch.zeros(2, 5, dtype=torch.bool)).shape == x.shape

@@ -1,0 +1,44 @@
+"""The attention and the kernels where fairseq cannot be imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = """
+import sys
+for name in ("fairseq", "omegaconf", "hydra"):
+    sys.modules[name] = None  # as if they were not installed
+import torch
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.losses import load_balance_loss
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.kernels import SlotOrder, project
+
+torch.manual_seed(0)
+x = torch.randn(6, 2, 16, requires_grad=True)
+for attention in (
+    MixtureOfAttention(16, 4, 2, 8, self_attention=True),
+    MixtureOfAttentiveExperts(16, 4, self_attention=True, causal=True),
+):
+    with collect_decisions() as decisions, drawing_experts(ExpertDraw(torch.arange(2), 1, 1)):
+        out, _ = attention(x, x, x, need_weights=False)
+    (out.square().sum() + load_balance_loss(decisions[0][1])).backward()
+    state = {}
+    attention.eval()
+    steps = [attention(x[t : t + 1], None, None, incremental_state=state)[0] for t in range(6)]
+    future = torch.triu(torch.full((6, 6), float("-inf")), 1)
+    torch.testing.assert_close(torch.cat(steps), attention(x, x, x, attn_mask=future)[0])
+order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2]]), 3)
+out = project(torch.ones(2, 8), order, torch.ones(3, 4, 8), into="experts", slots_per_row=2, slots_per_sum=1)
+assert out.shape == (4, 4) and (out == 8).all()
+print("done with", *sorted({n.split(".")[1] for n in sys.modules if n.startswith("moa_fairseq.")}))
+"""
+
+
+def test_attention_and_kernels_work_with_torch_alone():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done", "with", "attention", "errors", "kernels", "torch_compat"]
