@@ -111,9 +111,15 @@ def test_the_papers_masked_lm(path):
 def test_pairs_differ_in_the_model_only(dense, mixture):
     one, other = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
     assert one.data == other.data and one.generate == other.generate and one.average == other.average
-    routing = {"load-balance-coef", "z-loss-coef", "bcd", "bcd-g-every", "gate-lr"}
+    routing = {"load-balance-coef", "z-loss-coef", "bcd", "bcd-g-every", "gate-optimizer", "gate-lr"}
     assert {k: v for k, v in other.train.flags.items() if k not in routing} == one.train.flags
     assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*nobcd*.yaml")), ids=lambda path: path.stem)
+def test_nobcd_trains_its_gates_as_the_paper_says(path):
+    flags = load_recipe(path).train.flags
+    assert [flags[name] for name in ("bcd", "gate-optimizer", "gate-lr")] == ["none", "sgd", 1.0]  # Appendix A
 
 
 def test_an_unknown_flag_is_refused_with_fairseqs_words():
