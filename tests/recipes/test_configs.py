@@ -160,6 +160,17 @@ def test_moas_translations_are_scored_by_the_releases_chain_as_well(name):
     line = commands.score_command(recipe, Path("generate-test.txt"))
     assert recipe.score.headline == "multi_bleu" and line[line.index("--also") + 1] == "moa-release"
 
+    routing = {"load-balance-coef", "z-loss-coef", "bcd", "bcd-g-every", "gate-optimizer", "gate-lr"}
+    assert {k: v for k, v in other.train.flags.items() if k not in routing} == one.train.flags
+    assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*nobcd*.yaml")), ids=lambda path: path.stem)
+def test_nobcd_trains_its_gates_as_the_paper_says(path):
+    flags = load_recipe(path).train.flags
+    wanted = {"bcd": "none", "gate-optimizer": "sgd", "gate-lr": 1.0}  # Appendix A
+    assert {name: flags[name] for name in wanted} == wanted
+
 
 def test_an_unknown_flag_is_refused_with_fairseqs_words():
     from moa_fairseq.errors import UserError
