@@ -74,7 +74,8 @@ def test_a_run_ends_in_a_result_and_repeats_nothing(tmp_path, monkeypatch, fairs
     result = run_recipe(recipe, CPU, CPU, options, FakeExecutor, said.append)
     assert FakeExecutor.ran == ("fairseq-train", "fairseq-eval-lm", "fairseq-eval-lm")
     assert "lm_ppl 18.71 on test" in said[-1]
-    assert '"lm_ppl": 18.71' in result.read_text() and '"table": "4"' in result.read_text()
+    assert '"lm_ppl": 18.71' in result.read_text()
+    assert '"reproduces": null' in result.read_text()  # nine lines are not WikiText-103
     run_recipe(recipe, CPU, CPU, options, FakeExecutor, said.append)
     assert len(FakeExecutor.ran) == 3
 
