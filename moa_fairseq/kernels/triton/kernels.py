@@ -146,7 +146,18 @@ def product_kernel(
     column = (tl.program_id(0) % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight += expert.to(tl.int64) * (EXPERT_DIM * MODEL_DIM) + first_column * outer_stride
     acc = _product(
-        rows, row, weight, column, inner_size, OUTER, inner_stride, outer_stride, BLOCK_M, BLOCK_N, BLOCK_K, TF32
+        rows,
+        row,
+        weight,
+        column,
+        inner_size,
+        OUTER,
+        inner_stride,
+        outer_stride,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        TF32,
     )
     if bias is not None:
         bias += expert * outer_size + first_column
@@ -208,7 +219,18 @@ def gate_kernel(
     for n in range(0, EXPERT_DIM, BLOCK_N):
         column = n + tl.arange(0, BLOCK_N)
         acc = _product(
-            rows, slot // PER_WIDE, weight, column, MODEL_DIM, EXPERT_DIM, 1, MODEL_DIM, BLOCK_M, BLOCK_N, BLOCK_K, TF32
+            rows,
+            slot // PER_WIDE,
+            weight,
+            column,
+            MODEL_DIM,
+            EXPERT_DIM,
+            1,
+            MODEL_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            TF32,
         )
         if bias is not None:
             column_bias = tl.load(bias + expert * EXPERT_DIM + column, mask=column < EXPERT_DIM, other=0.0)

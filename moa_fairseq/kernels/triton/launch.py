@@ -202,7 +202,9 @@ def _chunks(count: int, experts: int, tiles: int, sample: Tensor) -> Tuple[int, 
     return chunk, blocks, blocks if count > chunk else 0  # an expert can have two chunks
 
 
-def outer(left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int) -> Tensor:
+def outer(
+    left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int
+) -> Tensor:
     """out[e] = Σ_{slots of e} left[slot // per_left]ᵀ · right[slot // per_right].
 
     left [S / per_left, D], right [S / per_right, C] → [E, D, C]. An expert without slots gets zeros.
