@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py
 
-Dispatch and combine with one routing decision, forward + backward and forward alone (decoding), swept
+MoA's queries and outputs with one routing decision, forward + backward and forward alone (decoding), swept
 over tokens, E, K and D. 1.0 is the rate of one large GEMM on the device.
 """
 
@@ -16,7 +16,7 @@ from matplotlib.ticker import ScalarFormatter
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import expert_bank
+from moa_fairseq.kernels import BACKENDS, resolve_backend
 
 C = 512
 BASE = {"tokens": 2048, "E": 32, "K": 8, "D": 128}
@@ -41,9 +41,9 @@ def points() -> Iterator[Tuple[str, Dict[str, int]]]:
 def backends(device: str) -> "list[str]":
     """The named backends that this machine can run; auto is measured beside them."""
     usable = []
-    for name in expert_bank.BACKENDS:
+    for name in BACKENDS:
         try:
-            expert_bank.resolve_backend(name)
+            resolve_backend(name)
         except UserError:
             continue
         if name != "triton" or device == "cuda":
@@ -52,22 +52,22 @@ def backends(device: str) -> "list[str]":
 
 
 def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable, Callable]":
-    """(forward without gradients, forward + backward) of a dispatch and a combine."""
+    """(forward without gradients, forward + backward) of queries and outputs."""
     tokens, experts, per_token, dim = (point[key] for key in ("tokens", "E", "K", "D"))
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(tokens, experts, generator=generator).topk(per_token).indices.to(args.device)
     gate = torch.rand(tokens, per_token, generator=generator).to(args.device)
     probs = torch.zeros(tokens, experts, device=args.device)
-    queries = ExpertLinear(experts, C, dim, "dispatch", backend=backend).to(args.device, args.torch_dtype)
-    outputs = ExpertLinear(experts, dim, C, "combine", backend=backend).to(args.device, args.torch_dtype)
+    queries = ExpertLinear(experts, C, dim, "experts", backend=backend).to(args.device, args.torch_dtype)
+    outputs = ExpertLinear(experts, dim, C, "model", backend=backend).to(args.device, args.torch_dtype)
     x = torch.randn(tokens, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
     upstream = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        decision = RoutingDecision(
-            index, gate, probs, probs, probs.size(1)
-        )  # anew: sorting is part of the price
-        return outputs(queries(x, decision), decision)
+        # anew: sorting is part of the price
+        decision = RoutingDecision(index, gate, probs, probs, experts)
+        slots = queries(x, decision, slots_per_row=per_token, slots_per_sum=1)
+        return outputs(slots, decision, slots_per_row=1, slots_per_sum=per_token, gate=gate)
 
     def inference() -> torch.Tensor:
         with torch.no_grad():

@@ -61,12 +61,11 @@ def project(
     width C to the experts' D; into "model" it is its transpose, from D to C. Where it is used, with K
     experts per token, or H heads with k experts each (K = H·k, slots head by head):
 
-        into      slots_per_row  slots_per_sum  gate   use
-        experts   K              1              -      MoA's queries (q_t · W_i^q of Eq. 10), σ-MoE's up-projection
-        model     1              K              yes    MoA's outputs (Eq. 6, 12), σ-MoE's down-projection
-        experts   H·k            k              yes    SwitchHead's keys and values
-        model     k              H·k            yes    SwitchHead's outputs; with "experts" in place of
-                                                       "model", its queries are as its keys
+        into      slots_per_row  slots_per_sum  gate  use
+        experts   K              1              -     MoA's queries (Eq. 10), σ-MoE's first layer
+        model     1              K              yes   MoA's outputs (Eq. 6, 12), σ-MoE's second layer
+        experts   H·k            k              yes   SwitchHead's values and keys (and queries)
+        model     k              H·k            yes   SwitchHead's outputs
 
     rows [S / slots_per_row, C or D], weight [E, D, C], gate [S] or [N, K] (ones if absent), bias [E, D]
     into experts or [E, C] into the model → [S / slots_per_sum, D or C]. A sum whose gates are all zero

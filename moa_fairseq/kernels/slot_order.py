@@ -81,9 +81,7 @@ class SlotOrder:
         """Each expert's positions in pieces; the one place that waits for a GPU."""
         experts, lengths, start = [], [], 0
         for expert, end in enumerate(self.offsets.tolist()):
-            for first in range(
-                start, max(end, start + 1), _PIECE
-            ):  # one piece, if empty, of an unchosen expert
+            for first in range(start, max(end, start + 1), _PIECE):  # an unchosen expert has an empty piece
                 experts.append(expert)
                 lengths.append(min(_PIECE, end - first))
             start = end

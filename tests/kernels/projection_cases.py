@@ -81,12 +81,9 @@ class Case:
             **({"gate": gate} if self.gated else {}),
             **({"bias": torch.randn(heads * experts, out_width, generator=g)} if self.bias else {}),
         }
-        upstream = torch.randn(index.numel() // per_sum, out_width, generator=g)
-        return (
-            index,
-            {n: t.to(self.dtype).double() for n, t in found.items()},
-            upstream.to(self.dtype).double(),
-        )
+        found["upstream"] = torch.randn(index.numel() // per_sum, out_width, generator=g)
+        found = {name: tensor.to(self.dtype).double() for name, tensor in found.items()}
+        return index, found, found.pop("upstream")
 
     def run(self, function, dtype, device="cpu", reshape=lambda upstream: upstream):
         """{"output": …, "rows": its gradient, "weight": …} of function(index, leaves), computed in dtype."""
@@ -140,6 +137,6 @@ def case(*arguments):
 
 
 def variants(shape, use, dtype=torch.float32):
-    """With the use's own gate and bias, without biases, and with the gate that it has not, or without its own."""
+    """With the use's own gate and biases; without biases; and with a gate where it has none, or without."""
     gated = USES[use][2]
     return [case(shape, use, *rest, dtype) for rest in ((gated, True), (gated, False), (not gated, True))]

@@ -50,6 +50,15 @@ def test_forward_and_every_gradient_equal_the_loop(shape, use, backend):
     compare_with_the_loop(shape, use, backend)
 
 
+def walk_by(name, monkeypatch):
+    walks, constants = WALKS[name]
+    if walks[1] is sorted_rows and sorted_rows.GROUPED_MM is None:
+        pytest.skip("no grouped_mm in this torch")
+    monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
+    for constant in constants:
+        monkeypatch.setattr(*constant)
+
+
 def takes_on_cpu(shape):
     """sorted_rows is not chosen on a CPU, but newer torch has its product there, too."""
     tokens, model_dim, _, _, dim, *_ = shape
@@ -62,10 +71,7 @@ def takes_on_cpu(shape):
 def test_every_way_to_walk_over_the_experts_equals_the_loop(walk, use, shape, monkeypatch):
     if walk.startswith("sorted_rows") and not takes_on_cpu(shape):
         pytest.skip("no grouped_mm in this torch, or none for these sizes")
-    walks, constants = WALKS[walk]
-    monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
-    for constant in constants:
-        monkeypatch.setattr(*constant)
+    walk_by(walk, monkeypatch)
     compare_with_the_loop(shape, use, "grouped", sorts=True)
 
 
@@ -107,16 +113,12 @@ class Largest(TorchDispatchMode):
 def test_nothing_as_large_as_every_slot_of_the_models_width_is_stored(use, walk, monkeypatch):
     tokens, model_dim, num_experts, k, dim, heads = 128, 64, 6, 4, 8, 2
     if walk != "reference":
-        walks, constants = WALKS[walk]
-        if walks[1] is sorted_rows and sorted_rows.GROUPED_MM is None:
-            pytest.skip("no grouped_mm in this torch")
-        monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
+        walk_by(walk, monkeypatch)
         monkeypatch.setattr(sorted_rows, "_FREE_ELEMENTS", 0)
         monkeypatch.setattr(sorted_rows, "_UNIT", 16)
     with Largest() as largest:
-        switchhead(use, tokens, model_dim, num_experts, k, dim)(
-            "reference" if walk == "reference" else "grouped"
-        )
+        backend = "reference" if walk == "reference" else "grouped"
+        switchhead(use, tokens, model_dim, num_experts, k, dim)(backend)
     every_slot = tokens * heads * k * model_dim
     assert largest.elements >= tokens * model_dim, "the counter sees nothing"
     assert largest.elements <= every_slot / 2, f"{largest.elements} of {every_slot} elements"
@@ -167,9 +169,8 @@ def test_an_expert_without_tokens_gets_a_zero_gradient_not_none():
     index = torch.tensor([[0], [0]])
     weight = torch.randn(3, 4, 8, requires_grad=True)
     order = SlotOrder.from_index(index, 3)
-    project(
-        torch.randn(2, 8), order, weight, into="experts", slots_per_row=1, slots_per_sum=1
-    ).sum().backward()
+    fan = dict(into="experts", slots_per_row=1, slots_per_sum=1)
+    project(torch.randn(2, 8), order, weight, **fan).sum().backward()
     assert weight.grad[0].abs().sum() > 0
     assert (weight.grad[1:] == 0).all()
 
@@ -178,10 +179,7 @@ def test_an_expert_without_tokens_gets_a_zero_gradient_not_none():
 @pytest.mark.parametrize("use", USES)
 def test_only_what_is_asked_for_is_differentiated(use, walk, monkeypatch):
     """Each gradient alone is the one that comes with all others."""
-    walks, constants = WALKS[walk]
-    if walks[1] is sorted_rows and sorted_rows.GROUPED_MM is None:
-        pytest.skip("no grouped_mm in this torch")
-    monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
+    walk_by(walk, monkeypatch)
     for case in variants(SHAPES["aligned for grouped_mm"], use):
         together = case.run(case.projected("grouped"), torch.float32)
         index, inputs, upstream = case.inputs
@@ -263,10 +261,10 @@ def test_unknown_backend_is_refused_by_name():
 
 def test_decision_sorts_once_and_not_at_all_when_every_expert_is_chosen():
     probs = torch.rand(5, 3)
-    some = RoutingDecision(torch.randint(0, 3, (5, 2)), torch.rand(5, 2), probs, probs)
+    some = RoutingDecision(torch.randint(0, 3, (5, 2)), torch.rand(5, 2), probs, probs, 3)
     assert some.slot_order is some.slot_order
-    every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs)
-    assert every.slot_order is None
+    every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs, 3)
+    assert every.slot_order.in_order and not some.slot_order.in_order
 
 
 def test_the_kernels_need_nothing_of_fairseq():
@@ -281,8 +279,10 @@ import torch
 from moa_fairseq.kernels import SlotOrder, project, resolve_backend
 order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
 backend = resolve_backend("auto")
-out = project(torch.ones(3, 8), order, torch.ones(3, 4, 8), into="experts", slots_per_row=2, slots_per_sum=1, backend=backend)
-print(tuple(out.shape), out.unique().tolist(), sorted(n for n in sys.modules if n.startswith("moa_fairseq") and n.count(".") == 1))
+fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
+out = project(torch.ones(3, 8), order, torch.ones(3, 4, 8), **fan, backend=backend)
+ours = sorted(name for name in sys.modules if name.startswith("moa_fairseq") and name.count(".") == 1)
+print(tuple(out.shape), out.unique().tolist(), ours)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,8 @@ import torch
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import expert_bank, triton_bank
+from moa_fairseq.kernels import resolve_backend
+from moa_fairseq.kernels import triton as backend
 
 HERE = Path(__file__).parent
 
@@ -48,34 +49,35 @@ def test_kernels_become_machine_code_for_ampere_and_hopper(tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     instructions = {line["instruction"] for line in lines if not line["kernel"].startswith("sum_")}
-    assert len(lines) == 16
+    assert len(lines) == 24
     assert all(0 <= line["shared"] <= line["limit"] for line in lines)
     assert instructions == {"mma.sync", "wgmma.mma_async"}, "products without tensor cores"
+    assert all(line["hazards"] == [0, 0] for line in lines)
 
 
 def test_the_package_needs_no_triton():
     done = python(
         "-c",
         "import sys; sys.modules['triton'] = None\n"
-        "from moa_fairseq.kernels import expert_bank\n"
-        "print(expert_bank.resolve_backend('auto'))\n"
-        "expert_bank.resolve_backend('triton')",
+        "from moa_fairseq.kernels import resolve_backend\n"
+        "print(resolve_backend('auto'))\n"
+        "resolve_backend('triton')",
     )
     assert done.returncode == 1 and "triton cannot run here: Triton is not installed" in done.stderr
     assert done.stdout.strip() == "grouped"
 
 
 def test_refused_without_a_gpu_with_the_way_out(monkeypatch):
-    monkeypatch.setattr(triton_bank.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(triton_bank, "_INTERPRETED", False)
+    monkeypatch.setattr(backend, "_INTERPRETED", False)
     with pytest.raises(UserError, match=r"torch sees no GPU.*auto or grouped.*--model-overrides"):
-        expert_bank.resolve_backend("triton")
+        resolve_backend("triton")
 
 
 def test_which_gpus_triton_serves():
-    assert triton_bank.unfit((9, 0), "3.9.0") == triton_bank.unfit((7, 5), "3.2.0") == ""
-    assert triton_bank.unfit((7, 0), "3.1.0") == ""
-    assert "3.1 was the last, with torch 2.5" in triton_bank.unfit((7, 0), "3.2.0")
-    assert "3.2 was the last, with torch 2.6" in triton_bank.unfit((7, 5), "3.10.1")
-    assert "below 7.0" in triton_bank.unfit((6, 1), "3.1.0")
+    assert backend.unfit((9, 0), "3.9.0") == backend.unfit((7, 5), "3.2.0") == ""
+    assert backend.unfit((7, 0), "3.1.0") == ""
+    assert "3.1 was the last, with torch 2.5" in backend.unfit((7, 0), "3.2.0")
+    assert "3.2 was the last, with torch 2.6" in backend.unfit((7, 5), "3.10.1")
+    assert "below 7.0" in backend.unfit((6, 1), "3.1.0")

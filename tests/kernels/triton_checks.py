@@ -5,15 +5,18 @@ which must be chosen (TRITON_INTERPRET=1) before Triton loads. By hand, on a mac
 `python -m pytest tests/kernels/triton_checks.py`.
 """
 
+import functools
 import os
 
 import pytest
 import torch
+from projection_cases import SHAPES, USES, choose, variants
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.kernels import expert_bank, triton_bank
-from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.kernels import SlotOrder, project
+from moa_fairseq.kernels import triton as triton_backend
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,92 +27,37 @@ HAS_BF16 = INTERPRETED or torch.cuda.get_device_capability() >= (8, 0)
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_BF16
 HAS_OPERATORS = hasattr(torch.library, "custom_op")
 
-# N, C, E, K, D, which experts the tokens choose
 SHAPES = {
-    "several tiles per expert": (40, 48, 5, 3, 40, "random"),
-    "no size a multiple of anything: D = 20, C = 36": (19, 36, 6, 2, 20, "random"),
-    "one token": (1, 16, 5, 2, 8, "random"),
-    "no token": (0, 16, 5, 2, 8, "random"),
-    "an expert nobody chose": (23, 16, 6, 2, 8, "skip the last"),
-    "all tokens on one expert": (37, 16, 6, 1, 8, "first"),
-    "K = 1": (11, 12, 3, 1, 4, "random"),
-    "fewer tokens than experts": (3, 20, 19, 2, 12, "random"),
-    "primes": (31, 13, 7, 3, 11, "random"),
+    **SHAPES,
+    "several tiles per expert": (30, 20, 3, 2, 36, 1, "random"),
+    "several tiles per expert, two heads": (30, 36, 3, 2, 20, 2, "random"),
 }
 if DEVICE == "cuda":
-    SHAPES["of a real layer"] = (1000, 512, 32, 8, 128, "random")
-    SHAPES["a real layer with one hot expert"] = (700, 512, 16, 1, 256, "first")
+    SHAPES["of a real layer"] = (1000, 512, 32, 8, 128, 1, "random")
+    SHAPES["a real layer with one hot expert"] = (700, 512, 16, 1, 256, 1, "first")
+    SHAPES["SwitchHead's of 262M parameters"] = (600, 1024, 8, 4, 132, 2, "random")
+TILED = [name for name in SHAPES if "several tiles" in name or "real layer" in name or "SwitchHead" in name]
+UGLIEST = ("one token", "no token", "an expert nobody chose", "all tokens on one expert")
 
 
-def choose(tokens, num_experts, per_token, kind, generator):
-    if kind == "first":
-        return torch.zeros(tokens, per_token, dtype=torch.long)
-    usable = num_experts - 1 if kind == "skip the last" else num_experts
-    return torch.rand(tokens, usable, generator=generator).topk(per_token, dim=-1).indices
+def is_told_apart(shape, use):
+    """Whether it is worth the interpreter's time: MoA has one head, SwitchHead several."""
+    return DEVICE == "cuda" or shape in UGLIEST or (SHAPES[shape][5] > 1) == use.startswith("SwitchHead")
 
 
-class Case:
-    """Random inputs of one shape, in float64 on the CPU; `run` computes one function of them in some way."""
-
-    def __init__(self, tokens, model_dim, num_experts, per_token, dim, kind="random", seed=0):
-        g = torch.Generator().manual_seed(seed + tokens + 31 * num_experts)
-        self.num_experts = num_experts
-        self.index = choose(tokens, num_experts, per_token, kind, g)
-        gate = torch.rand(tokens, per_token, generator=g)
-        gate[: tokens // 3] = 0.0  # padding
-        weight = torch.randn(num_experts, dim, model_dim, generator=g) / dim**0.5
-        self.inputs = {
-            "dispatch": {
-                "x": torch.randn(tokens, model_dim, generator=g),
-                "weight": weight,
-                "bias": torch.randn(num_experts, dim, generator=g),
-            },
-            "combine": {
-                "slots": torch.randn(tokens, per_token, dim, generator=g),
-                "gate": gate,
-                "weight": weight,
-                "bias": torch.randn(num_experts, model_dim, generator=g),
-            },
-        }
-        self.upstream = {
-            "dispatch": torch.randn(tokens, per_token, dim, generator=g),
-            "combine": torch.randn(tokens, model_dim, generator=g),
-        }
-
-    def run(self, name, backend, dtype, bias=True, reshape=lambda upstream: upstream, device=DEVICE):
-        """{"output": …, "x": its gradient, …} of function `name`, computed in dtype by the backend."""
-        inputs = {
-            key: value.to(device, dtype).requires_grad_()
-            for key, value in self.inputs[name].items()
-            if bias or key != "bias"
-        }
-        index = self.index.to(device)
-        order = SlotOrder.from_index(index, self.num_experts) if backend != "reference" else None
-        first = inputs.pop("x") if name == "dispatch" else inputs.pop("slots")
-        gate = [inputs.pop("gate")] if name == "combine" else []
-        function = getattr(expert_bank, name)
-        output = function(first, index, *gate, order, inputs["weight"], inputs.get("bias"), backend=backend)
-        leaves = [first, *gate, *inputs.values()]
-        upstream = reshape(self.upstream[name].to(device, dtype))
-        grads = torch.autograd.grad(output, leaves, upstream, allow_unused=not self.index.numel())
-        names = ["grad of input", *["grad of gate"] * len(gate), *(f"grad of {key}" for key in inputs)]
-        return dict(zip(["output", *names], [output.detach(), *grads]))
-
-
-def rounded(case, dtype):
-    """The case with inputs that dtype represents exactly, so that only the computation differs."""
-    for inputs in case.inputs.values():
-        for key, value in inputs.items():
-            inputs[key] = value.to(dtype).double()
-    case.upstream = {key: value.to(dtype).double() for key, value in case.upstream.items()}
-    return case
+PAIRS = [
+    (shape, use)
+    for shape in SHAPES
+    for use in USES
+    if is_told_apart(shape, use) and shape not in ("ordinary", "aligned for grouped_mm")
+]
 
 
 def assert_as_good_as(fast, plain, exact):
     """Errors of `fast` are at most twice those of the obvious computation in the same dtype, per tensor."""
     assert fast.keys() == exact.keys()
     for name, truth in exact.items():
-        if truth is None or not truth.numel():
+        if not truth.numel():
             continue
         truth = truth.cpu()
         got, simple = fast[name].cpu().double(), plain[name].cpu().double()
@@ -122,73 +70,68 @@ def assert_as_good_as(fast, plain, exact):
         assert error <= 2 * allowed + tiny, f"{name}: off by {error:.2e}, the plain computation {allowed:.2e}"
 
 
-def compare(case, name, dtype, **options):
-    case = rounded(case, dtype)
-    exact = case.run(name, "reference", torch.float64, device="cpu", **options)
-    plain = case.run(name, "reference", dtype, **options)
-    fast = case.run(name, "triton", dtype, **options)
-    assert fast["output"].dtype == dtype
+def compare(case, **options):
+    exact = case.exact if DEVICE == "cpu" else case.run(case.projected("reference"), torch.float64)
+    if options:
+        exact = case.run(case.projected("reference"), torch.float64, **options)
+    plain = case.run(case.projected("reference"), case.dtype, DEVICE, **options)
+    fast = case.run(case.projected("triton"), case.dtype, DEVICE, **options)
+    assert fast["output"].dtype == case.dtype
     assert_as_good_as(fast, plain, exact)
     return fast
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_float32_equals_the_reference(shape, name):
-    compare(Case(*shape), name, torch.float32)
+@pytest.mark.parametrize("shape, use", PAIRS)
+def test_float32_equals_the_reference(shape, use):
+    """The interpreter is slow: without biases, and with the other choice of a gate, only for sizes that fit no tile."""
+    every = DEVICE == "cuda" or shape.startswith("prime")
+    for case in variants(SHAPES[shape], use)[: None if every else 1]:
+        compare(case)
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("shape", list(SHAPES.values())[:2] + list(SHAPES.values())[9:])
-def test_sixteen_bit_is_as_good_as_the_obvious_computation(shape, dtype, name):
-    compare(Case(*shape), name, dtype)
+@pytest.mark.parametrize("shape, use", [pair for pair in PAIRS if pair[0] in TILED])
+def test_sixteen_bit_is_as_good_as_the_obvious_computation(shape, dtype, use):
+    compare(variants(SHAPES[shape], use, dtype)[0])
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_without_bias(name):
-    compare(Case(21, 24, 4, 2, 20), name, torch.float32, bias=False)
-
-
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
+@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
     "reshape",
     [
         lambda upstream: upstream[:1].expand_as(upstream),
-        lambda upstream: upstream.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda upstream: upstream.t().contiguous().t(),
     ],
     ids=["expanded", "strided"],
 )
-def test_upstream_gradients_of_any_layout(reshape, name):
-    compare(Case(21, 24, 4, 2, 20), name, torch.float32, reshape=reshape)
+def test_upstream_gradients_of_any_layout(reshape, use):
+    compare(variants((11, 12, 3, 2, 4, 2, "random"), use)[0], reshape=reshape)
 
 
-@pytest.mark.parametrize("kind", ["random", "first"])
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_experts_with_many_rows_are_cut_into_chunks(name, kind, monkeypatch):
-    from moa_fairseq.kernels import triton_launch
+@pytest.mark.parametrize("shape", ["prime sizes, no multiple of a tile", "all tokens on one expert"])
+@pytest.mark.parametrize("use", ["MoA queries", "SwitchHead destination"])
+def test_experts_with_many_rows_are_cut_into_chunks(use, shape, monkeypatch):
+    from moa_fairseq.kernels.triton import launch
 
-    monkeypatch.setattr(triton_launch, "_MIN_CHUNK", 16)
-    monkeypatch.setattr(triton_launch, "_CHUNK_UNIT", 16)
-    monkeypatch.setattr(triton_launch, "rows_per_chunk", lambda *sizes: 16)
-    per_token = 1 if kind == "first" else 3
-    first = compare(Case(41, 20, 5, per_token, 12, kind), name, torch.float32)
-    again = Case(41, 20, 5, per_token, 12, kind).run(name, "triton", torch.float32)
+    monkeypatch.setattr(launch, "rows_per_chunk", lambda *sizes: 16)
+    case = variants(SHAPES[shape], use)[0]
+    first = compare(case)
+    again = case.run(case.projected("triton"), torch.float32, DEVICE)
     assert all(torch.equal(first[key], again[key]) for key in first), "not deterministic"
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine"])
-def test_the_model_dimension_is_done_in_steps_when_slots_are_many(name, monkeypatch):
-    from moa_fairseq.kernels import triton_launch
+@pytest.mark.parametrize("use", USES)
+def test_the_model_dimension_is_done_in_steps_when_slots_are_many(use, monkeypatch):
+    from moa_fairseq.kernels.triton import launch
 
-    monkeypatch.setattr(triton_launch, "_FREE_ELEMENTS", 0)
-    monkeypatch.setattr(triton_launch, "_COLUMN_TILE", 16)
-    assert triton_launch.columns_at_once(40, 20, 44) == 32  # 32 + 12: the last step is narrower
-    compare(Case(20, 44, 5, 2, 20), name, torch.float32)
+    monkeypatch.setattr(launch, "_FREE_ELEMENTS", 0)
+    monkeypatch.setattr(launch, "_COLUMN_TILE", 16)
+    assert launch.columns_at_once(40, 20, 36) == 32  # 32 + 4: the last step is narrower
+    compare(variants(SHAPES["several tiles per expert, two heads"], use)[0])
 
 
 def test_chunks_and_steps_stay_within_their_bounds():
-    from moa_fairseq.kernels.triton_launch import columns_at_once, rows_per_chunk
+    from moa_fairseq.kernels.triton.launch import columns_at_once, rows_per_chunk
 
     assert columns_at_once(8192 * 8, 128, 512) == 128  # the buffer is as large as the slots
     assert columns_at_once(8192 * 8, 100, 512) == 128
@@ -199,67 +142,105 @@ def test_chunks_and_steps_stay_within_their_bounds():
     assert rows_per_chunk(0, 9, 4, 132) == 256
 
 
-def test_padding_costs_nothing_but_zeros():
-    case = Case(12, 16, 4, 2, 8)
-    case.inputs["combine"]["gate"] = torch.zeros(12, 2)
-    result = case.run("combine", "triton", torch.float32)
-    for name in ("output", "grad of input", "grad of weight", "grad of bias"):
-        assert (result[name] == 0).all(), name
-    assert result["grad of gate"].abs().sum() > 0
+@pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
+def test_nothing_as_large_as_every_slot_of_the_models_width_is_stored(use, monkeypatch):
+    """Every tensor that a launch makes, in all the parts of a forward and a backward pass."""
+    from moa_fairseq.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "_FREE_ELEMENTS", 0)
+    monkeypatch.setattr(launch, "_COLUMN_TILE", 16)
+    largest = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest.append(result.untyped_storage().nbytes() // 4)
+            return result
+
+    def watched(launcher):
+        @functools.wraps(launcher)
+        def run(*arguments):
+            with Sizes():
+                return launcher(*arguments)
+
+        return run
+
+    for name in ("products", "gate_grads", "outer", "sum_rows"):
+        monkeypatch.setattr(launch, name, watched(getattr(launch, name)))
+    tokens, model_dim, k, heads = 24, 96, 4, 2
+    case = variants((tokens, model_dim, 5, k, 16, heads, "random"), use)[0]
+    case.run(case.projected("triton"), torch.float32, DEVICE)
+    assert tokens * model_dim <= max(largest) <= tokens * heads * k * model_dim / 2
+
+
+@pytest.mark.parametrize("use", [use for use in USES if USES[use][2]])
+def test_padding_costs_nothing_but_zeros(use):
+    case = variants(SHAPES["ordinary"], use)[0]
+    index, inputs, upstream = case.inputs
+    leaves = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in inputs.items()}
+    leaves["gate"] = torch.zeros_like(leaves["gate"]).requires_grad_()
+    output = case.projected("triton")(index.to(DEVICE), leaves)
+    output.backward(upstream.to(output))
+    for name in ("rows", "weight", "bias"):
+        assert (leaves[name].grad == 0).all(), name
+    assert (output == 0).all() and leaves["gate"].grad.abs().sum() > 0
 
 
 def test_an_expert_without_rows_gets_a_zero_gradient():
     index = torch.zeros(5, 1, dtype=torch.long, device=DEVICE)
     weight = torch.randn(3, 4, 8, device=DEVICE, requires_grad=True)
-    order = SlotOrder.from_index(index, 3)
-    out = expert_bank.dispatch(torch.randn(5, 8, device=DEVICE), index, order, weight, None, "triton")
-    out.sum().backward()
+    x, order = torch.randn(5, 8, device=DEVICE), SlotOrder.from_index(index, 3)
+    fan = dict(into="experts", slots_per_row=1, slots_per_sum=1)
+    project(x, order, weight, backend="triton", **fan).sum().backward()
     assert weight.grad[0].abs().sum() > 0
     assert (weight.grad[1:] == 0).all()
 
 
 def test_what_the_kernels_do_not_take_goes_elsewhere():
     x = torch.randn(3, 8, device=DEVICE)
-    assert triton_bank.takes(x, x)
-    assert not triton_bank.takes(x.double(), x.double())
-    assert not triton_bank.takes(x.half(), x)
+    assert triton_backend.takes(x, x)
+    assert not triton_backend.takes(x.double(), x.double())
+    assert not triton_backend.takes(x.half(), x)
     index = torch.tensor([[0, 2], [1, 2], [0, 1]], device=DEVICE)
     weight = torch.randn(3, 4, 8, device=DEVICE, dtype=torch.float64)
-    order = SlotOrder.from_index(index, 3)
-    out = expert_bank.dispatch(x.double(), index, order, weight, None, "triton")
-    torch.testing.assert_close(out, expert_bank.dispatch(x.double(), index, None, weight, None, "reference"))
+    arguments = (x.double(), SlotOrder.from_index(index, 3), weight)
+    fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
+    torch.testing.assert_close(
+        project(*arguments, **fan, backend="triton"), project(*arguments, **fan, backend="reference")
+    )
 
 
 def _both(x, weight, out_weight, gate, index, num_experts):
-    """Both directions, as a layer uses them: x [N, C] → [N, C]."""
-    order = SlotOrder.from_index(index, num_experts)
-    slots = expert_bank.dispatch(x, index, order, weight, None, "triton")
-    return expert_bank.combine(slots.tanh(), index, gate, order, out_weight, None, "triton")
+    """Both directions of SwitchHead with two heads, as a layer uses them: x [N, C] → [N, C]."""
+    order, slots = SlotOrder.from_index(index, num_experts), index.size(1)
+    options = dict(gate=gate, backend="triton")
+    heads = project(x, order, weight, into="experts", slots_per_row=slots, slots_per_sum=2, **options)
+    heads = heads.tanh()
+    return project(heads, order, out_weight, into="model", slots_per_row=2, slots_per_sum=slots, **options)
 
 
-def _arguments(tokens=9, model_dim=20, num_experts=4, per_token=2, dim=12, dtype=torch.float32):
+def _arguments(tokens=9, model_dim=20, num_experts=4, k=2, dim=12, dtype=torch.float32):
     g = torch.Generator().manual_seed(5)
-    sizes = (
-        (tokens, model_dim),
-        (num_experts, dim, model_dim),
-        (num_experts, dim, model_dim),
-        (tokens, per_token),
-    )
+    experts = 2 * num_experts
+    sizes = ((tokens, model_dim), (experts, dim, model_dim), (experts, dim, model_dim), (tokens, 2 * k))
     tensors = [torch.randn(size, generator=g).to(DEVICE, dtype).requires_grad_() for size in sizes]
-    return [*tensors, choose(tokens, num_experts, per_token, "random", g).to(DEVICE), num_experts]
+    return [*tensors, choose(tokens, num_experts, k, 2, "random", g).to(DEVICE), experts]
 
 
 @pytest.mark.skipif(not HAS_OPERATORS, reason="torch < 2.4 has no custom operators")
-def test_operators_keep_the_contract_of_torch():
-    x, weight, _, gate, index, num_experts = _arguments()
-    order = SlotOrder.from_index(index, num_experts)
-    bias = torch.randn(num_experts, weight.size(1), device=DEVICE, requires_grad=True)
-    out_bias = torch.randn(num_experts, weight.size(2), device=DEVICE, requires_grad=True)
-    slots = torch.randn(*index.shape, weight.size(1), device=DEVICE, requires_grad=True)
-    where = (order.order, order.offsets)
-    torch.library.opcheck(triton_bank.expert_dispatch, (x, weight, bias, *where, 2))
-    torch.library.opcheck(triton_bank.expert_dispatch, (x, weight, None, *where, 2))
-    torch.library.opcheck(triton_bank.expert_combine, (slots, gate, weight, out_bias, *where))
+@pytest.mark.parametrize("use", USES)
+def test_operators_keep_the_contract_of_torch(use):
+    for case in variants((9, 20, 4, 2, 12, 2, "random"), use):
+        index, inputs, _ = case.inputs
+        leaves = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in inputs.items()}
+        gate = leaves["gate"].detach().flatten().requires_grad_() if "gate" in leaves else None
+        order = SlotOrder.from_index(index.to(DEVICE), leaves["weight"].size(0))
+        tensors = (leaves["rows"], leaves["weight"], leaves.get("bias"), gate)
+        routing = (order.expert, order.order, order.offsets)
+        torch.library.opcheck(
+            triton_backend.expert_project, (*tensors, *routing, case.into == "experts", *case.slots)
+        )
 
 
 @pytest.mark.skipif(not HAS_OPERATORS, reason="torch < 2.4 has no custom operators")
@@ -307,10 +288,8 @@ def test_only_what_is_asked_for_is_differentiated():
 
 @pytest.mark.skipif(not HAS_OPERATORS, reason="a torch Function refuses in its own words")
 def test_a_second_derivative_is_refused_not_wrong():
-    x, weight, *_, index, num_experts = _arguments()
-    order = SlotOrder.from_index(index, num_experts)
-    out = expert_bank.dispatch(x, index, order, weight, None, "triton")
-    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    x, *others = _arguments()
+    (grad,) = torch.autograd.grad(_both(x, *others).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="autograd"):
         grad.sum().backward()
 

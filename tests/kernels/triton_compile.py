@@ -4,8 +4,9 @@
     python tests/kernels/triton_compile.py --all-configs 70 80 86 90  everything that could be timed there
 
 Prints a JSON object per compiled kernel: shared memory in bytes beside the GPU's limit, registers, bytes
-spilled, and which matrix instructions it uses. Exits with 1 if one is over the limit. The interpreter must
-be off (it replaces the compiler for the whole process). Compiles are kept in Triton's cache.
+spilled, which matrix instructions it uses, and how often two hazards of Hopper's asynchronous ones stand in
+its code (`hazards`). Exits with 1 if one is over the limit or has such a hazard. The interpreter must be off
+(it replaces the compiler for the whole process). Compiles are kept in Triton's cache.
 """
 
 import argparse
@@ -23,9 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moa_fairseq.kernels import triton_kernels as kernels
-from moa_fairseq.kernels import triton_tuning as tuning
-from moa_fairseq.kernels import triton_weight_grad as weight_grad
+from moa_fairseq.kernels.triton import kernels, tuning, weight_grad
 
 # name → dtype, whether its products may use TF32
 DTYPES = {
@@ -41,39 +40,49 @@ ROUTING = {"order": "*i64", "offsets": "*i32", "num_experts": "i32", "rows_per_e
 
 
 def signatures(name, model_dim, dim, bias):
-    """{kernel: (runtime arguments, compile-time arguments)}; an absent bias is the constant None."""
+    """{kernel: (runtime arguments, compile-time arguments)}; an absent bias is the constant None.
+
+    The fans are those of MoA with 8 experts per token and of SwitchHead with 2 heads of 4.
+    """
     dtype, tf32 = DTYPES[name]
-    data = POINTERS[dtype]
+    data, gates = POINTERS[dtype], {"gate": "*fp32"}
     maybe = {"bias": data} if bias else {}
-    common = {"TF32": tf32, "EXPERTS_POW2": 32}
-    rows = {"INNER": model_dim, "OUTER": dim, "PER_TOKEN": 8, **common}
-    columns = {"INNER": dim, "MODEL_DIM": model_dim, "OUTER": model_dim, **common}
-    outer = {"PER_TOKEN": 8, "EXPERT_DIM": dim, "MODEL_DIM": model_dim, **common}
-    expand = dict(rows=data, weight=data, **maybe, out=data, **ROUTING)
-    gated = dict(slots=data, gate="*fp32", grad_slots=data, grad_gate="*fp32")
-    project = dict(rows=data, weight=data, **maybe, out=data, first_column="i32", **ROUTING)
-    left_right = dict(left=data, right=data, out=data, partial="*fp32", order="*i64", offsets="*i32")
-    left_right.update(chunk="i32", num_experts="i32", rows_per_chunk="i32")
-    sums = {"sums": "*fp32", "partial_sums": "*fp32"} if bias else {}
+    common = {"TF32": tf32, "EXPERTS_POW2": 32, "EXPERT_DIM": dim, "MODEL_DIM": model_dim}
+    product = dict(rows=data, weight=data, out=data, first_column="i32", **ROUTING)
+    into_experts = {**common, "INTO_EXPERTS": True, "OUTER": dim}
+    into_model = {**common, "INTO_EXPERTS": False, "OUTER": model_dim}
+    gate = dict(rows=data, weight=data, narrow=data, grad_gate="*fp32", gated=data, **gates, **ROUTING)
+    chunks = dict(partial="*fp32", order="*i64", offsets="*i32", chunk="i32", num_experts="i32")
+    outer = dict(left=data, right=data, out=data, rows_per_chunk="i32", **chunks)
+    sum_rows = dict(rows=data, out="*fp32", **chunks)
+    tile = dict(EXPERTS_POW2=32, BLOCK_C=128, BLOCK_R=32)
     return {
-        "expand": (kernels.expand_kernel, expand, rows),
-        "grad_slots": (kernels.grad_slots_kernel, {**expand, **gated}, rows),
-        "project": (kernels.project_kernel, {**project, "gate": "*fp32"}, columns),
-        "reduce": (kernels.project_kernel, project, columns),
-        "outer of dispatch": (
-            weight_grad.outer_kernel,
-            {**left_right, **sums},
-            {**outer, "SUM_RIGHT": False},
+        "queries": (kernels.product_kernel, {**product, **maybe}, {**into_experts, "PER_ROW": 8}),
+        "outputs": (kernels.product_kernel, {**product, **maybe, **gates}, {**into_model, "PER_ROW": 1}),
+        "gradient of queries": (kernels.product_kernel, product, {**into_model, "PER_ROW": 1}),
+        "source": (kernels.product_kernel, {**product, **gates}, {**into_experts, "PER_ROW": 8}),
+        "destination": (kernels.product_kernel, {**product, **gates}, {**into_model, "PER_ROW": 4}),
+        "gate of outputs": (
+            kernels.gate_kernel,
+            {**gate, "gated_product": data},
+            {**common, "PER_WIDE": 8, "PER_NARROW": 1},
         ),
-        "outer of combine": (
-            weight_grad.outer_kernel,
-            {**left_right, **sums, "gate": "*fp32"},
-            {**outer, "SUM_RIGHT": True},
+        "gate of source": (
+            kernels.gate_kernel,
+            {**gate, **maybe},
+            {**common, "PER_WIDE": 8, "PER_NARROW": 4},
         ),
+        "outer": (weight_grad.outer_kernel, outer, {**common, "PER_LEFT": 1, "PER_RIGHT": 8}),
         "sum_slots": (
             kernels.sum_slots_kernel,
-            dict(slots=data, out=data, num_tokens="i32", first_column="i32"),
-            dict(PER_TOKEN=8, WIDTH=128, MODEL_DIM=model_dim, BLOCK_T=8, BLOCK_C=128),
+            dict(slots=data, out=data, num_sums="i32", first_column="i32"),
+            dict(PER_SUM=8, WIDTH=128, FULL_WIDTH=model_dim, BLOCK_T=8, BLOCK_C=128),
+        ),
+        "sum_rows": (weight_grad.sum_rows_kernel, sum_rows, {**tile, "PER_ROW": 1, "WIDTH": dim}),
+        "sum_rows of outputs": (
+            weight_grad.sum_rows_kernel,
+            {**sum_rows, **gates},
+            {**tile, "PER_ROW": 8, "WIDTH": model_dim},
         ),
         "sum_chunks": (
             weight_grad.sum_chunks_kernel,
@@ -127,6 +136,55 @@ def resources(cubin):
     return (int(found[1]), int(found[2])) if found else (None, None)
 
 
+# Triton's GPU code: another name for a buffer, a matrix instruction and its operands, a wait for it
+VIEW = re.compile(r"\s*(%[\w#]+) = ttg\.memdesc_(?:trans|subslice|reinterpret)\S* (%[\w#]+)")
+PRODUCT = re.compile(r"\s*(%\w+)(?::\d+)? = ttng\.warp_group_dot (%[\w#]+), (%[\w#]+),")
+WAIT = re.compile(r"\s*%\w+(?::\d+)? = ttng\.warp_group_dot_wait (%\w+).*pendings = (\d+)")
+
+
+def loops(code):
+    """The lines of each loop, an inner one before the one around it."""
+    stack = []
+    for line in code.splitlines():
+        if "scf.for" in line:
+            stack.append([])
+        if stack:
+            stack[-1].append(line)
+            if re.match(r"\s*scf\.yield", line) and _indent(line) == _indent(stack[-1][0]) + 2:
+                yield stack.pop()
+
+
+def _indent(line):
+    return len(line) - len(line.lstrip())
+
+
+def hazards(code):
+    """(overwritten, from_registers): how often a pipelined loop of Triton's GPU code has either hazard.
+
+    overwritten: the next tile is copied into the shared memory that a matrix instruction of the same
+    iteration, not yet waited for, still reads. from_registers: such an instruction has its left operand in
+    registers, which the next iteration may fill again before they were read.
+    """
+    overwritten = from_registers = 0
+    for body in loops(code):
+        alias, products, waits = {}, {}, {}
+        for line in body:
+            if found := VIEW.match(line):
+                alias[found[1]] = alias.get(found[2], found[2])
+            if found := PRODUCT.match(line):
+                operands = {alias.get(found[2], found[2]), alias.get(found[3], found[3])}
+                products[found[1]] = operands, "dot_op" in line, "isAsync = true" in line
+            if found := WAIT.match(line):
+                waits[found[1]] = int(found[2])
+        flying = [p for name, p in products.items() if p[2] and waits.get(name, 1) > 0]
+        from_registers += sum(registers for _, registers, _ in flying)
+        read = set().union(*(operands for operands, *_ in flying))
+        for line in body:
+            if found := re.search(r"async_copy_global_to_local %[\w#]+, (%[\w#]+)", line):
+                overwritten += alias.get(found[1], found[1]) in read
+    return overwritten, from_registers
+
+
 def report(label, kernel, runtime, meta, config, arch, name):
     compiled = compile_one(kernel, runtime, meta, config, arch)
     registers, stack = resources(compiled.asm["cubin"])
@@ -143,6 +201,7 @@ def report(label, kernel, runtime, meta, config, arch, name):
         "registers": registers,
         "stack": stack,
         "instruction": instruction and instruction[1],
+        "hazards": hazards(compiled.asm["ttgir"]),
     }
 
 
@@ -156,16 +215,16 @@ def main():
     if tuning.INTERPRETED:
         sys.exit("TRITON_INTERPRET=1 replaces the compiler: unset it.")
     tuning._limit_of = lambda arch: tuning.shared_limit(divmod(arch, 10))
-    too_large = False
+    bad = False
     for arch, name, size in itertools.product(args.arch, args.dtypes, args.sizes):
         if arch < 80 and name in ("bf16", "tf32"):
             continue
         for label, (kernel, runtime, meta) in signatures(name, *SIZES[size]).items():
             for config in configs_for(kernel, arch, DTYPES[name][0], meta, args.all_configs):
                 line = {"size": size, **report(label, kernel, runtime, meta, config, arch, name)}
-                too_large |= not line["fits"]
+                bad |= not line["fits"] or any(line["hazards"])
                 print(json.dumps(line, ensure_ascii=False), flush=True)
-    sys.exit(too_large)
+    sys.exit(bad)
 
 
 if __name__ == "__main__":

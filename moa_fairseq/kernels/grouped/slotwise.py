@@ -3,11 +3,11 @@
 What a slot has of the experts' width, [S, D], is stored; nothing of the model's width, [S, C], is. The
 products come from a `walk`: `every_expert` or `sorted_rows`. Both have
 
-    into_experts(wide, weight, bias, fan)   A_e(s) · wide[s // per_wide] (+ bias): [S, D] by flat slot
+    into_experts(wide, weight, bias, fan)   A_e(s) · wide[s // per_wide] + bias[e(s)], [S, D] by flat slot
     place(slots, weight, fan)               slots [S, D], as the other products want them
-    into_model(placed, weight, fan)         Σ over each wide row's slots of Aᵀ_e(s) · slots[s]: [S / per_wide, C]
-    weight_grad(placed, wide, weight, fan)  Σ_{s of e} slots[s] ⊗ wide[s // per_wide]: [E, D, C]
-    bias_grad(placed, weight, fan)          Σ_{s of e} slots[s]: [E, D]
+    into_model(placed, weight, fan)         Σ_{s of row} slots[s] · weight[e(s)], [S / per_wide, C]
+    weight_grad(placed, wide, weight, fan)  Σ_{s of e} slots[s]ᵀ · wide[s // per_wide], [E, D, C]
+    bias_grad(placed, weight, fan)          Σ_{s of e} slots[s], [E, D]
 """
 
 from types import ModuleType

@@ -33,7 +33,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _steps(total: int, other: int, least: int) -> Iterator[Tuple[int, int]]:
-    """(start, end) of steps through `total`, each with at most max(_FREE_ELEMENTS, least · other) elements."""
+    """(start, end) of steps through `total`: of _FREE_ELEMENTS // other, or of `least` if that is more."""
     most = max(_FREE_ELEMENTS // max(1, other), least)
     step = max(1, -(-most // _UNIT)) * _UNIT
     return ((start, min(start + step, total)) for start in range(0, max(total, 1), step))

@@ -244,9 +244,9 @@ def _project_backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
     left, per_left = narrow, per_narrow
     if gate is not None and (needs_weight or needs_gate):
         adds_products = needs_rows and not into_experts
+        own_bias = bias if into_experts else None
         grad_gate, left, products = _expert_gate_grads(
-            *(wide, narrow, weight, bias if into_experts else None, gate, order, offsets),
-            *(per_wide, per_narrow, adds_products),
+            wide, narrow, weight, own_bias, gate, order, offsets, per_wide, per_narrow, adds_products
         )
         per_left, grad_rows = 1, products if adds_products else None
         if needs_gate and bias is not None and not into_experts:

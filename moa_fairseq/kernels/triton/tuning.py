@@ -79,12 +79,12 @@ else:
         (128, 128, 64, 8, 5),
         (128, 256, 64, 8, 5),
     )
-# The gate kernel needs its product again after the loop: tiles that leave no registers for that would spill.
-_GATE_TILE_PER_WARP = 2048  # elements
+# The gate kernel uses its product three times when the loop is over. With more than one matrix instruction's
+# 16 rows per warp, or with 256 columns, it would spill registers.
 gate_configs = [
     config
     for config in rows_configs
-    if config.kwargs["BLOCK_M"] * config.kwargs["BLOCK_N"] <= _GATE_TILE_PER_WARP * config.num_warps
+    if config.kwargs["BLOCK_M"] <= 16 * config.num_warps and config.kwargs["BLOCK_N"] <= 128
 ]
 
 
