@@ -39,6 +39,7 @@ print("done with", *sorted({n.split(".")[1] for n in sys.modules if n.startswith
 
 
 def test_attention_and_kernels_work_with_torch_alone():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done", "with", "attention", "errors", "kernels", "torch_compat"]
