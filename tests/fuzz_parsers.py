@@ -314,14 +314,8 @@ RESULT: Dict[str, Any] = {
     "metrics": {"multi_bleu": 20.5, "valid_ppl": 7.0, "sacrebleu_signature": "nrefs:1"},
     "status": "running",
     **{"subset": "test", "updates": 9, "epochs": 3, "checkpoints_averaged": 2, "seed": 1},
-    **{
-        "parameters": 12345,
-        "generation": {"beam": 2},
-        "evaluation": {"tokens": 5},
-        "hardware": "CPU",
-        "date": "2026-01-01",
-    },
-    **{"commit": "0123456789-dirty", "train_seconds": 90.5},
+    **{"parameters": 12345, "generation": {"beam": 2}, "evaluation": {"tokens": 5}, "hardware": "CPU"},
+    **{"date": "2026-01-01", "commit": "0123456789-dirty", "train_seconds": 90.5},
 }
 PAPER = {
     **{"paper": "p", "title": "A Paper", "citation": "Somebody"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import lzma
@@ -22,16 +23,10 @@ BLOCK = 1 << 20
 MOST_EMPTY_READS = 20  # a whole archive has two or three
 Member = Tuple[str, int, IO[bytes]]
 # What the standard library raises for damaged bytes: numbers, names and sizes that are none among them.
-DAMAGED = (
+_DAMAGED = (
     *(EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile),
     *(ValueError, OverflowError, struct.error, IndexError),
 )
-# What is whole, and cannot be unpacked all the same: encrypted members, compression that Python lacks.
-UNSUPPORTED = (RuntimeError, NotImplementedError)
-
-
-class _Unsupported(RuntimeError):
-    """A member of a kind that is not unpacked."""
 
 
 class DamagedArchive(UserError):
@@ -51,20 +46,11 @@ def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> D
         if posixpath.isabs(name) or ".." in name.split("/"):
             raise ValueError(f"{name} would leave the folder")
     found: Dict[str, int] = {}
-    try:
+    with archive_errors(archive):
         for name, size, stream in _members(archive, names):
             with atomic_write(folder / name, "wb") as output:
                 _copy(stream, output, size, posixpath.basename(name))
             found[name] = size
-    except UserError:
-        raise
-    except UNSUPPORTED as error:
-        raise cannot_unpack(archive, error) from error
-    except (*DAMAGED, OSError) as error:
-        # The disk's own errors are none of the archive's; those of bz2, and of a place before its start, are.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise
-        raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
     missing = [group for group in wanted if not found.keys() & set(group)]
     if missing:
         what = ", ".join(" or ".join(group) for group in missing)
@@ -72,12 +58,21 @@ def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> D
     return {_first(group, found): found[_first(group, found)] for group in wanted}
 
 
-def cannot_unpack(archive: Path, error: Exception) -> UserError:
-    """What to raise for an archive of a kind that is not unpacked here (one of UNSUPPORTED)."""
-    return UserError(
-        f"{archive} cannot be unpacked here ({error}). Unpack it with the program that made it, and give "
-        f"--data the folder."
-    )
+@contextlib.contextmanager
+def archive_errors(archive: Path) -> Iterator[None]:
+    """Turn what the standard library raises for an archive into DamagedArchive or another UserError."""
+    try:
+        yield
+    except RuntimeError as error:  # NotImplementedError among them: encrypted, or compressed as Python cannot
+        raise UserError(
+            f"{archive} cannot be unpacked here ({error}). Unpack it with the program that made it, and give "
+            f"--data the folder."
+        ) from error
+    except (*_DAMAGED, OSError) as error:
+        # The disk's own errors are none of the archive's; those of bz2, and of a place before its start, are.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
 
 
 def _first(group: Sequence[str], found: Dict[str, int]) -> str:
@@ -100,7 +95,7 @@ def _members(archive: Path, names: Collection[str]) -> Iterator[Member]:
             for info in package:
                 name = posixpath.normpath(info.name)
                 if name in names and info.issparse():  # its size is whatever the header says
-                    raise _Unsupported(f"{name} is stored as a sparse file")
+                    raise RuntimeError(f"{name} is stored as a sparse file")
                 if name in names and info.isfile():
                     yield name, info.size, package.extractfile(info)
         while raw.read(BLOCK):  # to the very end, where gzip keeps its checksum

@@ -25,7 +25,7 @@ from moa_fairseq.files import atomic_write
 CHUNK = 50_000
 # Words whose segmentation is remembered; with more, subword-nmt's memory starts anew.
 REMEMBERED = 1_000_000
-_VERSION = re.compile(r"#version: *0\.[12] *")
+_VERSION = re.compile(r"#version: +0\.[12] *")
 _REMEDY = "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
 
 

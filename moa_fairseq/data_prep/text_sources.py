@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from moa_fairseq.data_prep.archives import DAMAGED, UNSUPPORTED, cannot_unpack
+from moa_fairseq.data_prep.archives import archive_errors
 from moa_fairseq.data_prep.stage_folder import build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
 
@@ -108,12 +108,6 @@ def _unpack(archive: Path, about: TextSource, unpacked: Path, say: Callable) -> 
                         shutil.copyfileobj(content, stream, 1 << 20)
         return sorted(path.name for path in new.iterdir())
 
-    try:
+    with archive_errors(archive):
         build_folder(unpacked, fingerprint_of(archive.name, stat.st_size, stat.st_mtime_ns), build, say)
-    except UserError:
-        raise
-    except UNSUPPORTED as error:
-        raise cannot_unpack(archive, error) from error
-    except DAMAGED as error:
-        raise UserError(f"{archive} is damaged ({error}): fetch it again.") from error
     return unpacked
