@@ -102,6 +102,23 @@ def test_a_disk_that_is_full_for_a_moment(write, room, old, monkeypatch):
         assert archive.infolist()[0].header_offset == 0  # nothing of the first attempts before it
 
 
+def test_a_second_attempt_does_not_go_on_behind_the_first(old, monkeypatch):
+    """torch.save fails once, in the middle of the file."""
+    torch_save = torch.save
+
+    def failing(state, stream, **options):
+        monkeypatch.setattr(torch, "save", torch_save)
+        stream.write(b"PK" + bytes(1000))
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    monkeypatch.setattr(torch, "save", failing)
+    monkeypatch.setattr(checkpoint_utils.time, "sleep", lambda seconds: None)
+    save(old)
+    with zipfile.ZipFile(old) as archive:
+        assert archive.infolist()[0].header_offset == 0
+    assert load_checkpoint(old)["model"]["w"].numel() == 200_000
+
+
 @pytest.mark.parametrize("write", [save, copy])
 def test_a_disk_that_stays_full(write, old, monkeypatch):
     FullDisk(monkeypatch, 300_000, times=3)
