@@ -84,6 +84,7 @@ def project(
     if gate is not None:
         gate = gate.reshape(-1)
     is_dense = order.in_order and fan.is_plain and fan.per_wide == order.num_experts
+    is_dense = is_dense and (gate is None or not fan.into_experts)
     if backend == "triton" and not is_dense and triton.takes(rows, weight):
         return triton.project(rows, weight, bias, gate, fan)
     gate = None if gate is None else gate.to(rows.dtype)
@@ -91,9 +92,9 @@ def project(
     inner_bias = bias if fan.into_experts else None
     if backend == "reference":
         out = reference.project(rows, weight, inner_bias, gate, fan)
-    elif is_dense and fan.into_experts and gate is None:
+    elif is_dense and fan.into_experts:
         out = dense.into_experts(rows, weight, bias)
-    elif is_dense and not fan.into_experts:
+    elif is_dense:
         out = dense.into_model(rows, weight, gate)
     else:
         out = grouped.project(rows, weight, inner_bias, gate, fan)

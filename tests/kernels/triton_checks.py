@@ -83,7 +83,7 @@ def compare(case, **options):
 
 @pytest.mark.parametrize("shape, use", PAIRS)
 def test_float32_equals_the_reference(shape, use):
-    """Without biases and with the other choice of a gate only odd sizes: the interpreter is slow."""
+    """The interpreter is slow: each variant only for sizes that fit no tile, else the use as it is."""
     every = DEVICE == "cuda" or shape.startswith("prime")
     for case in variants(SHAPES[shape], use)[: None if every else 1]:
         compare(case)

@@ -41,6 +41,8 @@ def unfit(capability: Tuple[int, int], triton_version: str) -> str:
     major, minor = (int(part) for part in triton_version.split(".")[:2])
     if capability < (7, 0):
         return "the GPU's compute capability is below 7.0"
+    if capability < (7, 5) and (2, 2) <= (major, minor) < (3, 0):
+        return f"Triton {triton_version} multiplies float16 to zeros on compute capability 7.0; 3.0 does not"
     if capability < (8, 0):
         last, brought_by = ((3, 1), "2.5") if capability < (7, 5) else ((3, 2), "2.6")
         if (major, minor) > last:
