@@ -2,9 +2,9 @@
 
 from typing import Any, Callable, Mapping
 
-from fairseq.models import register_model_architecture
+from fairseq.models import MODEL_REGISTRY, register_model_architecture
 
-from moa_fairseq.transformer.families import set_defaults
+from moa_fairseq.transformer.families import set_defaults, set_family_defaults
 
 
 def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Mapping[str, Any]) -> None:
@@ -17,6 +17,10 @@ def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Ma
     def architecture(args: Any) -> None:
         set_defaults(args, values)
         body(args)
+        family = getattr(MODEL_REGISTRY[model], "attention_family", None)  # none: a dense counterpart
+        if family is not None:
+            set_defaults(args, {"positions": None})
+            set_family_defaults(args, family)
 
     architecture.__name__ = arch
     register_model_architecture(model, arch)(architecture)

@@ -11,7 +11,7 @@ from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.attention.observers import absorb_pending, observers_of
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.errors import UserError
-from moa_fairseq.transformer.families import add_family_args, set_family_defaults, settings_of
+from moa_fairseq.transformer.families import add_family_args, settings_of
 from moa_fairseq.transformer.workers import sum_over_workers
 
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
@@ -66,7 +66,6 @@ class MixtureModel:
         if isinstance(args, DictConfig):
             args = argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
         ARCH_CONFIG_REGISTRY[cls.default_arch](args)
-        set_family_defaults(args, cls.attention_family)
         args.attention_family = cls.attention_family
         _set_positions(args)
         for name, off in cls.refused.items():

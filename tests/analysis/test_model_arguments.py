@@ -11,7 +11,7 @@ from moa_fairseq.recipes.run_folder import RunState
 def run_folder(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_best.pt").touch()
-    RunState(tmp_path).put("prepare", folder=str(tmp_path / "binarised"))
+    RunState(tmp_path).put("prepare", folder=str(tmp_path / "binarised"), fingerprint="x", sentences={})
     return tmp_path
 
 

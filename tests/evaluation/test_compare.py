@@ -103,10 +103,10 @@ def test_a_score_by_two_chains_gets_two_lines(results):
     both["metrics"]["moa_release_bleu"] = 20.9
     comparison = record(results, both)
     text = render(comparison)
-    assert "| Ours | BLEU A (multi-bleu) | 20 | 20.00 | +0.00 |" in text
-    assert "| Ours | BLEU A (moa-release) | 20 | 20.90 | +0.90 |" in text
-    assert "| Ours | BLEU B | 30 | not run |  |" in text
-    assert "| Dense | BLEU A | 20 | not run |  |" in text
+    assert "| Ours | BLEU A (multi-bleu) | 20.0 | 20.00 | +0.00 |" in text
+    assert "| Ours | BLEU A (moa-release) | 20.0 | 20.90 | +0.90 |" in text
+    assert "| Ours | BLEU B | 30.0 | not run |  |" in text
+    assert "| Dense | BLEU A | 20.0 | not run |  |" in text
     metrics = [cell["quantity"] for cell in comparison.as_json()["tables"][0]["rows"][0]["cells"]]
     assert metrics == ["parameters", "multi_bleu", "moa_release_bleu", "multi_bleu"]
     comparison = record(results, {**both, "reproduces": None})
