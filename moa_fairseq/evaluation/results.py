@@ -188,7 +188,7 @@ def _cell(row: dict, column: str, about: dict, paper: float, runs: List[dict]) -
         cell.spread = statistics.stdev(values) if len(values) > 1 else None
         cell.difference = cell.ours - paper
     elif runs:
-        cell.status = runs[-1].get("status", "not run")
+        cell.status = runs[-1].get("status") or "not run"
     return cell
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Dict, List, Tuple
+from typing import Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -29,18 +29,23 @@ class SlotOrder:
         self.in_order = in_order
         self._owners: Dict[int, Tensor] = {}
         self._cells: Dict[int, Tensor] = {}
+        # no cached_property: torch.compile cannot enter its lock
+        self._order_and_offsets: Optional[Tuple[Tensor, Tensor]] = None
 
     @classmethod
     def from_index(cls, expert_index: Tensor, num_experts: int, in_order: bool = False) -> "SlotOrder":
         """Of the chosen experts `expert_index` [N, K] int64, each below num_experts."""
         return cls(expert_index, num_experts, in_order)
 
-    @cached_property
+    @property
     def _sorted(self) -> Tuple[Tensor, Tensor]:
-        sorted_expert, order = torch.sort(self.expert, stable=True)
-        boundaries = torch.arange(self.num_experts, device=order.device)
-        # searchsorted needs no zero-filled histogram
-        return order, torch.searchsorted(sorted_expert, boundaries, right=True, out_int32=True)
+        if self._order_and_offsets is None:
+            sorted_expert, order = torch.sort(self.expert, stable=True)
+            boundaries = torch.arange(self.num_experts, device=order.device)
+            # searchsorted needs no zero-filled histogram
+            offsets = torch.searchsorted(sorted_expert, boundaries, right=True, out_int32=True)
+            self._order_and_offsets = order, offsets
+        return self._order_and_offsets
 
     @property
     def order(self) -> Tensor:

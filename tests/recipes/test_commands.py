@@ -121,7 +121,8 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path):
     path = write_config(small)
 
     def line(*overrides):
-        return command_line.to_shell(commands.score_command(load_recipe(path, overrides), tmp_path / "generate"))
+        command = commands.score_command(load_recipe(path, overrides), tmp_path / "generate")
+        return command_line.to_shell(command)
 
     assert "--also" not in line() and "--also" not in line("score.headline=sacrebleu")
     assert "--also moa-release --json" in line("score.headline=moa_release_bleu")
