@@ -6,14 +6,14 @@ from typing import Dict, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from moa_fairseq.attention.collector import hypotheses_per_sentence
+
 Cache = Dict[str, Optional[Tensor]]
 IncrementalState = Dict[str, Cache]
 
 _instances = itertools.count()
 _OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask")
-_SHARED = (
-    "one_row_per_sentence"  # an entry that is there or not: the keys' rows are sentences, not hypotheses
-)
+_SHARED = "beam"  # an entry [beam, 0] that says: the keys' rows are sentences of so many hypotheses each
 
 
 class CachedAttention(nn.Module):
@@ -21,19 +21,13 @@ class CachedAttention(nn.Module):
 
     Entries: prev_key and prev_value [B, H, S, D] (one head when it is shared), prev_key_padding_mask
     [B, S] or None, and what a family adds, its rows first. B counts hypotheses (sentences × beam); of the
-    keys it counts sentences in cross-attention once fairseq's generator has announced its beam: all
-    hypotheses of a sentence read the same source.
+    keys it counts sentences in cross-attention during a beam search: all hypotheses of a sentence read the
+    same source.
     """
-
-    beam_size = 1
 
     def __init__(self) -> None:
         super().__init__()
         self._state_key = f"mixture_attention.{next(_instances)}"
-
-    def set_beam_size(self, beam_size: int) -> None:
-        """fairseq's generator calls this before it starts."""
-        self.beam_size = beam_size
 
     def cache_in(self, incremental_state: Optional[IncrementalState]) -> Optional[Cache]:
         """This module's part of the state, empty before the first step; None outside of a generation."""
@@ -57,8 +51,9 @@ class CachedAttention(nn.Module):
             return incremental_state
         order_of_keys: Optional[Tensor] = new_order
         if _SHARED in cache:
-            same = cache["prev_key"].size(0) * self.beam_size == new_order.numel()
-            order_of_keys = None if same else new_order[:: self.beam_size] // self.beam_size
+            beam = cache[_SHARED].size(0)
+            same = cache["prev_key"].size(0) * beam == new_order.numel()
+            order_of_keys = None if same else new_order[::beam] // beam
         for name, tensor in cache.items():
             order = order_of_keys if name in _OF_KEYS else new_order
             if tensor is not None and name != _SHARED and order is not None:
@@ -68,17 +63,17 @@ class CachedAttention(nn.Module):
     def share_among_beam(
         self, cache: Cache, memory: Tensor, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """The encoder's output [B, S, C] and padding [B, S] once per sentence, if a beam was announced.
+        """The encoder's output [B, S, C] and padding [B, S] once per sentence if `hypotheses` tells a beam.
 
         Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
         """
         if padding is not None and not padding.any():
             padding = None  # fairseq's encoder always hands one on; looked at once for all steps
-        if self.beam_size == 1 or memory.size(0) % self.beam_size:
+        beam = hypotheses_per_sentence()
+        if beam == 1:
             return memory, padding
-        cache[_SHARED] = memory.new_empty(0)
-        padding = None if padding is None else padding[:: self.beam_size]
-        return memory[:: self.beam_size], padding
+        cache[_SHARED] = memory.new_empty(beam, 0)
+        return memory[::beam], None if padding is None else padding[::beam]
 
 
 def cached_length(cache: Optional[Cache]) -> int:

@@ -1,4 +1,4 @@
-"""What is known beside a forward pass: which decisions were made, which queries are padding.
+"""What is known beside a forward pass: decisions that were made, padded queries, hypotheses of a beam.
 
 fairseq's attention returns two results and takes no query padding; rather than widen that interface
 and copy every layer above it, decisions travel beside the pass. Nothing stays on a module.
@@ -16,6 +16,7 @@ NamedDecisions = List[Tuple[str, RoutingDecision]]
 
 _collectors: ContextVar[Tuple[NamedDecisions, ...]] = ContextVar("collectors", default=())
 _query_padding: ContextVar[Optional[Tensor]] = ContextVar("query_padding", default=None)
+_hypotheses: ContextVar[int] = ContextVar("hypotheses", default=1)
 
 
 @contextlib.contextmanager
@@ -64,3 +65,18 @@ def padding_of_queries(
     if mask is None or mask.shape != (batch, tgt_len):
         return None
     return mask.to(bool)
+
+
+@contextlib.contextmanager
+def hypotheses(per_sentence: int) -> Iterator[None]:
+    """Declare that each sentence of an encoder's output stands so many times in a row inside the block."""
+    token = _hypotheses.set(per_sentence)
+    try:
+        yield
+    finally:
+        _hypotheses.reset(token)
+
+
+def hypotheses_per_sentence() -> int:
+    """What the innermost `hypotheses` block declares, else 1."""
+    return _hypotheses.get()

@@ -1,17 +1,20 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
 import functools
-from typing import Any, Optional
+from typing import Any, Dict, List, Optional
 
+import torch
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import query_padding
+from moa_fairseq.attention.collector import hypotheses, query_padding
 from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.transformer.families import build_attention
+
+_BEAM = "beam"  # of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
 
 
 class MixtureEncoderLayer(TransformerEncoderLayerBase):
@@ -68,12 +71,38 @@ class MixtureEncoder(TransformerEncoderBase):
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
+    def reorder_encoder_out(
+        self, encoder_out: Dict[str, List[Tensor]], new_order: Tensor
+    ) -> Dict[str, List[Tensor]]:
+        """fairseq's; an order that repeats every sentence for the hypotheses of a beam leaves a mark.
+
+        fairseq's generator tells no Transformer of its beam, and this order is the same knowledge.
+        """
+        sentences = encoder_out["encoder_out"][0].size(1)
+        result = super().reorder_encoder_out(encoder_out, new_order)
+        beam = new_order.numel() // max(sentences, 1)
+        repeated = torch.arange(sentences, device=new_order.device).repeat_interleave(beam)
+        if beam > 1 and torch.equal(new_order, repeated):
+            result[_BEAM] = [new_order.new_empty(beam, 0)]
+        return result
+
 
 class MixtureDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         return mark_causal(super().buffered_future_mask(tensor))
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Optional[Dict[str, List[Tensor]]] = None,
+        *args,
+        **kwargs,
+    ):
+        beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
+        with hypotheses(beam):
+            return super().extract_features(prev_output_tokens, encoder_out, *args, **kwargs)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg)

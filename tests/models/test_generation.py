@@ -7,24 +7,30 @@ import torch
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.sequence_generator import SequenceGenerator
 
 import moa_fairseq
-from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention import base
+from moa_fairseq.attention.cache import extend_cache
+from moa_fairseq.attention.collector import hypotheses
 from moa_fairseq.attention.core import attend, is_causal, mark_causal
+from moa_fairseq.transformer.layers import MixtureEncoder
 
 assert moa_fairseq.__version__
 
 
-def model_and_dictionary():
+def model_and_dictionary(arch="moa_transformer_tiny"):
     words = Dictionary()
     for i in range(30):
         words.add_symbol(f"w{i}")
-    flags = ["data", "--arch", "moa_transformer_tiny", "--encoder-layers", "2", "--decoder-layers", "2"]
+    flags = ["data", "--arch", arch, "--encoder-layers", "2", "--decoder-layers", "2"]
     args = options.parse_args_and_arch(options.get_training_parser(), flags)
     task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
     torch.manual_seed(2)
-    return ARCH_MODEL_REGISTRY["moa_transformer_tiny"].build_model(args, task).eval(), words
+    model = ARCH_MODEL_REGISTRY[arch].build_model(args, task).eval()
+    model.decoder.output_projection.weight.data[words.eos()] *= 3  # some sentences end early
+    return model, words
 
 
 def batch():
@@ -35,25 +41,32 @@ def batch():
     return {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
 
 
+@pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny"])
 @pytest.mark.parametrize("alignment", [False, True])
-def test_sharing_the_source_among_the_beam_changes_no_hypothesis(alignment, monkeypatch):
-    model, words = model_and_dictionary()
-    settings = dict(beam_size=4, max_len_a=0, max_len_b=12, temperature=0.3)
+def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment, monkeypatch):
+    model, words = model_and_dictionary(arch)
+    rows = set()  # of the cross-attentions' keys, over a search
+
+    def spy(cache, k, v, static):
+        k, v = extend_cache(cache, k, v, static)
+        if static:
+            rows.add(k.size(0))
+        return k, v
+
+    monkeypatch.setattr(base, "extend_cache", spy)
 
     def translate():
-        generator = SequenceGenerator([model], words, **settings)
+        rows.clear()
+        generator = SequenceGenerator([model], words, beam_size=4, max_len_a=0, max_len_b=12, temperature=0.3)
         if not alignment:
             model.make_generation_fast_()
-        return generator.generate([model], batch())
+        return generator.generate([model], batch()), set(rows)
 
-    shared = translate()
-    rows = {state.size(0) for state in last_cross_keys(model)}
-    monkeypatch.setattr(MixtureAttention, "set_beam_size", lambda self, beam: None)
-    for module in model.modules():
-        if isinstance(module, MixtureAttention):
-            module.beam_size = 1
-    model.decoder._beam_size = -1
-    separate = translate()
+    shared, keys = translate()
+    assert max(keys) == 7 and len(keys) > 1, "a row for each sentence, and sentences leave the batch"
+    monkeypatch.setattr(MixtureEncoder, "reorder_encoder_out", TransformerEncoderBase.reorder_encoder_out)
+    separate, keys = translate()
+    assert max(keys) == 28
     assert len({len(sentence[0]["tokens"]) for sentence in separate}) > 1, (
         "sentences must end at different steps"
     )
@@ -62,29 +75,32 @@ def test_sharing_the_source_among_the_beam_changes_no_hypothesis(alignment, monk
             assert torch.equal(a["tokens"], b["tokens"])
             torch.testing.assert_close(a["score"], b["score"], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(a["attention"], b["attention"], rtol=1e-4, atol=1e-5)
-    assert rows  # the search ran incrementally
 
 
-def last_cross_keys(model):
-    """Keys in a fresh incremental state of a beam of 4 over 7 sentences: 7 rows, not 28."""
-    model.decoder.set_beam_size(4)
-    source = batch()["net_input"]
-    order = torch.arange(7).repeat_interleave(4)
-    encoder_out = model.encoder.reorder_encoder_out(model.encoder(**source), order)
-    state = {}
-    model.decoder(torch.full((28, 1), 2), encoder_out, incremental_state=state)
-    keys = [layer.encoder_attn._get_input_buffer(state)["prev_key"] for layer in model.decoder.layers]
-    assert all(key.size(0) == 7 for key in keys)
-    return keys
+def test_only_an_order_that_repeats_every_sentence_is_a_beam():
+    model, _ = model_and_dictionary()
+    encoder_out = model.encoder(**batch()["net_input"])
+    for order, is_beam in (
+        (torch.arange(7).repeat_interleave(3), True),
+        (torch.arange(7).repeat(3), False),
+        (torch.arange(7).flip(0), False),
+        (torch.tensor([0, 0, 1]), False),
+    ):
+        reordered = model.encoder.reorder_encoder_out(encoder_out, order)
+        assert ("beam" in reordered) == is_beam
+        state = {}
+        model.decoder(torch.full((len(order), 1), 2), reordered, incremental_state=state)
+        keys = model.decoder.layers[0].encoder_attn._get_input_buffer(state)["prev_key"]
+        assert keys.size(0) == (7 if is_beam else len(order))
 
 
 def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
     model, _ = model_and_dictionary()
     attention = model.decoder.layers[0].encoder_attn
-    attention.set_beam_size(2)
     memory = torch.randn(5, 3, 128).repeat_interleave(2, dim=1)
     state = {}
-    attention(torch.randn(1, 6, 128), memory, memory, incremental_state=state, static_kv=True)
+    with hypotheses(2):
+        attention(torch.randn(1, 6, 128), memory, memory, incremental_state=state, static_kv=True)
     before = attention._get_input_buffer(state)["prev_key"].clone()
     attention.reorder_incremental_state(state, torch.tensor([1, 0, 3, 2, 4, 4]))
     assert torch.equal(attention._get_input_buffer(state)["prev_key"], before)

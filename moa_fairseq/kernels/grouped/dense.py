@@ -35,8 +35,7 @@ class _IntoModel(Function):
         slots, gate, weight = ctx.saved_tensors
         grad_slots = grad_gate = grad_weight = None
         if ctx.needs_input_grad[2]:
-            gated = _beside(slots * gate.unsqueeze(1), weight)
-            grad_weight = (gated.t() @ grad).view_as(weight)
+            grad_weight = (_beside(slots * gate.unsqueeze(1), weight).t() @ grad).view_as(weight)
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             projected = (grad @ weight.flatten(0, 1).t()).view_as(slots)
             grad_gate = torch.linalg.vecdot(projected, slots)
