@@ -27,17 +27,23 @@ RESULTS = Path(__file__).resolve().parent.parent / "results" / "benchmarks"
 _BLOCK_SECONDS = 0.02  # shorter calls are repeated inside one reading of the clock
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """--device, --dtype, --rounds, --output: the same for all benchmarks."""
+def arguments(description: str, amp: bool = False) -> argparse.Namespace:
+    """--device, --dtype, --rounds, --output: the same for all benchmarks.
+
+    amp: whether --dtype amp has a meaning, float32 parameters under autocast.
+    """
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bf16 on GPUs")
+    dtypes = ("float32", "bfloat16", "float16") + ("amp",) * amp
+    parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on GPUs, else float32")
     parser.add_argument("--rounds", type=int, default=7, help="how often each candidate takes its turn")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the plot")
     args = parser.parse_args()
-    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    args.torch_dtype = getattr(torch, args.dtype)
+    default = "bfloat16" if args.device == "cuda" else "float32"
+    args.dtype = args.dtype or default
+    args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)
+    args.stem = args.device if args.dtype == default else f"{args.device}-{args.dtype}"
     torch.manual_seed(0)
     return args
 
@@ -115,7 +121,7 @@ def peak_bytes(step: Callable[[], Any], device: str) -> int:
 
 
 def report(name: str, args: argparse.Namespace, results: Dict[str, Any], figure: Figure) -> None:
-    """Write results/benchmarks/NAME-DEVICE.json and .png."""
+    """Write results/benchmarks/NAME-DEVICE.json and .png; with the dtype where it is not the default."""
     hardware = detect_hardware()
     payload = {
         "benchmark": name,
@@ -131,7 +137,7 @@ def report(name: str, args: argparse.Namespace, results: Dict[str, Any], figure:
         **results,
     }
     args.output.mkdir(parents=True, exist_ok=True)
-    stem = args.output / f"{name}-{args.device}"
+    stem = args.output / f"{name}-{args.stem}"
     with atomic_write(stem.with_suffix(".json")) as stream:
         json.dump(payload, stream, indent=1)
         stream.write("\n")

@@ -3,7 +3,8 @@
     python benchmarks/training.py
 
 An update is forward, criterion (with the routers' losses and statistics), backward and Adam. Base is
-compared with the dense base model (equal MACs), big with the dense big one (equal parameters).
+compared with the dense base model (equal MACs), big with the dense big one (equal parameters). --dtype amp
+is float32 parameters under autocast (bfloat16 on the CPU), as fairseq-train --amp has it.
 """
 
 from typing import Any, Callable, Dict
@@ -17,12 +18,15 @@ from matplotlib.figure import Figure
 def update(arch: str, sample: Dict[str, Any], words: Any, args: Any) -> "tuple[Callable[[], None], int]":
     """One optimiser update on the sample, and the model's parameters."""
     model = build(arch, words, args.device, args.torch_dtype).train()
+    autocast = torch.autocast(args.device, enabled=args.dtype == "amp")
     loss_of = criterion(arch, words)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, betas=(0.9, 0.98))
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        loss_of(model, sample)[0].backward()
+        with autocast:
+            loss = loss_of(model, sample)[0]
+        loss.backward()
         optimizer.step()
 
     return step, sum(parameter.numel() for parameter in model.parameters())
@@ -46,7 +50,7 @@ def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__, amp=True)
     words, sample = training_batch(args.device)
     steps, parameters = {}, {}
     for arch in [name for pair in PAIRS.items() for name in pair]:

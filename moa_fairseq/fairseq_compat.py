@@ -155,7 +155,7 @@ def patches() -> List[Patch]:
     from fairseq.tasks.fairseq_task import FairseqTask
     from fairseq.trainer import Trainer
 
-    from moa_fairseq.fairseq_patches import checkpoint_files, collectives, foreign_settings
+    from moa_fairseq.fairseq_patches import checkpoint_files, collectives, cpu_autocast, foreign_settings
 
     compat, files = "test_fairseq_compat.py::", "fairseq_patches/test_checkpoint_files.py::"
     return [
@@ -205,6 +205,12 @@ def patches() -> List[Patch]:
             *(dataclass_utils, "override_module_args", _bf16_means_gpu),
             "fairseq's command line takes --bf16 to mean a TPU.",
             compat + "test_bf16_is_a_gpu_dtype_when_there_is_a_gpu",
+        ),
+        Patch(
+            *(FairseqTask, "train_step", cpu_autocast.autocasting_on_the_cpu),
+            "--amp is silently float32 on the CPU, and bfloat16 is faster where the processor has "
+            "units for it.",
+            "fairseq_patches/test_cpu_autocast.py::test_amp_on_the_cpu_is_bfloat16",
         ),
         Patch(
             *(FairseqTask, "get_batch_iterator", _batches_of_the_first_epoch),

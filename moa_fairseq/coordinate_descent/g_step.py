@@ -72,7 +72,7 @@ class GStep:
                 sample, is_dummy = trainer._prepare_sample(sample)
                 if is_dummy:  # a worker that has no micro-batch left
                     continue
-                with torch.autocast("cuda", enabled=bool(trainer.cuda and trainer.cfg.common.amp)):
+                with torch.autocast(trainer.device.type, enabled=bool(trainer.cfg.common.amp)):
                     loss, sample_size, _ = criterion(model, sample)
                 sums.add(loss, float(sample_size), scale)
         all_reduce = sum_over_workers()

@@ -107,7 +107,7 @@ def train_command(recipe: Recipe, hardware: Hardware, paths: RunPaths) -> List[s
             **(hardware.world.flags() if hardware.world else {"distributed-world-size": hardware.devices}),
         }
     )
-    return command + precision_flags(train.precision, hardware) + device_flags(hardware)
+    return command + precision_flags(train.precision, hardware, model) + device_flags(hardware)
 
 
 def scale_flags(hardware: Hardware) -> Dict[str, Any]:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import platform
 from typing import List, Optional, Tuple
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.schema import Model
 from moa_fairseq.recipes.world import World
 
 # What --device-name may say: CUDA capability, so that precision and plans fit a machine that is not at hand.
 CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0)}
+
+# From this width on a CPU with units for bfloat16 trains faster under autocast. Measured on a Xeon with AMX,
+# updates of 1,000 tokens: 1.4 to 1.5 times as fast at 512, half as fast at 128.
+_AMP_WIDTH = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
     """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor).
 
+    bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
     world: the other machines or processes of the same training, None when there are none.
     """
 
@@ -25,6 +32,7 @@ class Hardware:
     name: str = "CPU"
     capability: Optional[Tuple[int, int]] = None
     visible: Tuple[str, ...] = ()
+    bfloat16_units: bool = False
     world: Optional[World] = None
 
     @property
@@ -44,7 +52,7 @@ def detect_hardware() -> Hardware:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return Hardware(name=f"{cores} CPU cores ({_processor_name()})")
+        return Hardware(name=f"{cores} CPU cores ({_processor_name()})", bfloat16_units=_has_bfloat16_units())
     capability = min(torch.cuda.get_device_capability(index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
@@ -71,7 +79,7 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     if wanted < 0:
         raise UserError(f"--gpus {wanted}: say how many GPUs to use; 0 means the CPU.")
     if wanted == 0:
-        return Hardware(name=f"CPU ({_processor_name()})")
+        return Hardware(name=f"CPU ({_processor_name()})", bfloat16_units=_has_bfloat16_units())
     if wanted < present.gpus:
         return dataclasses.replace(present, gpus=wanted, visible=present.visible[:wanted])
     if dry_run:
@@ -82,22 +90,45 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     )
 
 
-def precision_flags(precision: str, hardware: Hardware) -> List[str]:
+def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] = None) -> List[str]:
     """fairseq's flag for a recipe's precision.
 
-    `auto` is bf16 from Ampere on, fp16 on Volta and Turing, else fp32. Raises UserError
-    when the precision was asked for by name and the hardware does not have it.
+    `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a
+    `model` wide enough to gain from it; else fp32. Raises UserError when the precision was asked for by
+    name and the hardware does not have it.
     """
     capability = hardware.capability or (0, 0)
-    if precision == "auto":
+    if precision == "auto" and not hardware.gpus:
+        gains = hardware.bfloat16_units and model is not None and model_width(model) >= _AMP_WIDTH
+        precision = "amp" if gains else "fp32"
+    elif precision == "auto":
         precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
-    elif precision != "fp32" and not hardware.gpus:
-        raise UserError(f"train.precision {precision} needs a GPU: use fp32 or auto on the CPU.")
+    elif precision in ("fp16", "bf16") and not hardware.gpus:
+        raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
     elif precision == "bf16" and capability < (8, 0):
         raise UserError(
             f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16."
         )
     return [] if precision == "fp32" else [f"--{precision}"]
+
+
+def model_width(model: Model) -> int:
+    """The model's width C: of its flags, or of its architecture."""
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    flags = {name.replace("-", "_"): value for name, value in model.flags.items()}
+    args = argparse.Namespace(**flags)
+    ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
+    return max(getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
+
+
+def _has_bfloat16_units() -> bool:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    except OSError:
+        return False
+    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags)
 
 
 def _processor_name() -> str:

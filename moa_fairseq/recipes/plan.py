@@ -98,7 +98,7 @@ def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> D
     asked, (machine, fewer) = machine.devices, fit_devices(recipe, machine)
     batch = commands.plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
-    precision = (precision_flags(recipe.train.precision, machine) or ["--fp32"])[0][2:]
+    precision = (precision_flags(recipe.train.precision, machine, recipe.model) or ["--fp32"])[0][2:]
     flags = {**recipe.model.flags, **recipe.train.flags}
     memory = estimate_memory(work.model, work.vocabulary, batch.max_tokens, precision, machine.devices, flags)
     if not machine.gpus:

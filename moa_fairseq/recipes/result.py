@@ -73,7 +73,7 @@ def write_throughput(run: Run, data: Path, path: Path, command: str) -> None:
     row = {
         "experiment": recipe.experiment,
         "hardware": run.state.get("train").get("hardware", hardware.describe()),
-        "precision": (precision_flags(recipe.train.precision, hardware) or ["--fp32"])[0][2:],
+        "precision": (precision_flags(recipe.train.precision, hardware, recipe.model) or ["--fp32"])[0][2:],
         "tokens_per_second": summary["tokens_per_second"],
         "macs_per_target_token": round(workload(recipe, data).macs_per_target_token),
         "parameters": run.state.get("train").get("parameters"),

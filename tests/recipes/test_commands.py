@@ -1,5 +1,6 @@
 """YAML → command lines: batch arithmetic, precision by hardware, flags."""
 
+import dataclasses
 import shlex
 
 import pytest
@@ -9,7 +10,7 @@ from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, planned_commands
-from moa_fairseq.recipes.schema import Train
+from moa_fairseq.recipes.schema import Model, Train
 from moa_fairseq.running import command_line
 
 CPU = Hardware()
@@ -70,7 +71,25 @@ def test_precision_follows_the_hardware(precision, hardware, expected):
     assert precision_flags(precision, hardware) == expected
 
 
-@pytest.mark.parametrize(("precision", "hardware"), [("fp16", CPU), ("bf16", V100), ("amp", CPU)])
+@pytest.mark.parametrize(
+    ("arch", "flags", "expected"),
+    [
+        ("moa_transformer_base", {}, ["--amp"]),
+        ("transformer_lm_wiki103", {}, ["--amp"]),
+        ("moa_roberta_8k8e128d", {}, ["--amp"]),
+        ("transformer_tiny", {}, []),
+        ("transformer_tiny", {"encoder-embed-dim": 512}, ["--amp"]),
+    ],
+)
+def test_wide_models_train_in_bfloat16_on_cpus_that_have_units_for_it(arch, flags, expected):
+    model = Model(arch=arch, flags=flags)
+    assert precision_flags("auto", dataclasses.replace(CPU, bfloat16_units=True), model) == expected
+    assert precision_flags("auto", CPU, model) == []
+    assert precision_flags("fp32", dataclasses.replace(CPU, bfloat16_units=True), model) == []
+    assert precision_flags("amp", CPU, model) == ["--amp"]
+
+
+@pytest.mark.parametrize(("precision", "hardware"), [("fp16", CPU), ("bf16", V100), ("bf16", CPU)])
 def test_precision_that_the_hardware_lacks(precision, hardware):
     with pytest.raises(UserError, match=r"train\.precision"):
         precision_flags(precision, hardware)
