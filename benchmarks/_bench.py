@@ -28,7 +28,7 @@ _BLOCK_SECONDS = 0.02  # shorter calls are repeated inside one reading of the cl
 
 
 def arguments(description: str, amp: bool = False) -> argparse.Namespace:
-    """--device, --dtype, --rounds, --output: the same for all benchmarks.
+    """--device, --dtype, --rounds, --miniature, --output: the same for all benchmarks.
 
     amp: whether --dtype amp has a meaning, float32 parameters under autocast.
     """
@@ -38,8 +38,11 @@ def arguments(description: str, amp: bool = False) -> argparse.Namespace:
     dtypes = ("float32", "bfloat16", "float16") + ("amp",) * amp
     parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on GPUs, else float32")
     parser.add_argument("--rounds", type=int, default=7, help="how often each candidate takes its turn")
+    parser.add_argument("--miniature", action="store_true", help="tiny sizes: to see that it works")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the plot")
     args = parser.parse_args()
+    if args.miniature and args.output == RESULTS:
+        parser.error("--miniature needs --output DIR: its numbers are no results")
     default = "bfloat16" if args.device == "cuda" else "float32"
     args.dtype = args.dtype or default
     args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)

@@ -22,8 +22,15 @@ PAIRS = {
     "moa_transformer_base": "transformer",
     "moa_transformer_big": "transformer_vaswani_wmt_en_de_big",
 }
-VOCABULARY = {"cpu": 32768, "cuda": 32768}
+MINIATURE = {"moa_transformer_tiny": "transformer_tiny"}
+VOCABULARY, SMALL_VOCABULARY = 32768, 512
 BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # of one update: sentence pairs, tokens of each
+SMALL_BATCH = (8, 9)
+
+
+def pairs(args: argparse.Namespace) -> Dict[str, str]:
+    """Architecture → the dense one beside it, as --miniature has it."""
+    return MINIATURE if args.miniature else PAIRS
 
 
 def dictionary(symbols: int) -> Dictionary:
@@ -50,10 +57,15 @@ def criterion(arch: str, words: Dictionary) -> nn.Module:
     return LabelSmoothedCrossEntropyCriterion(task, False, 0.1)
 
 
-def training_batch(device: str) -> "tuple[Dictionary, Dict[str, Any]]":
+def training_batch(args: argparse.Namespace) -> "tuple[Dictionary, Dict[str, Any]]":
     """The dictionary, and the sample of one update."""
-    words = dictionary(VOCABULARY[device])
-    return words, sentences(*BATCH[device], words, device)
+    words = dictionary(SMALL_VOCABULARY if args.miniature else VOCABULARY)
+    return words, sentences(*batch_shape(args), words, args.device)
+
+
+def batch_shape(args: argparse.Namespace) -> "tuple[int, int]":
+    """Sentence pairs of an update, and tokens of each."""
+    return SMALL_BATCH if args.miniature else BATCH[args.device]
 
 
 def sentences(batch: int, length: int, words: Dictionary, device: str) -> Dict[str, Any]:

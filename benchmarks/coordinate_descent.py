@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict
 
 import torch
 from _bench import arguments, report, take_turns
-from _models import BASE, BATCH, build, criterion, training_batch
+from _models import BASE, batch_shape, build, criterion, training_batch
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -26,18 +26,22 @@ DENSE, F, GF, JOINT = "dense", "F step", "G and F step", "joint update (NOBCD)"
 
 
 def f_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any], drawn: bool) -> Callable[[], None]:
-    """One update of all parameters that require gradients, with drawn or with mixed experts."""
-    moving = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """One update of all parameters that require gradients, with drawn or with mixed experts: gates by SGD."""
+    gates = {parameter for gate in gates_of(model) for parameter in gate.parameters()}
+    learning = [parameter for parameter in gates if parameter.requires_grad]
+    moving = [p for p in model.parameters() if p.requires_grad and p not in gates]
     optimizer = torch.optim.Adam(moving, lr=1e-6, betas=(0.9, 0.98))
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         if drawn:
             with drawing_experts(ExpertDraw(sample["id"], 1, 0)):
                 loss_of(model, sample)[0].backward()
         else:
             loss_of(model, sample)[0].backward()
         optimizer.step()
+        if learning:
+            sgd_step(learning, [parameter.grad for parameter in learning], lr=1e-6)
 
     return step
 
@@ -62,10 +66,9 @@ def g_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any]) -> Call
 
 def candidates(words: Any, sample: Dict[str, Any], args: Any) -> Dict[str, Callable[[], None]]:
     """The updates to be compared, by name."""
+    archs = ("transformer_tiny", *["mae_transformer_tiny"] * 2) if args.miniature else (BASE, MAE, MAE)
     loss_of = criterion(BASE, words)
-    dense, joint, alternating = (
-        build(arch, words, args.device, args.torch_dtype).train() for arch in (BASE, MAE, MAE)
-    )
+    dense, joint, alternating = (build(arch, words, args.device, args.torch_dtype).train() for arch in archs)
     for gate in gates_of(alternating):
         gate.requires_grad_(False)
     only_f = f_step(alternating, loss_of, sample, drawn=True)
@@ -97,14 +100,14 @@ def draw(ratios: Dict[str, float], args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__)
-    words, sample = training_batch(args.device)
+    words, sample = training_batch(args)
     seconds = take_turns(candidates(words, sample, args), args.rounds, args.device)
     ratios = {name: value / seconds[DENSE] for name, value in seconds.items()}
     mean = f"mean, G step in every {G_EVERY}th epoch"
     ratios[mean] = ((G_EVERY - 1) * ratios[F] + ratios[GF]) / G_EVERY
     for name, ratio in ratios.items():
         print(f"{name:36s} {ratio:5.2f} × dense")
-    batch, length = BATCH[args.device]
+    batch, length = batch_shape(args)
     payload = {"batch": batch, "length": length, "seconds": seconds, "time_over_dense": ratios}
     report("coordinate_descent", args, payload, draw(ratios, args))
 

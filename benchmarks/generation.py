@@ -10,13 +10,19 @@ from types import SimpleNamespace
 from typing import Any, Callable, Dict
 
 from _bench import arguments, report, take_turns
-from _models import PAIRS, VOCABULARY, build, dictionary, sentences
+from _models import BASE, SMALL_VOCABULARY, VOCABULARY, build, dictionary, pairs, sentences
 from fairseq.sequence_generator import SequenceGenerator
 from matplotlib.figure import Figure
 
 BEAM = 5
 BATCHES = {"cpu": (1, 16), "cuda": (1, 16, 128)}
 LENGTH = 25
+
+
+def searched(args: Any) -> Dict[str, str]:
+    """MoA's architectures and MAE's, each with the dense one beside it."""
+    mae = ("mae_transformer_tiny", "transformer_tiny") if args.miniature else ("mae_transformer_base", BASE)
+    return {**pairs(args), mae[0]: mae[1]}
 
 
 def translate(arch: str, words: Any, batch: int, args: Any) -> Callable[[], Any]:
@@ -31,7 +37,8 @@ def translate(arch: str, words: Any, batch: int, args: Any) -> Callable[[], Any]
 
 
 def measure(batch: int, words: Any, args: Any) -> Dict[str, Any]:
-    archs = [name for pair in PAIRS.items() for name in pair]
+    archs = [name for pair in searched(args).items() for name in pair]
+    archs = list(dict.fromkeys(archs))
     calls = {arch: translate(arch, words, batch, args) for arch in archs}
     times = take_turns(calls, args.rounds, args.device)
     rows = {
@@ -45,7 +52,7 @@ def measure(batch: int, words: Any, args: Any) -> Dict[str, Any]:
     return {
         "sentences": batch,
         "rows": rows,
-        "speed_over_dense": {arch: times[dense] / times[arch] for arch, dense in PAIRS.items()},
+        "speed_over_dense": {arch: times[dense] / times[arch] for arch, dense in searched(args).items()},
     }
 
 
@@ -55,7 +62,9 @@ def draw(results: "list[Dict[str, Any]]", args: Any) -> Figure:
     for panel, found in zip(panels, results):
         names = list(found["rows"])
         speeds = [found["rows"][name]["tokens_per_second"] for name in names]
-        panel.barh(names, speeds, color=["#0072B2" if n.startswith("moa") else "#999999" for n in names])
+        panel.barh(
+            names, speeds, color=["#0072B2" if n in found["speed_over_dense"] else "#999999" for n in names]
+        )
         for place, name in enumerate(names):
             if name in found["speed_over_dense"]:
                 text = f" {found['speed_over_dense'][name]:.2f} × dense"
@@ -72,13 +81,13 @@ def draw(results: "list[Dict[str, Any]]", args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__)
-    words = dictionary(VOCABULARY[args.device])
+    words = dictionary(SMALL_VOCABULARY if args.miniature else VOCABULARY)
     results = []
-    for batch in BATCHES[args.device]:
+    for batch in (3,) if args.miniature else BATCHES[args.device]:
         results.append(measure(batch, words, args))
         for arch, row in results[-1]["rows"].items():
             ratio = results[-1]["speed_over_dense"].get(arch)
-            beside = f"  {ratio:.2f} × {PAIRS[arch]}" if ratio else ""
+            beside = f"  {ratio:.2f} × {searched(args)[arch]}" if ratio else ""
             rate = f"{row['sentences_per_second']:8.2f} sentences/s {row['tokens_per_second']:8.0f} tokens/s"
             print(f"{batch:4d} sentences  {arch:36s} {rate}{beside}")
     report("generation", args, {"beam": BEAM, "steps": LENGTH, "batches": results}, draw(results, args))

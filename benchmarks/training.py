@@ -7,11 +7,12 @@ compared with the dense base model (equal MACs), big with the dense big one (equ
 is float32 parameters under autocast (bfloat16 on the CPU), as fairseq-train --amp has it.
 """
 
+import warnings
 from typing import Any, Callable, Dict
 
 import torch
 from _bench import arguments, peak_bytes, report, take_turns
-from _models import BATCH, PAIRS, build, criterion, training_batch
+from _models import batch_shape, build, criterion, pairs, training_batch
 from matplotlib.figure import Figure
 
 
@@ -32,15 +33,25 @@ def update(arch: str, sample: Dict[str, Any], words: Any, args: Any) -> "tuple[C
     return step, sum(parameter.numel() for parameter in model.parameters())
 
 
+def host_waits(step: Callable[[], None]) -> int:
+    """How often an update makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
+
+
 def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     panel = figure.subplots()
-    names = list(rows)
+    names, dense = list(rows), pairs(args)
     colours = ["#0072B2" if name.startswith("moa") else "#999999" for name in names]
     panel.barh(names, [rows[name]["tokens_per_second"] for name in names], color=colours)
     for place, name in enumerate(names):
         if name in ratios:
-            text = f" {ratios[name]:.2f} × {PAIRS[name]}"
+            text = f" {ratios[name]:.2f} × {dense[name]}"
             panel.text(rows[name]["tokens_per_second"], place, text, va="center", fontsize=8)
     panel.set_xlim(right=1.45 * max(row["tokens_per_second"] for row in rows.values()))
     panel.invert_yaxis()
@@ -51,9 +62,9 @@ def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__, amp=True)
-    words, sample = training_batch(args.device)
-    steps, parameters = {}, {}
-    for arch in [name for pair in PAIRS.items() for name in pair]:
+    words, sample = training_batch(args)
+    steps, parameters, beside_of = {}, {}, pairs(args)
+    for arch in [name for pair in beside_of.items() for name in pair]:
         steps[arch], parameters[arch] = update(arch, sample, words, args)
     times = take_turns(steps, args.rounds, args.device)
     rows = {
@@ -62,14 +73,15 @@ def main() -> None:
             "tokens_per_second": sample["ntokens"] / seconds,
             "parameters": parameters[arch],
             "peak_bytes": peak_bytes(steps[arch], args.device),
+            "host_waits": host_waits(steps[arch]) if args.device == "cuda" else None,
         }
         for arch, seconds in times.items()
     }
-    ratios = {arch: times[dense] / times[arch] for arch, dense in PAIRS.items()}
+    ratios = {arch: times[dense] / times[arch] for arch, dense in beside_of.items()}
     for arch, row in rows.items():
-        beside = f"  {ratios[arch]:.2f} × {PAIRS[arch]}" if arch in ratios else ""
+        beside = f"  {ratios[arch]:.2f} × {beside_of[arch]}" if arch in ratios else ""
         print(f"{arch:36s} {row['tokens_per_second']:9.0f} tokens/s  {row['peak_bytes'] >> 20} MiB{beside}")
-    batch, length = BATCH[args.device]
+    batch, length = batch_shape(args)
     payload = {"batch": batch, "length": length, "rows": rows, "speed_over_dense": ratios}
     report("training", args, payload, draw(rows, ratios, args))
 
