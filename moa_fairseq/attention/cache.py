@@ -1,7 +1,7 @@
 """fairseq's incremental-state protocol: what an attention remembers between the steps of a generation."""
 
 import itertools
-from typing import Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,11 @@ class CachedAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._state_key = f"mixture_attention.{next(_instances)}"
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        """A copy (copy.deepcopy, pickle) has keys and values of its own, and without a path a name."""
+        super().__setstate__(state)
         self._state_key = f"mixture_attention.{next(_instances)}"
 
     def set_beam_size(self, beam_size: int) -> None:
@@ -70,15 +75,21 @@ class CachedAttention(nn.Module):
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """The encoder's output [B, S, C] and padding [B, S] once per sentence, if a beam was announced.
 
+        As they are where neighbours are no hypotheses of one sentence, in whatever the announcement says.
         Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
         """
         if padding is not None and not padding.any():
             padding = None  # fairseq's encoder always hands one on; looked at once for all steps
         if self.beam_size == 1 or memory.size(0) % self.beam_size:
             return memory, padding
+        sentences = memory.unflatten(0, (-1, self.beam_size))
+        # An announcement outlives its generator, and fairseq announces no beam of 1: looked at once, as above.
+        masks = None if padding is None else padding.unflatten(0, (-1, self.beam_size))
+        for rows in (sentences, masks):
+            if rows is not None and not torch.equal(rows, rows[:, :1].expand_as(rows)):
+                return memory, padding
         cache[_SHARED] = memory.new_empty(0)
-        padding = None if padding is None else padding[:: self.beam_size]
-        return memory[:: self.beam_size], padding
+        return sentences[:, 0], None if masks is None else masks[:, 0]
 
 
 def cached_length(cache: Optional[Cache]) -> int:
