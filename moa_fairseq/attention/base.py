@@ -71,7 +71,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
 
     @property
     def name(self) -> str:
-        """The path in the model once `name_attentions` has been told of one; decisions are reported under it."""
+        """The path in the model once `name_attentions` has given one; decisions are reported under it."""
         return self._path or self._state_key
 
     @name.setter

@@ -83,7 +83,7 @@ class CachedAttention(nn.Module):
         if self.beam_size == 1 or memory.size(0) % self.beam_size:
             return memory, padding
         sentences = memory.unflatten(0, (-1, self.beam_size))
-        # An announcement outlives its generator, and fairseq announces no beam of 1: looked at once, as above.
+        # An announcement outlives its generator, and fairseq announces no beam of 1: looked at once.
         masks = None if padding is None else padding.unflatten(0, (-1, self.beam_size))
         for rows in (sentences, masks):
             if rows is not None and not torch.equal(rows, rows[:, :1].expand_as(rows)):

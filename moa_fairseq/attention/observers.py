@@ -11,8 +11,8 @@ class Observer(nn.Module):
     """Adds up what it sees in training (`pending`), and takes it in after the update (`absorb`).
 
     So a batch acts on later updates alone, all accumulation steps and workers count, and an update that
-    is not made leaves no trace. Its buffers stay in float32 whatever the model is cast to: counts of tokens and
-    small steps are lost in half precision.
+    is not made leaves no trace. Its buffers stay in float32 whatever the model is cast to: counts of tokens
+    and small steps are lost in half precision.
     """
 
     pending: Tensor  # a buffer [n] of sums, not part of checkpoints
