@@ -12,6 +12,7 @@ because today's stack breaks or endangers it, or because a hook is missing. Besi
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
@@ -23,6 +24,7 @@ import numpy
 import torch
 
 from moa_fairseq import fairseq_workers
+from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import SafeTorch, load_checkpoint
 from moa_fairseq.files import DISK_FULL, as_user_error
@@ -79,6 +81,8 @@ def _announcing_updates(train_step: Callable) -> Callable:
 
     @functools.wraps(train_step)
     def wrapped(trainer: Any, samples: Any, *args: Any, **options: Any) -> Any:
+        for observer in observers_of(trainer.get_model()):
+            observer.forget()  # what an update saw that overflowed and was not made
         before_update = getattr(trainer.task, "before_update", None)
         if before_update is not None:
             before_update(trainer, samples)
@@ -87,6 +91,19 @@ def _announcing_updates(train_step: Callable) -> Callable:
         if hasattr(model, "set_num_updates"):
             model.set_num_updates(trainer.get_num_updates())
         return result
+
+    return wrapped
+
+
+def _not_observing_fillers(train_step: Callable) -> Callable:
+    """Wrap a task's micro-batch: one that only fills a gap among the workers is no observation."""
+
+    @functools.wraps(train_step)
+    def wrapped(
+        task: Any, sample: Any, model: Any, criterion: Any, optimizer: Any, update_num: int, ignore_grad=False
+    ) -> Any:
+        with forgetting(observers_of(model)) if ignore_grad else contextlib.nullcontext():
+            return train_step(task, sample, model, criterion, optimizer, update_num, ignore_grad)
 
     return wrapped
 
@@ -228,8 +245,15 @@ def patches() -> List[Patch]:
             *(Trainer, "train_step", _announcing_updates),
             "fairseq shows a task one micro-batch at a time; a task with `before_update(trainer, samples)` "
             "sees all of an update before it begins. And the model hears of an update when it has been made, "
-            "so that what it keeps per update is complete in a checkpoint that is saved in between.",
+            "so that what it keeps per update is complete in a checkpoint that is saved in between, and free "
+            "of what an update observed that overflowed.",
             "tasks/test_bcd.py::test_a_whole_update_is_a_g_step_and_then_an_f_step",
+        ),
+        Patch(
+            *(FairseqTask, "train_step", _not_observing_fillers),
+            "A worker that has no micro-batch left runs an old one again, for its shape: routers and gates "
+            "would count it.",
+            "tasks/test_observed_updates.py::test_routers_count_what_an_update_was_made_of",
         ),
         Patch(
             *(Trainer, "load_checkpoint", _explaining_optimizers),

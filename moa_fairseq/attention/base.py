@@ -1,7 +1,6 @@
 """What every mixture of attention heads shares: fairseq's attention call, written once."""
 
 import abc
-import itertools
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import Tensor, nn
@@ -18,8 +17,6 @@ from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
-
-_unnamed = itertools.count(1)
 
 
 class FamilySettings(abc.ABC):
@@ -63,8 +60,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
         positions: Optional[str] = None,
     ):
         super().__init__()
-        # The path in the model once `name_attentions` has been told of one; decisions are reported under it.
-        self.name = f"attention{next(_unnamed)}"
+        self._path: Optional[str] = None
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.self_attention = self_attention
         self.encoder_decoder_attention = encoder_decoder_attention
@@ -72,6 +68,15 @@ class MixtureAttention(CachedAttention, abc.ABC):
         self.positions: Optional[Positions] = None
         if self_attention and positions in POSITIONS_IN_ATTENTION:
             self.positions = POSITIONS_IN_ATTENTION[positions](head_dim)
+
+    @property
+    def name(self) -> str:
+        """The path in the model once `name_attentions` has given one; decisions are reported under it."""
+        return self._path or self._state_key
+
+    @name.setter
+    def name(self, path: str) -> None:
+        self._path = path
 
     @abc.abstractmethod
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:

@@ -1,7 +1,7 @@
 """fairseq's incremental-state protocol: what an attention remembers between the steps of a generation."""
 
 import itertools
-from typing import Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,11 @@ class CachedAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._state_key = f"mixture_attention.{next(_instances)}"
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        """A copy (copy.deepcopy, pickle) has keys and values of its own, and without a path a name."""
+        super().__setstate__(state)
         self._state_key = f"mixture_attention.{next(_instances)}"
 
     def cache_in(self, incremental_state: Optional[IncrementalState]) -> Optional[Cache]:

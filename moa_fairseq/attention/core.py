@@ -75,6 +75,9 @@ def attend(
     mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
+    if need_weights and blind is None and mask is not None:  # attn_mask or bias alone may block a whole row
+        blind = torch.isneginf(mask).all(-1, keepdim=True)
+        mask = mask.masked_fill(blind, 0.0)
     if need_weights:
         out, weights = _attend_with_weights(q, *_copied(q, k, v), mask, blind, dropout)
     else:

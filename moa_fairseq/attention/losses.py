@@ -29,9 +29,8 @@ def mutual_information_loss(decision: RoutingDecision) -> Tensor:
     probs = decision.routed_probs.reshape(decision.probs.size(0), decision.groups, -1)
     probs = probs / probs.sum(-1, keepdim=True).clamp_min(_tiny(probs))  # sigmoid gates do not add up to 1
     kept = decision.kept / decision.kept.sum().clamp_min(1.0)
-    conditional = (torch.special.entr(probs).sum(-1) * kept.unsqueeze(1)).sum(0)
-    marginal = torch.special.entr((probs * kept[:, None, None]).sum(0)).sum(-1)
-    return (conditional - marginal).mean()
+    conditional = (_entropy(probs) * kept.unsqueeze(1)).sum(0)
+    return (conditional - _entropy((probs * kept[:, None, None]).sum(0))).mean()
 
 
 def z_loss(decision: RoutingDecision) -> Tensor:
@@ -47,6 +46,11 @@ def z_loss(decision: RoutingDecision) -> Tensor:
     logits = logits[:, decision.shared :].reshape(logits.size(0), decision.groups, -1)
     squares = torch.logsumexp(logits, dim=-1).square().mean(-1) * kept
     return squares.sum() / kept.sum().clamp_min(1.0)
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    """−Σ p log p over the last dimension, without the infinite slope that it has at p = 0."""
+    return (torch.special.entr(probs.clamp_min(_tiny(probs))) * (probs > 0)).sum(-1)
 
 
 def _per_group(x: Tensor, decision: RoutingDecision) -> Tensor:

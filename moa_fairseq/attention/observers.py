@@ -11,7 +11,8 @@ class Observer(nn.Module):
     """Adds up what it sees in training (`pending`), and takes it in after the update (`absorb`).
 
     So a batch acts on later updates alone, all accumulation steps and workers count, and an update that
-    is not made leaves no trace.
+    is not made leaves no trace. Its buffers stay in float32 whatever the model is cast to: counts of tokens
+    and small steps are lost in half precision.
     """
 
     pending: Tensor  # a buffer [n] of sums, not part of checkpoints
@@ -25,6 +26,14 @@ class Observer(nn.Module):
         """Add to what is pending."""
         self.pending += sums
         self.has_pending = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> "Observer":
+        before = dict(self._buffers)
+        super()._apply(fn, *args, **kwargs)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = before[name].to(buffer.device)
+        return self
 
     def forget(self) -> None:
         """Drop what has been observed since the last `absorb`."""

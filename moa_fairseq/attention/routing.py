@@ -38,6 +38,10 @@ class RoutingDecision:
     scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
 
+    def __getitem__(self, index: int) -> Tensor:
+        """[0] is the gate: torch's backward hooks, with which fairseq looks for NaN, ask an output for it."""
+        return (self.gate,)[index]
+
     @property
     def chooses_all(self) -> bool:
         """Whether K = E: slot k is expert k, nothing needs sorting."""

@@ -35,7 +35,6 @@ from torch import nn
 
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, report_updated
 from moa_fairseq.coordinate_descent.g_epochs import too_short_for_a_g_epoch
@@ -174,8 +173,6 @@ class BlockCoordinateDescent:
     def before_update(self, trainer: Any, samples: List[Dict[str, Any]]) -> None:
         """The plugin's hook: all micro-batches that the trainer is about to make one update of."""
         gates = gates_of(trainer.get_model())
-        for observer in observers_of(trainer.get_model()):
-            observer.forget()  # what an update saw that overflowed and was not made
         if self.steps_jointly and gates:
             if self._joint_step is None:
                 own = self.cfg_of_bcd
@@ -210,8 +207,6 @@ class BlockCoordinateDescent:
         """fairseq's forward and backward pass of one micro-batch, as an F step if steps alternate."""
         rest = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
         with contextlib.ExitStack() as stack:
-            if ignore_grad:  # a batch that only fills a gap among the workers is no observation
-                stack.enter_context(forgetting(observers_of(model)))
             if self.alternates:
                 draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
                 stack.enter_context(drawing_experts(draw))

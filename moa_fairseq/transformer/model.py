@@ -102,6 +102,12 @@ def _set_positions(args: argparse.Namespace) -> None:
     if args.positions not in POSITIONS:
         raise UserError(f"--positions {args.positions} is unknown: choose one of {', '.join(POSITIONS)}.")
     if args.positions in POSITIONS_IN_ATTENTION:
+        if getattr(args, "cross_self_attention", False):
+            raise UserError(
+                f"--positions {args.positions} is for self-attention, and --cross-self-attention leaves the "
+                "decoder none, which would then know nothing of the order of its tokens: choose another "
+                "--positions, or leave --cross-self-attention out."
+            )
         args.no_token_positional_embeddings = True
     else:
         args.encoder_learned_pos = args.decoder_learned_pos = args.positions == "learned"

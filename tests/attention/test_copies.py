@@ -1,0 +1,62 @@
+"""What a copied attention keeps; masks that leave a query nothing."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.moa import MixtureOfAttention
+
+WIDTH = 16
+
+
+def moa(**role):
+    return MixtureOfAttention(WIDTH, num_experts=4, experts_per_token=2, expert_dim=8, **role)
+
+
+def mae(**role):
+    return MixtureOfAttentiveExperts(WIDTH, num_heads=4, causal=True, **role)
+
+
+@pytest.fixture(params=[moa, mae], ids=["moa", "mae"])
+def build(request):
+    torch.manual_seed(0)
+    return lambda **role: request.param(**role).eval()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_remember_their_own_keys(build, copied):
+    """Layers are often made as copies of one: they must not write into the same cache."""
+    first = build(self_attention=True)
+    second = copied(first)
+    x = torch.randn(4, 2, WIDTH)
+    expected, _ = second(x, x, x, attn_mask=torch.full((4, 4), -torch.inf).triu(1))
+    state, steps = {}, []
+    for step in x.split(1):
+        first(-step, None, None, incremental_state=state)
+        steps.append(second(step, step, step, incremental_state=state)[0])
+    torch.testing.assert_close(torch.cat(steps), expected)
+
+
+def test_a_copy_without_a_path_has_a_name_of_its_own_and_one_with_a_path_keeps_it(build):
+    attention = build(self_attention=True)
+    assert copy.deepcopy(attention).name != attention.name
+    attention.name = "decoder.layers.0.self_attn"
+    assert copy.deepcopy(attention).name == "decoder.layers.0.self_attn"
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", [torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), -torch.inf)])
+def test_a_query_whose_mask_blocks_every_key_gets_zeros(mask, need_weights):
+    mask = mask.clone()
+    mask[0] = False if mask.dtype == torch.bool else 0.0
+    torch.manual_seed(0)
+    attention = moa(self_attention=True)
+    x = torch.randn(4, 2, WIDTH, requires_grad=True)
+    out, weights = attention(x, x, x, attn_mask=mask, need_weights=need_weights)
+    assert out[0].abs().max() > 0 and (out[1:] == 0).all()
+    assert weights is None or (weights[:, 1:] == 0).all()
+    out.square().sum().backward()
+    assert x.grad.isfinite().all()
