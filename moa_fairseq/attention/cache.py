@@ -72,8 +72,6 @@ class CachedAttention(nn.Module):
 
         Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
         """
-        if padding is not None and not padding.any():
-            padding = None  # fairseq's encoder always hands one on; looked at once for all steps
         if self.beam_size == 1 or memory.size(0) % self.beam_size:
             return memory, padding
         cache[_SHARED] = memory.new_empty(0)
