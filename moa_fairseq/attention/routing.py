@@ -136,9 +136,9 @@ class RoutingSums:
         return self._entropies[1]
 
     def shares(self, x: Tensor) -> Tensor:
-        """x [M, E] → [M, G, E / G], each group divided by its sum, or by 1 where that is zero."""
+        """x [M, E] ≥ 0 → [M, G, E / G], each group divided by its sum; zeros stay zeros."""
         x = x.reshape(x.size(0), self.groups, -1)
-        return x / x.sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+        return x / (x.sum(-1, keepdim=True) + torch.finfo(x.dtype).tiny)
 
     @cached_property
     def _sums(self) -> Tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ class RoutingSums:
     @cached_property
     def _entropies(self) -> Tuple[Tensor, Tensor]:
         probs = self._rows("probs").unflatten(1, (self.groups, -1))
-        probs = probs / probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
+        probs = probs / (probs.sum(-1, keepdim=True) + torch.finfo(probs.dtype).tiny)
         entropy = entropies(probs).mean(-1, keepdim=True)
         *sums, tokens = self._over_tokens([entropy, probs.flatten(1)])
         entropy, probs = (x / tokens.clamp_min(1.0) for x in sums)
@@ -185,7 +185,7 @@ class RoutingSums:
 
         It is one product for all columns and all decisions about as many tokens.
         """
-        columns = [*columns, torch.ones_like(self._kept).unsqueeze(1)]
+        columns = [*columns, self._kept.unsqueeze(1)]  # Σ kept² = Σ kept
         sizes = [decisions * tokens for decisions, tokens in self._runs]
         with full_precision(self._kept.device.type):
             pairs = zip(self._runs, self._kept.split(sizes), torch.cat(columns, 1).split(sizes))
@@ -212,7 +212,8 @@ class _SquaredLogSumExp(Function):
         log_probs = torch.log_softmax(x, -1)
         lse = x.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
         ctx.save_for_backward(log_probs, lse)
-        return lse.square().mean(-1)
+        squares = lse.square()
+        return squares.mean(-1) if squares.size(1) > 1 else squares.squeeze(1)
 
     @staticmethod
     @once_differentiable
