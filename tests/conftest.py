@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fairseq import options
+import torch
+from fairseq import options, tasks
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.trainer import Trainer
 from fairseq_cli import preprocess as fairseq_preprocess
 
 import moa_fairseq
@@ -18,6 +21,7 @@ from moa_fairseq.data_prep.prepare_text import TextPreparation
 from moa_fairseq.running.command_line import flags
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
+ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
 
 
 class Fairseq:
@@ -164,3 +168,30 @@ def toy_masked_lm(tmp_path_factory, train_masked_lm):
     folder = tmp_path_factory.mktemp("toy_masked_lm")
     train_masked_lm(folder, "--max-epoch", 2)
     return folder / "checkpoint_last.pt"
+
+
+@pytest.fixture
+def build_trainer(toy_data):
+    """build_trainer(*flags) → (fairseq's trainer in this process, micro-batches of the first epoch).
+
+    common: settings of fairseq's common section that its parser does not let through on a CPU.
+    """
+
+    def build(
+        *flags, data=toy_data, arch="mae_transformer_tiny", task="translation_bcd", model=None, common=()
+    ):
+        torch.manual_seed(3)
+        model = ONE_LAYER if model is None else model
+        base = [str(data), "--arch", arch, "--task", task, "--cpu"]
+        base += ["--optimizer", "adam", "--lr", 0.01, "--dropout", 0, "--seed", 7, "--max-tokens", 100]
+        base += ["--num-workers", 0]
+        words = [str(word) for word in (*base, *model, *flags)]
+        args = options.parse_args_and_arch(options.get_training_parser(), words)
+        cfg = convert_namespace_to_omegaconf(args)
+        cfg.common.update(common)
+        task = tasks.setup_task(cfg.task)
+        trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
+        batches = trainer.get_train_iterator(1).next_epoch_itr(shuffle=False)
+        return trainer, list(batches)
+
+    return build

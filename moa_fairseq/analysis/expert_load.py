@@ -70,7 +70,7 @@ class LoadCounter:
     def add(self, decisions: Iterable[Tuple[str, RoutingDecision]]) -> None:
         """Count the decisions of one forward pass."""
         for name, decision in decisions:
-            counts, mass = decision.expert_counts.cpu(), _gate_mass(decision).cpu()
+            counts, mass = decision.expert_counts.double().cpu(), _gate_mass(decision).cpu()
             load = self._loads.get(name)
             if load is None:
                 self._loads[name] = ExpertLoad(name, decision.expert_index.size(1), counts, mass)

@@ -72,8 +72,6 @@ class CachedAttention(nn.Module):
 
         Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
         """
-        if padding is not None and not padding.any():
-            padding = None  # fairseq's encoder always hands one on; looked at once for all steps
         beam = hypotheses_per_sentence()
         if beam == 1:
             return memory, padding

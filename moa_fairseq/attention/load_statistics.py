@@ -1,25 +1,28 @@
-"""How evenly a router used its experts in one batch: numbers for the log."""
+"""How evenly routers used their experts in one batch, and how sure they were: numbers for the log."""
 
-from typing import Dict
+from typing import Dict, Union
 
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import RoutingDecision, RoutingSums
 
 
-@torch.no_grad()
-def load_statistics(decision: RoutingDecision) -> Dict[str, Tensor]:
-    """Scalars about the share of the batch's slots that each expert got, padding excluded.
+def load_statistics(routed: Union[RoutingDecision, RoutingSums]) -> Dict[str, Tensor]:
+    """About the share of the batch's slots that each expert got, padding excluded: [M], a decision's scalar.
 
     load_entropy: in nats, log E when even. max_load, min_load: the largest and smallest share
     (1/E when even). dead_experts: how many got no token of this batch.
     """
-    counts = decision.expert_counts
-    share = counts / counts.sum().clamp_min(1.0)
+    if isinstance(routed, RoutingDecision):
+        return {key: value.squeeze(0) for key, value in load_statistics(RoutingSums([routed])).items()}
+    share = routed.load.flatten(1)
+    if routed.groups > 1:  # each has as many slots
+        share = share / routed.groups
+    least, most = share.aminmax(dim=1)
     return {
-        "load_entropy": torch.special.entr(share).sum().float(),
-        "max_load": share.max().float(),
-        "min_load": share.min().float(),
-        "dead_experts": (counts == 0).sum().float(),
+        "load_entropy": torch.special.entr(share).sum(1),
+        "max_load": most,
+        "min_load": least,
+        "dead_experts": (routed.counts == 0).sum(1, dtype=share.dtype),
     }

@@ -1,71 +1,69 @@
-"""Auxiliary losses of routers: pure functions of a RoutingDecision, float32 scalars, 0 for padding only."""
+"""Auxiliary losses of routers: pure functions, float32, 0 for padding only.
 
-from typing import Callable, Dict
+Each takes a RoutingDecision and returns a scalar, or RoutingSums of M decisions and returns [M].
+"""
+
+import functools
+from typing import Callable, Dict, Union
 
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import RoutingDecision, RoutingSums, entropies
+
+Loss = Callable[[Union[RoutingDecision, RoutingSums]], Tensor]
 
 
-def load_balance_loss(decision: RoutingDecision) -> Tensor:
+def _of_sums(loss: Callable[[RoutingSums], Tensor]) -> Loss:
+    """Let a loss of RoutingSums take a single decision as well."""
+
+    @functools.wraps(loss)
+    def either(routed: Union[RoutingDecision, RoutingSums]) -> Tensor:
+        return loss(routed) if isinstance(routed, RoutingSums) else loss(RoutingSums([routed])).squeeze(0)
+
+    return either
+
+
+@_of_sums
+def load_balance_loss(routed: RoutingSums) -> Tensor:
     """L_a = E · Σ_i f_i · P_i, f and P normalised to sum 1 (MoA Eq. 13-15); with groups, their mean.
 
     1 when the load is even, E when one expert gets everything, 0 when all tokens are padding. Only P
     carries a gradient.
     """
-    load = _per_group(decision.expert_counts.to(decision.probs.dtype), decision)
-    share = _per_group((decision.routed_probs * decision.kept.unsqueeze(1)).sum(0), decision)
-    return load.size(1) * (load * share).sum() / load.size(0)
+    experts, groups = routed.load.size(-1), routed.groups
+    return (routed.load * routed.shares(routed.mass)).sum((1, 2)) * (experts / groups)
 
 
-def mutual_information_loss(decision: RoutingDecision) -> Tensor:
+@_of_sums
+def mutual_information_loss(routed: RoutingSums) -> Tensor:
     """−I(E; X) = H(E|X) − H(E) in nats (SUT, arXiv 2310.07096, Eq. 8); with groups, their mean.
 
     H(E) is the entropy of the mean probabilities over tokens, H(E|X) the mean entropy of a token's. From
     −log E, when each token is sure of its expert and all experts get as many, to 0, when all tokens
     are routed alike. (SUT's released code adds H(E) instead of subtracting it, which rewards a collapse.)
     """
-    probs = decision.routed_probs.reshape(decision.probs.size(0), decision.groups, -1)
-    probs = probs / probs.sum(-1, keepdim=True).clamp_min(_tiny(probs))  # sigmoid gates do not add up to 1
-    kept = decision.kept / decision.kept.sum().clamp_min(1.0)
-    conditional = (_entropy(probs) * kept.unsqueeze(1)).sum(0)
-    return (conditional - _entropy((probs * kept[:, None, None]).sum(0))).mean()
+    return routed.mean_entropy - entropies(routed.mean_probs) / routed.groups
 
 
-def z_loss(decision: RoutingDecision) -> Tensor:
+@_of_sums
+def z_loss(routed: RoutingSums) -> Tensor:
     """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
 
-    logsumexp stays finite where the log of a sum of exponentials overflows. The logits of padding are
-    replaced, not multiplied away: 0 · inf would be NaN.
+    It stays finite where the log of a sum of exponentials overflows, and whatever padding's logits are.
     """
-    kept = decision.kept
-    logits = decision.logits
-    if decision.padding_mask is not None:
-        logits = logits.masked_fill(decision.padding_mask.unsqueeze(1), 0.0)
-    logits = logits[:, decision.shared :].reshape(logits.size(0), decision.groups, -1)
-    squares = torch.logsumexp(logits, dim=-1).square().mean(-1) * kept
-    return squares.sum() / kept.sum().clamp_min(1.0)
+    return routed.squared_lse / routed.tokens.clamp_min(1.0)
 
 
-def _entropy(probs: Tensor) -> Tensor:
-    """−Σ p log p over the last dimension, without the infinite slope that it has at p = 0."""
-    return (torch.special.entr(probs.clamp_min(_tiny(probs))) * (probs > 0)).sum(-1)
-
-
-def _per_group(x: Tensor, decision: RoutingDecision) -> Tensor:
-    """x [E] → [groups, E / groups], each group normalised to sum 1 (or 0)."""
-    x = x.view(decision.groups, -1)
-    return x / x.sum(-1, keepdim=True).clamp_min(_tiny(x))
-
-
-def _tiny(x: Tensor) -> float:
-    return torch.finfo(x.dtype).tiny
+@_of_sums
+def no_loss(routed: RoutingSums) -> Tensor:
+    """Zeros: nothing evens out the loads."""
+    return torch.zeros_like(routed.tokens)
 
 
 # What --balance-loss names.
-BALANCE_LOSSES: Dict[str, Callable[[RoutingDecision], Tensor]] = {
+BALANCE_LOSSES: Dict[str, Loss] = {
     "moa": load_balance_loss,
     "mutual-information": mutual_information_loss,
-    "none": lambda decision: decision.probs.new_zeros(()),
+    "none": no_loss,
 }

@@ -1,12 +1,17 @@
-"""What a router says about a batch of tokens."""
+"""What a router says about a batch of tokens, and what losses and statistics need to know of it."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Optional
+from typing import Dict, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from moa_fairseq.kernels import SlotOrder
+from moa_fairseq.torch_compat import full_precision
 
 
 @dataclass
@@ -48,26 +53,198 @@ class RoutingDecision:
         return self.expert_index.size(1) == self.num_experts
 
     @cached_property
-    def kept(self) -> Tensor:
-        """1 for real tokens, 0 for padding: [N] in the probabilities' dtype."""
-        if self.padding_mask is None:
-            return self.probs.new_ones(self.probs.size(0))
-        return (~self.padding_mask).to(self.probs.dtype)
-
-    @cached_property
     def expert_counts(self) -> Tensor:
-        """f_i of MoA Eq. 14: how many real tokens chose each routed expert, [E − shared] float64."""
-        chosen = self.expert_index[:, self.shared :] - self.shared
-        kept = self.kept.double().unsqueeze(1).expand(chosen.shape)
-        counts = kept.new_zeros(self.num_experts - self.shared)
-        return counts.scatter_add(0, chosen.reshape(-1), kept.reshape(-1))
-
-    @cached_property
-    def routed_probs(self) -> Tensor:
-        """The probabilities of the experts that are chosen among, [N, E − shared]."""
-        return self.probs[:, self.shared :]
+        """f_i of MoA Eq. 14: how many real tokens chose each routed expert, [E − shared] like probs."""
+        kept = _kept([self], self.padding_mask)
+        if self.chooses_all:
+            return kept.sum().repeat(self.num_experts - self.shared)
+        with full_precision(kept.device.type):
+            return kept @ _chosen([self])
 
     @cached_property
     def slot_order(self) -> SlotOrder:
         """Slots sorted by expert, made at the first use and shared afterwards; nothing is sorted if K = E."""
         return SlotOrder.from_index(self.expert_index, self.num_experts, in_order=self.chooses_all)
+
+
+class RoutingSums:
+    """Sums over the real tokens of M decisions: all that losses and statistics need to know of them.
+
+    The decisions are alike in number of experts, slots, groups and shared experts (`by_kind`); they may be
+    about different numbers of tokens. Their rows are computed on together, so that a GPU starts as many
+    kernels for 18 routers as for one. E is the number of routed experts here, shared ones left out,
+    and G the number of groups.
+
+    order: row m of every sum is decision order[m] of those given.
+    """
+
+    def __init__(self, decisions: Sequence[RoutingDecision]):
+        places: Dict[int, List[int]] = defaultdict(list)
+        for place, decision in enumerate(decisions):
+            places[decision.probs.size(0)].append(place)
+        self.order = [place for same in places.values() for place in same]
+        self.groups = decisions[0].groups
+        self._decisions = [decisions[place] for place in self.order]
+        self._runs = [(len(same), tokens) for tokens, same in places.items()]  # (decisions, tokens of each)
+
+    @classmethod
+    def by_kind(cls, decisions: Sequence[RoutingDecision]) -> List["RoutingSums"]:
+        """One of each kind of decision; `order` then counts over all of `decisions`."""
+        kinds: Dict[Tuple, List[int]] = defaultdict(list)
+        for place, d in enumerate(decisions):
+            kind = (d.probs.size(1), d.expert_index.size(1), d.groups, d.shared, d.probs.dtype)
+            kinds[kind].append(place)
+        result = []
+        for places in kinds.values():
+            sums = cls([decisions[place] for place in places])
+            sums.order = [places[place] for place in sums.order]
+            result.append(sums)
+        return result
+
+    @property
+    def counts(self) -> Tensor:
+        """How many tokens chose each expert (f of MoA Eq. 14), [M, E]; no gradient."""
+        return self._sums[0]
+
+    @property
+    def mass(self) -> Tensor:
+        """Σ of the probabilities (P of MoA Eq. 15), [M, E]."""
+        return self._sums[1]
+
+    @property
+    def squared_lse(self) -> Tensor:
+        """Σ of (log Σ_i exp x_i)², a token's being the mean over its groups, [M]."""
+        return self._sums[2]
+
+    @property
+    def tokens(self) -> Tensor:
+        """How many tokens are no padding, [M]."""
+        return self._sums[3]
+
+    @cached_property
+    def load(self) -> Tensor:
+        """The counts as shares of their group, [M, G, E / G]; zeros for padding only."""
+        return self.shares(self.counts)
+
+    @property
+    def mean_entropy(self) -> Tensor:
+        """The mean over tokens and groups of the probabilities' entropy in nats, [M].
+
+        In each group they are made to add up to 1 (a sigmoid's do not).
+        """
+        return self._entropies[0]
+
+    @property
+    def mean_probs(self) -> Tensor:
+        """The mean over tokens of probabilities that add up to 1 in each group, [M, E]."""
+        return self._entropies[1]
+
+    def shares(self, x: Tensor) -> Tensor:
+        """x [M, E] ≥ 0 → [M, G, E / G], each group divided by its sum; zeros stay zeros."""
+        x = x.reshape(x.size(0), self.groups, -1)
+        return x / (x.sum(-1, keepdim=True) + torch.finfo(x.dtype).tiny)
+
+    @cached_property
+    def _sums(self) -> Tuple[Tensor, ...]:
+        logits = self._rows("logits").unflatten(1, (self.groups, -1))
+        columns = [self._rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
+        if self._decisions[0].chooses_all:
+            mass, squares, tokens = self._over_tokens(columns)
+            counts = tokens.expand_as(mass)
+        else:
+            mass, squares, counts, tokens = self._over_tokens([*columns, _chosen(self._decisions)])
+        return counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1)
+
+    @cached_property
+    def _entropies(self) -> Tuple[Tensor, Tensor]:
+        probs = self._rows("probs").unflatten(1, (self.groups, -1))
+        probs = probs / (probs.sum(-1, keepdim=True) + torch.finfo(probs.dtype).tiny)
+        entropy = entropies(probs).mean(-1, keepdim=True)
+        *sums, tokens = self._over_tokens([entropy, probs.flatten(1)])
+        entropy, probs = (x / tokens.clamp_min(1.0) for x in sums)
+        return entropy.squeeze(1), probs
+
+    @cached_property
+    def _padding(self) -> Optional[Tensor]:
+        """Of all decisions: [ΣN] bool, or None where there is none."""
+        if all(d.padding_mask is None for d in self._decisions):
+            return None
+        masks = [
+            d.probs.new_zeros(d.probs.size(0), dtype=torch.bool) if d.padding_mask is None else d.padding_mask
+            for d in self._decisions
+        ]
+        return _beside(masks)
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        return _kept(self._decisions, self._padding)
+
+    def _rows(self, name: str) -> Tensor:
+        """The rows of all decisions, routed experts only: [ΣN, E]."""
+        rows = _beside([getattr(d, name) for d in self._decisions])
+        return rows[:, self._decisions[0].shared :]
+
+    def _over_tokens(self, columns: List[Tensor]) -> Tuple[Tensor, ...]:
+        """Each [ΣN, W] summed over the real tokens of each decision, [M, W], and how many these are, [M, 1].
+
+        It is one product for all columns and all decisions about as many tokens.
+        """
+        columns = [*columns, self._kept.unsqueeze(1)]  # Σ kept² = Σ kept
+        sizes = [decisions * tokens for decisions, tokens in self._runs]
+        with full_precision(self._kept.device.type):
+            pairs = zip(self._runs, self._kept.split(sizes), torch.cat(columns, 1).split(sizes))
+            sums = [kept.view(*run, 1).mT @ rows.view(*run, -1) for run, kept, rows in pairs]
+        return _beside(sums).squeeze(1).split([column.size(1) for column in columns], 1)
+
+
+def entropies(probs: Tensor) -> Tensor:
+    """In nats: probs [..., E] → [...]. The gradient at a probability of 0 is large, but finite."""
+    return -torch.special.xlogy(probs, probs.clamp_min(torch.finfo(probs.dtype).tiny)).sum(-1)
+
+
+class _SquaredLogSumExp(Function):
+    """Mean over the groups of (log Σ_i exp x_i)² for x [R, G, E], [R].
+
+    Rows of padding [R] bool count as x = 0: replaced, not multiplied away, as 0 · inf would be NaN.
+    They get a gradient unless none is asked for. (torch.logsumexp is nine kernels on a GPU.)
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        if padding is not None:
+            x = x.masked_fill(padding[:, None, None], 0.0)
+        log_probs = torch.log_softmax(x, -1)
+        lse = x.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
+        ctx.save_for_backward(log_probs, lse)
+        squares = lse.square()
+        return squares.mean(-1) if squares.size(1) > 1 else squares.squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tuple[Tensor, None]:
+        log_probs, lse = ctx.saved_tensors
+        scale = lse * (grad * (2.0 / lse.size(1))).unsqueeze(1)
+        return log_probs.exp() * scale.unsqueeze(-1), None
+
+
+def _beside(tensors: List[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _kept(decisions: Sequence[RoutingDecision], padding: Optional[Tensor]) -> Tensor:
+    """1 for real tokens, 0 for padding [ΣN], of all decisions: [ΣN] in the probabilities' dtype."""
+    probs = decisions[0].probs
+    if padding is None:
+        return probs.new_ones(sum(d.probs.size(0) for d in decisions))
+    return torch.logical_not(padding, out=probs.new_empty(padding.shape))
+
+
+def _chosen(decisions: Sequence[RoutingDecision]) -> Tensor:
+    """1 where a token chose an expert, of all decisions: [ΣN, E − shared] in the probabilities' dtype.
+
+    The sums over tokens are then a product: no thousands of atomic additions to a few addresses.
+    """
+    shared = decisions[0].shared
+    index = _beside([d.expert_index for d in decisions])[:, shared:]
+    chosen = decisions[0].probs.new_zeros(index.size(0), decisions[0].num_experts - shared)
+    return chosen.scatter_(1, index - shared if shared else index, 1.0)

@@ -1,7 +1,7 @@
 """Adds the routers' auxiliary losses to any fairseq criterion (MoA Eq. 17)."""
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import torch
 from fairseq.dataclass import ChoiceEnum
@@ -11,6 +11,8 @@ from torch import Tensor
 from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, z_loss
+from moa_fairseq.attention.routing import RoutingSums
+from moa_fairseq.transformer.logged_values import logged, mean_values
 
 _PREFIX = "router/"
 _ROUND = 4
@@ -73,50 +75,53 @@ class RoutingLossMixin:
             loss, sample_size, logging_output = super().forward(model, sample, reduce=reduce)
         if not decisions:
             return loss, sample_size, logging_output
-        name = str(self.routing.balance_loss)
-        losses = {"balance": [BALANCE_LOSSES[name](decision) for _, decision in decisions]}
-        losses["z_loss"] = [z_loss(decision) for _, decision in decisions]
+        auxiliary, entries = self.terms(decisions)
         if model.training:
-            auxiliary = self.routing.load_balance_coef * sum(losses["balance"])
-            auxiliary = auxiliary + self.routing.z_loss_coef * sum(losses["z_loss"])
-            if str(self.routing.aux_loss_reduce) == "mean":
-                auxiliary = auxiliary / len(decisions)
             loss = loss + auxiliary * (
                 sample_size if str(self.routing.aux_loss_scale) == "sample-size" else 1
             )
-        if name == "moa":
-            losses["load_balance_loss"] = losses.pop("balance")
-        else:
-            losses["balance_loss"] = losses.pop("balance")
-            losses["load_balance_loss"] = [load_balance_loss(decision) for _, decision in decisions]
-        logging_output.update(self._statistics(decisions, losses))
+        logging_output.update(entries)
         return loss, sample_size, logging_output
 
-    @torch.no_grad()
-    def _statistics(self, decisions: NamedDecisions, losses: Dict[str, List[Tensor]]) -> Dict[str, Any]:
-        """Sums that `reduce_metrics` divides by `router/passes`, so that workers can be added up."""
-        rows = [
-            {**{key: values[i].detach() for key, values in losses.items()}, **load_statistics(decision)}
-            for i, (_, decision) in enumerate(decisions)
-        ]
-        means = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-        means["dead_experts"] = means["dead_experts"] * len(rows)  # of the whole model
-        output = {_PREFIX + key: value for key, value in means.items()}
-        if str(self.routing.router_log) == "modules":
-            for (name, _), row in zip(decisions, rows):
-                output.update({f"{_PREFIX}{key}.{name}": value for key, value in row.items()})
-        output[_PREFIX + "passes"] = 1
-        return output
+    def terms(self, decisions: NamedDecisions) -> Tuple[Tensor, Dict[str, Any]]:
+        """Of one forward pass: Σ α·L_balance + β·L_z over modules, a scalar, and what is to be logged.
+
+        What is logged waits on the device: means over modules ("dead_experts": of the whole model), and
+        each module's own on request.
+        """
+        name = str(self.routing.balance_loss)
+        kinds = RoutingSums.by_kind([decision for _, decision in decisions])
+        balance = [BALANCE_LOSSES[name](sums) for sums in kinds]
+        z = [z_loss(sums) for sums in kinds]
+        auxiliary = (self.routing.load_balance_coef * _row(balance)).add(
+            _row(z), alpha=self.routing.z_loss_coef
+        )
+        auxiliary = auxiliary.mean() if str(self.routing.aux_loss_reduce) == "mean" else auxiliary.sum()
+        with torch.no_grad():
+            rows: Dict[str, List[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
+            if name != "moa":
+                rows["balance_loss"] = balance
+                rows["load_balance_loss"] = [load_balance_loss(sums) for sums in kinds]
+            statistics = [load_statistics(sums) for sums in kinds]
+            rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
+            values = torch.stack([_row(parts) for parts in rows.values()])  # [statistics, modules]
+            names, means = list(rows), values.mean(1)
+            means[names.index("dead_experts")].mul_(len(decisions))
+            if str(self.routing.router_log) == "modules":
+                modules = [decisions[place][0] for sums in kinds for place in sums.order]
+                names += [f"{key}.{module}" for key in rows for module in modules]
+                means = torch.cat([means, values.flatten()])
+        return auxiliary, logged(_PREFIX, names, means)
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: List[Dict[str, Any]]) -> None:
         """Log fairseq's metrics, then the mean over forward passes of every router statistic."""
         super().reduce_metrics(logging_outputs)
-        passes = sum(log.get(_PREFIX + "passes", 0) for log in logging_outputs)
-        if not passes:
-            return
-        keys = dict.fromkeys(key for log in logging_outputs for key in log if key.startswith(_PREFIX))
-        for key in keys:
-            if key != _PREFIX + "passes":
-                total = sum(log.get(key, 0) for log in logging_outputs)
-                metrics.log_scalar(key[len(_PREFIX) :], total / passes, passes, round=_ROUND)
+        values, passes = mean_values(_PREFIX, logging_outputs)
+        for name, value in values.items():
+            metrics.log_scalar(name, value, passes, round=_ROUND)
+
+
+def _row(parts: List[Tensor]) -> Tensor:
+    """Values of the modules of each kind, one row of all modules: [M]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

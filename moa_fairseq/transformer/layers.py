@@ -65,8 +65,60 @@ def _finish_layer(layer: nn.Module, cfg: Any) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
+class _Known(Tensor):
+    """A tensor about which fairseq's encoder need not ask the device again; all else is as ever.
+
+    What is computed of it is an ordinary tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def of(cls, tensor: Tensor, known: Any) -> "_Known":
+        view = tensor.as_subclass(cls)
+        view.known = known
+        return view
+
+
+class _Tokens(_Known):
+    """Tokens [B, T] that have been compared with the padding symbol."""
+
+    def eq(self, other: Any) -> Tensor:
+        return self.known
+
+
+class _Padding(_Known):
+    """A mask [B, T] of which it is known whether anything is padded."""
+
+    def any(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().any(*args, **kwargs) if args or kwargs else self.known
+
+
+class _Answer(_Known):
+    """A bool scalar, known to the host."""
+
+    def __bool__(self) -> bool:
+        return self.known
+
+
 class MixtureEncoder(TransformerEncoderBase):
     """fairseq's Transformer encoder over `MixtureEncoderLayer`s."""
+
+    def forward_scriptable(
+        self, src_tokens: Tensor, *args: Any, **kwargs: Any
+    ) -> Dict[str, Optional[List[Tensor]]]:
+        """fairseq's, with one wait for the device: it asks in every layer whether anything is padded.
+
+        Where nothing is, "encoder_padding_mask" is empty, which means None to fairseq: no cross-attention
+        has to ask again.
+        """
+        padding = src_tokens.eq(self.padding_idx)
+        padded = padding.any()
+        answer = _Answer.of(padded, bool(padded))
+        tokens = _Tokens.of(src_tokens, _Padding.of(padding, answer))
+        out = super().forward_scriptable(tokens, *args, **kwargs)
+        out["encoder_padding_mask"] = [padding] if answer else []
+        return out
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg)

@@ -81,7 +81,7 @@ def test_padding_and_other_samples_reach_neither_the_load_nor_the_features():
     with collect_decisions() as decisions:
         together, _ = model(batch, features_only=True)
     assert len(decisions) == 4
-    alone = [torch.zeros(8, dtype=torch.float64) for _ in decisions]
+    alone = [torch.zeros(8) for _ in decisions]
     for row, length in zip(range(3), (9, 5, 7)):
         with collect_decisions() as single:
             features, _ = model(batch[row : row + 1, :length], features_only=True)

@@ -339,6 +339,7 @@ def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
     fairseq("preprocess", "--only-source", "--trainpref", tmp_path / "train", "--destdir", tmp_path / "bin")
     sizes = [f"--decoder-{name}-dim={32}" for name in ("embed", "ffn-embed", "input", "output")]
     sizes += ["--adaptive-input-cutoff=5,8", "--adaptive-softmax-cutoff=5,8", "--tokens-per-sample=20"]
+    sizes += ["--decoder-layers=1"]
     flags = (*EVERY_SECOND, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--max-tokens", 80)
     of_model = dict(data=tmp_path / "bin", arch="mae_transformer_lm_wiki103", model=sizes)
     trainer, samples = build_trainer(*flags, **of_model, task="language_modeling_bcd")

@@ -1,0 +1,175 @@
+"""A training update asks the device no more often than fairseq's dense model does, however many layers.
+
+What the host of a GPU would wait for is counted on a CPU: everything that asks for the content of a tensor.
+"""
+
+import contextlib
+import functools
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.distributed import utils as distributed_utils
+from fairseq.logging import metrics
+from fairseq.sequence_generator import SequenceGenerator
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moa_fairseq.kernels import projection, reference
+
+aten = torch.ops.aten
+# Below autograd, whoever asks: a number (`item`, `bool`, `float`), or a result as long as contents say.
+ASKING = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.equal.default,
+}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+# Where Python asks for memory of the host, which a tensor on the CPU gives without any operation.
+COPYING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
+
+
+def place():
+    """The innermost line of fairseq or of this package: "file.py:12 code"."""
+    for frame in reversed(traceback.extract_stack()):
+        if "fairseq" in frame.filename and "tests" not in Path(frame.filename).parts:
+            return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"
+    return "elsewhere"
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        by_mask = function in INDEXING and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if function in ASKING or by_mask:
+            self.places[place()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _Copies(TorchFunctionMode):
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in COPYING:
+            self.places[place()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def host_waits():
+    """A Counter of places that would have waited inside the block, filled when it ends."""
+    places = Counter()
+    with _Copies(places), _Operations(places):
+        yield places
+
+
+TRANSLATION = ("--criterion", "label_smoothed_cross_entropy")
+ROUTED = ("--criterion", "label_smoothed_cross_entropy_with_routing")
+MASKED_LM = ("--criterion", "masked_lm_with_routing", "--tokens-per-sample", 24, "--max-positions", 24)
+NARROW = ("--encoder-embed-dim", 16)
+EVERY = ("--num-experts", 4, "--experts-per-token", 4)
+SPARSE = ("--num-experts", 4, "--experts-per-token", 2, "--expert-backend", "triton")
+# name → (architecture, task, flags); the first of each task is fairseq's own
+MODELS = {
+    "dense": ("transformer", "translation", (*TRANSLATION, *NARROW)),
+    "moa": ("moa_transformer_tiny", "translation", (*ROUTED, *EVERY)),
+    "moa by modules": ("moa_transformer_tiny", "translation", (*ROUTED, *EVERY, "--router-log", "modules")),
+    "moa, K < E": ("moa_transformer_tiny", "translation", (*ROUTED, *SPARSE)),
+    "moa, bias rate": ("moa_transformer_tiny", "translation", (*ROUTED, *SPARSE, "--routing-bias-rate", 0.1)),
+    "mae": ("mae_transformer_tiny", "translation_bcd", TRANSLATION),
+    "mae, joint": ("mae_transformer_tiny", "translation_bcd", (*TRANSLATION, "--bcd", "none")),
+    "dense masked": ("roberta", "masked_lm", (*NARROW, "--encoder-attention-heads", 2, *MASKED_LM)),
+    "moa masked": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *EVERY)),
+    "moa masked, K < E": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *SPARSE)),
+}
+
+
+@pytest.fixture
+def waits_of(build_trainer, toy_wiki_data, monkeypatch):
+    """waits_of(name, layers) → where the second update waited: one of two workers."""
+    # Triton's kernels run on GPUs alone: what computes the same in their place asks for nothing either.
+    stand_in = SimpleNamespace(
+        why_not=lambda: "",
+        takes=lambda rows, weight: True,
+        project=lambda rows, weight, bias, gate, fan: reference.project(rows, weight, bias, gate, fan),
+    )
+    monkeypatch.setattr(projection, "triton", stand_in)
+
+    @functools.cache
+    def run(name, layers):
+        arch, task, flags = MODELS[name]
+        if task == "masked_lm":
+            model, data = ("--encoder-layers", layers), {"data": toy_wiki_data}
+        else:
+            model = ("--encoder-layers", layers, "--decoder-layers", layers, "--share-all-embeddings")
+            model, data = (*model, "--label-smoothing", 0.1), {}
+            if arch == "transformer":
+                model = (*model, "--decoder-embed-dim", 16)
+        trainer, batches = build_trainer(*flags, arch=arch, task=task, model=model, **data)
+        # what is logged meets on the device, where all workers add theirs up
+        monkeypatch.setattr(trainer, "_sync_stats", lambda: True)
+        monkeypatch.setattr(distributed_utils, "all_reduce", lambda tensor, group: tensor)
+        trainer.begin_epoch(1)
+        with metrics.aggregate(new_root=True):
+            trainer.train_step(batches[:1])
+            with host_waits() as places:
+                trainer.train_step(batches[1:3])
+        return places
+
+    return run
+
+
+def listed(places):
+    return "\n".join(f"{count} × {place}" for place, count in places.most_common())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "dense" not in name])
+def test_an_update_waits_as_rarely_as_a_dense_one_for_any_number_of_layers(waits_of, name):
+    """One look at the padding per batch and encoder, one copy of all that the routers log."""
+    one, three = waits_of(name, 1), waits_of(name, 3)
+    assert one.total() == three.total(), listed(three - one)
+    dense = waits_of("dense masked" if "masked" in name else "dense", 1)
+    own = 2 if name == "mae, joint" else 0  # the norm of the gates' gradients, and whether it is finite
+    assert three.total() <= dense.total() + 1 + own, listed(three) + "\n\ndense:\n" + listed(dense)
+
+
+def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
+    """A step of a beam search asks as often with three layers as with one."""
+    counts = []
+    for layers in (1, 3):
+        model = ("--encoder-layers", layers, "--decoder-layers", layers, "--share-all-embeddings")
+        flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
+        trainer, batches = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=model)
+        models, words = [trainer.get_model().eval()], trainer.task.target_dictionary
+        generator = SequenceGenerator(models, words, beam_size=2, max_len_a=0, max_len_b=2)
+        with torch.no_grad(), host_waits() as places:
+            generator.generate(models, batches[0])
+        counts.append({p: n for p, n in places.items() if not p.startswith(("sequence_gen", "search"))})
+    assert counts[0] == counts[1]
+
+
+def test_the_counter_sees_what_a_gpu_would_wait_for():
+    x = torch.arange(6.0)
+    with host_waits() as places:
+        bool(x.any()), float(x[0]), x[1].item(), x.tolist(), x[2].tolist()
+        x[x > 2], x.cpu(), x.numpy(), x.nonzero(), x.masked_select(x > 1)
+    assert places.total() == 10
+    with host_waits() as places:
+        (x + x).sum(), x[2:], x.masked_fill(x > 2, 0.0), torch.stack([x, x]), x[torch.tensor([1, 2])]
+    assert places.total() == 0
