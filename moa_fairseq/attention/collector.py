@@ -58,8 +58,13 @@ def padding_of_queries(
     """The padding of an attention's queries, bool [B, T], or None.
 
     given: the caller's own; else what the innermost `query_padding` block declares; else key_padding,
-    which an attention passes on when its keys are its queries. One of another shape is none.
+    which an attention passes on when its keys are its queries. One of another shape is none, but for the
+    caller's own: ValueError.
     """
+    if given is not None and given.shape != (batch, tgt_len):
+        raise ValueError(
+            f"query_padding_mask is {list(given.shape)}, the queries are [B, T] = {[batch, tgt_len]}"
+        )
     candidates = (given, _query_padding.get(), key_padding)
     mask = next((mask for mask in candidates if mask is not None), None)
     if mask is None or mask.shape != (batch, tgt_len):

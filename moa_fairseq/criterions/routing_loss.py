@@ -1,5 +1,6 @@
 """Adds the routers' auxiliary losses to any fairseq criterion (MoA Eq. 17)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Tuple
 
@@ -12,6 +13,7 @@ from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, z_loss
 from moa_fairseq.attention.routing import RoutingSums
+from moa_fairseq.errors import UserError
 from moa_fairseq.transformer.logged_values import logged, mean_values
 
 _PREFIX = "router/"
@@ -64,7 +66,14 @@ class RoutingLossMixin:
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> "RoutingLossMixin":
-        """Build fairseq's criterion, which knows nothing of routing, and give it the flags."""
+        """Build fairseq's criterion, which knows nothing of routing, and give it the flags.
+
+        Raises UserError for a coefficient that is negative or no number.
+        """
+        for name in ("load_balance_coef", "z_loss_coef"):
+            if not 0 <= getattr(cfg, name) < math.inf:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag} {getattr(cfg, name)} must be 0 or a positive number.")
         criterion = super().build_criterion(cfg, task)
         names = RoutingLossConfig.__dataclass_fields__
         criterion.routing = RoutingLossConfig(**{name: getattr(cfg, name) for name in names})

@@ -1,8 +1,8 @@
 """Many values of a forward pass in fairseq's log: one tensor on the device, one wait of the host for it.
 
 fairseq adds the logging outputs of micro-batches and workers up entry by entry, and every metric looks at
-its own sum. A tensor is an entry as good as a number, so a pass has one with all of its values; their
-names, which every process knows, are its key.
+its own sum. A tensor is an entry as good as a number, so a pass has one with all of its values and a 1, which
+counts the passes; their names, which every process knows, are its key.
 """
 
 from typing import Any, Dict, Sequence, Tuple
@@ -10,27 +10,32 @@ from typing import Any, Dict, Sequence, Tuple
 import torch
 from torch import Tensor
 
-_PASSES = "passes"
-
 
 def logged(prefix: str, names: Sequence[str], values: Tensor) -> Dict[str, Any]:
-    """Entries for the logging output of one forward pass: values [len(names)]; names have no spaces."""
-    return {prefix + " ".join(names): values.detach(), prefix + _PASSES: 1}
+    """An entry for the logging output of one forward pass: values [len(names)]; names have no spaces."""
+    return {prefix + " ".join(names): torch.cat([values.detach(), values.new_ones(1)])}
 
 
 def mean_values(prefix: str, logging_outputs: Sequence[Dict[str, Any]]) -> Tuple[Dict[str, float], float]:
-    """What was `logged` under prefix: name → mean over forward passes, and how many these were."""
-    sums: Dict[str, Any] = {}
+    """What was `logged` under prefix: name → mean over the forward passes that had it, and how many passes.
+
+    A pass may lack some names: LayerDrop leaves modules out.
+    """
+    sums: Dict[str, Tensor] = {}
     for log in logging_outputs:
         for key in log:
             if key.startswith(prefix):
                 sums[key] = sums[key] + log[key] if key in sums else log[key]
-    # Between workers fairseq makes tensors of numbers too: the passes.
-    tensors = {key: value.reshape(-1) for key, value in sums.items() if torch.is_tensor(value)}
-    numbers = iter(torch.cat(list(tensors.values())).tolist() if tensors else ())
+    numbers = iter(torch.cat(list(sums.values())).tolist() if sums else ())
     totals: Dict[str, float] = {}
-    for key, value in sums.items():
-        for name in key[len(prefix) :].split(" "):
-            totals[name] = totals.get(name, 0) + (next(numbers) if key in tensors else value)
-    passes = totals.pop(_PASSES, 0)
-    return ({name: total / passes for name, total in totals.items()} if passes else {}), passes
+    counts: Dict[str, float] = {}
+    passes = 0.0
+    for key in sums:
+        names = key[len(prefix) :].split(" ")
+        values = [next(numbers) for _ in names]
+        count = next(numbers)
+        passes += count
+        for name, value in zip(names, values):
+            totals[name] = totals.get(name, 0.0) + value
+            counts[name] = counts.get(name, 0.0) + count
+    return {name: total / counts[name] for name, total in totals.items()}, passes
