@@ -187,6 +187,6 @@ def test_eighteen_routers_cost_few_launches(experts, chosen):
 
     forward, backward = launches(18)
     assert launches(36)[0] == forward
-    assert forward <= 40
+    assert forward <= 42
     # a router's own two: its softmax, and where its two gradients meet
     assert backward <= 24 + 18 * 2
