@@ -29,7 +29,7 @@ from _bench import RESULTS  # noqa: E402
 from attention import SIZES, DenseAttention, dense_twin, mixture_macs  # noqa: E402
 from fairseq.modules import MultiheadAttention  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from moa_fairseq.attention.moa import MixtureOfAttention  # noqa: E402
@@ -40,15 +40,25 @@ from moa_fairseq.kernels.triton import kernels, launch, weight_grad  # noqa: E40
 from moa_fairseq.recipes.hardware import detect_hardware  # noqa: E402
 from moa_fairseq.recipes.result import versions  # noqa: E402
 
+try:
+    from moa_fairseq.kernels.triton import routing  # noqa: E402
+except ImportError:  # an older commit
+    routing = None
+
+STOOD_FOR = [module for module in (kernels, weight_grad, routing) if module]
 C = 512
 LENGTH, BATCH = 32, 256  # 8,192 tokens
 PROCESSORS, CACHE = 132, 60 * 2**20
-# Radix sort: indices, histogram, scan, a copy, and a pass for each byte of the keys.
+# Radix sort: indices, histogram, scan, a copy, and a pass for each byte of the keys. Some copy, then change.
 KERNELS_OF: Dict[str, Callable[[Tensor], int]] = {
     "aten.topk": lambda x: 3,
     "aten.sort": lambda x: 4 + x.element_size(),
+    "aten.masked_fill": lambda x: 2,
+    "aten.scatter": lambda x: 2,
+    "aten.scatter_add": lambda x: 2,
 }
 _RESERVES = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
+_RESERVES += ("aten.scalar_tensor",)  # a number, on the host
 NAMES = ("fairseq dense", "dense of 8K8E128D", "8K8E128D", "8K8E128D, padding", "8K32E128D", "8K32E256D")
 NAMES += ("16K32E256D", "8K32E128D, biases and padding", "8K32E128D grouped", "8K32E256D grouped")
 NAMES += ("16K32E256D grouped",)
@@ -105,13 +115,17 @@ class StandIn:
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
             for counter in _counters:
                 counter.count(self.name, tensors)
+            with _disable_current_modes():
+                for tensor in tensors:
+                    if self.name == "route_kernel" and tensor.dtype == torch.int64:
+                        tensor.copy_(torch.arange(tensor.size(1)))  # chosen experts: the only valid numbers
 
         return run
 
 
 def stand_in() -> None:
     """Replace every Triton kernel, and what is asked about the GPU."""
-    for module in (kernels, weight_grad):
+    for module in STOOD_FOR:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, StandIn(name))
     launch._processors = lambda tensor: PROCESSORS
@@ -149,7 +163,7 @@ def measure(name: str) -> Dict[str, Any]:
         with LaunchCounter() as counter:
             _counters.append(counter)
             if part == "backward":
-                out.backward(upstream)
+                torch.autograd.grad(out, [x, *module.parameters()], upstream)
             else:
                 out = module(x) if isinstance(module, DenseAttention) else None
                 if out is None:

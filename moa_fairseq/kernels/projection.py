@@ -11,7 +11,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import grouped, reference, triton
 from moa_fairseq.kernels.grouped import dense
 from moa_fairseq.kernels.slot_order import Fan, SlotOrder
-from moa_fairseq.torch_compat import autocast_dtype
+from moa_fairseq.torch_compat import autocast_dtype, is_compiling
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,11 @@ def project(
         gate = gate.reshape(-1)
     is_dense = order.in_order and fan.is_plain and fan.per_wide == order.num_experts
     is_dense = is_dense and (gate is None or not fan.into_experts)
-    if backend == "triton" and not is_dense and triton.takes(rows, weight):
+    may_use_triton = backend in ("auto", "triton") and triton.takes(rows, weight)
+    if may_use_triton and not is_dense and not (backend == "auto" and grouped.prefers_every_expert(weight, fan)):
         return triton.project(rows, weight, bias, gate, fan)
-    gate = None if gate is None else gate.to(rows.dtype)
+    if gate is not None and (not is_dense or backend == "reference"):
+        gate = gate.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
     inner_bias = bias if fan.into_experts else None
     if backend == "reference":
@@ -95,14 +97,14 @@ def project(
     elif is_dense and fan.into_experts:
         out = dense.into_experts(rows, weight, bias)
     elif is_dense:
-        out = dense.into_model(rows, weight, gate)
+        out = dense.into_model(rows, weight, gate, may_use_triton and not is_compiling())
     else:
         out = grouped.project(rows, weight, inner_bias, gate, fan)
     if bias is None or fan.into_experts:
         return out
     # The biases of a sum's slots in one small product, [M, E] · [E, C].
     experts = order.expert.view(fan.sums, slots_per_sum)
-    share = out.new_ones(experts.shape) if gate is None else gate.view(experts.shape)
+    share = out.new_ones(experts.shape) if gate is None else gate.view(experts.shape).to(out.dtype)
     return out + out.new_zeros(fan.sums, order.num_experts).scatter_add(1, experts, share) @ bias
 
 

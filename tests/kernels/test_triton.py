@@ -29,11 +29,12 @@ def python(*arguments, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_equals_the_reference_on_the_gpu_or_under_the_interpreter():
+@pytest.mark.parametrize("checks", ["triton_checks.py", "triton_routing_checks.py"])
+def test_equals_the_reference_on_the_gpu_or_under_the_interpreter(checks):
     pytest.importorskip("triton", reason="Triton is not installed")
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "triton_checks.py", "--tb=short", **interpreted
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / checks, "--tb=short", **interpreted
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
