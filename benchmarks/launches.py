@@ -57,7 +57,13 @@ KERNELS_OF: Dict[str, Callable[[Tensor], int]] = {
     "aten.scatter": lambda x: 2,
     "aten.scatter_add": lambda x: 2,
 }
-_RESERVES = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
+_RESERVES = (
+    "aten.empty",
+    "aten.new_empty",
+    "aten.empty_like",
+    "aten.empty_strided",
+    "aten.new_empty_strided",
+)
 _RESERVES += ("aten.scalar_tensor",)  # a number, on the host
 NAMES = ("fairseq dense", "dense of 8K8E128D", "8K8E128D", "8K8E128D, padding", "8K32E128D", "8K32E256D")
 NAMES += ("16K32E256D", "8K32E128D, biases and padding", "8K32E128D grouped", "8K32E256D grouped")

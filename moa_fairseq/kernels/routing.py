@@ -38,9 +38,7 @@ class _WideProduct(Function):
         return _product_grads(ctx, grad.to(x.dtype) if x.dtype == weight.dtype else grad, x, weight)
 
 
-def _product_grads(
-    ctx, grad: Tensor, x: Tensor, weight: Tensor
-) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+def _product_grads(ctx, grad: Tensor, x: Tensor, weight: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """Gradients of x and weight from the logits' `grad` [N, E]."""
     grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
     grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None

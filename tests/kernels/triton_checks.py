@@ -144,7 +144,9 @@ def test_chunks_and_steps_stay_within_their_bounds():
     assert rows_per_chunk(0, 9, 4, 132) == 256
 
 
-@pytest.mark.parametrize("counts", [[40, 0, 17, 16, 1], [0, 0, 74, 0, 0], [17, 17, 17, 17, 6], [14, 15, 15, 15, 15]])
+@pytest.mark.parametrize(
+    "counts", [[40, 0, 17, 16, 1], [0, 0, 74, 0, 0], [17, 17, 17, 17, 6], [14, 15, 15, 15, 15]]
+)
 def test_only_experts_that_are_cut_leave_parts(counts, monkeypatch):
     """Parts of one chunk each, side by side, and no more room for them than the most there can be."""
     from moa_fairseq.kernels.triton import launch

@@ -16,7 +16,15 @@ if not INTERPRETED and not torch.cuda.is_available():
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 # N, C, E, K
-SIZES = [(1, 8, 5, 2), (0, 8, 5, 2), (70, 37, 7, 3), (67, 64, 16, 1), (33, 20, 4, 4), (9, 16, 1, 1), (130, 16, 33, 8)]
+SIZES = [
+    (1, 8, 5, 2),
+    (0, 8, 5, 2),
+    (70, 37, 7, 3),
+    (67, 64, 16, 1),
+    (33, 20, 4, 4),
+    (9, 16, 1, 1),
+    (130, 16, 33, 8),
+]
 
 
 def routers(sizes, renormalize, dtype):
@@ -88,12 +96,14 @@ def test_ties_go_to_the_lower_number():
     assert decision.expert_index.tolist() == [[0, 1, 2]] * 4
 
 
-@pytest.mark.parametrize("tokens, experts, per_token", [(1, 3, 2), (300, 5, 2), (37, 33, 8), (0, 4, 2), (5, 1, 1)])
+@pytest.mark.parametrize(
+    "tokens, experts, per_token", [(1, 3, 2), (300, 5, 2), (37, 33, 8), (0, 4, 2), (5, 1, 1)]
+)
 def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, per_token):
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3))
     index = scores.topk(per_token).indices.to(DEVICE)
     exact, fast = SlotOrder.from_index(index, experts), SlotOrder.from_index(index, experts)
-    fast.sort_by(backend._sorted_slots)
+    fast.sort_by(backend.sorted_slots)
     assert torch.equal(fast.order, exact.order) and torch.equal(fast.offsets, exact.offsets)
     assert fast.offsets.dtype == torch.int32 and fast.order.dtype == torch.int64
 
@@ -101,7 +111,7 @@ def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, per_token):
 def test_all_slots_of_many_tokens_on_one_expert():
     index = torch.full((500, 1), 3, device=DEVICE)
     order = SlotOrder.from_index(index, 5)
-    order.sort_by(backend._sorted_slots)
+    order.sort_by(backend.sorted_slots)
     assert order.order.tolist() == list(range(500)) and order.offsets.tolist() == [0, 0, 0, 500, 500]
 
 

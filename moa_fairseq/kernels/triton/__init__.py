@@ -8,6 +8,7 @@ once. This module imports without Triton, which is loaded when the first product
 
 import importlib.util
 import os
+from functools import cache
 from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
@@ -19,14 +20,14 @@ from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 from moa_fairseq.torch_compat import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
 
 
 def why_not() -> str:
     """Why this machine cannot run the backend, or "" if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton; CUDA builds of torch for Linux bring it)"
-    if _INTERPRETED:
+    if INTERPRETED:
         return ""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
@@ -34,7 +35,28 @@ def why_not() -> str:
         return ""
     import triton
 
-    return unfit(torch.cuda.get_device_capability(), triton.__version__)
+    capability = torch.cuda.get_device_capability()
+    return unfit(capability, triton.__version__) or (wrong_product() if capability < (7, 5) else "")
+
+
+@cache
+def wrong_product() -> str:
+    """What is wrong with a 64 × 64 product in float16, or "": old compilers silently err on old GPUs."""
+    from moa_fairseq.kernels.triton import launch
+
+    device, g = "cpu" if INTERPRETED else "cuda", torch.Generator().manual_seed(0)
+    rows, weight = (
+        torch.randn(size, generator=g).to(device, torch.float16) for size in ((64, 64), (1, 64, 64))
+    )
+    order, offsets = torch.arange(64, device=device), torch.tensor([64], device=device, dtype=torch.int32)
+    try:
+        got = launch.products(rows, weight, None, None, order, offsets, True, 1, 1)
+    except Exception as error:  # whatever the compiler has to say
+        return f"a product of 64 × 64 numbers failed with {type(error).__name__}: {error}"
+    exact = rows.double() @ weight[0].double().t()
+    if torch.allclose(got.double(), exact, atol=0.05, rtol=0.01):
+        return ""
+    return "a product of 64 × 64 numbers comes out wrong: this Triton does not serve this GPU"
 
 
 def unfit(capability: Tuple[int, int], triton_version: str) -> str:
@@ -59,7 +81,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
     if rows.dtype != weight.dtype or rows.dtype not in _DTYPES:
         return False
     if not rows.is_cuda:
-        return _INTERPRETED
+        return INTERPRETED
     if rows.dtype == torch.bfloat16 and torch.version.hip is None:
         # torch.compile knows the properties of a device, but not get_device_capability
         return torch.cuda.get_device_properties(rows.device).major >= 8
@@ -70,7 +92,7 @@ def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional
     """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
     order, compiles = fan.order, is_compiling()
     if not compiles:
-        order.sort_by(_sorted_slots)
+        order.sort_by(sorted_slots)
     routing = (order.expert, order.order, order.offsets)
     run = expert_project if compiles else _Project.apply
     return run(rows, weight, bias, gate, *routing, fan.into_experts, fan.slots_per_row, fan.slots_per_sum)
@@ -79,7 +101,7 @@ def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional
 _MOST_EXPERTS = 512  # that the routing kernels hold at once
 
 
-def _sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
+def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
     """What `SlotOrder.order` and `offsets` are, in three launches; None where torch has to sort."""
     from moa_fairseq.kernels.triton import launch_routing
 

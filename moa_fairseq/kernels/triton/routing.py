@@ -181,7 +181,9 @@ def scan_kernel(
     for first in range(0, num_blocks, BLOCK_B):
         block = first + tl.arange(0, BLOCK_B)
         mask = (block < num_blocks)[:, None] & exists
-        total += tl.sum(tl.load(counts + block[:, None] * EXPERTS + expert[None, :], mask=mask, other=0), axis=0)
+        total += tl.sum(
+            tl.load(counts + block[:, None] * EXPERTS + expert[None, :], mask=mask, other=0), axis=0
+        )
     end = tl.cumsum(total, axis=0)
     tl.store(offsets + expert, end, mask=expert < EXPERTS)
     begin = end - total
