@@ -6,9 +6,10 @@
 A small batch's time on a GPU is the number of its launches, and that can be counted without one: the real
 modules run on the CPU in bfloat16 under a dispatch mode that sees every operation of torch, forward and
 backward. Operations that only look at memory in another way or reserve it are left out; one that torch
-makes of several kernels counts as often as `KERNELS_OF` says. The kernels of Triton are replaced by a
-stand-in that counts a launch and computes nothing, so what the Triton rows hold is garbage, and no shape
-depends on it (custom operators are what launches them, and do not count themselves). Bytes: each tensor that an operation reads or writes once, whatever it does with it.
+makes of several kernels counts as often as `KERNELS_OF` says; custom operators are what launches Triton's
+kernels, and do not count themselves. The kernels of Triton are replaced by a stand-in that counts a launch
+and computes nothing, so what the Triton rows hold is garbage, and no shape depends on it. Bytes: each
+tensor that an operation reads or writes once, whatever it does with it.
 
 Sizes that depend on the GPU are those of an H200 (132 processors, 60 MB of second-level cache).
 """
@@ -17,31 +18,31 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton without a GPU; read when it loads
 
-import argparse  # noqa: E402
-import datetime  # noqa: E402
-import json  # noqa: E402
-from collections import Counter  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any, Callable, Dict, List, Optional  # noqa: E402
+import argparse
+import datetime
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
 
-import torch  # noqa: E402
-from _bench import RESULTS  # noqa: E402
-from attention import SIZES, DenseAttention, dense_twin, mixture_macs  # noqa: E402
-from fairseq.modules import MultiheadAttention  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+import torch
+from _bench import RESULTS
+from attention import SIZES, DenseAttention, dense_twin, mixture_macs
+from fairseq.modules import MultiheadAttention
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from moa_fairseq.attention.moa import MixtureOfAttention  # noqa: E402
-from moa_fairseq.files import atomic_write  # noqa: E402
-from moa_fairseq.kernels import grouped  # noqa: E402
-from moa_fairseq.kernels.grouped import slotwise, sorted_rows  # noqa: E402
-from moa_fairseq.kernels.triton import kernels, launch, weight_grad  # noqa: E402
-from moa_fairseq.recipes.hardware import detect_hardware  # noqa: E402
-from moa_fairseq.recipes.result import versions  # noqa: E402
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.files import atomic_write
+from moa_fairseq.kernels import grouped
+from moa_fairseq.kernels.grouped import slotwise, sorted_rows
+from moa_fairseq.kernels.triton import kernels, launch, weight_grad
+from moa_fairseq.recipes.hardware import detect_hardware
+from moa_fairseq.recipes.result import versions
 
 try:
-    from moa_fairseq.kernels.triton import routing  # noqa: E402
+    from moa_fairseq.kernels.triton import routing
 except ImportError:  # an older commit
     routing = None
 

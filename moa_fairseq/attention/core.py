@@ -192,7 +192,7 @@ def _is_causal_only(q: Tensor, attn_mask: Optional[Tensor], key_padding_mask: Op
 
 
 def is_right_padded(key_padding_mask: Tensor) -> bool:
-    """Whether padding [B, S] only ever follows the real tokens. Waits for a GPU, once for each mask object."""
+    """Whether padding [B, S] only follows real tokens. Waits for a GPU, once for each mask object."""
     if is_compiling():
         return False
     if not hasattr(key_padding_mask, _RIGHT_PADDED):

@@ -1,6 +1,6 @@
 """What a router says about a batch of tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Optional
 
@@ -37,6 +37,7 @@ class RoutingDecision:
     side: str = "queries"
     scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
+    _slot_order: Optional[SlotOrder] = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def chooses_all(self) -> bool:
@@ -63,7 +64,10 @@ class RoutingDecision:
         """The probabilities of the experts that are chosen among, [N, E − shared]."""
         return self.probs[:, self.shared :]
 
-    @cached_property
+    @property
     def slot_order(self) -> SlotOrder:
         """Slots sorted by expert, made at the first use and shared afterwards; nothing is sorted if K = E."""
-        return SlotOrder.from_index(self.expert_index, self.num_experts, in_order=self.chooses_all)
+        if self._slot_order is None:  # no cached_property: torch.compile cannot enter its lock
+            index, experts = self.expert_index, self.num_experts
+            self._slot_order = SlotOrder.from_index(index, experts, in_order=self.chooses_all)
+        return self._slot_order

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels were checked on this machine: a small file that `validate` writes and `auto` reads.
+"""Whether the Triton kernels were checked on this machine: a file that `validate` writes, `auto` reads.
 
 A compiler's error shows on one kind of GPU with one version of Triton, and silently. So the file holds for
 one GPU, torch, Triton and text of the kernels, and lies in the user's cache folder.

@@ -79,7 +79,7 @@ def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
 
 @pytest.mark.parametrize("sizes", [(8, 8, 128), (8, 32, 128), (16, 32, 256)], ids=str)
 def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arithmetic(sizes):
-    """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input would be a tenth."""
+    """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""
     per_token, experts, dim = sizes
     width, length, batch = 512, 32, 8
     module = MixtureOfAttention(width, experts, per_token, dim, self_attention=True).bfloat16()
