@@ -168,7 +168,7 @@ def launches() -> List[str]:
     before = found["before"] or {"commit": NOT_RUN, "rows": {}}
     lines = [
         f"Kernel launches and MB moved of one layer on a GPU, T = {found['T']}, B = {found['B']}, width "
-        f"{found['width']}, {found['dtype']}: counted on a CPU, not timed. Before: commit {before['commit']}.",
+        f"{found['width']}, {found['dtype']}: counted on a CPU, not timed. Before: {before['commit']}.",
         "",
         "| layer | target, forward / backward | before | now | MB before | MB now |",
         "| --- | --- | --- | --- | --- | --- |",
