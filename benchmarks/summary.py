@@ -155,6 +155,36 @@ def table() -> List[str]:
     return lines
 
 
+# layer → most launches aimed at, forward and backward
+_MOST_LAUNCHES = {"8K8E128D": (8, 15), "8K32E128D": (16, 18), "8K32E256D": (16, 18), "16K32E256D": (16, 18)}
+
+
+def launches() -> List[str]:
+    """What benchmarks/launches.py counted, as Markdown lines."""
+    path = RESULTS / "launches.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    before = found["before"] or {"commit": NOT_RUN, "rows": {}}
+    lines = [
+        f"Kernel launches and MB moved of one layer on a GPU, T = {found['T']}, B = {found['B']}, width "
+        f"{found['width']}, {found['dtype']}: counted on a CPU, not timed. Before: {before['commit']}.",
+        "",
+        "| layer | target, forward / backward | before | now | MB before | MB now |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in found["rows"].items():
+        cells = [" / ".join(map(str, _MOST_LAUNCHES[name])) if name in _MOST_LAUNCHES else ""]
+        for key in ("launches", "megabytes"):
+            for rows in (before["rows"].get(name), row):
+                cells.append(" / ".join(f"{rows[part][key]:,}" for part in _PARTS) if rows else NOT_RUN)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+_PARTS = ("forward", "backward")
+
+
 def sources() -> List[str]:
     """One line per JSON file: command, hardware, versions, date."""
     lines = []
@@ -180,6 +210,7 @@ def main() -> None:
         "",
         *table(),
         "",
+        *launches(),
         *sources(),
         "",
         *pictures,

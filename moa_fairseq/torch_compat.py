@@ -20,3 +20,9 @@ def full_precision(device_type: str) -> ContextManager:
     if autocast_dtype(device_type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+def is_compiling() -> bool:
+    """Whether this code is being traced by `torch.compile`; an old torch does not say."""
+    compiler = getattr(torch, "compiler", None)
+    return hasattr(compiler, "is_compiling") and compiler.is_compiling()

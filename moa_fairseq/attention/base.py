@@ -174,7 +174,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
             need_weights or need_head_weights,
             bias,
         )
-        out = self.project_output(heads, decision).transpose(0, 1).contiguous()
+        out = self.project_output(heads, decision).transpose(0, 1)  # the residual sum reads it as it lies
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out, weights

@@ -1,11 +1,22 @@
 """Scaled-dot-product attention with fairseq's masks, an additive bias, and heads that share keys."""
 
 import math
+import os
 from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from moa_fairseq.torch_compat import is_compiling
+
+_BLOCKED = -1e30  # a score without weight, far from overflowing
+_KEY_BLOCK = 128  # keys of one program in a flash kernel's backward pass
+# cuDNN's attention, torch's first choice on Hopper since 2.11, gives NaN gradients with some masks, plans
+# anew for each of a corpus's many batch shapes, and is not deterministic: the process does without it.
+CUDNN_VARIABLE = "MOA_FAIRSEQ_CUDNN_ATTENTION"
+if os.environ.get(CUDNN_VARIABLE, "0") != "1" and hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def merge_masks(
@@ -42,6 +53,18 @@ def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(blocked.shape, dtype=dtype, device=blocked.device).masked_fill_(blocked, -math.inf)
 
 
+def only_padding(key_padding_mask: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+    """Padding as an additive mask [B, 1, 1, S], and the values [B, G, S, D] with zeros where it is.
+
+    Blocked scores are very small instead of −inf, so that a sentence of padding only has a softmax; it then
+    adds up zeros. Two passes over what is small, where `merge_masks` takes ten.
+    """
+    padding = key_padding_mask.to(torch.bool)[:, None, None, :]
+    mask = torch.empty(padding.shape, dtype=v.dtype, device=v.device)
+    torch.mul(padding, max(_BLOCKED, torch.finfo(v.dtype).min / 2), out=mask)
+    return mask, torch.where(padding.transpose(-1, -2), 0.0, v)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -69,10 +92,13 @@ def attend(
         out, weights = attend(grouped, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
         out = out.reshape(batch, heads, tgt_len, dim)
         return out, None if weights is None else weights.reshape(batch, heads, tgt_len, -1)
-    plain = key_padding_mask is None and bias is None and not need_weights
-    if plain and is_causal(attn_mask) and q.is_cuda:  # the flash kernels of GPUs take this flag, and no mask
+    if bias is None and not need_weights and _is_causal_only(q, attn_mask, key_padding_mask):
         return F.scaled_dot_product_attention(q, *_copied(q, k, v), dropout_p=dropout, is_causal=True), None
-    mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
+    if attn_mask is None and key_padding_mask is not None and not need_weights:
+        mask, v = only_padding(key_padding_mask, v)
+        blind = None
+    else:
+        mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
     if need_weights and blind is None and mask is not None:  # attn_mask or bias alone may block a whole row
@@ -83,6 +109,11 @@ def attend(
     else:
         out, weights = _shared_head_attention(q, k, v, mask, dropout), None
     return (out if blind is None else out.masked_fill(blind, 0.0)), weights
+
+
+def _processors(q: Tensor) -> int:
+    """How many there are to keep busy; 0 on a CPU, where a thread takes what there is."""
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
@@ -99,13 +130,15 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
     """torch's attention; heads that share keys become more queries of them.
 
     The keys are then read once instead of H / G times, and their gradient is one product instead of a sum
-    over copies. Only a mask that differs between queries must be repeated per head.
+    over copies. Only a mask that differs between queries must be repeated per head. A GPU's backward pass
+    has a program for each block of keys: with few of them (few long sentences) the copies pay.
     """
     batch, heads, tgt_len, dim = q.shape
     groups = k.size(1)
     per_head = mask is not None and mask.size(1) > 1
     per_query = mask is not None and mask.size(2) > 1
-    if heads == groups or per_head or (per_query and mask.numel() * (heads // groups) > q.numel()):
+    few = tgt_len >= _KEY_BLOCK and batch * groups * -(-k.size(2) // _KEY_BLOCK) < _processors(q)
+    if heads == groups or per_head or few or (per_query and mask.numel() * (heads // groups) > q.numel()):
         k, v = _copied(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     sharing = heads // groups
@@ -133,6 +166,7 @@ def _attend_with_weights(
 
 
 _CAUSAL = "_moa_fairseq_causal"
+_RIGHT_PADDED = "_moa_fairseq_right_padded"
 
 
 def mark_causal(mask: Tensor) -> Tensor:
@@ -147,3 +181,25 @@ def mark_causal(mask: Tensor) -> Tensor:
 def is_causal(mask: Optional[Tensor]) -> bool:
     """Whether `mark_causal` was said of this mask."""
     return getattr(mask, _CAUSAL, False)
+
+
+def _is_causal_only(q: Tensor, attn_mask: Optional[Tensor], key_padding_mask: Optional[Tensor]) -> bool:
+    """Whether the flag `is_causal` says all: the flash kernels of GPUs take it, and no mask.
+
+    With padding at the ends of sentences alone, no real query sees any; what queries that are padding get
+    then is not zero but unspecified, and nothing may depend on it.
+    """
+    if not is_causal(attn_mask) or not q.is_cuda:
+        return False
+    return key_padding_mask is None or is_right_padded(key_padding_mask)
+
+
+def is_right_padded(key_padding_mask: Tensor) -> bool:
+    """Whether padding [B, S] only follows real tokens. Waits for a GPU, once for each mask object."""
+    if is_compiling():
+        return False
+    if not hasattr(key_padding_mask, _RIGHT_PADDED):
+        padding = key_padding_mask.to(torch.bool)
+        known = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
+        setattr(key_padding_mask, _RIGHT_PADDED, known and not bool(padding[:, :1].any()))
+    return getattr(key_padding_mask, _RIGHT_PADDED)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
@@ -15,6 +17,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS
 
 KEYS_VALUES = ("shared", "own")
+_ROWS_OF_ONE_PRODUCT = 1024
 
 
 @dataclass
@@ -155,6 +158,7 @@ class MixtureOfAttention(MixtureAttention):
             routing_noise,
             activation=activation,
             bias_rate=routing_bias_rate,
+            backend=backend,
         )
         width = heads_per_expert * expert_dim
         self.q_experts = ExpertLinear(num_experts, embed_dim, width, "experts", bias, backend)
@@ -181,7 +185,22 @@ class MixtureOfAttention(MixtureAttention):
         self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor]:
         shape = (*key.shape[:2], self.key_heads, self.expert_dim)
+        if key is value and self._in_one_product(key):
+            weight = torch.cat([self.k_proj.weight, self.v_proj.weight])
+            bias = None if self.k_proj.bias is None else torch.cat([self.k_proj.bias, self.v_proj.bias])
+            both = F.linear(key, weight, bias).view(*shape[:2], 2, *shape[2:])
+            return tuple(projected.transpose(1, 2) for projected in both.unbind(2))
         return tuple(p(x).view(shape).transpose(1, 2) for p, x in ((self.k_proj, key), (self.v_proj, value)))
+
+    def _in_one_product(self, key: Tensor) -> bool:
+        """Whether keys and values are worth one product: laying their weights side by side costs less.
+
+        That is a copy of the weights at each call, as much as a step of generation reads altogether. Whoever
+        hooks into a projection or replaces it, adapters say, is left alone.
+        """
+        if key.size(0) * key.size(1) < _ROWS_OF_ONE_PRODUCT:
+            return False
+        return all(type(p) is nn.Linear and not p._forward_hooks for p in (self.k_proj, self.v_proj))
 
     def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
         batch, _, tgt_len, _ = heads.shape

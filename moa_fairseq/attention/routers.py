@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moa_fairseq.attention.observers import Observer
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_linear
 from moa_fairseq.torch_compat import full_precision
 
 RENORMALIZATIONS = ("detached", "full", "none")
@@ -27,6 +28,7 @@ class TopKRouter(Observer):
     bias_rate: u of balancing without a gradient (arXiv 2408.15664): experts are chosen by probability
     plus a bias b_i, weighted by probability alone, and b_i moves by u · sign(mean load − load_i)
     after each update (`absorb`; the counts of an update wait in `pending`).
+    backend: of `--expert-backend`; with Triton's, plain routing is one kernel.
     All of it runs in float32, whatever the model's dtype or autocast.
     Raises UserError unless 1 ≤ K ≤ E and renormalize and activation are known.
     """
@@ -41,6 +43,7 @@ class TopKRouter(Observer):
         bias: bool = False,
         activation: str = "softmax",
         bias_rate: float = 0.0,
+        backend: str = "auto",
     ):
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -61,7 +64,7 @@ class TopKRouter(Observer):
                 f"--routing-bias-rate {bias_rate} balances which experts are chosen: it is positive, and "
                 f"there is nothing to choose when --experts-per-token is --num-experts ({num_experts})."
             )
-        self.activation, self.bias_rate = activation, bias_rate
+        self.activation, self.bias_rate, self.backend = activation, bias_rate, resolve_backend(backend)
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.renormalize = renormalize
@@ -84,11 +87,17 @@ class TopKRouter(Observer):
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
         """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
         with full_precision(x.device.type):
-            logits = self._logits(x)
-            probs = torch.softmax(logits, dim=-1) if self.activation == "softmax" else torch.sigmoid(logits)
-            gate, expert_index = self._choose(probs)
-            if padding_mask is not None:
-                gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
+            routed = self._in_one_kernel(x, padding_mask)
+            if routed is not None:
+                logits, probs, gate, expert_index = routed
+            else:
+                logits = self._logits(x)
+                probs = (
+                    torch.softmax(logits, dim=-1) if self.activation == "softmax" else torch.sigmoid(logits)
+                )
+                gate, expert_index = self._choose(probs)
+                if padding_mask is not None:
+                    gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
         decision = RoutingDecision(
             expert_index, gate, probs, logits, self.num_experts, padding_mask=padding_mask
         )
@@ -101,13 +110,22 @@ class TopKRouter(Observer):
         """Move the biases by the loads [E] of an update, over all workers."""
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
+    def _in_one_kernel(self, x: Tensor, padding_mask: Optional[Tensor]):
+        """(logits, probs, gate, index), or None where there is more to do than the kernel does."""
+        is_noisy = self.noise_projection is not None and self.training
+        if self.activation != "softmax" or self.bias_rate or self.projection.bias is not None or is_noisy:
+            return None
+        weight, per_token = self.projection.weight, self.experts_per_token
+        routed = top_k_routing(x, weight, per_token, self.renormalize, padding_mask, self.backend)
+        if routed is None:
+            return None
+        *decided, index = routed
+        return (*decided, self.every_expert.expand(x.size(0), -1) if index is None else index)
+
     def _logits(self, x: Tensor) -> Tensor:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        x = x.to(dtype)
-        bias = self.projection.bias
-        logits = F.linear(x, self.projection.weight.to(dtype), None if bias is None else bias.to(dtype))
+        logits = wide_linear(x, self.projection.weight, self.projection.bias)
         if self.noise_projection is not None and self.training:
-            spread = F.softplus(F.linear(x, self.noise_projection.weight.to(dtype)))
+            spread = F.softplus(wide_linear(x, self.noise_projection.weight))
             logits = logits + torch.randn_like(logits) * spread
         return logits
 

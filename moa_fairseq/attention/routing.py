@@ -1,7 +1,7 @@
 """What a router says about a batch of tokens, and what losses and statistics need to know of it."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Dict, List, Optional, Sequence, Tuple
 
@@ -42,6 +42,7 @@ class RoutingDecision:
     side: str = "queries"
     scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
+    _slot_order: Optional[SlotOrder] = field(default=None, init=False, repr=False, compare=False)
 
     def __getitem__(self, index: int) -> Tensor:
         """[0] is the gate: torch's backward hooks, with which fairseq looks for NaN, ask an output for it."""
@@ -61,10 +62,13 @@ class RoutingDecision:
         with full_precision(kept.device.type):
             return kept @ _chosen([self])
 
-    @cached_property
+    @property
     def slot_order(self) -> SlotOrder:
         """Slots sorted by expert, made at the first use and shared afterwards; nothing is sorted if K = E."""
-        return SlotOrder.from_index(self.expert_index, self.num_experts, in_order=self.chooses_all)
+        if self._slot_order is None:  # no cached_property: torch.compile cannot enter its lock
+            index, experts = self.expert_index, self.num_experts
+            self._slot_order = SlotOrder.from_index(index, experts, in_order=self.chooses_all)
+        return self._slot_order
 
 
 class RoutingSums:

@@ -7,6 +7,7 @@ Needs torch alone; the backend `triton` needs Triton.
 """
 
 from moa_fairseq.kernels.projection import BACKENDS, project, resolve_backend
+from moa_fairseq.kernels.routing import top_k_routing, wide_linear
 from moa_fairseq.kernels.slot_order import SlotOrder
 
-__all__ = ["BACKENDS", "SlotOrder", "project", "resolve_backend"]
+__all__ = ["BACKENDS", "SlotOrder", "project", "resolve_backend", "top_k_routing", "wide_linear"]

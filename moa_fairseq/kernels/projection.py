@@ -2,25 +2,28 @@
 
 import logging
 from functools import cache
-from typing import Optional
+from typing import Optional, Tuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import grouped, reference, triton
+from moa_fairseq.kernels import grouped, reference, triton, validation
 from moa_fairseq.kernels.grouped import dense
 from moa_fairseq.kernels.slot_order import Fan, SlotOrder
-from moa_fairseq.torch_compat import autocast_dtype
+from moa_fairseq.torch_compat import autocast_dtype, is_compiling
 
 logger = logging.getLogger(__name__)
 
+_GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
 BACKENDS = ("auto", "reference", "grouped", "triton")
 
 
 def resolve_backend(name: str) -> str:
-    """The backend that `--expert-backend NAME` stands for on this machine; logged once.
+    """The backend that `--expert-backend NAME` stands for on this machine; logged once, with the reason.
 
+    "auto" stays "auto" where Triton's kernels may be used beside the others, and becomes "grouped" elsewhere.
     Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
     """
     if name not in BACKENDS:
@@ -30,14 +33,31 @@ def resolve_backend(name: str) -> str:
             f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
             """a checkpoint that was trained with it: --model-overrides "{'expert_backend': 'auto'}"."""
         )
-    return _announce(name, "grouped" if name == "auto" else name)
+    chosen, reason = _automatic() if name == "auto" else (name, "")
+    return _announce(name, chosen, reason)
 
 
 @cache
-def _announce(asked: str, chosen: str) -> str:
-    detail = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
-    detail = f" ({detail}; one dense GEMM when K = E)" if chosen == "grouped" else ""
-    logger.info(f"expert backend: {chosen}{detail} (--expert-backend {asked})")
+def _automatic() -> Tuple[str, str]:
+    """(backend, why) of `auto` on this machine: Triton on a GPU where its kernels passed their checks."""
+    if not torch.cuda.is_available():
+        return "grouped", ""
+    reason = triton.why_not()
+    if reason:
+        return "grouped", f"not triton: {reason}"
+    trusted, reason = validation.verdict()
+    return ("auto", f"triton: {reason}") if trusted else ("grouped", f"not triton: {reason}")
+
+
+@cache
+def _announce(asked: str, chosen: str, reason: str) -> str:
+    details = {
+        "grouped": f"{_GROUPED_BY}; one dense GEMM when K = E",
+        "auto": "and every expert at once for few tokens; one dense GEMM when K = E",
+    }
+    named = "triton" if chosen == "auto" else chosen
+    text = "; ".join(filter(None, [details.get(chosen), reason]))
+    logger.info(f"expert backend: {named}{f' ({text})' if text else ''} (--expert-backend {asked})")
     return chosen
 
 
@@ -85,9 +105,15 @@ def project(
         gate = gate.reshape(-1)
     is_dense = order.in_order and fan.is_plain and fan.per_wide == order.num_experts
     is_dense = is_dense and (gate is None or not fan.into_experts)
-    if backend == "triton" and not is_dense and triton.takes(rows, weight):
+    may_use_triton = backend in ("auto", "triton") and triton.takes(rows, weight)
+    if (
+        may_use_triton
+        and not is_dense
+        and not (backend == "auto" and grouped.prefers_every_expert(weight, fan))
+    ):
         return triton.project(rows, weight, bias, gate, fan)
-    gate = None if gate is None else gate.to(rows.dtype)
+    if gate is not None and (not is_dense or backend == "reference"):
+        gate = gate.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
     inner_bias = bias if fan.into_experts else None
     if backend == "reference":
@@ -95,14 +121,14 @@ def project(
     elif is_dense and fan.into_experts:
         out = dense.into_experts(rows, weight, bias)
     elif is_dense:
-        out = dense.into_model(rows, weight, gate)
+        out = dense.into_model(rows, weight, gate, may_use_triton and not is_compiling())
     else:
         out = grouped.project(rows, weight, inner_bias, gate, fan)
     if bias is None or fan.into_experts:
         return out
     # The biases of a sum's slots in one small product, [M, E] · [E, C].
     experts = order.expert.view(fan.sums, slots_per_sum)
-    share = out.new_ones(experts.shape) if gate is None else gate.view(experts.shape)
+    share = out.new_ones(experts.shape) if gate is None else gate.view(experts.shape).to(out.dtype)
     return out + out.new_zeros(fan.sums, order.num_experts).scatter_add(1, experts, share) @ bias
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ _PIECE = 1024
 class SlotOrder:
     """The S = N·K slots of N tokens (token t, choice k; flat index t·K + k) and their experts.
 
-    expert       [S] int64  flat slot → expert; the K slots of a token have different experts
     num_experts  E
     per_token    K
     in_order     whether K = E and slot k of every token is expert k: then nothing needs sorting
@@ -24,13 +23,14 @@ class SlotOrder:
     """
 
     def __init__(self, expert_index: Tensor, num_experts: int, in_order: bool = False):
-        self.expert = expert_index.reshape(-1)
+        self._expert_index = expert_index
         self.num_experts = num_experts
         self.per_token = expert_index.size(-1)
         self.in_order = in_order
         self._owners: Dict[int, Tensor] = {}
         self._cells: Dict[int, Tensor] = {}
         # no cached_property: torch.compile cannot enter its lock
+        self._expert: Optional[Tensor] = None
         self._order_and_offsets: Optional[Tuple[Tensor, Tensor]] = None
 
     @classmethod
@@ -39,10 +39,30 @@ class SlotOrder:
         return cls(expert_index, num_experts, in_order)
 
     @property
+    def slots(self) -> int:
+        """S"""
+        return self._expert_index.numel()
+
+    @property
+    def expert(self) -> Tensor:
+        """[S] int64: flat slot → expert; the K slots of a token have different experts."""
+        if self._expert is None:  # where all experts are chosen this is a copy, which nobody asks for
+            self._expert = self._expert_index.reshape(-1)
+        return self._expert
+
+    def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
+        """Let `sort` find order and offsets, unless they are known; it may decline by None."""
+        if self._order_and_offsets is None:
+            self._order_and_offsets = sort(self)
+
+    @property
     def _sorted(self) -> Tuple[Tensor, Tensor]:
         if self._order_and_offsets is None:
-            sorted_expert, order = torch.sort(self.expert, stable=True)
-            boundaries = torch.arange(self.num_experts, device=order.device)
+            expert = self.expert
+            if self.num_experts <= 256 and expert.is_cuda:
+                expert = expert.to(torch.uint8)  # radix sort: one pass for each byte of the keys
+            sorted_expert, order = torch.sort(expert, stable=True)
+            boundaries = torch.arange(self.num_experts, device=order.device, dtype=expert.dtype)
             # searchsorted needs no zero-filled histogram
             offsets = torch.searchsorted(sorted_expert, boundaries, right=True, out_int32=True)
             self._order_and_offsets = order, offsets
@@ -76,7 +96,7 @@ class SlotOrder:
     def cells(self, slots_each: int) -> Tensor:
         """[S] int64: flat slot → row · E + expert, its place among every expert of every row."""
         if slots_each not in self._cells:
-            rows = self.expert.numel() // slots_each
+            rows = self.slots // slots_each
             first = torch.arange(0, rows * self.num_experts, self.num_experts, device=self.expert.device)
             cells = self.expert.view(rows, slots_each) + first.unsqueeze(1)
             self._cells[slots_each] = cells.view(-1)
@@ -126,7 +146,7 @@ class Fan:
 
     @property
     def slots(self) -> int:
-        return self.order.expert.numel()
+        return self.order.slots
 
     @property
     def sums(self) -> int:

@@ -1,10 +1,14 @@
 """Attention with a bias and with shared heads of keys, against the formula; rotary positions."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from moa_fairseq.attention import core
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.positions import RotaryPositions
@@ -88,3 +92,73 @@ def test_rope_step_by_step_equals_the_whole():
     without = MixtureOfAttention(12, 4, 2, 6, self_attention=True).double().eval()
     without.load_state_dict(module.state_dict())
     assert not torch.allclose(without(x, x, x, attn_mask=future)[0], whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_padding_only_whatever_padded_keys_hold(dtype):
+    """A padded row gives zeros, its keys and values get no gradient, and not-a-number in them stays there."""
+    q, k, v = (random(3, heads, 5, 8, seed=heads).to(dtype) for heads in (4, 1, 2))
+    k, v = k.expand(-1, 2, -1, -1).clone(), v.clone()
+    padding = torch.tensor([[False] * 5, [False] * 2 + [True] * 3, [True] * 5])
+    v[1, :, 3] = math.nan
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, _ = attend(*leaves, None, padding)
+    grads = torch.autograd.grad(out.float().square().sum(), leaves)
+    exact, _ = literal(
+        q[:2, :, :, :], k[:2], v.masked_fill(padding[:, None, :, None], 0)[:2], None, padding[:2]
+    )
+    tolerance = {} if dtype == torch.float64 else dict(atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out[:2], exact.to(out.dtype), **tolerance)
+    assert (out[2] == 0).all()
+    for grad in grads:
+        assert torch.isfinite(grad).all() and (grad[2] == 0).all()
+    assert (grads[2][1, :, 2:] == 0).all() and (grads[2][1, :, :2] != 0).any()
+
+
+def test_right_padding_under_a_causal_mask_needs_no_mask_of_its_own(monkeypatch):
+    """The flag alone gives real queries what both masks give them; asked once for each mask object."""
+    right = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
+    assert core.is_right_padded(right) and core.is_right_padded(torch.zeros(2, 3, dtype=torch.bool))
+    for left in (right.flip(1), torch.tensor([[False, True, False]]), torch.ones(1, 3, dtype=torch.bool)):
+        assert not core.is_right_padded(left)
+    monkeypatch.setattr(torch.Tensor, "any", lambda *_: 1 / 0)
+    assert core.is_right_padded(right)
+    monkeypatch.undo()
+    q, k, v = random(3, 4, 6, 8), random(3, 1, 6, 8), random(3, 1, 6, 8, seed=1)
+    mask = core.mark_causal(torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1))
+    expected, _ = attend(q, k, v, mask, right)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    assert not core._is_causal_only(q, mask, right), "CPUs have no use for the flag"
+    gpu = q.as_subclass(OnGpu)
+    assert core._is_causal_only(gpu, mask, right) and not core._is_causal_only(gpu, mask, right.flip(1))
+    assert not core._is_causal_only(gpu, mask.clone(), right)
+    monkeypatch.setattr(core, "_is_causal_only", lambda *_: True)
+    real = ~right[:, None, :, None].expand(-1, 4, -1, 8)
+    torch.testing.assert_close(attend(q, k, v, mask, right)[0][real], expected[real])
+
+
+def test_few_long_sentences_get_copies_of_shared_keys(monkeypatch):
+    """Enough programs in a GPU's backward pass; the result is the same."""
+    q, k, v = random(2, 4, 130, 8), random(2, 1, 130, 8), random(2, 1, 130, 8, seed=1)
+    folded, _ = attend(q, k, v)
+    heads = []
+    product = torch.nn.functional.scaled_dot_product_attention
+    watch = lambda q, k, v, **options: heads.append(q.size(1)) or product(q, k, v, **options)  # noqa: E731
+    monkeypatch.setattr(core.F, "scaled_dot_product_attention", watch)
+    for processors in (0, 4, 5):
+        monkeypatch.setattr(core, "_processors", lambda _, processors=processors: processors)
+        torch.testing.assert_close(attend(q, k, v)[0], folded)
+    assert heads == [1, 1, 4]  # 2 sentences × 2 blocks of keys
+
+
+def test_cudnns_attention_is_off_unless_asked_for():
+    program = "import torch, moa_fairseq.attention.core; print(torch.backends.cuda.cudnn_sdp_enabled())"
+    for asked, expected in (("", "False"), ("1", "True")):
+        environment = {**os.environ, core.CUDNN_VARIABLE: asked}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+        assert done.stdout.split()[-1:] == [expected], done.stderr

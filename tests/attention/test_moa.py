@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from moa_fairseq.attention import moa
 from moa_fairseq.attention.collector import collect_decisions, query_padding
+from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.errors import UserError
 
@@ -236,3 +238,43 @@ def test_ambient_query_padding_reaches_a_cross_attention():
 def test_impossible_settings_name_the_flag(settings, flag):
     with pytest.raises(UserError, match=flag):
         build(**settings)
+
+
+@pytest.mark.parametrize("per_token, backend", [(E, "grouped"), (K, "reference")], ids=["K = E", "K < E"])
+def test_torch_compile_takes_the_layer_whole(per_token, backend):
+    """No graph break in what it computes, forward and backward: fullgraph raises at the first one.
+
+    What is known beside the pass (`collector`) is left out: torch.compile cannot look into context variables.
+    """
+    module = build(experts_per_token=per_token, backend=backend, self_attention=True)
+    x = torch.randn(3, 7, C, requires_grad=True)
+
+    def layer(x):
+        decision = module.route(x, None, None)
+        k, v = module.project_keys_values(x, x, decision, None)
+        heads, _ = attend(module.project_queries(x, decision), k, v)
+        return module.project_output(heads, decision)
+
+    expected, got = layer(x), torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(got, expected)
+    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
+    module = build(self_attention=True, dtype=torch.float64)
+    x = torch.randn(5, 2, C, dtype=torch.float64, requires_grad=True)
+    outcomes = []
+    for least in (10, 11):
+        monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", least)
+        assert module._in_one_product(x.transpose(0, 1)) == (least == 10)
+        out, _ = module(x, x, x, need_weights=False)
+        outcomes.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
+    for one, two in zip(*outcomes):
+        torch.testing.assert_close(one, two)
+    monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 0)
+    module.v_proj.register_forward_hook(lambda *_: None)
+    assert not module._in_one_product(x), "a hook is not passed by"

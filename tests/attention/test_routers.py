@@ -1,7 +1,9 @@
 import pytest
 import torch
 
+from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.kernels import wide_linear
 
 
 def build(renormalize="detached", noise=False, dtype=torch.float32):
@@ -73,3 +75,46 @@ def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
     torch.manual_seed(0)
     decision = TopKRouter(64, 8, 2)(torch.randn(400, 64))
     assert torch.bincount(decision.expert_index.reshape(-1), minlength=8).min() > 20
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 128), (8, 32, 128), (16, 32, 256)], ids=str)
+def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arithmetic(sizes):
+    """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""
+    per_token, experts, dim = sizes
+    width, length, batch = 512, 32, 8
+    module = MixtureOfAttention(width, experts, per_token, dim, self_attention=True).bfloat16()
+    x = torch.randn(length, batch, width, dtype=torch.bfloat16, requires_grad=True)
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(x, x, x, need_weights=False)
+    tokens = length * batch
+    macs = 2 * (per_token + 1) * dim * width + experts * width + 2 * length * per_token * dim
+    inner = macs / (
+        4 * width + 2 * length
+    )  # of dense attention with as many: keeps its input, q, k, v, result
+    dense = 2 * (width + 4 * inner)
+    assert sum(kept.values()) / tokens <= 1.05 * dense
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
+def test_logits_of_half_precision_are_those_of_float64(weights):
+    x = torch.randn(40, 16).bfloat16().requires_grad_()
+    weight = torch.randn(6, 16).to(weights).requires_grad_()
+    logits, upstream = wide_linear(x, weight), torch.randn(40, 6)
+    leaves = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+    exact = leaves[0] @ leaves[1].t()
+    torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
+    grads = zip(
+        torch.autograd.grad(logits, (x, weight), upstream),
+        torch.autograd.grad(exact, leaves, upstream.double()),
+    )
+    for got, truth in grads:
+        torch.testing.assert_close(got.double(), truth, atol=0.05, rtol=0.02)

@@ -14,7 +14,7 @@ import torch
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import resolve_backend
+from moa_fairseq.kernels import SlotOrder, projection, resolve_backend, validate, validation
 from moa_fairseq.kernels import triton as backend
 
 HERE = Path(__file__).parent
@@ -29,30 +29,70 @@ def python(*arguments, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def test_equals_the_reference_on_the_gpu_or_under_the_interpreter():
+@pytest.mark.parametrize("checks", ["triton_checks.py", "triton_routing_checks.py"])
+def test_equals_the_reference_on_the_gpu_or_under_the_interpreter(checks):
     pytest.importorskip("triton", reason="Triton is not installed")
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / "triton_checks.py", "--tb=short", **interpreted
-    )
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / checks, "--tb=short", **interpreted)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
 
 
+def compiled(tmp_path, *arguments):
+    """What triton_compile.py says of each kernel: with the Triton at hand, or the one in a folder.
+
+    MOA_FAIRSEQ_TEST_TRITON=DIR names another, as torch for a GPU brings it: `pip install --target DIR
+    triton==3.6.0`.
+    """
+    pytest.importorskip("triton", reason="Triton is not installed")
+    folder = os.environ.get("MOA_FAIRSEQ_TEST_TRITON", "")
+    root = str(Path(moa_fairseq.__file__).parents[1])
+    search = os.pathsep.join(filter(None, [folder, root, os.environ.get("PYTHONPATH", "")]))
+    version = python("-c", "import triton; print(triton.__version__)", PYTHONPATH=search).stdout
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 4):
+        pytest.skip("compiling without the GPU is spelled differently before Triton 3.4")
+    options = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": search}
+    done = python(HERE / "triton_compile.py", *arguments, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 def test_kernels_become_machine_code_for_ampere_and_hopper(tmp_path):
     """Without such a GPU: the largest tiles of each kernel compile, fit, and use its matrix instructions."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4):
-        pytest.skip("compiling without the GPU is spelled differently before Triton 3.4")
-    arguments = ("80", "90", "--dtypes", "bf16", "--sizes", "512 × 128")
-    done = python(HERE / "triton_compile.py", *arguments, TRITON_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    instructions = {line["instruction"] for line in lines if not line["kernel"].startswith("sum_")}
-    assert len(lines) == 24
+    lines = compiled(tmp_path, "80", "90", "--dtypes", "bf16", "--sizes", "512 × 128")
+    products = [line for line in lines if line["is_product"]]
+    assert len(lines) == 36 and len(products) == 18
     assert all(0 <= line["shared"] <= line["limit"] for line in lines)
+    instructions = {line["instruction"] for line in products}
     assert instructions == {"mma.sync", "wgmma.mma_async"}, "products without tensor cores"
     assert all(line["hazards"] == [0, 0] for line in lines)
+
+
+def test_no_configuration_of_hopper_has_a_hazard_of_its_pipeline(tmp_path):
+    """Every tile that tuning may pick, of a kernel with each pipelined loop there is."""
+    options = ("--all-configs", "--products-only", "--dtypes", "bf16", "--sizes", "512 × 128")
+    kinds = ("outputs", "gate of outputs", "outer", "route")
+    lines = compiled(tmp_path, "90", *options, "--kernels", *kinds)
+    assert {line["kernel"] for line in lines} == set(kinds) and len(lines) > 20
+    assert all(line["hazards"] == [0, 0] for line in lines)
+
+
+@pytest.mark.parametrize("pendings, found", [(1, "(1, 0)"), (0, "(0, 0)")])
+def test_hazards_are_seen_in_the_compilers_own_words(pendings, found):
+    """A tile is copied into what an unfinished product reads; and into what one read that was waited for."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = f"""
+  %x = scf.for %i = %c0 to %c8 step %c1 iter_args(%acc = %zero) -> (f32) : i32 {{
+    %v = ttg.memdesc_trans %a {{order = array<i32: 1, 0>}}
+    %d = ttng.warp_group_dot %v, %b, %acc {{inputPrecision = 0 : i32, isAsync = true}}
+    %p:3 = ttng.warp_group_dot_wait %d, %a, %b {{pendings = {pendings} : i32}}
+    %t = ttg.async_copy_global_to_local %ptr, %a mask %m
+    scf.yield %p : f32
+  }}"""
+    paths = os.pathsep.join([str(HERE), str(Path(moa_fairseq.__file__).parents[1])])
+    program = f"from triton_compile import hazards; print(hazards({code!r}))"
+    done = python("-c", program, PYTHONPATH=paths)
+    assert done.stdout.strip() == found, done.stderr
 
 
 def test_the_package_needs_no_triton():
@@ -70,7 +110,7 @@ def test_the_package_needs_no_triton():
 def test_refused_without_a_gpu_with_the_way_out(monkeypatch):
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(backend, "_INTERPRETED", False)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
     with pytest.raises(UserError, match=r"torch sees no GPU.*auto or grouped.*--model-overrides"):
         resolve_backend("triton")
 
@@ -82,3 +122,86 @@ def test_which_gpus_triton_serves():
     assert "3.2 was the last, with torch 2.6" in backend.unfit((7, 5), "3.10.1")
     assert "multiplies float16 to zeros" in backend.unfit((7, 0), "2.3.1")
     assert "below 7.0" in backend.unfit((6, 1), "3.1.0")
+
+
+def test_a_product_tells_a_compiler_that_errs():
+    """Asked before use where Triton is old and the GPU older: under the interpreter, right and wrong."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    program = """
+import torch
+from moa_fairseq.kernels import triton
+from moa_fairseq.kernels.triton import launch
+print(repr(triton.wrong_product()))
+triton.wrong_product.cache_clear()
+launch.products = lambda rows, *_: torch.zeros_like(rows)
+print(triton.wrong_product())
+"""
+    done = python("-c", program, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    right, wrong = done.stdout.splitlines()[-2:]
+    assert right == "''" and "comes out wrong" in wrong
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, tmp_path):
+    """A machine with a GPU that Triton serves, and an empty cache folder; the kernels are never run."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU / 80 GB")
+    monkeypatch.setattr(backend, "why_not", lambda: "")
+    caches = (validation.machine, projection._automatic, projection._announce)
+    for function in caches:
+        function.cache_clear()
+    yield tmp_path
+    for function in caches:
+        function.cache_clear()
+
+
+def automatic():
+    projection._automatic.cache_clear()
+    return projection._automatic()
+
+
+def test_auto_takes_triton_only_where_it_was_checked(on_a_gpu, caplog):
+    chosen, reason = automatic()
+    assert chosen == "grouped" and "python -m moa_fairseq.kernels.validate" in reason
+    written = validation.write(7, [])
+    assert written.parent == on_a_gpu / "moa_fairseq" and "A_GPU___80_GB" in written.name
+    with caplog.at_level("INFO"):
+        projection._automatic.cache_clear()
+        assert resolve_backend("auto") == "auto"
+    assert "expert backend: triton" in caplog.text and "7 checks passed" in caplog.text
+    validation.write(7, ["MoA queries: weight is off"])
+    assert automatic()[0] == "grouped" and "1 of 7 checks failed" in automatic()[1]
+    for broken in ("{", "[]", json.dumps({**json.loads(written.read_text()), "triton": "0.0"})):
+        written.write_text(broken)
+        assert automatic()[0] == "grouped", broken
+
+
+def test_auto_takes_no_triton_for_few_tokens(monkeypatch):
+    """A step of generation: every expert in one product, nothing sorted."""
+    monkeypatch.setattr(backend, "takes", lambda *_: True)
+    monkeypatch.setattr(backend, "project", lambda *_: 1 / 0)
+    monkeypatch.setattr(SlotOrder, "_sorted", property(lambda self: 1 / 0))
+    order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2]]), 3)
+    fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
+    out = projection.project(torch.ones(2, 8), order, torch.ones(3, 4, 8), **fan, backend="auto")
+    assert (out == 8).all()
+
+
+def test_the_check_of_a_machine_runs_in_miniature(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    done = python("-m", "moa_fairseq.kernels.validate", "--device", "cpu", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (written,) = (tmp_path / "moa_fairseq").iterdir()
+    found = json.loads(written.read_text())
+    assert found["checked"] >= 10 and found["failed"] == [] and "interpreted" in found["gpu"]
+
+
+def test_what_is_not_as_good_as_torch_is_complained_about():
+    exact = {"output": torch.ones(3, dtype=torch.float64)}
+    good, bad = {"output": torch.ones(3)}, {"output": torch.tensor([1.0, 1.0, 1.01])}
+    assert validate.complaints(good, good, exact) == []
+    for wrong in (bad["output"], torch.tensor([1.0, 1.0, float("nan")])):
+        assert "output is off" in validate.complaints({"output": wrong}, good, exact)[0]

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moa_fairseq.kernels.triton import kernels, tuning, weight_grad
+from moa_fairseq.kernels.triton import kernels, launch_routing, routing, tuning, weight_grad
 
 # name → dtype, whether its products may use TF32
 DTYPES = {
@@ -87,15 +87,55 @@ def signatures(name, model_dim, dim, bias):
         "sum_chunks": (
             weight_grad.sum_chunks_kernel,
             dict(partial="*fp32", out=data, offsets="*i32", chunk="i32"),
-            dict(SIZE=model_dim * dim, BLOCK=1024),
+            dict(SIZE=model_dim * dim, BLOCK=1024, EXPERTS_POW2=32),
         ),
+        **routing_signatures(data, model_dim),
+    }
+
+
+def routing_signatures(data, model_dim):
+    """As `signatures`: a router of 8 of 32 experts, and the sorting of its slots."""
+    tokens, counts = {"num_tokens": "i32"}, "*i32"
+    floats = dict.fromkeys(("logits", "probs", "gate"), "*fp32")
+    route = dict(x=data, weight=data, padding="*u8", **floats, index="*i64", **tokens)
+    grads = dict.fromkeys(("grad_logits", "grad_probs", "grad_gate", "probs"), "*fp32")
+    route_grad = dict(**grads, index="*i64", padding="*u8", out=data, **tokens)
+    sizes = dict(EXPERTS=32, EXPERTS_POW2=32)
+    block_m, block_k = launch_routing._ROUTE_TILE
+    block = launch_routing._tokens_per_block(32)
+    choice = dict(PER_TOKEN=8, NORMALIZES=True, **sizes)
+    sort = dict(PER_TOKEN=8, BLOCK_T=block, **sizes)
+    slots = dict(slots=data, gate="*fp32", product=data, gated=data, grad_gate="*fp32", num_slots="i32")
+    return {
+        "route": (
+            routing.route_kernel,
+            route,
+            {**choice, "MODEL_DIM": model_dim, "BLOCK_M": block_m, "BLOCK_K": block_k},
+        ),
+        "route_grad": (
+            routing.route_grad_kernel,
+            route_grad,
+            {**choice, "DETACHED": False, "BLOCK_M": block},
+        ),
+        "route_count": (routing.count_kernel, dict(index="*i64", counts=counts, **tokens), sort),
+        "route_scan": (
+            routing.scan_kernel,
+            dict(counts=counts, offsets=counts, num_blocks="i32"),
+            {**sizes, "BLOCK_B": launch_routing._SCAN_BLOCKS},
+        ),
+        "route_place": (
+            routing.place_kernel,
+            dict(index="*i64", begins=counts, order="*i64", **tokens),
+            sort,
+        ),
+        "gate_slots": (routing.gate_slots_kernel, slots, dict(WIDTH=128, BLOCK_S=32, BLOCK_C=128)),
     }
 
 
 def configs_for(kernel, arch, dtype, meta, every):
     """The configurations that the backend would time on this GPU, as the backend prunes them."""
     if not hasattr(kernel, "configs"):
-        return [triton.Config({}, num_warps=4)]
+        return [triton.Config({}, num_warps=4, num_stages=3)]
     sample = SimpleNamespace(device=arch, element_size=lambda: dtype.itemsize)
     found = []
     if kernel is weight_grad.outer_kernel:
@@ -185,6 +225,11 @@ def hazards(code):
     return overwritten, from_registers
 
 
+def is_product(kernel):
+    """Whether it has a pipelined loop with a matrix product."""
+    return hasattr(kernel, "configs") or kernel is routing.route_kernel
+
+
 def report(label, kernel, runtime, meta, config, arch, name):
     compiled = compile_one(kernel, runtime, meta, config, arch)
     registers, stack = resources(compiled.asm["cubin"])
@@ -192,6 +237,7 @@ def report(label, kernel, runtime, meta, config, arch, name):
     instruction = re.search(r"(wgmma\.mma_async|mma\.sync|fma\.rn\.f32)", compiled.asm["ptx"])
     return {
         "kernel": label,
+        "is_product": is_product(kernel),
         "arch": arch,
         "dtype": name,
         "config": {**config.kwargs, "warps": config.num_warps, "stages": config.num_stages},
@@ -209,6 +255,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("arch", type=int, nargs="+", help="compute capability times ten: 70 80 86 90")
     parser.add_argument("--all-configs", action="store_true")
+    parser.add_argument("--products-only", action="store_true", help="leave out kernels without a dot")
+    parser.add_argument("--kernels", nargs="+", metavar="NAME", help="only those")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     args = parser.parse_args()
@@ -220,6 +268,10 @@ def main():
         if arch < 80 and name in ("bf16", "tf32"):
             continue
         for label, (kernel, runtime, meta) in signatures(name, *SIZES[size]).items():
+            if args.products_only and not is_product(kernel):
+                continue
+            if args.kernels and label not in args.kernels:
+                continue
             for config in configs_for(kernel, arch, DTYPES[name][0], meta, args.all_configs):
                 line = {"size": size, **report(label, kernel, runtime, meta, config, arch, name)}
                 bad |= not line["fits"] or any(line["hazards"])

@@ -34,9 +34,14 @@ def every_expert_pays(tokens: int, per_token: int, weight: Tensor) -> bool:
     return reads_most or weight.is_cuda or weight.numel() <= _CACHED_WEIGHTS
 
 
+def prefers_every_expert(weight: Tensor, fan: Fan) -> bool:
+    """`every_expert_pays`, of a projection: no order is needed then."""
+    return every_expert_pays(fan.slots // fan.per_wide, fan.per_wide, weight)
+
+
 def _walk(rows: Tensor, weight: Tensor, fan: Fan) -> Tuple[ModuleType, ModuleType]:
     """(what has `forward` and `backward`, what they walk with)"""
-    if every_expert_pays(fan.slots // fan.per_wide, fan.per_wide, weight):
+    if prefers_every_expert(weight, fan):
         return slotwise, every_expert
     return (slotwise, sorted_rows) if sorted_rows.takes(rows, weight) else (expert_loop, expert_loop)
 

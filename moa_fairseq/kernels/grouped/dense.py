@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from moa_fairseq.kernels import triton
+
 
 def into_experts(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """rows [N, C], weight [E, D, C], bias [E, D] → [N·E, D], slot k being expert k."""
@@ -18,29 +20,40 @@ def into_experts(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
 
 
 class _IntoModel(Function):
-    """slots [N·E, D], gate [N·E], weight [E, D, C] → [N, C].
+    """slots [N·E, D], gate [N·E], weight [E, D, C] → [N, C]; uses_triton: its one kernel may be used.
 
     The gated slots are computed again in the backward pass rather than kept: they are as large as the
     attention's output, which is kept already.
     """
 
     @staticmethod
-    def forward(ctx, slots: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, slots: Tensor, gate: Tensor, weight: Tensor, uses_triton: bool) -> Tensor:
         ctx.save_for_backward(slots, gate, weight)
-        return _beside(slots * gate.unsqueeze(1), weight) @ weight.flatten(0, 1)
+        ctx.uses_triton = uses_triton
+        return _beside(_gated(slots, gate), weight) @ weight.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         slots, gate, weight = ctx.saved_tensors
-        grad_slots = grad_gate = grad_weight = None
-        if ctx.needs_input_grad[2]:
-            grad_weight = (_beside(slots * gate.unsqueeze(1), weight).t() @ grad).view_as(weight)
+        grad_slots = grad_gate = grad_weight = gated = None
+        grad = grad.contiguous()  # once, not in each of the products
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            projected = (grad @ weight.flatten(0, 1).t()).view_as(slots)
-            grad_gate = torch.linalg.vecdot(projected, slots)
-            grad_slots = projected.mul_(gate.unsqueeze(1))
-        return grad_slots, grad_gate, grad_weight
+            grad_slots = (grad @ weight.flatten(0, 1).t()).view_as(slots)
+            if ctx.uses_triton:
+                gated, grad_gate = triton.gate_slots(slots, gate, grad_slots)
+            else:
+                grad_gate = torch.linalg.vecdot(grad_slots, slots).to(gate.dtype)
+                grad_slots.mul_(gate.unsqueeze(1))
+        if ctx.needs_input_grad[2]:
+            gated = _gated(slots, gate) if gated is None else gated
+            grad_weight = (_beside(gated, weight).t() @ grad).view_as(weight)
+        return grad_slots, grad_gate, grad_weight, None
+
+
+def _gated(slots: Tensor, gate: Tensor) -> Tensor:
+    """gate · slots in the dtype of the slots, which need not be the gate's, in one step."""
+    return torch.mul(slots, gate.unsqueeze(1), out=torch.empty_like(slots))
 
 
 def _beside(slots: Tensor, weight: Tensor) -> Tensor:
@@ -48,10 +61,10 @@ def _beside(slots: Tensor, weight: Tensor) -> Tensor:
     return slots.reshape(-1, weight.size(0) * weight.size(1))
 
 
-def into_model(slots: Tensor, weight: Tensor, gate: Optional[Tensor]) -> Tensor:
-    """slots [N·E, D], weight [E, D, C], gate [N·E] → [N, C]."""
+def into_model(slots: Tensor, weight: Tensor, gate: Optional[Tensor], uses_triton: bool = False) -> Tensor:
+    """slots [N·E, D], weight [E, D, C], gate [N·E] → [N, C]. A gate in another dtype stays in it."""
     if gate is None:
         return _beside(slots, weight) @ weight.flatten(0, 1)
     if not torch.is_grad_enabled():
-        return _beside(slots * gate.unsqueeze(1), weight) @ weight.flatten(0, 1)
-    return _IntoModel.apply(slots, gate, weight)
+        return _beside(_gated(slots, gate), weight) @ weight.flatten(0, 1)
+    return _IntoModel.apply(slots, gate, weight, uses_triton)

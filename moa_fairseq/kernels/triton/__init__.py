@@ -1,31 +1,33 @@
-"""The Triton backend as an operator of torch, with gradients: `expert_project`.
+"""The Triton backend: the expert projection with its gradients, and what routing it needs.
 
-With torch ≥ 2.4 it and the parts of its backward pass are custom operators (`torch.ops.moa_fairseq`), so
-`torch.compile` keeps them whole in its graph and knows their shapes; an older torch gets the same functions
-as an autograd Function. It can be differentiated once. This module imports without Triton, which is loaded
-when the first product runs.
+The projection is an autograd Function; where `torch.compile` is at work (torch ≥ 2.4) it and the parts of
+its backward pass are custom operators (`torch.ops.moa_fairseq`), which stay whole in its graph and whose
+shapes it knows. Elsewhere they would cost the host more than the kernels take. It can be differentiated
+once. This module imports without Triton, which is loaded when the first product runs.
 """
 
 import importlib.util
 import os
-from typing import Any, Callable, Optional, Tuple
+from functools import cache
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moa_fairseq.kernels.slot_order import Fan
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
+from moa_fairseq.torch_compat import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
 
 
 def why_not() -> str:
     """Why this machine cannot run the backend, or "" if it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton; CUDA builds of torch for Linux bring it)"
-    if _INTERPRETED:
+    if INTERPRETED:
         return ""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
@@ -33,7 +35,28 @@ def why_not() -> str:
         return ""
     import triton
 
-    return unfit(torch.cuda.get_device_capability(), triton.__version__)
+    capability = torch.cuda.get_device_capability()
+    return unfit(capability, triton.__version__) or (wrong_product() if capability < (7, 5) else "")
+
+
+@cache
+def wrong_product() -> str:
+    """What is wrong with a 64 × 64 product in float16, or "": old compilers silently err on old GPUs."""
+    from moa_fairseq.kernels.triton import launch
+
+    device, g = "cpu" if INTERPRETED else "cuda", torch.Generator().manual_seed(0)
+    rows, weight = (
+        torch.randn(size, generator=g).to(device, torch.float16) for size in ((64, 64), (1, 64, 64))
+    )
+    order, offsets = torch.arange(64, device=device), torch.tensor([64], device=device, dtype=torch.int32)
+    try:
+        got = launch.products(rows, weight, None, None, order, offsets, True, 1, 1)
+    except Exception as error:  # whatever the compiler has to say
+        return f"a product of 64 × 64 numbers failed with {type(error).__name__}: {error}"
+    exact = rows.double() @ weight[0].double().t()
+    if torch.allclose(got.double(), exact, atol=0.05, rtol=0.01):
+        return ""
+    return "a product of 64 × 64 numbers comes out wrong: this Triton does not serve this GPU"
 
 
 def unfit(capability: Tuple[int, int], triton_version: str) -> str:
@@ -58,7 +81,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
     if rows.dtype != weight.dtype or rows.dtype not in _DTYPES:
         return False
     if not rows.is_cuda:
-        return _INTERPRETED
+        return INTERPRETED
     if rows.dtype == torch.bfloat16 and torch.version.hip is None:
         # torch.compile knows the properties of a device, but not get_device_capability
         return torch.cuda.get_device_properties(rows.device).major >= 8
@@ -67,31 +90,40 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 
 def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan) -> Tensor:
     """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
-    order = fan.order
+    order, compiles = fan.order, is_compiling()
+    if not compiles:
+        order.sort_by(sorted_slots)
     routing = (order.expert, order.order, order.offsets)
-    return expert_project(
-        rows, weight, bias, gate, *routing, fan.into_experts, fan.slots_per_row, fan.slots_per_sum
-    )
+    run = expert_project if compiles else _Project.apply
+    return run(rows, weight, bias, gate, *routing, fan.into_experts, fan.slots_per_row, fan.slots_per_sum)
 
 
-def _operator(
-    name: str,
-    run: Callable,
-    shapes: Callable,
-    setup: Optional[Callable] = None,
-    backward: Optional[Callable] = None,
-) -> Callable:
-    """`run` as an operator; `shapes` makes its outputs uncomputed, setup and backward are its gradient."""
-    if hasattr(torch.library, "custom_op"):
-        operator = torch.library.custom_op(f"moa_fairseq::{name}", run, mutates_args=())
-        operator.register_fake(shapes)
-        if backward is not None:
-            operator.register_autograd(backward, setup_context=setup)
-        return operator
-    if backward is None:
+_MOST_EXPERTS = 512  # that the routing kernels hold at once
+
+
+def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
+    """What `SlotOrder.order` and `offsets` are, in three launches; None where torch has to sort."""
+    from moa_fairseq.kernels.triton import launch_routing
+
+    if order.num_experts > _MOST_EXPERTS:
+        return None
+    return launch_routing.sort(order.expert.view(-1, order.per_token), order.num_experts)
+
+
+def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> Tuple[Tensor, Tensor]:
+    """For K = E: (gate · slots, product · slots for each slot [S]); product [S, D] becomes gate · product."""
+    from moa_fairseq.kernels.triton import launch_routing
+
+    return launch_routing.gate_slots(slots, gate, product)
+
+
+def _operator(name: str, run: Callable, shapes: Callable) -> Callable:
+    """`run` as an operator; `shapes` makes its outputs uncomputed."""
+    if not hasattr(torch.library, "custom_op"):
         return run
-    parts = {"forward": run, "setup_context": setup, "backward": once_differentiable(backward)}
-    return type(name, (Function,), {key: staticmethod(part) for key, part in parts.items()}).apply
+    operator = torch.library.custom_op(f"moa_fairseq::{name}", run, mutates_args=())
+    operator.register_fake(shapes)
+    return operator
 
 
 # --- the parts of the backward pass; no gradients of their own
@@ -187,10 +219,20 @@ def _grad_bias_shapes(
     return rows.new_empty(offsets.size(0), rows.size(1), dtype=torch.float32)
 
 
-_expert_products = _operator("expert_products", _products, _products_shapes)
-_expert_gate_grads = _operator("expert_gate_grads", _gate_grads, _gate_grads_shapes)
-_expert_grad_weight = _operator("expert_grad_weight", _grad_weight, _grad_weight_shapes)
-_expert_grad_bias = _operator("expert_grad_bias", _grad_bias, _grad_bias_shapes)
+class _Parts(NamedTuple):
+    products: Callable
+    gate_grads: Callable
+    grad_weight: Callable
+    grad_bias: Callable
+
+
+_PLAIN = _Parts(_products, _gate_grads, _grad_weight, _grad_bias)
+_OPERATORS = _Parts(
+    _operator("expert_products", _products, _products_shapes),
+    _operator("expert_gate_grads", _gate_grads, _gate_grads_shapes),
+    _operator("expert_grad_weight", _grad_weight, _grad_weight_shapes),
+    _operator("expert_grad_bias", _grad_bias, _grad_bias_shapes),
+)
 
 
 # --- the projection
@@ -234,7 +276,7 @@ def _project_setup(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
     ctx.fan = into_experts, per_row, per_sum
 
 
-def _project_backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+def _gradients(ctx: Any, grad: Tensor, parts: _Parts) -> Tuple[Optional[Tensor], ...]:
     # once: checkpointing recomputes at each access
     rows, weight, bias, gate, expert, order, offsets = ctx.saved_tensors
     into_experts, per_row, per_sum = ctx.fan
@@ -247,7 +289,7 @@ def _project_backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
     if gate is not None and (needs_weight or needs_gate):
         adds_products = needs_rows and not into_experts
         own_bias = bias if into_experts else None
-        grad_gate, left, products = _expert_gate_grads(
+        grad_gate, left, products = parts.gate_grads(
             wide, narrow, weight, own_bias, gate, order, offsets, per_wide, per_narrow, adds_products
         )
         per_left, grad_rows = 1, products if adds_products else None
@@ -255,12 +297,28 @@ def _project_backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
             by_expert = grad @ bias.to(grad.dtype).t()
             grad_gate = grad_gate + by_expert.gather(1, expert.view(-1, per_sum)).view(-1)
     if needs_rows and grad_rows is None:
-        grad_rows = _expert_products(grad, weight, gate, order, offsets, not into_experts, per_sum, per_row)
+        grad_rows = parts.products(grad, weight, gate, order, offsets, not into_experts, per_sum, per_row)
     if needs_weight:
-        grad_weight = _expert_grad_weight(left, wide, order, offsets, per_left, per_wide)
+        grad_weight = parts.grad_weight(left, wide, order, offsets, per_left, per_wide)
     if needs_bias and bias is not None:
-        grad_bias = _expert_grad_bias(grad, gate, order, offsets, per_sum).to(bias.dtype)
+        grad_bias = parts.grad_bias(grad, gate, order, offsets, per_sum).to(bias.dtype)
     return grad_rows, grad_weight, grad_bias, grad_gate, *[None] * 6
 
 
-expert_project = _operator("expert_project", _project, _project_shapes, _project_setup, _project_backward)
+class _Project(Function):
+    forward = staticmethod(_project)
+    setup_context = staticmethod(_project_setup)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+        return _gradients(ctx, grad, _PLAIN)
+
+
+expert_project = _operator("expert_project", _project, _project_shapes)
+if hasattr(expert_project, "register_autograd"):
+    expert_project.register_autograd(
+        lambda ctx, grad: _gradients(ctx, grad, _OPERATORS), setup_context=_project_setup
+    )
+else:  # of an old torch
+    expert_project = _Project.apply

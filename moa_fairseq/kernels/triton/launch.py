@@ -12,21 +12,22 @@ import triton
 from torch import Tensor
 
 from moa_fairseq.kernels.triton import kernels, weight_grad
+from moa_fairseq.kernels.triton.table import start
 from moa_fairseq.kernels.triton.tuning import rows_class
 
 _COLUMN_TILE = 128
-_FREE_ELEMENTS = 8 * 2**20  # a buffer of this size is never cut: launches would cost more than it does
+_LEAST_CACHE = 16 * 2**20  # bytes; a buffer of this size is never cut: launches would cost more than it does
 _SUM_TILE = (8, 128)  # rows × columns of a program that adds slots
 _ROWS_TILE = (32, 128)  # rows × columns that a program holds while it sums an expert's rows
 _CHUNK_SUM_TILE = 1024
 _MIN_CHUNK, _CHUNK_UNIT = 256, 128  # rows
 
 
-def _cdiv(a: int, b: int) -> int:
+def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _on(tensor: Tensor) -> ContextManager:
+def on(tensor: Tensor) -> ContextManager:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -47,19 +48,24 @@ def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
         "order": order,
         "offsets": offsets,
         "num_experts": experts,
-        "EXPERTS_POW2": max(16, triton.next_power_of_2(experts)),
+        "EXPERTS_POW2": experts_pow2(experts),
     }
 
 
-def columns_at_once(count: int, expert_dim: int, width: int) -> int:
+def experts_pow2(experts: int) -> int:
+    return max(16, triton.next_power_of_2(experts))
+
+
+def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, cache: int) -> int:
     """How many of `width` columns `products` computes per step for `count` slots that are to be summed.
 
-    All, if the buffer is small; else so many that it is no larger than the slots themselves, in whole tiles.
+    All, if the buffer just about fits the second-level cache of so many bytes, from which it is read again;
+    else the experts' own width, in whole tiles, so that it is no larger than the slots. There is nothing in
+    between: each width is tuned for itself, and batches of many sizes should not tune many times.
     """
-    most = max(expert_dim, _FREE_ELEMENTS // max(1, count))
-    if most >= width:
+    if 4 * count * width * element_size <= 5 * cache:
         return width
-    return min(width, _cdiv(most, _COLUMN_TILE) * _COLUMN_TILE)
+    return min(width, cdiv(expert_dim, _COLUMN_TILE) * _COLUMN_TILE)
 
 
 def products(
@@ -85,7 +91,9 @@ def products(
     out = rows.new_empty(count // per_sum, full)
     if count == 0:
         return out
-    width = full if per_sum == 1 else columns_at_once(count, expert_dim, full)
+    width = full
+    if per_sum > 1:
+        width = columns_at_once(count, expert_dim, full, rows.element_size(), _cache_bytes(rows))
     buffer = out if per_sum == 1 else rows.new_empty(count * width)
     arguments = dict(
         rows=rows,
@@ -101,14 +109,18 @@ def products(
         TF32=_tf32(rows),
         **_routing(order, offsets),
     )
-    with _on(rows):
+    with on(rows):
         for first in range(0, full, width):
             now = min(width, full - first)
-            kernels.product_kernel[
+            start(
+                kernels.product_kernel,
                 lambda meta, now=now: (
-                    (count // meta["BLOCK_M"] + num_experts) * _cdiv(now, meta["BLOCK_N"]),
-                )
-            ](first_column=first, OUTER=now, **arguments)
+                    (count // meta["BLOCK_M"] + num_experts) * cdiv(now, meta["BLOCK_N"]),
+                ),
+                first_column=first,
+                OUTER=now,
+                **arguments,
+            )
             if per_sum > 1:
                 _sum_slots(buffer, out, first, now, per_sum)
     return out
@@ -116,7 +128,7 @@ def products(
 
 def _sum_slots(buffer: Tensor, out: Tensor, first: int, width: int, per_sum: int) -> None:
     block_t, block_c = _SUM_TILE
-    kernels.sum_slots_kernel[(_cdiv(out.size(0), block_t), _cdiv(width, block_c))](
+    kernels.sum_slots_kernel[(cdiv(out.size(0), block_t), cdiv(width, block_c))](
         buffer,
         out,
         num_sums=out.size(0),
@@ -154,8 +166,10 @@ def gate_grads(
     product = narrow.new_empty(count if adds_products else 0, expert_dim)
     if count == 0:
         return grad_gate.to(gate.dtype), gated, product
-    with _on(wide):
-        kernels.gate_kernel[lambda meta: (count // meta["BLOCK_M"] + num_experts,)](
+    with on(wide):
+        start(
+            kernels.gate_kernel,
+            lambda meta: (count // meta["BLOCK_M"] + num_experts,),
             rows=wide,
             weight=weight,
             bias=None if bias is None else bias.contiguous(),
@@ -181,25 +195,35 @@ def gate_grads(
 def rows_per_chunk(count: int, num_experts: int, tiles: int, processors: int) -> int:
     """Into chunks of how many rows a sum over an expert's share of `count` rows is cut.
 
-    Tiles of all experts fill the processors: only an expert with twice its share is cut. Else so that
-    there are about two programs per processor.
+    Tiles of all experts nearly fill the processors: only an expert with four times its share is cut. Else
+    so that there are about two programs per processor.
     """
-    if num_experts * tiles >= processors:
-        rows = 2 * _cdiv(count, num_experts)
+    if 2 * num_experts * tiles >= processors:
+        rows = 4 * cdiv(count, num_experts)
     else:
-        rows = _cdiv(count * tiles, 2 * processors)
-    return _cdiv(max(rows, _MIN_CHUNK), _CHUNK_UNIT) * _CHUNK_UNIT
+        rows = cdiv(count * tiles, 2 * processors)
+    return cdiv(max(rows, _MIN_CHUNK), _CHUNK_UNIT) * _CHUNK_UNIT
 
 
 def _processors(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
 
 
+def _cache_bytes(tensor: Tensor) -> int:
+    """Size of the device's second-level cache; old torch does not know it."""
+    known = torch.cuda.get_device_properties(tensor.device) if tensor.is_cuda else None
+    return max(getattr(known, "L2_cache_size", 0), _LEAST_CACHE)
+
+
 def _chunks(count: int, experts: int, tiles: int, sample: Tensor) -> Tuple[int, int, int]:
-    """(rows of a chunk, blocks to launch, parts to make room for)"""
+    """(rows of a chunk, blocks to launch, parts to make room for)
+
+    Only experts of more than one chunk leave parts: n rows are at most n / chunk + 1 of them, and less than
+    2n / chunk.
+    """
     chunk = rows_per_chunk(count, experts, tiles, _processors(sample))
     blocks = count // chunk + experts
-    return chunk, blocks, blocks if count > chunk else 0  # an expert can have two chunks
+    return chunk, blocks, min(blocks, 2 * count // chunk) if count > chunk else 0
 
 
 def outer(
@@ -212,16 +236,18 @@ def outer(
     left, right = left.contiguous(), right.contiguous()
     expert_dim, model_dim = left.size(1), right.size(1)
     experts, count = offsets.numel(), order.numel()
-    tiles = _cdiv(expert_dim, _COLUMN_TILE) * _cdiv(model_dim, _COLUMN_TILE)
+    tiles = cdiv(expert_dim, _COLUMN_TILE) * cdiv(model_dim, _COLUMN_TILE)
     chunk, blocks, parts = _chunks(count, experts, tiles, left)
     out = left.new_empty(experts, expert_dim, model_dim)
     partial = left.new_empty(parts, expert_dim, model_dim, dtype=torch.float32)
 
     def grid(meta: Dict[str, int]) -> Tuple[int]:
-        return (blocks * _cdiv(expert_dim, meta["BLOCK_D"]) * _cdiv(model_dim, meta["BLOCK_C"]),)
+        return (blocks * cdiv(expert_dim, meta["BLOCK_D"]) * cdiv(model_dim, meta["BLOCK_C"]),)
 
-    with _on(left):
-        weight_grad.outer_kernel[grid](
+    with on(left):
+        start(
+            weight_grad.outer_kernel,
+            grid,
             left=left,
             right=right,
             out=out,
@@ -245,11 +271,11 @@ def sum_rows(rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tenso
     rows = rows.contiguous()
     width, experts = rows.size(1), offsets.numel()
     block_r, block_c = _ROWS_TILE
-    tiles = _cdiv(width, block_c)
+    tiles = cdiv(width, block_c)
     chunk, blocks, parts = _chunks(order.numel(), experts, tiles, rows)
     out = rows.new_empty(experts, width, dtype=torch.float32)
     partial = rows.new_empty(parts, width, dtype=torch.float32)
-    with _on(rows):
+    with on(rows):
         weight_grad.sum_rows_kernel[(blocks * tiles,)](
             rows=rows,
             gate=None if gate is None else gate.contiguous(),
@@ -269,6 +295,12 @@ def sum_rows(rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tenso
 
 def _sum_chunks(partial: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
     size = out[0].numel()
-    weight_grad.sum_chunks_kernel[(_cdiv(size, _CHUNK_SUM_TILE), out.size(0))](
-        partial, out, offsets, chunk, SIZE=size, BLOCK=_CHUNK_SUM_TILE
+    weight_grad.sum_chunks_kernel[(cdiv(size, _CHUNK_SUM_TILE), out.size(0))](
+        partial,
+        out,
+        offsets,
+        chunk,
+        SIZE=size,
+        BLOCK=_CHUNK_SUM_TILE,
+        EXPERTS_POW2=experts_pow2(out.size(0)),
     )

@@ -14,11 +14,35 @@ from moa_fairseq.kernels.triton.kernels import dot, expert_block
 
 
 @triton.jit
-def _store(tile, place, mask, out, partial, expert, number, is_whole, SIZE: tl.constexpr):
-    """The tile as expert `expert`'s result, or as chunk `number`'s part of it."""
-    if is_whole:
+def _first_part(offsets, expert, chunk, EXPERTS_POW2: tl.constexpr):
+    """Number of an expert's first part: those before it that are cut leave one for each of their chunks."""
+    other = tl.arange(0, EXPERTS_POW2)
+    is_before = other < expert
+    start = tl.load(offsets + other - 1, mask=is_before & (other > 0), other=0)
+    rows = tl.load(offsets + other, mask=is_before, other=0) - start
+    return tl.sum(tl.where(rows > chunk, (rows + chunk - 1) // chunk, 0), axis=0)
+
+
+@triton.jit
+def _store(
+    tile,
+    place,
+    mask,
+    out,
+    partial,
+    offsets,
+    expert,
+    block,
+    rows,
+    chunk,
+    SIZE: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+):
+    """The tile as expert `expert`'s result, or as its chunk `block`'s part of it."""
+    if rows <= chunk:
         tl.store(out + expert.to(tl.int64) * SIZE + place, tile.to(out.dtype.element_ty), mask=mask)
     else:
+        number = _first_part(offsets, expert, chunk, EXPERTS_POW2) + block
         tl.store(partial + number.to(tl.int64) * SIZE + place, tile, mask=mask)
 
 
@@ -30,7 +54,7 @@ def outer_kernel(
     left,  # [S / PER_LEFT, EXPERT_DIM]
     right,  # [S / PER_RIGHT, MODEL_DIM]
     out,  # [E, EXPERT_DIM, MODEL_DIM]
-    partial,  # [blocks, EXPERT_DIM, MODEL_DIM] float32
+    partial,  # [parts, EXPERT_DIM, MODEL_DIM] float32
     order,
     offsets,
     chunk,
@@ -76,8 +100,20 @@ def outer_kernel(
         acc += dot(tl.trans(a), b, TF32)
     place = d[:, None] * MODEL_DIM + c[None, :]
     mask = (d < EXPERT_DIM)[:, None] & (c < MODEL_DIM)[None, :]
-    is_whole = end - start <= chunk
-    _store(acc, place, mask, out, partial, expert, number, is_whole, EXPERT_DIM * MODEL_DIM)
+    _store(
+        acc,
+        place,
+        mask,
+        out,
+        partial,
+        offsets,
+        expert,
+        block,
+        end - start,
+        chunk,
+        EXPERT_DIM * MODEL_DIM,
+        EXPERTS_POW2,
+    )
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -85,7 +121,7 @@ def sum_rows_kernel(
     rows,  # [S / PER_ROW, WIDTH]
     gate,  # [S] or None for ones
     out,  # [E, WIDTH]
-    partial,  # [blocks, WIDTH] float32
+    partial,  # [parts, WIDTH] float32
     order,
     offsets,
     chunk,
@@ -118,18 +154,31 @@ def sum_rows_kernel(
         if gate is not None:
             tile *= tl.load(gate + slot, mask=live, other=0.0).to(tl.float32)[:, None]
         acc += tile
-    is_whole = end - start <= chunk
-    _store(tl.sum(acc, axis=0), column, column < WIDTH, out, partial, expert, number, is_whole, WIDTH)
+    _store(
+        tl.sum(acc, axis=0),
+        column,
+        column < WIDTH,
+        out,
+        partial,
+        offsets,
+        expert,
+        block,
+        end - start,
+        chunk,
+        WIDTH,
+        EXPERTS_POW2,
+    )
 
 
 @triton.jit
 def sum_chunks_kernel(
-    partial,  # [blocks, SIZE] float32
+    partial,  # [parts, SIZE] float32
     out,  # [E, SIZE]
     offsets,
     chunk,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
 ):
     """out[e] = the sum of expert e's chunks, in their order; leaves experts of a single chunk alone."""
     expert = tl.program_id(1)
@@ -139,7 +188,7 @@ def sum_chunks_kernel(
         return
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < SIZE
-    partial += (start // chunk + expert).to(tl.int64) * SIZE
+    partial += _first_part(offsets, expert, chunk, EXPERTS_POW2).to(tl.int64) * SIZE
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in range(0, end - start, chunk):
         acc += tl.load(partial + place, mask=mask, other=0.0)

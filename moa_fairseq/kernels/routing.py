@@ -1,0 +1,102 @@
+"""What a router computes: logits in float32 that keep no copy of their input, and all of it in one kernel."""
+
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from moa_fairseq.kernels import triton
+from moa_fairseq.torch_compat import is_compiling
+
+_HALF = (torch.float16, torch.bfloat16)
+_HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
+_MOST_EXPERTS = 128  # whose logits of 64 tokens one program holds
+
+
+class _WideProduct(Function):
+    """x [N, C], weight [E, C] → x · weightᵀ in float32. Kept are x and weight as they are.
+
+    The product of two half-precision numbers is exact in float32, so nothing is lost in the forward pass.
+    The gradient of the logits is rounded to the dtype of x, as every other gradient of a model in half
+    precision is; with weights in float32 (autocast) it is not.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if _HAS_WIDE_MM and x.is_cuda and x.dtype == weight.dtype and torch.version.hip is None:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+        x, weight = ctx.saved_tensors
+        return _product_grads(ctx, grad.to(x.dtype) if x.dtype == weight.dtype else grad, x, weight)
+
+
+def _product_grads(ctx, grad: Tensor, x: Tensor, weight: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """Gradients of x and weight from the logits' `grad` [N, E]."""
+    grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+    grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_weight
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """F.linear in float32 or wider, whatever the dtypes: x [N, C], weight [E, C], bias [E] → [N, E]."""
+    if x.dtype in _HALF:
+        logits = _WideProduct.apply(x, weight)
+        return logits if bias is None else logits + bias.float()
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+class _Route(Function):
+    """x, weight → (logits, probs, gate, index), as `top_k_routing`."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+        from moa_fairseq.kernels.triton import launch_routing
+
+        found = launch_routing.route(x, weight, per_token, renormalize != "none", padding)
+        logits, probs, gate, index = found
+        ctx.save_for_backward(x, weight, probs, index, padding)
+        ctx.options = per_token, renormalize != "none", renormalize == "detached"
+        ctx.set_materialize_grads(False)
+        if index is not None:
+            ctx.mark_non_differentiable(index)
+        return logits, probs, gate if gate is not probs else None, index
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logits, grad_probs, grad_gate, _) -> Tuple[Optional[Tensor], ...]:
+        from moa_fairseq.kernels.triton import launch_routing
+
+        if grad_logits is None and grad_probs is None and grad_gate is None:
+            return (None,) * 5
+        x, weight, probs, index, padding = ctx.saved_tensors
+        grads = (grad_logits, grad_probs, grad_gate)
+        grad = launch_routing.route_grad(*grads, probs, index, padding, *ctx.options, x.dtype)
+        return (*_product_grads(ctx, grad, x, weight), None, None, None)
+
+
+def top_k_routing(
+    x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor], backend: str
+) -> Optional[Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]]:
+    """MoA Eq. 7-9 in one kernel: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E).
+
+    x [N, C], weight [E, C]; renormalize: "detached", "full" or "none"; padding [N] bool: gates to set to
+    zero. Ties go to the expert with the lower number. None where the backend is not Triton's or its kernel
+    does not take x: then the caller has to do it.
+    """
+    if backend not in ("auto", "triton") or is_compiling() or not triton.takes(x, weight):
+        return None
+    if weight.size(0) > _MOST_EXPERTS:
+        return None
+    logits, probs, gate, index = _Route.apply(x, weight, per_token, renormalize, padding)
+    return logits, probs, probs if gate is None else gate, index

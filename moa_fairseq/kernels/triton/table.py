@@ -1,0 +1,55 @@
+"""Launches by a table of the tuned configurations.
+
+Triton's autotuner asks itself at every launch which configuration it chose, which costs the host several
+times what a plain launch does, and a layer is a row of short kernels. So it is asked once for each kind of
+launch, and from then on its choice is passed to the kernel itself.
+"""
+
+import threading
+from typing import Any, Callable, Dict, Hashable
+
+from torch import Tensor
+
+# the autotuner times, and says which one it took, in two steps
+_tuning = threading.RLock()
+_chosen: Dict[Hashable, Dict[str, Any]] = {}
+# kernel → a configuration to take instead of the tuned one; for checks of all of them
+forced: Dict[Any, Any] = {}
+
+
+def options(config: Any) -> Dict[str, Any]:
+    """A triton.Config as arguments of a plain launch."""
+    found = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    if getattr(config, "maxnreg", None) is not None:
+        found["maxnreg"] = config.maxnreg
+    return found
+
+
+def _kind(kernel: Any, arguments: Dict[str, Any]) -> Hashable:
+    """What the choice may depend on: sizes known to the compiler, classes of sizes, dtypes, the device."""
+    device, parts = None, [id(kernel)]
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            device = value.device
+            parts.append(value.dtype)
+        elif value is None or name.isupper() or name.startswith("rows_per_"):
+            parts.append(value)
+    return (*parts, device)
+
+
+def start(kernel: Any, grid: Callable, **arguments: Any) -> None:
+    """Run a kernel; a tuned one is timed at the first launch of its kind."""
+    if not hasattr(kernel, "configs"):
+        kernel[grid](**arguments)
+        return
+    if kernel in forced:
+        kernel.fn[grid](**arguments, **options(forced[kernel]))
+        return
+    kind = _kind(kernel, arguments)
+    chosen = _chosen.get(kind)
+    if chosen is not None:
+        kernel.fn[grid](**arguments, **chosen)
+        return
+    with _tuning:
+        kernel[grid](**arguments)
+        _chosen[kind] = options(kernel.best_config)

@@ -1,0 +1,191 @@
+"""Every Triton kernel in every tile configuration against float64 on this machine; the outcome is kept.
+
+    python -m moa_fairseq.kernels.validate [--repeats N] [--device cuda|cpu]
+
+`--expert-backend auto` takes the Triton kernels on a GPU where this has passed. Each case is computed by
+torch in float64, by torch in its own dtype (whose error is what may be expected), and by the kernels, N
+times: the results must be as good, and bitwise the same each time. On the CPU a few small cases run under
+Triton's interpreter. Exits with 1 if anything fails.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.kernels import SlotOrder, project, routing, triton, validation
+
+# use → into, slots per row and per sum of H heads with k experts each, whether gated
+_USES: Dict[str, Tuple[str, Callable[[int, int], Tuple[int, int]], bool]] = {
+    "MoA queries": ("experts", lambda heads, k: (heads * k, 1), False),
+    "MoA outputs": ("model", lambda heads, k: (1, heads * k), True),
+    "SwitchHead source": ("experts", lambda heads, k: (heads * k, k), True),
+    "SwitchHead destination": ("model", lambda heads, k: (k, heads * k), True),
+}
+# N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
+_SHAPES = {
+    "one token": (1, 64, 5, 2, 32, 2, 0.0),
+    "sizes of no tile": (397, 136, 7, 3, 72, 2, 0.0),
+    "a layer": (2048, 512, 32, 8, 128, 1, 0.0),
+    "a layer of wide experts": (1500, 512, 16, 4, 256, 1, 0.3),
+    "one hot expert": (1700, 256, 16, 1, 128, 2, 1.0),
+}
+_SMALL = {"one token": (1, 12, 5, 2, 4, 2, 0.0), "sizes of no tile": (21, 19, 3, 2, 13, 2, 0.5)}
+
+
+def _configurations(sample: Tensor) -> Iterator[Dict[Any, Any]]:
+    """What to force: each configuration of each tuned kernel that fits the device; once nothing."""
+    from moa_fairseq.kernels.triton import kernels, tuning, weight_grad
+
+    yield {}
+    for kernel in (kernels.product_kernel, kernels.gate_kernel, weight_grad.outer_kernel):
+        for config in tuning.fitting(getattr(kernel, "configs", []), sample):
+            yield {kernel: config}
+
+
+def _inputs(
+    shape: Tuple, use: str, dtype: torch.dtype, device: str
+) -> Tuple[Dict[str, Tensor], Tensor, Tensor]:
+    """(leaves, upstream gradient, expert index), in float64 but rounded to `dtype`."""
+    tokens, model_dim, experts, k, dim, heads, skew = shape
+    g = torch.Generator().manual_seed(tokens + experts)
+    scores = torch.rand(tokens, heads, experts, generator=g)
+    scores[: round(skew * tokens), :, :k] += 1.0
+    index = scores.topk(k, dim=-1).indices + experts * torch.arange(heads).view(1, heads, 1)
+    into, slots, gated = _USES[use]
+    per_row, per_sum = slots(heads, k)
+    in_width, out_width = (model_dim, dim) if into == "experts" else (dim, model_dim)
+    leaves = {
+        "rows": torch.randn(index.numel() // per_row, in_width, generator=g),
+        "weight": torch.randn(heads * experts, dim, model_dim, generator=g) / in_width**0.5,
+        "bias": torch.randn(heads * experts, out_width, generator=g),
+    }
+    if gated:
+        leaves["gate"] = torch.rand(index.numel(), generator=g)
+        leaves["gate"][::7] = 0.0  # padding
+    leaves = {name: leaf.to(device, dtype).double() for name, leaf in leaves.items()}
+    upstream = torch.randn(index.numel() // per_sum, out_width, generator=g).to(device, dtype).double()
+    return leaves, upstream, index.view(tokens, heads * k).to(device)
+
+
+def _run(shape: Tuple, use: str, inputs: Tuple, dtype: torch.dtype, backend: str) -> Dict[str, Tensor]:
+    leaves, upstream, index = inputs
+    leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
+    into, slots, _ = _USES[use]
+    per_row, per_sum = slots(shape[5], shape[3])
+    order = SlotOrder.from_index(index, leaves["weight"].size(0))
+    fan = dict(into=into, slots_per_row=per_row, slots_per_sum=per_sum, backend=backend)
+    out = project(order=order, **leaves, **fan)
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream.to(dtype))
+    return {"output": out.detach(), **dict(zip(leaves, grads))}
+
+
+def complaints(fast: Dict[str, Tensor], plain: Dict[str, Tensor], exact: Dict[str, Tensor]) -> List[str]:
+    """Where `fast` is more than twice as far from `exact` as `plain` is, one rounding allowed."""
+    found = []
+    for name, truth in exact.items():
+        got = fast[name].double()
+        error, allowed = (got - truth).abs().max().item(), (plain[name].double() - truth).abs().max().item()
+        roundings = 8 if fast[name].dtype == torch.float32 else 1
+        allowed = 2 * allowed + roundings * truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
+        if not error <= allowed:  # not a number, too
+            found.append(f"{name} is off by {error:.1e}, {allowed:.1e} is expected")
+    return found
+
+
+def _check_products(device: str, repeats: int) -> Iterator[Tuple[str, List[str]]]:
+    """(case, what is wrong with it) of each dtype, shape, use and configuration."""
+    from moa_fairseq.kernels.triton import table
+
+    dtypes = [torch.bfloat16, torch.float16, torch.float32] if device == "cuda" else [torch.float32]
+    shapes = _SHAPES if device == "cuda" else _SMALL
+    for dtype, (name, shape), use in itertools.product(dtypes, shapes.items(), _USES):
+        inputs = _inputs(shape, use, dtype, device)
+        if not triton.takes(inputs[0]["rows"].to(dtype), inputs[0]["weight"].to(dtype)):
+            continue
+        exact = _run(shape, use, inputs, torch.float64, "reference")
+        plain = _run(shape, use, inputs, dtype, "reference")
+        for forced in _configurations(inputs[0]["rows"].to(dtype)):
+            table.forced.clear()
+            table.forced.update(forced)
+            label = ", ".join(str(config) for config in forced.values()) or "tuned"
+            try:
+                first = _run(shape, use, inputs, dtype, "triton")
+                wrong = complaints(first, plain, exact)
+                for _ in range(repeats - 1):
+                    again = _run(shape, use, inputs, dtype, "triton")
+                    if not all(torch.equal(first[key], again[key]) for key in first):
+                        wrong.append("not the same each time")
+                        break
+            except Exception as error:
+                wrong = [f"{type(error).__name__}: {error}"]
+            finally:
+                table.forced.clear()
+            yield f"{use}, {name}, {dtype}, {label}", wrong
+
+
+def _check_routing(device: str) -> Iterator[Tuple[str, List[str]]]:
+    """Routing and sorting, likewise."""
+    sizes = [(1, 8, 5, 2), (67, 37, 33, 8), (50, 24, 4, 4)] + [(8192, 512, 32, 8)] * (device == "cuda")
+    for tokens, width, experts, per_token in sizes:
+        g = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, width, generator=g).to(device)
+        weight = torch.randn(experts, width, generator=g).to(device) / width**0.5
+        upstream = torch.randn(tokens, per_token, generator=g).to(device)
+        outcomes = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = [leaf.to(dtype).requires_grad_() for leaf in (x, weight)]
+            if dtype == torch.float32:
+                found = routing.top_k_routing(*leaves, per_token, "detached", None, "triton")
+                logits, _, gate, index = found
+            else:
+                logits = leaves[0] @ leaves[1].t()
+                probs = logits.softmax(-1)
+                gate = probs if index is None else probs.gather(1, index)
+                gate = gate if index is None else gate / gate.sum(1, keepdim=True).detach()
+            grads = torch.autograd.grad(gate, leaves, upstream.to(dtype))
+            outcomes.append({"logits": logits, "gate": gate, "x": grads[0], "weight": grads[1]})
+        wrong = []
+        for name, truth in outcomes[1].items():
+            if not torch.allclose(outcomes[0][name].double(), truth, atol=1e-4, rtol=1e-4):
+                wrong.append(f"{name} is wrong")
+        if index is not None:
+            orders = SlotOrder.from_index(index, experts), SlotOrder.from_index(index, experts)
+            orders[0].sort_by(triton.sorted_slots)
+            if not all(
+                torch.equal(getattr(orders[0], n), getattr(orders[1], n)) for n in ("order", "offsets")
+            ):
+                wrong.append("slots are in a wrong order")
+        yield f"routing {tokens} tokens to {per_token} of {experts} experts", wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--repeats", type=int, help="how often each case is computed (GPU: 20)")
+    args = parser.parse_args()
+    if args.device == "cpu" and not triton.INTERPRETED:  # Triton reads this when it loads
+        arguments = [sys.executable, "-m", "moa_fairseq.kernels.validate", *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, "TRITON_INTERPRET": "1"})
+    reason = triton.why_not()
+    if reason:
+        sys.exit(f"The Triton kernels cannot run here: {reason}.")
+    repeats = args.repeats or (20 if args.device == "cuda" else 1)
+    failed, checked = [], 0
+    for case, wrong in itertools.chain(_check_routing(args.device), _check_products(args.device, repeats)):
+        checked += 1
+        if wrong:
+            failed.append(f"{case}: {'; '.join(wrong)}")
+            print(f"FAILED {failed[-1]}", flush=True)
+    print(f"{checked} cases, {len(failed)} failed; wrote {validation.write(checked, failed)}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
