@@ -1,4 +1,7 @@
-"""fairseq's trainer in this process, on the toy corpus."""
+"""fairseq's trainer in this process, on the toy corpus; shares `trainer_updates` with the tests here."""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from fairseq.trainer import Trainer
 import moa_fairseq
 
 assert moa_fairseq.__version__
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
