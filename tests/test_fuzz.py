@@ -21,7 +21,7 @@ PARSERS = fuzz.all_parsers()
 def test_every_parser_is_there():
     assert set(PARSERS) == {
         *("generation-log", "german", "bpe-codes", "archives", "recipe-yaml", "train-log"),
-        *("state", "scores", "result"),
+        *("perplexity", "state", "scores", "result"),
     }
 
 
