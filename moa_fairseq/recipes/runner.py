@@ -64,7 +64,7 @@ def user_dir() -> Path:
 
 
 def save_dir_of(recipe: Recipe, options: Options) -> Path:
-    """The run folder: --save-dir, or runs/<experiment>. Raises UserError where fairseq would split its path."""
+    """The run folder: --save-dir, or runs/<experiment>. Raises UserError for one that fairseq would split."""
     folder = options.save_dir or Path("runs") / recipe.experiment
     if ":" in str(folder):
         raise UserError(
