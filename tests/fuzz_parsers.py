@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -72,7 +73,7 @@ def exchange(rng: random.Random, tree: Any, values: Sequence[Any]) -> None:
             del tree[key]
             return
         else:
-            tree[key] = rng.choice(values)
+            tree[key] = copy.deepcopy(rng.choice(values))
             return
 
 

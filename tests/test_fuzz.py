@@ -15,6 +15,8 @@ CASES = {"recipe-yaml": 1000, "state": 1500}
 sys.path.insert(0, str(Path(__file__).parent))  # where `python tests/fuzz.py` looks for its other half
 import fuzz  # noqa: E402
 
+import fuzz_parsers  # noqa: E402
+
 PARSERS = fuzz.all_parsers()
 
 
@@ -78,3 +80,12 @@ def test_cases_are_different_and_repeatable(name):
     cases = [fuzz.case_input(PARSERS[name], 5, number) for number in range(60)]
     assert cases == [fuzz.case_input(PARSERS[name], 5, number) for number in range(60)]
     assert len(set(cases)) > 40 and cases != [fuzz.case_input(PARSERS[name], 6, n) for n in range(60)]
+
+
+def test_no_case_changes_what_the_next_is_made_of():
+    """Values are put into trees that further exchanges reach into: a shared one would change, or hold itself."""
+    values = repr(fuzz_parsers.VALUES)
+    for name in ("state", "result", "recipe-yaml"):
+        for number in range(1500):
+            fuzz.case_input(PARSERS[name], 2, number)
+    assert repr(fuzz_parsers.VALUES) == values
