@@ -14,7 +14,6 @@ CASES = {"recipe-yaml": 1000, "state": 1500}
 
 sys.path.insert(0, str(Path(__file__).parent))  # where `python tests/fuzz.py` looks for its other half
 import fuzz  # noqa: E402
-
 import fuzz_parsers  # noqa: E402
 
 PARSERS = fuzz.all_parsers()
@@ -83,7 +82,7 @@ def test_cases_are_different_and_repeatable(name):
 
 
 def test_no_case_changes_what_the_next_is_made_of():
-    """Values are put into trees that further exchanges reach into: a shared one would change, or hold itself."""
+    """A value is put into a tree that a further exchange may reach into: a shared one would hold itself."""
     values = repr(fuzz_parsers.VALUES)
     for name in ("state", "result", "recipe-yaml"):
         for number in range(1500):
