@@ -2,9 +2,9 @@
 
 One expert per sequence, as the paper has it, where one gate sees the whole sequence: in encoders. In decoders
 a gate must not see later tokens, so there is one per position, and the drawn expert can change along the
-sequence; `ExpertDraw.choose` keeps those changes few. Measured on Multi30k's valid set, tiny models: the share
-of sentence × decoder module pairs in which the expert changes somewhere, and its changes as a multiple of
-those that any draw must make; beside it the same for one number and the cumulated probabilities:
+sequence; `ExpertDraw.choose` keeps those changes few. Measured on Multi30k's valid set, tiny models: the
+share of sentence × decoder module pairs in which the expert changes somewhere, and its changes as a multiple
+of those that any draw must make; beside it the same for one number and the cumulated probabilities:
 
     MAE-7, untrained                                   14 % (1.3)    25 % (2.3)
     MAE-7 after 360 updates, 120 of them with G steps  30 % (1.3)    55 % (2.3)
