@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -24,7 +25,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.evaluation.results import load_comparison
 from moa_fairseq.evaluation.results_markdown import render
-from moa_fairseq.recipes import result, runner, stages
+from moa_fairseq.recipes import lm_stages, result, runner, stages
 from moa_fairseq.recipes.commands import RunPaths
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import build, load_recipe, to_mapping
@@ -72,7 +73,7 @@ def exchange(rng: random.Random, tree: Any, values: Sequence[Any]) -> None:
             del tree[key]
             return
         else:
-            tree[key] = rng.choice(values)
+            tree[key] = copy.deepcopy(rng.choice(values))
             return
 
 
@@ -268,6 +269,21 @@ def parse_log(place: Path) -> None:
     read_learning_curve(path, "loss")
 
 
+PERPLEXITY = b"""INFO:fairseq_cli.eval_lm:Evaluated 245,569 tokens in 12.5s (19645.5 tokens/s)
+INFO:fairseq_cli.eval_lm:Loss (base 2): 4.2258, Perplexity: 18.71
+"""
+PERPLEXITY_ODD = (
+    *(b"Loss (base 2): ", b", Perplexity: ", b"Evaluated ", b" tokens", b".", b",", b"1.2.3", b"inf", b"nan"),
+    *(b"\n", *NUMBERS),
+)
+
+
+def parse_perplexity(place: Path) -> None:
+    text = (place / "input").read_text(encoding="utf-8", errors="replace")
+    scores = lm_stages.read_report(text, place / "input", build(Recipe, RECIPE, "fuzz", ""))
+    json.dumps(result.flat_metrics(scores), allow_nan=False)
+
+
 SCORES = {
     "multi_bleu": {"score": 12.5, "line": "BLEU"},
     "moa_release_bleu": {"score": 13.5, "sd": 0.1},
@@ -353,6 +369,7 @@ PARSERS = (
         seconds_per_byte=1e-4,
     ),
     Parser("train-log", dump_log(LOG).encode(), of_mapping(LOG, dump_log, VALUES, LOG_ODD), parse_log),
+    Parser("perplexity", PERPLEXITY, of_bytes(PERPLEXITY, PERPLEXITY_ODD), parse_perplexity),
     of_json("state", STATE, parse_state),
     of_json("scores", SCORES, parse_scores),
     of_json("result", RESULT, parse_result),

@@ -3,6 +3,7 @@ workers load the epoch that is being trained."""
 
 import multiprocessing
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -93,19 +94,36 @@ class Noisy(FairseqDataset):
         return torch.stack(samples)
 
 
-def epochs_of(workers, buffer_size, restart_at=None, count=3):
+@pytest.fixture
+def epochs_over():
+    """epochs_over(dataset, batches, workers, buffer_size=10) → fairseq's iterator, whose workers end in time.
+
+    The iterator and its loader hold each other, and workers of a loader that only the garbage collector
+    finds are out of its reach by then: it would wait five seconds for each.
+    """
+    before, made = set(multiprocessing.active_children()), []
+
+    def make(dataset, batches, workers, buffer_size=10):
+        options = {"num_workers": workers, "buffer_size": buffer_size, "reuse_dataloader": True}
+        made.append(EpochBatchIterator(dataset, dataset.collater, batches, **options))
+        return made[-1]
+
+    yield make
+    for epochs in made:
+        epochs.dataloader = epochs._cur_epoch_itr = epochs._next_epoch_itr = None
+    end = time.monotonic() + 4  # threads that filled a buffer may be at their last line
+    while set(multiprocessing.active_children()) - before and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not set(multiprocessing.active_children()) - before
+
+
+def epochs_of(epochs_over, workers, buffer_size, restart_at=None, count=3):
     """What `count` epochs of 6 batches load, [72 / count, 3] each; the second may go on at a batch."""
     batches = [[2 * number, 2 * number + 1] for number in range(6)]
-
-    def iterator():
-        dataset = Noisy()
-        options = {"num_workers": workers, "buffer_size": buffer_size, "reuse_dataloader": True}
-        return EpochBatchIterator(dataset, dataset.collater, batches, **options)
-
-    found, epochs = [], iterator()
+    found, epochs = [], epochs_over(Noisy(), batches, workers, buffer_size)
     for epoch in range(1, count + 1):
         if epoch == 2 and restart_at is not None:
-            epochs = iterator()
+            epochs = epochs_over(Noisy(), batches, workers, buffer_size)
             epochs.dataset.set_epoch(epoch)
             epochs.load_state_dict(
                 {"version": 2, "epoch": 2, "iterations_in_epoch": restart_at, "shuffle": True}
@@ -117,37 +135,29 @@ def epochs_of(workers, buffer_size, restart_at=None, count=3):
 
 @pytest.mark.parametrize("buffer_size", [0, 10])
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_workers_load_the_epoch_that_is_trained(workers, buffer_size):
-    expected = [rows[:, :2] for rows in epochs_of(0, 0)]
+def test_workers_load_the_epoch_that_is_trained(epochs_over, workers, buffer_size):
+    expected = [rows[:, :2] for rows in epochs_of(epochs_over, 0, 0)]
     assert [rows[:, 0].unique().tolist() for rows in expected] == [[1], [2], [3]]
-    whole = epochs_of(workers, buffer_size)
+    whole = epochs_of(epochs_over, workers, buffer_size)
     assert all(torch.equal(ours[:, :2], rows) for ours, rows in zip(whole, expected))
     assert all(len(rows[:, 2].unique()) == max(workers, 1) for rows in whole)
-    restarted = epochs_of(workers, buffer_size, restart_at=2)
+    restarted = epochs_of(epochs_over, workers, buffer_size, restart_at=2)
     expected[1] = expected[1][4:]
     assert all(torch.equal(ours[:, :2], rows) for ours, rows in zip(restarted, expected))
 
 
-def test_workers_of_past_epochs_are_gone():
+def test_workers_of_past_epochs_are_gone(epochs_over):
     before = set(multiprocessing.active_children())
-    dataset = Noisy()
-    epochs = EpochBatchIterator(
-        *(dataset, dataset.collater, [[0], [1], [2], [3]]),
-        num_workers=2,
-        buffer_size=10,
-        reuse_dataloader=True,
-    )
+    epochs = epochs_over(Noisy(), [[0], [1], [2], [3]], workers=2)
     for _ in range(4):
         assert len(list(epochs.next_epoch_itr())) == 4
         assert len(set(multiprocessing.active_children()) - before) <= 2
 
 
-def test_validation_keeps_its_epoch_and_its_workers():
+def test_validation_keeps_its_epoch_and_its_workers(epochs_over):
     dataset = Noisy()
     dataset.set_epoch(1)
-    valid = EpochBatchIterator(
-        *(dataset, dataset.collater, [[0], [1]]), num_workers=1, buffer_size=10, reuse_dataloader=True
-    )
+    valid = epochs_over(dataset, [[0], [1]], workers=1)
     first, *later = [
         torch.cat(list(valid.next_epoch_itr(shuffle=False, set_dataset_epoch=False))) for _ in range(3)
     ]
@@ -156,13 +166,9 @@ def test_validation_keeps_its_epoch_and_its_workers():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_curriculum_ends(workers):
+def test_a_curriculum_ends(epochs_over, workers):
     """--curriculum 1: the first epoch in the data's order, the others shuffled."""
-    dataset = Noisy()
-    batches = [[number] for number in range(12)]
-    epochs = EpochBatchIterator(
-        *(dataset, dataset.collater, batches), num_workers=workers, buffer_size=10, reuse_dataloader=True
-    )
+    epochs = epochs_over(Noisy(), [[number] for number in range(12)], workers)
     orders = [torch.cat(list(epochs.next_epoch_itr(shuffle=n > 1)))[:, 1].tolist() for n in (1, 2, 3)]
     assert orders[0] == sorted(orders[0])
     assert orders[1] != orders[0] and orders[2] != orders[1]

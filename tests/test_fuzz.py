@@ -14,6 +14,7 @@ CASES = {"recipe-yaml": 1000, "state": 1500}
 
 sys.path.insert(0, str(Path(__file__).parent))  # where `python tests/fuzz.py` looks for its other half
 import fuzz  # noqa: E402
+import fuzz_parsers  # noqa: E402
 
 PARSERS = fuzz.all_parsers()
 
@@ -21,7 +22,7 @@ PARSERS = fuzz.all_parsers()
 def test_every_parser_is_there():
     assert set(PARSERS) == {
         *("generation-log", "german", "bpe-codes", "archives", "recipe-yaml", "train-log"),
-        *("state", "scores", "result"),
+        *("perplexity", "state", "scores", "result"),
     }
 
 
@@ -78,3 +79,12 @@ def test_cases_are_different_and_repeatable(name):
     cases = [fuzz.case_input(PARSERS[name], 5, number) for number in range(60)]
     assert cases == [fuzz.case_input(PARSERS[name], 5, number) for number in range(60)]
     assert len(set(cases)) > 40 and cases != [fuzz.case_input(PARSERS[name], 6, n) for n in range(60)]
+
+
+def test_no_case_changes_what_the_next_is_made_of():
+    """A value is put into a tree that a further exchange may reach into: a shared one would hold itself."""
+    values = repr(fuzz_parsers.VALUES)
+    for name in ("state", "result", "recipe-yaml"):
+        for number in range(1500):
+            fuzz.case_input(PARSERS[name], 2, number)
+    assert repr(fuzz_parsers.VALUES) == values

@@ -216,13 +216,14 @@ def _hydra(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
         raise UserError("--hydra asks fairseq for its config: run `bash scripts/setup.sh` first.")
     from moa_fairseq.recipes.hydra import write_hydra
 
-    options = Options(data=args.data or prepared_before(recipe, args.save_dir), save_dir=args.save_dir)
-    if options.data is None or not is_binarised(options.data):
+    data = _binarised_inside(args.data) or prepared_before(recipe, args.save_dir)
+    options = Options(data=data, save_dir=args.save_dir)
+    if data is None or not (is_binarised(data) or is_binarised_text(data)):
         raise UserError(
             "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
-            "--data a folder made by fairseq-preprocess."
+            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
         )
-    recipe = with_floor(recipe, options.data)
+    recipe = with_floor(recipe, data)
     hardware, fewer = fit_devices(recipe, hardware)
     check_scale(recipe, hardware)
     if fewer:

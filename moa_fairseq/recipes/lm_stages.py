@@ -23,8 +23,9 @@ from moa_fairseq.recipes.stages import Run
 from moa_fairseq.running import command_line
 
 METRIC = "lm_ppl"
-_PERPLEXITY = re.compile(r"Loss \(base 2\): ([\d.]+|inf|nan), Perplexity: ([\d.]+|inf|nan)")
-_TOKENS = re.compile(r"Evaluated ([\d,]+) tokens")
+_FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
+_PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
+_TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
 # Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
 _SETTINGS = ("tokens-per-sample", "context-window", "sample-break-mode", "softmax-batch")
 

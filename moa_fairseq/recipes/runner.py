@@ -64,8 +64,14 @@ def user_dir() -> Path:
 
 
 def save_dir_of(recipe: Recipe, options: Options) -> Path:
-    """The run folder: --save-dir, or runs/<experiment>."""
-    return options.save_dir or Path("runs") / recipe.experiment
+    """The run folder: --save-dir, or runs/<experiment>. Raises UserError for one that fairseq would split."""
+    folder = options.save_dir or Path("runs") / recipe.experiment
+    if ":" in str(folder):
+        raise UserError(
+            f"--save-dir {folder} cannot be used: fairseq takes a ':' in the path of a model for the end of "
+            "one path and the beginning of the next. Give the folder another name, or another place."
+        )
+    return folder
 
 
 def prepared_before(recipe: Recipe, save_dir: Optional[Path]) -> Optional[Path]:

@@ -104,9 +104,18 @@ def test_the_archive_that_is_gone_says_what_to_do_instead(tables, tmp_path, monk
             assert word in str(error.value)
 
 
-def test_the_archive_that_is_gone_is_checked_when_a_user_has_it(tables, miniature, tmp_path):
-    tables(pins={"wmt16_en_de.tar.gz": {"md5": "874ab6bbfe9c21ec987ed1b9347f95ec"}})
-    folder = miniature("wmt14_en_de_vaswani")
-    part = translation_sets()["wmt14_en_de_vaswani"].parts(("en", "de"))[0]
-    with pytest.raises(UserError, match=r"md5 .* instead of 874ab6bbfe9c21ec987ed1b9347f95ec"):
-        Store(folder, tmp_path / "downloads", True, print).pieces([part])
+@pytest.mark.parametrize(
+    ("name", "file", "md5"),
+    [
+        ("wmt14_en_de_vaswani", "wmt16_en_de.tar.gz", "874ab6bbfe9c21ec987ed1b9347f95ec"),
+        ("wmt14_en_de", "wmt17/dev.tgz", "9b1aa63c1cf49dccdd20b962fe313989"),
+    ],
+)
+def test_an_archive_that_a_user_has_is_checked_by_its_published_md5(
+    tables, miniature, tmp_path, name, file, md5
+):
+    assert public_files()[file].md5 == md5
+    tables(pins={file.rpartition("/")[2]: {"md5": md5}})
+    part = next(part for part in translation_sets()[name].parts(("en", "de")) if part.archive == file)
+    with pytest.raises(UserError, match=rf"md5 .* instead of {md5}"):
+        Store(miniature(name), tmp_path / "downloads", True, print).pieces([part])

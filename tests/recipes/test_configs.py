@@ -1,5 +1,6 @@
 """Every shipped YAML file: valid, accepted by fairseq's own parser, with its header and its script."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -50,6 +51,27 @@ def test_header(path):
         assert word in header
     for override in re.findall(r"--set (\S+)", header):
         load_recipe(path, [override])
+
+
+def test_numbers_of_the_headers_are_those_that_were_measured():
+    """`10.66 BLEU (results/measured)` and the like: a run of that experiment scored this."""
+    measured = {}
+    for path in sorted((ROOT / "results" / "measured").glob("*.json")):
+        run = json.loads(path.read_text("utf-8"))
+        measured.setdefault(run["experiment"], []).append(run)
+    checked = 0
+    for path in CONFIGS:
+        header = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8")).group(0)
+        for line in (line for line in header.splitlines() if "results/measured" in line):
+            for number in re.findall(r"([\d.]+) BLEU", line):
+                scores = [run["metrics"]["multi_bleu"] for run in measured[path.stem]]
+                digits = len(number.partition(".")[2])
+                assert number in [f"{score:.{digits}f}" for score in scores], f"{path.name}: {line}"
+                checked += 1
+            for number in re.findall(r"(\d+) minutes of training", line):
+                minutes = [run["train_seconds"] / 60 for run in measured[path.stem]]
+                assert any(abs(found - int(number)) < 0.6 for found in minutes), f"{path.name}: {line}"
+    assert checked >= 4
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)

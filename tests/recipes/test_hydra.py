@@ -27,17 +27,41 @@ def config(small, write_config):
     return write_config(small)
 
 
+@pytest.fixture
+def masked_config(write_config):
+    return write_config(
+        {
+            "experiment": "masked",
+            "summary": "a small masked language model",
+            "data": {"recipe": "wikitext2_gpt2bpe"},
+            "model": {
+                "arch": "moa_roberta_tiny",
+                **{"num_experts": 4, "experts_per_token": 2, "expert_dim": 8},
+                "flags": {"encoder-layers": 1, "encoder-embed-dim": 16, "encoder-ffn-embed-dim": 16},
+            },
+            "train": {
+                **{"task": "masked_lm", "criterion": "masked_lm_with_routing", "max_tokens": 240},
+                **{"max_update": UPDATES, "keep_last_epochs": 2},
+                "flags": {"tokens-per-sample": 24, "optimizer": "adam", "lr": 0.01, "num-workers": 0},
+            },
+            "score": {"headline": "masked_lm_ppl", "subsets": ["test"]},
+        }
+    )
+
+
 @pytest.mark.slow
-def test_the_same_model(config, toy_data, tmp_path, capsys):
+@pytest.mark.parametrize(("file", "data"), [("config", "toy_data"), ("masked_config", "toy_wiki_data")])
+def test_the_same_model(file, data, request, tmp_path, capsys):
+    config, data = request.getfixturevalue(file), request.getfixturevalue(data)
     save = ("--save-dir", str(tmp_path / "by_hydra"))
-    assert main(["recipe", str(config), "--gpus", "0", "--data", str(toy_data), *save, "--hydra"]) == 0
+    assert main(["recipe", str(config), "--gpus", "0", "--data", str(data), *save, "--hydra"]) == 0
     program, *arguments = capsys.readouterr().out.split()
     assert program == "fairseq-hydra-train"
     command = [sys.executable, "-m", "fairseq_cli.hydra_train", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     save = ("--save-dir", str(tmp_path / "by_train"))
-    line = ["recipe", str(config), "--gpus", "0", "--data", str(toy_data), *save, "--stage", "train"]
+    line = ["recipe", str(config), "--gpus", "0", "--data", str(data), *save, "--stage", "train"]
     assert main(line) == 0
     one, two = (
         load_checkpoint(tmp_path / name / "checkpoints" / "checkpoint_last.pt")
@@ -59,6 +83,17 @@ def test_the_file_is_short_and_its_paths_hold_anywhere(config, toy_data, tmp_pat
     assert values["checkpoint"]["save_dir"] == str(tmp_path / "runs" / "small" / "checkpoints")
     assert values["optimizer"] == {"_name": "adam", "adam_betas": "(0.9, 0.98)"}
     assert values["criterion"]["sentence_avg"] == "${optimization.sentence_avg}"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_text_of_language_models_is_binarised_data(masked_config, toy_wiki_data, tmp_path, capsys, inside):
+    """The binarised folder, or the folder of `moa-fairseq prepare` around it."""
+    data = toy_wiki_data if inside else toy_wiki_data.parent
+    conf = tmp_path / "conf"
+    line = ["recipe", str(masked_config), "--gpus", "0", "--data", str(data), "--hydra", str(conf)]
+    assert main(line) == 0, capsys.readouterr().err
+    values = yaml.safe_load((conf / "masked.yaml").read_text(encoding="utf-8"))
+    assert values["task"]["data"] == str(toy_wiki_data.resolve()) and values["task"]["_name"] == "masked_lm"
 
 
 def test_data_must_be_there(config, tmp_path, monkeypatch, capsys):

@@ -41,6 +41,26 @@ def test_the_perplexity_and_its_settings_are_read():
         lm_stages.read_report("Killed\n", Path("eval-lm-test.txt"), load_recipe(CONFIG))
 
 
+@pytest.mark.parametrize("number", ["1.2.3", ".", "1.", "4.2258.", "1e5", "-1", "4,2", "9 9", ""])
+def test_what_is_no_number_is_no_perplexity(number):
+    recipe = load_recipe(CONFIG)
+    for old in ("4.2258", "18.71"):
+        with pytest.raises(UserError, match="no perplexity"):
+            lm_stages.read_report(REPORT.replace(old, number), Path("x"), recipe)
+
+
+@pytest.mark.parametrize("tokens", [",", "1,2,3", "9" * 5000, "1,000," + "000," * 9000 + "000"])
+def test_what_is_no_count_of_tokens_is_left_out(tokens):
+    scores = lm_stages.read_report(REPORT.replace("245,569", tokens), Path("x"), load_recipe(CONFIG))
+    assert scores["lm_ppl"]["score"] == 18.71 and "tokens" not in scores["meta"]["evaluation"]
+
+
+def test_a_diverged_models_perplexity_is_read():
+    for word, value in (("inf", float("inf")), ("nan", pytest.approx(float("nan"), nan_ok=True))):
+        report = REPORT.replace("4.2258", word).replace("18.71", word)
+        assert lm_stages.read_report(report, Path("x"), load_recipe(CONFIG))["lm_ppl"]["score"] == value
+
+
 class FakeExecutor:
     """Writes what the programs would; counts them."""
 

@@ -334,6 +334,19 @@ def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
     assert [found.speed for found in read_rows(tmp_path / "results")] == [10.0]
 
 
+@pytest.mark.parametrize("mode", [[], ["--dry-run"], ["--hydra"]])
+def test_a_run_folder_whose_models_fairseq_could_not_find_is_refused_first(
+    small, write_config, binarised, tmp_path, mode, capsys
+):
+    """fairseq-generate splits --path at a colon: hours after the training began."""
+    folder = tmp_path / "runs" / "12:30"
+    line = ["recipe", str(write_config(small)), "--data", str(binarised), "--gpus", "0", *mode]
+    assert main([*line, "--save-dir", str(folder)]) == 2
+    said = capsys.readouterr()
+    assert "12:30 cannot be used: fairseq takes a ':'" in said.err and not said.out
+    assert not folder.exists()
+
+
 IWSLT = {"train": 160239, "valid": 7283, "test": 6750}
 MULTI30K = {"train": 29000, "valid": 1014, "test": 1000}
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "iwslt14_deen_mae7.yaml"

@@ -6,53 +6,25 @@ import math
 import pytest
 import torch
 from fairseq.logging import metrics
+from trainer_updates import (
+    EVERY_SECOND,
+    F_EPOCH,
+    G_EPOCH,
+    HALF,
+    changed,
+    is_gate,
+    is_statistic,
+    manual_gate_gradient,
+    snapshot,
+    statistics,
+    update,
+)
 
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients
 from moa_fairseq.errors import UserError
-
-F_EPOCH, G_EPOCH = 1, 2
-EVERY_SECOND = ("--bcd-g-every", 2)
-
-
-def is_gate(name):
-    return ".gate." in name
-
-
-def is_statistic(name):
-    return is_gate(name) and ("running" in name or name.endswith("num_batches_tracked"))
-
-
-def snapshot(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.get_model().state_dict().items()}
-
-
-def changed(before, after):
-    return {name for name in before if not torch.equal(before[name], after[name])}
-
-
-def update(trainer, epoch, samples):
-    trainer.begin_epoch(epoch)
-    with metrics.aggregate(new_root=True) as log:
-        trainer.train_step(samples)
-    return log.get_smoothed_values()
-
-
-def manual_gate_gradient(trainer, samples):
-    """∂(mean loss over all tokens of all micro-batches)/∂gates, by backward through everything."""
-    model, criterion = trainer.get_model(), trainer.get_criterion()
-    twin = copy.deepcopy(model).train()
-    for gate in gates_of(twin):
-        gate.requires_grad_(True)
-        gate.dropout = 0.0
-    total, tokens = 0.0, 0
-    for sample in samples:
-        loss, sample_size, _ = criterion(twin, sample)
-        total, tokens = total + loss, tokens + sample_size
-    (total / tokens).backward()
-    return {name: p.grad for name, p in twin.named_parameters() if is_gate(name)}
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -147,10 +119,6 @@ def test_a_whole_update_is_a_g_step_and_then_an_f_step(build_trainer):
     assert not changed(snapshot(both), snapshot(apart))
 
 
-def statistics(trainer):
-    return {name: tensor for name, tensor in snapshot(trainer).items() if is_statistic(name)}
-
-
 def test_gates_observe_in_f_steps(build_trainer):
     """The first encoder layer's gate sees embeddings, which no draw touches: its statistics are known."""
     trainer, samples = build_trainer(*EVERY_SECOND)
@@ -229,74 +197,6 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
 
     for alone, among in zip(drawn([3]), drawn([3, 4, 5, 6])):
         torch.testing.assert_close(alone, among)
-
-
-def joint_gate_gradient(trainer, samples):
-    """As `manual_gate_gradient`, norms and loss scales left out: what a joint update's backward yields."""
-    return manual_gate_gradient(trainer, [sample for sample in samples if sample])
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.01])
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
-def test_joint_training_moves_gates_by_plain_sgd(build_trainer, precision, clip):
-    """Of one update's own backward passes: two micro-batches and one that fills a gap among the workers."""
-    flags = ("--bcd", "none", "--gate-dropout", 0, "--gate-clip-norm", clip, "--weight-decay", 0.1)
-    common = HALF[precision] if precision == "fp16" else {}
-    trainer, samples = build_trainer(*flags, "--clip-norm", 1e-6, common=common)
-    batches = [samples[0], {}, samples[1]]
-    gates = sum(p.numel() for gate in gates_of(trainer.get_model()) for p in gate.parameters())
-    optimized = sum(p.numel() for p in trainer.optimizer.params)
-    assert optimized + gates == sum(p.numel() for p in trainer.get_model().parameters())
-    passes = []
-    trainer.get_model().register_forward_hook(lambda *_: passes.append(1))
-    for _ in range(2):  # the second finds what the first has left behind
-        expected = joint_gate_gradient(trainer, samples[:2])
-        before, forward_passes = snapshot(trainer), len(passes)
-        log = update(trainer, 5, batches)
-        after = snapshot(trainer)
-        assert len(passes) - forward_passes == 3 and "bcd_step" not in log
-        norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
-        factor = min(1.0, clip / norm) if clip else 1.0
-        assert log["gate_gnorm"] == pytest.approx(norm, rel=1e-3 if precision == "float32" else 0.1, abs=1e-3)
-        for name, gradient in expected.items():
-            close = dict(rtol=1e-4, atol=1e-6) if precision == "float32" else dict(rtol=0.2, atol=0.02 * norm)
-            torch.testing.assert_close(after[name], before[name] - factor * gradient, **close)
-        frozen = [p for gate in gates_of(trainer.get_model()) for p in gate.parameters()]
-        assert not any(p.requires_grad or p.grad is not None for p in frozen)
-
-
-def test_an_overflow_skips_the_gates_of_a_joint_update(build_trainer, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # fairseq's, on its way out of an overflow
-    trainer, samples = build_trainer("--bcd", "none", common={**HALF["fp16"], "fp16_init_scale": 2**40})
-    before = snapshot(trainer)
-    update(trainer, 1, samples[:1])
-    assert trainer.get_num_updates() == 0 and not changed(before, snapshot(trainer))
-    trainer.optimizer.scaler.loss_scale = 2.0**7
-    again, _ = build_trainer("--bcd", "none", common=HALF["fp16"])
-    for one in (trainer, again):
-        update(one, 1, samples[:1])
-    assert not changed(snapshot(trainer), snapshot(again))  # nothing is left of the update that was skipped
-
-
-@pytest.mark.parametrize("flags", [("--bcd", "none", "--gate-optimizer", "fairseq"), ("--finetune", "ftg")])
-def test_fairseqs_optimizer_can_have_the_gates(build_trainer, flags):
-    trainer, samples = build_trainer(*flags)
-    gates = {id(p) for gate in gates_of(trainer.get_model()) for p in gate.parameters()}
-    assert gates <= {id(p) for p in trainer.optimizer.params}
-    before = snapshot(trainer)
-    log = update(trainer, 1, samples[:1])
-    assert any(is_gate(n) and not is_statistic(n) for n in changed(before, snapshot(trainer)))
-    assert "gate_gnorm" not in log
-
-
-def test_joint_training_moves_everything(build_trainer):
-    trainer, samples = build_trainer("--bcd", "none")
-    before = snapshot(trainer)
-    log = update(trainer, 5, samples[:2])
-    still = before.keys() - changed(before, snapshot(trainer))
-    assert {n for n in still if not n.endswith(("k_proj.bias", "version", "_float_tensor"))} == set()
-    assert "bcd_step" not in log and log["gate_entropy"] > 1.9
-    assert trainer.get_model().encoder.layers[0].self_attn.gate.norm.num_batches_tracked == 1
 
 
 # 120 sentences of the toy corpus in batches of 8, two of which make an update: 8 updates an epoch
@@ -404,12 +304,6 @@ def test_accumulation_equals_one_batch(build_trainer):
         torch.testing.assert_close(
             results[1][name], tensor, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-HALF = {
-    "fp16": {"fp16": True, "fp16_no_flatten_grads": True, "fp16_init_scale": 2**7},
-    "bf16": {"bf16": True, "tpu": False},
-}
 
 
 @pytest.mark.parametrize("precision", HALF)
