@@ -34,6 +34,19 @@ def mutual_information_loss(decision: RoutingDecision) -> Tensor:
     return (conditional - marginal).mean()
 
 
+def entropy_loss(decision: RoutingDecision) -> Tensor:
+    """−H(E) in nats, of the mean softmax over tokens (σ-MoE, arXiv 2310.10837, §5); with groups, their mean.
+
+    From −log E, when on average all experts are as likely, to 0. The gates may be sigmoids of the logits.
+    """
+    logits = decision.logits[:, decision.shared :]
+    if decision.padding_mask is not None:
+        logits = logits.masked_fill(decision.padding_mask.unsqueeze(1), 0.0)
+    probs = torch.softmax(logits.reshape(logits.size(0), decision.groups, -1), dim=-1)
+    kept = decision.kept / decision.kept.sum().clamp_min(1.0)
+    return -torch.special.entr((probs * kept[:, None, None]).sum(0)).sum(-1).mean()
+
+
 def z_loss(decision: RoutingDecision) -> Tensor:
     """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
 
@@ -63,5 +76,6 @@ def _tiny(x: Tensor) -> float:
 BALANCE_LOSSES: Dict[str, Callable[[RoutingDecision], Tensor]] = {
     "moa": load_balance_loss,
     "mutual-information": mutual_information_loss,
+    "entropy": entropy_loss,
     "none": lambda decision: decision.probs.new_zeros(()),
 }

@@ -25,6 +25,7 @@ class RoutingDecision:
     side         "queries", or "keys" where the tokens are those that keys and values are made of
     scope        "tokens", or "sequences" where a sequence has one decision
     padding_mask [N] bool, or None when there is none; True marks padding
+    auxiliary    whether losses may act on it; without (SwitchHead's attention), there are statistics only
     """
 
     expert_index: Tensor
@@ -37,6 +38,7 @@ class RoutingDecision:
     side: str = "queries"
     scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
+    auxiliary: bool = True
 
     @property
     def chooses_all(self) -> bool:

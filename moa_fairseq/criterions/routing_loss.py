@@ -24,7 +24,8 @@ class RoutingLossConfig:
         default="moa",
         metadata={
             "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), the mutual information of tokens "
-            "and experts (SUT, arXiv 2310.07096), or nothing; loads are logged in any case"
+            "and experts (SUT, arXiv 2310.07096), the entropy of the mean softmax (sigma-MoE, arXiv "
+            "2310.10837), or nothing; SwitchHead's attention never has one; loads are logged in any case"
         },
     )
     load_balance_coef: float = field(
@@ -77,10 +78,11 @@ class RoutingLossMixin:
         losses = {"balance": [BALANCE_LOSSES[name](decision) for _, decision in decisions]}
         losses["z_loss"] = [z_loss(decision) for _, decision in decisions]
         if model.training:
-            auxiliary = self.routing.load_balance_coef * sum(losses["balance"])
-            auxiliary = auxiliary + self.routing.z_loss_coef * sum(losses["z_loss"])
+            held = [i for i, (_, decision) in enumerate(decisions) if decision.auxiliary]
+            auxiliary = self.routing.load_balance_coef * sum(losses["balance"][i] for i in held)
+            auxiliary = auxiliary + self.routing.z_loss_coef * sum(losses["z_loss"][i] for i in held)
             if str(self.routing.aux_loss_reduce) == "mean":
-                auxiliary = auxiliary / len(decisions)
+                auxiliary = auxiliary / max(1, len(held))
             loss = loss + auxiliary * (
                 sample_size if str(self.routing.aux_loss_scale) == "sample-size" else 1
             )
