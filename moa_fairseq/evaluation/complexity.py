@@ -53,7 +53,8 @@ FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
 class Cost:
     """What a model costs. `parameters` and `macs` map a key of PARTS to a count.
 
-    layer: of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors.
+    layer: of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors, and
+    "plain_macs", every matrix product once.
     """
 
     parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
@@ -107,8 +108,9 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             else:
                 chunks = 2 if isinstance(module.positions, RelativePositions) else 1
                 macs = module.macs(queries, keys * chunks)
-                if cost.layer is None:
-                    cost.layer = module.published_cost(queries, chunks)
+                published = module.published_cost(queries, chunks) if cost.layer is None else None
+                if published is not None:
+                    cost.layer = {**published, "plain_macs": sum(macs.values())}
             cost.macs["router"] += macs["router"]
             cost.macs[part_of(name, module)] += macs["projections"]
             cost.macs["attention_matmul"] += macs.get("scores", 0)
@@ -228,6 +230,7 @@ def as_text(title: str, cost: Cost) -> str:
         lines.append(
             f"{'SwitchHead layer':28}{'':16}{cost.layer['macs']:>18,}   (its paper's formula; see --help)"
         )
+        lines.append(f"{'  every product once':28}{'':16}{cost.layer['plain_macs']:>18,}")
         lines.append(f"{'  numbers stored':28}{'':16}{cost.layer['floats']:>18,}")
     for method, parameters in cost.updated.items():
         lines.append(f"{f'updated by --finetune {method}':34}{parameters:>10,}")
