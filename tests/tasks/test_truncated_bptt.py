@@ -5,6 +5,8 @@ import copy
 import json
 import math
 import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.tasks.language_modeling_truncated_bptt import OrderedChunks, TruncatedBPTTTask
 
 assert moa_fairseq.__version__
@@ -244,6 +247,47 @@ def test_fairseq_train(toy_lm):
     assert '"load_entropy"' in done.stdout + done.stderr
 
 
+def test_two_processes_read_the_texts_of_one(fairseq, toy_text, tmp_path):
+    """Process 0 has the first three texts and process 1 the others; contexts stay with their texts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    still = ("--dropout", 0, "--activation-dropout", 0, "--max-update", 10, "--adam-eps", 1e-4)
+    world = ("--batch-size", 3, "--distributed-world-size", 2, "--distributed-no-spawn")
+    world += ("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")
+    world += ("--distributed-init-method", f"tcp://127.0.0.1:{port}")
+    arch = "switchhead_lm_tiny"
+    with ThreadPoolExecutor() as pool:
+        ranks = [
+            pool.submit(
+                train,
+                fairseq,
+                toy_text,
+                tmp_path / "two",
+                *still,
+                *world,
+                "--distributed-rank",
+                rank,
+                arch=arch,
+            )
+            for rank in range(2)
+        ]
+        [rank.result() for rank in ranks]
+    train(fairseq, toy_text, tmp_path / "one", *still, arch=arch)
+    one, two = (load_checkpoint(tmp_path / name / "checkpoint_last.pt")["model"] for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_training_goes_on_in_the_middle_of_an_epoch(fairseq, toy_text, tmp_path):
+    train(fairseq, toy_text, tmp_path, "--max-update", 4)
+    done = train(fairseq, toy_text, tmp_path, "--max-update", 7)
+    assert "epoch 1 @ 4 updates" in done.stdout + done.stderr
+    state = load_checkpoint(tmp_path / "checkpoint_last.pt")
+    assert state["optimizer_history"][-1]["num_updates"] == 7
+    assert state["extra_state"]["train_iterator"]["iterations_in_epoch"] == 7
+
+
 def perplexity(done):
     text = done.stdout + done.stderr
     loss = float(text.split("Loss (base 2): ")[1].split(",")[0])
@@ -293,17 +337,27 @@ def test_fairseq_generate_goes_on_with_a_prefix(fairseq, toy_text, toy_lm):
 
 
 @pytest.mark.parametrize(
-    ("flags", "arch", "says"),
+    ("settings", "says"),
     [
-        (["--sample-break-mode", "eos"], "switchhead_lm_tiny", "--sample-break-mode eos"),
-        (["--carried-chunks", "-1"], "switchhead_lm_tiny", "--carried-chunks -1"),
-        (["--positions", "learned"], "switchhead_lm_tiny", "--positions xl"),
-        (["--max-tokens", "7"], "switchhead_lm_tiny", "--max-tokens 7"),
+        ({"sample_break_mode": "eos"}, "--sample-break-mode eos"),
+        ({"carried_chunks": -1}, "--carried-chunks -1"),
     ],
 )
-def test_impossible_flags_are_refused(fairseq, toy_text, tmp_path, flags, arch, says):
-    done = train(fairseq, toy_text, tmp_path, *flags, "--max-epoch", 1, arch=arch, check=False)
-    assert done.returncode and says in done.stdout + done.stderr
+def test_impossible_settings_are_refused(settings, says):
+    args = argparse.Namespace(**{"carried_chunks": 1, "sample_break_mode": "none", **settings})
+    with pytest.raises(UserError, match=says):
+        TruncatedBPTTTask.setup_task(args)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "max_tokens", "shards", "says"),
+    [(20, 7, 1, "--max-tokens 7"), (3, 800, 4, "3 chunks of --tokens-per-sample 8 are too few for 4")],
+)
+def test_batches_that_cannot_be_made_are_refused(blocks, max_tokens, shards, says):
+    task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
+    task.args = argparse.Namespace(tokens_per_sample=8, seed=1)
+    with pytest.raises(UserError, match=says):
+        task.get_batch_iterator(Blocks(blocks), max_tokens, num_shards=shards)
 
 
 def test_a_model_without_context_is_refused():
