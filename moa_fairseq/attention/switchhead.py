@@ -251,5 +251,5 @@ class SwitchHeadAttention(MixtureAttention):
     def kept_elements(self) -> int:
         heads = self.num_heads * self.head_dim
         routers = (self.router is not None) + (self.source_router is not None)
-        # logits; queries, keys, values and results; the output and copies of the input
-        return routers * self.num_heads * self.num_experts + 4 * heads + 3 * self.embed_dim
+        # logits; queries, keys, values and results; the input as rows, and the output
+        return routers * self.num_heads * self.num_experts + 4 * heads + 2 * self.embed_dim
