@@ -170,6 +170,19 @@ def test_checkpointed_activations_see_the_same_context():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("how", ["autocast", "model"])
+def test_bfloat16_trains_every_parameter(arch, how):
+    model = build(arch).train()
+    model = model.to(torch.bfloat16) if how == "model" else model
+    tokens = torch.randint(4, 40, (2, 8))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        out = [model(tokens[:, 4 * i : 4 * i + 4], chunk=i)[0] for i in range(2)][1]
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_steps_of_generation_equal_the_full_pass_and_follow_the_beam(arch):
     model = build(arch, chunks=0)
     tokens = torch.randint(4, 40, (3, 6))
