@@ -25,6 +25,7 @@ PLAIN = ("--criterion", "label_smoothed_cross_entropy")
 FAMILIES = {
     "dense": ("transformer", *PLAIN, "--encoder-embed-dim", 64, "--decoder-embed-dim", 64),
     "moa": ("moa_transformer_tiny", *ROUTING, *SPARSE),
+    "switchhead": ("switchhead_transformer_tiny", *ROUTING, *SPARSE, "--switchhead-experts", "vkqo"),
     # (a large epsilon: Adam would blow the rounding errors of vanishing gradients up to whole steps)
     "mae": ("mae_transformer_tiny", *PLAIN, "--gate-dropout", 0, "--adam-eps", 1e-4),
 }

@@ -17,7 +17,7 @@ FLOORS = (
     ("errors", "torch_compat", "host_memory"),
     ("files", "json_files", "kernels"),
     ("attention", "running", "text"),
-    ("fairseq_patches", "fairseq_workers"),
+    ("fairseq_patches", "fairseq_workers", "feed_forward"),
     ("fairseq_compat",),
     ("transformer",),
     ("coordinate_descent", "criterions"),
@@ -30,7 +30,7 @@ FLOORS = (
     ("cli",),
 )
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
-TORCH_ALONE = ("kernels", "attention", "errors", "torch_compat")
+TORCH_ALONE = ("kernels", "attention", "feed_forward", "errors", "torch_compat")
 
 
 def imports() -> Iterator[Tuple[str, int, str]]:

@@ -15,6 +15,8 @@ from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.losses import load_balance_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.switchhead import SwitchHeadAttention
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.kernels import SlotOrder, project
 
 torch.manual_seed(0)
@@ -22,6 +24,7 @@ x = torch.randn(6, 2, 16, requires_grad=True)
 for attention in (
     MixtureOfAttention(16, 4, 2, 8, self_attention=True),
     MixtureOfAttentiveExperts(16, 4, self_attention=True, causal=True),
+    SwitchHeadAttention(16, 2, 8, 3, 2, self_attention=True, positions="xl"),
 ):
     with collect_decisions() as decisions, drawing_experts(ExpertDraw(torch.arange(2), 1, 1)):
         out, _ = attention(x, x, x, need_weights=False)
@@ -31,6 +34,7 @@ for attention in (
     steps = [attention(x[t : t + 1], None, None, incremental_state=state)[0] for t in range(6)]
     future = torch.triu(torch.full((6, 6), float("-inf")), 1)
     torch.testing.assert_close(torch.cat(steps), attention(x, x, x, attn_mask=future)[0])
+assert SigmaMoE(16, 4, 2, 8)(x).shape == x.shape
 order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2]]), 3)
 out = project(torch.ones(2, 8), order, torch.ones(3, 4, 8), into="experts", slots_per_row=2, slots_per_sum=1)
 assert out.shape == (4, 4) and (out == 8).all()
@@ -42,4 +46,12 @@ def test_attention_and_kernels_work_with_torch_alone():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["done", "with", "attention", "errors", "kernels", "torch_compat"]
+    assert done.stdout.split() == [
+        "done",
+        "with",
+        "attention",
+        "errors",
+        "feed_forward",
+        "kernels",
+        "torch_compat",
+    ]

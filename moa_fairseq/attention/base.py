@@ -3,6 +3,8 @@
 import abc
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.attention.cache import (
@@ -13,6 +15,7 @@ from moa_fairseq.attention.cache import (
     extend_cache,
     extend_padding,
 )
+from moa_fairseq.attention.carried_context import carried_inputs
 from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
@@ -46,7 +49,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
     encoder_decoder_attention: of an encoder's output, given as `key`. dropout: probability with which
     attention weights are dropped, or a module that has it as `p` (fairseq's FairseqDropout).
     positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings. num_heads,
-    head_dim: H and D of the attention itself.
+    head_dim: H and D of the attention itself; key_heads: G, if it is not H.
     """
 
     def __init__(
@@ -58,16 +61,19 @@ class MixtureAttention(CachedAttention, abc.ABC):
         encoder_decoder_attention: bool = False,
         dropout: Union[float, nn.Module] = 0.0,
         positions: Optional[str] = None,
+        key_heads: Optional[int] = None,
     ):
         super().__init__()
         self._path: Optional[str] = None
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
+        self.key_heads = key_heads or num_heads
         self.self_attention = self_attention
         self.encoder_decoder_attention = encoder_decoder_attention
         self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
         self.positions: Optional[Positions] = None
         if self_attention and positions in POSITIONS_IN_ATTENTION:
-            self.positions = POSITIONS_IN_ATTENTION[positions](head_dim)
+            kind = POSITIONS_IN_ATTENTION[positions]
+            self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
 
     @property
     def name(self) -> str:
@@ -79,21 +85,29 @@ class MixtureAttention(CachedAttention, abc.ABC):
         self._path = path
 
     @abc.abstractmethod
-    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:
-        """Decide about queries x [B, T, C]; padding [B, T], True = padding. cache: of earlier steps."""
+    def route(
+        self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]
+    ) -> Optional[RoutingDecision]:
+        """Decide about queries x [B, T, C]; padding [B, T], True = padding. cache: of earlier steps.
+
+        None where a setting of the family leaves nothing to decide about queries.
+        """
 
     @abc.abstractmethod
-    def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
+    def project_queries(self, x: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
         """x [B, T, C] → queries [B, H, T, D]."""
 
     @abc.abstractmethod
     def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
+        self, key: Tensor, value: Tensor, decision: Optional[RoutingDecision], padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor]:
-        """key [B, S, kdim], value [B, S, vdim] → keys and values [B, G, S, D], G dividing H."""
+        """key [B, S, kdim], value [B, S, vdim] → keys and values [B, G, S, D], G dividing H.
+
+        padding [B, S]. A family that decides about keys does so here, and records it.
+        """
 
     @abc.abstractmethod
-    def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
+    def project_output(self, heads: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
         """Attention results [B, H, T, D] → [B, T, C]."""
 
     @abc.abstractmethod
@@ -102,12 +116,27 @@ class MixtureAttention(CachedAttention, abc.ABC):
 
     def macs(self, queries: int, keys: int) -> Dict[str, int]:
         """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
-        scores = 2 * queries * keys * self.num_heads * self.head_dim
-        return {**self.projection_macs(queries, keys), "scores": scores}
+        macs = {
+            **self.projection_macs(queries, keys),
+            "scores": 2 * queries * keys * self.num_heads * self.head_dim,
+        }
+        if self.positions is not None:
+            for part, count in self.positions.macs(queries, keys, self.num_heads).items():
+                macs[part] += count
+        return macs
 
     @abc.abstractmethod
     def kept_elements(self) -> int:
         """Numbers that a token leaves behind for the backward pass, attention weights aside."""
+
+    def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
+        """What SwitchHead's authors count for this layer and a chunk of so many tokens (arXiv 2312.07987).
+
+        "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
+        print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: of tokens that are looked at,
+        2 with a carried one. None for a setting for which they have no formula.
+        """
+        return None
 
     def restore_initialization(self) -> None:
         """For models that draw every nn.Linear anew, as BERT does: routers and experts have their own way."""
@@ -134,6 +163,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
         static_kv keys are cached). key_padding_mask [B, S], True = padding; attn_mask [T, S] additive
         or bool. query_padding_mask [B, T] keeps padding out of what is decided and of its statistics; it
         defaults to what `query_padding` declared, or to key_padding_mask in self-attention.
+        Self-attention looks at the inputs of a `carried_context` block as well, as keys before its own.
         Returns (output [T, B, C], weights): weights is None, [B, T, S] averaged over the heads
         (need_weights), or [H, B, T, S] (need_head_weights).
         """
@@ -144,14 +174,22 @@ class MixtureAttention(CachedAttention, abc.ABC):
         # Batch first from here on: queries and attention results then change shape without a copy.
         x = query.transpose(0, 1).contiguous()
         decision = self.route(x, padding, cache)
-        record(self.name, decision)
+        if decision is not None:
+            record(self.name, decision)
 
         q = self.project_queries(x, decision)
-        first_query, bias = cached_length(cache), None
+        cached, bias = cached_length(cache), None
         k = v = None
-        if not (static_kv and first_query):
+        if not (static_kv and cached):
             if self.self_attention:
                 key = value = x
+                carried = carried_inputs()
+                if carried is not None:
+                    key = value = torch.cat([carried.transpose(0, 1).to(x.dtype), x], dim=1)
+                    before = (carried.size(0), 0)  # all of it may be seen, none of it is padding
+                    attn_mask = None if attn_mask is None else F.pad(attn_mask, before)
+                    if key_padding_mask is not None:
+                        key_padding_mask = F.pad(key_padding_mask.bool(), before)
             else:
                 key = key.transpose(0, 1)
                 if self.encoder_decoder_attention and cache is not None and static_kv:
@@ -159,7 +197,9 @@ class MixtureAttention(CachedAttention, abc.ABC):
                 value = key if self.encoder_decoder_attention else value.transpose(0, 1)
             k, v = self.project_keys_values(key, value, decision, key_padding_mask)
             if self.positions is not None:
-                bias = self.positions.bias(q, first_query + k.size(2), first_query)
+                key_length = cached + k.size(2)
+                first_query = key_length - tgt_len
+                bias = self.positions.bias(q, key_length, first_query)
                 q, k = self.positions.rotate(q, k, first_query)
         if cache is not None:
             k, v = extend_cache(cache, k, v, static_kv)

@@ -47,6 +47,15 @@ def mutual_information_loss(routed: RoutingSums) -> Tensor:
 
 
 @_of_sums
+def entropy_loss(routed: RoutingSums) -> Tensor:
+    """−H(E) in nats, of the mean softmax over tokens (σ-MoE, arXiv 2310.10837, §5); with groups, their mean.
+
+    From −log E, when on average all experts are as likely, to 0. The gates may be sigmoids of the logits.
+    """
+    return -entropies(routed.mean_softmax) / routed.groups
+
+
+@_of_sums
 def z_loss(routed: RoutingSums) -> Tensor:
     """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
 
@@ -65,5 +74,6 @@ def no_loss(routed: RoutingSums) -> Tensor:
 BALANCE_LOSSES: Dict[str, Loss] = {
     "moa": load_balance_loss,
     "mutual-information": mutual_information_loss,
+    "entropy": entropy_loss,
     "none": no_loss,
 }

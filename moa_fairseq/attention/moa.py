@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.routers import ACTIVATIONS, RENORMALIZATIONS, TopKRouter
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
@@ -146,10 +147,12 @@ class MixtureOfAttention(MixtureAttention):
                 f"--expert-keys-values own needs every expert for every token, and --experts-per-token "
                 f"{experts_per_token} chooses among --num-experts {num_experts}: give both the same number."
             )
-        super().__init__(embed_dim, experts_per_token * heads_per_expert, expert_dim, **role)
+        key_heads = heads_per_expert * (num_experts if keys_values == "own" else 1)
+        super().__init__(
+            embed_dim, experts_per_token * heads_per_expert, expert_dim, key_heads=key_heads, **role
+        )
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.expert_dim, self.heads_per_expert = expert_dim, heads_per_expert
-        self.key_heads = heads_per_expert * (num_experts if keys_values == "own" else 1)
         self.router = router or TopKRouter(
             embed_dim,
             num_experts,
@@ -218,6 +221,16 @@ class MixtureOfAttention(MixtureAttention):
             "projections": 2 * queries * self.embed_dim * self.num_heads * self.head_dim
             + keys * inputs * self.key_heads * self.expert_dim,
         }
+
+    def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
+        if self.key_heads != 1 or not isinstance(self.positions, RelativePositions):
+            return None
+        n, d, C, T, k = self.num_heads, self.head_dim, chunks, length, 2  # their script's k does not follow n
+        width, experts = self.embed_dim, self.num_experts
+        macs = 2 * C * n * d * T**2 + (2 * n + 2) * d * width * T + n * k * d * T
+        macs += experts * width * T + 2 * C * d * width * T
+        floats = 2 * C * n * T**2 + (2 * n + 2) * d * T + 2 * d * T + experts * C * T
+        return {"macs": macs, "floats": floats}
 
     def kept_elements(self) -> int:
         heads = self.num_heads * self.head_dim

@@ -1,6 +1,8 @@
 """Positions inside of attention: how far apart a query and a key stand, for any family to take."""
 
-from typing import Optional, Tuple
+import functools
+import math
+from typing import Dict, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +17,25 @@ class Positions(nn.Module):
     carried one.
     """
 
+    @classmethod
+    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "Positions":
+        """Those of an attention of width embed_dim with so many heads of keys."""
+        return cls(head_dim)
+
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
-        """Queries [B, H, T, D] and their own positions' keys [B, H or 1, T, D], before keys are cached."""
+        """Queries [B, H, T, D] and new keys [B, G, T + M, D], before keys are cached.
+
+        The last T keys stand where the queries stand, and M keys of a carried context before them.
+        """
         return q, k
 
     def bias(self, q: Tensor, key_length: int, first_query: int) -> Optional[Tensor]:
         """Added to the scaled scores: [B or 1, H or 1, T, S], S = key_length, or None; q is as projected."""
         return None
+
+    def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
+        """Multiply-accumulates of one sequence, in "projections" and in "scores"."""
+        return {"projections": 0, "scores": 0}
 
 
 class RotaryPositions(Positions):
@@ -42,6 +56,12 @@ class RotaryPositions(Positions):
         self.register_buffer("speed", speed, persistent=False)  # [D / 2]
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+        carried = k.size(2) - q.size(2)
+        if carried:
+            before, own = k.split([carried, q.size(2)], dim=2)
+            before, _ = self.rotate(before, before, first_query - carried)
+            q, own = self.rotate(q, own, first_query)
+            return q, torch.cat([before, own], dim=2)
         position = torch.arange(first_query, first_query + q.size(2), device=q.device, dtype=torch.float64)
         angle = position[:, None] * self.speed.to(torch.float64)
         cos, sin = angle.cos(), angle.sin()
@@ -54,6 +74,24 @@ class RotaryPositions(Positions):
         return self
 
 
+class HalfRotaryPositions(RotaryPositions):
+    """RoPE on the first half of a head's numbers (down to an even count); the others know no position.
+
+    The setting of SwitchHead's released code.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0):
+        self.turned = 2 * (head_dim // 4)
+        super().__init__(self.turned, base)
+
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+        turned_q, turned_k = super().rotate(q[..., : self.turned], k[..., : self.turned], first_query)
+        return (
+            torch.cat([turned_q, q[..., self.turned :]], dim=-1),
+            torch.cat([turned_k, k[..., self.turned :]], dim=-1),
+        )
+
+
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, T, D]; cos and sin [T, D / 2]. In float32 or wider: half precision loses far positions."""
     wide = x if x.dtype == torch.float64 else x.float()
@@ -62,4 +100,80 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-POSITIONS_IN_ATTENTION = {"rope": RotaryPositions}
+class RelativePositions(Positions):
+    """Transformer-XL's (Dai et al., arXiv 1901.02860, §3.3), for G heads of keys of size D.
+
+    A_ij = q_i·k_j (a) + q_i·W_R R_{i−j} (b) + u·k_j (c) + v·W_R R_{i−j} (d), over √D. R is the sinusoid of
+    the distance i − j; W_R [G·D, C], u and v [G, D] are learned, and query head h takes those of key
+    head h mod G. `rotate` adds u to the queries, which gives (a) and (c); `bias` is (b) and (d).
+    """
+
+    def __init__(self, embed_dim: int, key_heads: int, head_dim: int):
+        super().__init__()
+        self.embed_dim, self.key_heads, self.head_dim = embed_dim, key_heads, head_dim
+        self.projection = nn.Linear(embed_dim, key_heads * head_dim, bias=False)
+        self.content_bias = nn.Parameter(torch.empty(key_heads, head_dim))  # u
+        self.position_bias = nn.Parameter(torch.empty(key_heads, head_dim))  # v
+        self.reset_parameters()
+
+    @classmethod
+    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "RelativePositions":
+        return cls(embed_dim, key_heads, head_dim)
+
+    def reset_parameters(self) -> None:
+        """W_R as one matrix of the attention; no position and no key is preferred at first."""
+        nn.init.xavier_uniform_(self.projection.weight)
+        nn.init.zeros_(self.content_bias)
+        nn.init.zeros_(self.position_bias)
+
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+        return (self._by_key_head(q) + self.content_bias.to(q.dtype)[:, None]).view_as(q), k
+
+    def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor:
+        tgt_len = q.size(2)
+        # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
+        largest, smallest = first_query + tgt_len - 1, first_query - key_length + 1
+        encoded = _sinusoids(
+            largest, smallest, self.embed_dim, q.device, torch.is_inference_mode_enabled()
+        ).to(self.projection.weight.dtype)
+        r = self.projection(encoded).view(-1, self.key_heads, self.head_dim).to(q.dtype)  # [L, G, D]
+        q = (self._by_key_head(q) + self.position_bias.to(q.dtype)[:, None]) / math.sqrt(self.head_dim)
+        scores = torch.einsum("bpgtd,lgd->bpgtl", q, r).flatten(1, 2)  # by distance, [B, H, T, L]
+        # Query i's distances to keys 0, 1, … begin at column T − 1 − i: one further left in each row. Read as
+        # rows that are one shorter, all of them begin in the same column.
+        if tgt_len == 1:
+            return scores
+        length = scores.size(3)
+        rows = scores.flatten(2).narrow(2, tgt_len - 1, tgt_len * (length - 1))
+        return rows.unflatten(2, (tgt_len, length - 1))[..., :key_length]
+
+    def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
+        distances = queries + keys - 1
+        return {
+            "projections": distances * self.embed_dim * self.key_heads * self.head_dim,
+            "scores": num_heads * queries * distances * self.head_dim,
+        }
+
+    def _by_key_head(self, q: Tensor) -> Tensor:
+        """[B, H, T, D] → [B, H / G, G, T, D]: query head h reads key head h mod G."""
+        return q.unflatten(1, (-1, self.key_heads))
+
+
+@functools.lru_cache(maxsize=8)
+def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, inference: bool) -> Tensor:
+    """R of the distances from the largest down to the smallest, [L, dim]: all layers use the same.
+
+    inference: whether torch's inference mode is on; its tensors are of no use outside of it.
+    """
+    distance = torch.arange(largest, smallest - 1, -1, device=device, dtype=torch.float64)
+    speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    angle = distance[:, None] * speed
+    return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim].float()
+
+
+# What --positions names, apart from embeddings.
+POSITIONS_IN_ATTENTION: Dict[str, Type[Positions]] = {
+    "rope": RotaryPositions,
+    "rope-half": HalfRotaryPositions,
+    "xl": RelativePositions,
+}

@@ -30,6 +30,7 @@ class RoutingDecision:
     side         "queries", or "keys" where the tokens are those that keys and values are made of
     scope        "tokens", or "sequences" where a sequence has one decision
     padding_mask [N] bool, or None when there is none; True marks padding
+    auxiliary    whether losses may act on it; without (SwitchHead's attention), there are statistics only
     """
 
     expert_index: Tensor
@@ -42,6 +43,7 @@ class RoutingDecision:
     side: str = "queries"
     scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
+    auxiliary: bool = True
     _slot_order: Optional[SlotOrder] = field(default=None, init=False, repr=False, compare=False)
 
     def __getitem__(self, index: int) -> Tensor:
@@ -74,10 +76,10 @@ class RoutingDecision:
 class RoutingSums:
     """Sums over the real tokens of M decisions: all that losses and statistics need to know of them.
 
-    The decisions are alike in number of experts, slots, groups and shared experts (`by_kind`); they may be
-    about different numbers of tokens. Their rows are computed on together, so that a GPU starts as many
-    kernels for 18 routers as for one. E is the number of routed experts here, shared ones left out,
-    and G the number of groups.
+    The decisions are alike in number of experts, slots, groups and shared experts, and in whether losses may
+    act on them (`by_kind`); they may be about different numbers of tokens. Their rows are computed on
+    together, so that a GPU starts as many kernels for 18 routers as for one. E is the number of routed
+    experts here, shared ones left out, and G the number of groups.
 
     order: row m of every sum is decision order[m] of those given.
     """
@@ -87,7 +89,7 @@ class RoutingSums:
         for place, decision in enumerate(decisions):
             places[decision.probs.size(0)].append(place)
         self.order = [place for same in places.values() for place in same]
-        self.groups = decisions[0].groups
+        self.groups, self.auxiliary = decisions[0].groups, decisions[0].auxiliary
         self._decisions = [decisions[place] for place in self.order]
         self._runs = [(len(same), tokens) for tokens, same in places.items()]  # (decisions, tokens of each)
 
@@ -96,7 +98,8 @@ class RoutingSums:
         """One of each kind of decision; `order` then counts over all of `decisions`."""
         kinds: Dict[Tuple, List[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
-            kind = (d.probs.size(1), d.expert_index.size(1), d.groups, d.shared, d.probs.dtype)
+            sizes = (d.probs.size(1), d.expert_index.size(1), d.groups, d.shared)
+            kind = (*sizes, d.probs.dtype, d.auxiliary)
             kinds[kind].append(place)
         result = []
         for places in kinds.values():
@@ -142,6 +145,16 @@ class RoutingSums:
     def mean_probs(self) -> Tensor:
         """The mean over tokens of probabilities that add up to 1 in each group, [M, E]."""
         return self._entropies[1]
+
+    @property
+    def mean_softmax(self) -> Tensor:
+        """The mean over tokens of the softmax of each group's logits, [M, E]."""
+        logits = self._rows("logits")
+        if self._padding is not None:
+            logits = logits.masked_fill(self._padding.unsqueeze(1), 0.0)
+        probs = torch.softmax(logits.unflatten(1, (self.groups, -1)), dim=-1)
+        total, tokens = self._over_tokens([probs.flatten(1)])
+        return total / tokens.clamp_min(1.0)
 
     def shares(self, x: Tensor) -> Tensor:
         """x [M, E] ≥ 0 → [M, G, E / G], each group divided by its sum; zeros stay zeros."""

@@ -28,7 +28,8 @@ class RoutingLossConfig:
         default="moa",
         metadata={
             "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), the mutual information of tokens "
-            "and experts (SUT, arXiv 2310.07096), or nothing; loads are logged in any case"
+            "and experts (SUT, arXiv 2310.07096), the entropy of the mean softmax (sigma-MoE, arXiv "
+            "2310.10837), or nothing; SwitchHead's attention never has one; loads are logged in any case"
         },
     )
     load_balance_coef: float = field(
@@ -102,10 +103,13 @@ class RoutingLossMixin:
         kinds = RoutingSums.by_kind([decision for _, decision in decisions])
         balance = [BALANCE_LOSSES[name](sums) for sums in kinds]
         z = [z_loss(sums) for sums in kinds]
-        auxiliary = (self.routing.load_balance_coef * _row(balance)).add(
-            _row(z), alpha=self.routing.z_loss_coef
-        )
-        auxiliary = auxiliary.mean() if str(self.routing.aux_loss_reduce) == "mean" else auxiliary.sum()
+        held = [place for place, sums in enumerate(kinds) if sums.auxiliary]
+        if held:
+            auxiliary = self.routing.load_balance_coef * _row([balance[place] for place in held])
+            auxiliary = auxiliary.add(_row([z[place] for place in held]), alpha=self.routing.z_loss_coef)
+            auxiliary = auxiliary.mean() if str(self.routing.aux_loss_reduce) == "mean" else auxiliary.sum()
+        else:
+            auxiliary = z[0].new_zeros(())
         with torch.no_grad():
             rows: Dict[str, List[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
             if name != "moa":

@@ -10,6 +10,9 @@ attention counts as the full square that a GPU computes.
                        printed MACs of MoA's Tables 1 and 3 and of Table 2's dense row contain
   attention twice      the plain count with scores and values once more: what the MoA rows of
                        Table 2 come out at (within 0.7 %; give --vocab-size 50265 --src-len 128)
+  SwitchHead's layer   one attention layer, one chunk of --tgt-len tokens, by the formula that prints the
+                       tables of the SwitchHead paper: MACs, and the numbers that training stores;
+                       with --positions xl a carried chunk is looked at as well
 
 Everything after a lone -- goes to fairseq as model flags:
 
@@ -26,8 +29,10 @@ from typing import Dict, List, Optional, Sequence, Tuple
 from torch import nn
 
 from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 
 PARTS = {
     "embedding": "embedding",
@@ -46,11 +51,16 @@ FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
 
 @dataclass
 class Cost:
-    """What a model costs. `parameters` and `macs` map a key of PARTS to a count."""
+    """What a model costs. `parameters` and `macs` map a key of PARTS to a count.
+
+    layer: of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors, and
+    "plain_macs", every matrix product once.
+    """
 
     parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     macs: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     not_counted: List[str] = field(default_factory=list)  # module types whose MACs no rule knows
+    layer: Optional[Dict[str, int]] = None
     updated: Dict[str, int] = field(default_factory=dict)  # of MAE: parameters that a --finetune updates
 
     @property
@@ -80,7 +90,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
     counts once, under the module that comes first, so a tied output projection has no parameters.
     Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
-    cross-attention see src_len. A mixture states its own cost.
+    cross-attention see src_len. A mixture states its own cost. With Transformer-XL's positions, keys are
+    those of a carried chunk as well.
     """
     cost = Cost()
     modules = dict(model.named_modules())
@@ -91,11 +102,18 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     for name, module in modules.items():
         queries = tokens_seen(name, src_len, tgt_len)
         keys = src_len if _is_cross(name) else queries
-        if isinstance(module, MixtureAttention):
-            macs = module.macs(queries, keys)
+        if isinstance(module, (MixtureAttention, SigmaMoE)):
+            if isinstance(module, SigmaMoE):
+                macs = module.macs(queries)
+            else:
+                chunks = 2 if isinstance(module.positions, RelativePositions) else 1
+                macs = module.macs(queries, keys * chunks)
+                published = module.published_cost(queries, chunks) if cost.layer is None else None
+                if published is not None:
+                    cost.layer = {**published, "plain_macs": sum(macs.values())}
             cost.macs["router"] += macs["router"]
             cost.macs[part_of(name, module)] += macs["projections"]
-            cost.macs["attention_matmul"] += macs["scores"]
+            cost.macs["attention_matmul"] += macs.get("scores", 0)
             told.update(module.modules())
         elif module in told:
             continue
@@ -119,7 +137,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
 def part_of(name: str, module: nn.Module) -> str:
     """The key of PARTS for the module `name` (dotted, as in named_modules)."""
     path = name.split(".")
-    if "router" in path or "gate" in path:
+    if {"router", "source_router", "gate"} & set(path):
         return "router"
     if {"output_projection", "lm_head", "adaptive_softmax"} & set(path):
         return "output"
@@ -131,7 +149,7 @@ def part_of(name: str, module: nn.Module) -> str:
         return "cross_attention"
     if "self_attn" in path:
         return "encoder_attention" if path[0] == "encoder" else "decoder_self_attention"
-    if path[-1] in ("fc1", "fc2"):
+    if {"fc1", "fc2"} & set(path):
         return "feed_forward"
     return "other"
 
@@ -190,6 +208,7 @@ def as_json(cost: Cost) -> Dict[str, object]:
         "macs_attention_twice": cost.doubled_macs,
         "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
         "macs_by_part": cost.macs,
+        **{f"switchhead_layer_{name}": count for name, count in (cost.layer or {}).items()},
         **{f"updated_{method}": parameters for method, parameters in cost.updated.items()},
         "not_counted": cost.not_counted,
     }
@@ -207,6 +226,12 @@ def as_text(title: str, cost: Cost) -> str:
     lines += [f"{label:28}{parameters:>16,}{macs:>18,}" for label, parameters, macs in rows]
     lines.append(f"{'papers convention':28}{'':16}{cost.paper_macs:>18,}   (no attention scores and values)")
     lines.append(f"{'attention twice':28}{'':16}{cost.doubled_macs:>18,}   (MoA's Table 2; see --help)")
+    if cost.layer:
+        lines.append(
+            f"{'SwitchHead layer':28}{'':16}{cost.layer['macs']:>18,}   (its paper's formula; see --help)"
+        )
+        lines.append(f"{'  every product once':28}{'':16}{cost.layer['plain_macs']:>18,}")
+        lines.append(f"{'  numbers stored':28}{'':16}{cost.layer['floats']:>18,}")
     for method, parameters in cost.updated.items():
         lines.append(f"{f'updated by --finetune {method}':34}{parameters:>10,}")
     if cost.not_counted:

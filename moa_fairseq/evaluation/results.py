@@ -36,7 +36,7 @@ class Cell:
     quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
     metric, or None. ours is the mean over the runs; spread their sample standard deviation where there
     are several. difference is ours minus the paper's. plain: for MACs, the count of every matrix product
-    once.
+    once, or of SwitchHead's layer.
     """
 
     column: str
@@ -202,7 +202,11 @@ def _computed(row: dict, column: str, about: dict, paper: float) -> Cell:
     counts = _count(row["arch"], about["vocab_size"], *lengths, embeddings, flags)
     cell.ours = counts[about["quantity"]]
     cell.difference, cell.status = cell.ours - paper, COMPUTED
-    cell.plain = counts["macs"] if about["quantity"].startswith("macs") else None
+    quantity = about["quantity"]
+    if quantity.startswith("macs"):
+        cell.plain = counts["macs"]
+    elif quantity == "switchhead_layer_macs":
+        cell.plain = counts["switchhead_layer_plain_macs"]
     return cell
 
 

@@ -29,6 +29,8 @@ FURTHER_SCORES = {
     "get_ende_bleu": "get-ende-bleu",
     "masked_lm_ppl": "Masked-LM ppl",
     "masked_lm_word_ppl": "word level",
+    "lm_ppl": "LM ppl",
+    "lm_bits": "bits per token",
 }
 
 

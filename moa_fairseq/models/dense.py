@@ -1,5 +1,7 @@
 """Dense counterparts that fairseq has not, and the bodies that mixtures share with them."""
 
+from typing import Optional
+
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
 
 from moa_fairseq.transformer.archs import register_arch
@@ -24,6 +26,26 @@ def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: i
         "encoder_ffn_embed_dim": ffn_embed_dim,
         "encoder_attention_heads": attention_heads,
         "max_positions": 128,  # MoA App. E: "we set the sequence length to be 128"
+    }
+
+
+def lm_body(
+    layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "xl", dropout: Optional[float] = None
+) -> dict:
+    """A causal language model of SwitchHead's Table 9, but for its attention.
+
+    Input and output embeddings are two matrices there: only so do the printed parameters come out.
+    """
+    if dropout is None:
+        dropout = 0.2 if embed_dim >= 1024 else 0.1  # App. A.5
+    return {
+        "decoder_layers": layers,
+        "decoder_embed_dim": embed_dim,
+        "decoder_ffn_embed_dim": ffn_embed_dim,
+        "positions": positions,
+        "dropout": dropout,
+        "activation_dropout": dropout,
+        "attention_dropout": 0.0,
     }
 
 

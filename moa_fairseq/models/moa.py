@@ -3,9 +3,11 @@
 from fairseq.models import register_model
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
 from fairseq.models.transformer.transformer_legacy import base_architecture
+from fairseq.models.transformer_lm import base_lm_architecture
 
-from moa_fairseq.models.dense import IWSLT, MEDIUM_ROBERTA, TINY, TINY_ROBERTA
+from moa_fairseq.models.dense import IWSLT, MEDIUM_ROBERTA, TINY, TINY_ROBERTA, lm_body
 from moa_fairseq.transformer.archs import register_arch
+from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
 from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
 from moa_fairseq.transformer.translation import MixtureTransformerModel
 
@@ -61,3 +63,21 @@ for _row, _values in MASKED_LM.items():
     register_arch(
         "moa_roberta", f"moa_roberta_{_row}", roberta_architecture, {**_values, "expert_bias": True}
     )
+
+
+@register_model("moa_lm")
+class MoALanguageModel(MixtureLanguageModel):
+    """Causal language models: MoA as SwitchHead's Table 1 has it (arXiv 2312.07987)."""
+
+    attention_family, default_arch = "moa", "moa_lm_47m"
+
+
+# Table 1 prints no settings: E and D are those whose cost by its authors' formula is what it prints. K is
+# that of the models which its Table 5 times; the other rows have another --experts-per-token.
+LANGUAGE_MODELS = {
+    "47m": {**_sizes(4, 10, 88), **lm_body(16, 412, 2053)},
+    "262m": {**_sizes(8, 16, 144), **lm_body(18, 1024, 4110)},
+    "tiny": {**_sizes(4, 10, 34), **lm_body(4, 160, 640)},  # beside switchhead_lm_tiny
+}
+for _row, _values in LANGUAGE_MODELS.items():
+    register_arch("moa_lm", f"moa_lm_{_row}", base_lm_architecture, _values)

@@ -22,12 +22,15 @@ from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.stages import Run
 from moa_fairseq.running import command_line
 
-METRIC = "lm_ppl"
+METRIC, BITS = "lm_ppl", "lm_bits"  # bits: of a token, which is a byte of enwik8
 _FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
 _PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
 _TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
 # Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
-_SETTINGS = ("tokens-per-sample", "context-window", "sample-break-mode", "softmax-batch")
+_SETTINGS = (
+    *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
+    *("sample-break-mode", "softmax-batch"),
+)
 
 
 def preparation(
@@ -94,5 +97,6 @@ def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
         evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
     return {
         METRIC: {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
+        BITS: {"score": float(found.group(1))},
         "meta": {"evaluation": {name.replace("-", "_"): value for name, value in evaluation.items()}},
     }

@@ -23,6 +23,7 @@ from typing import Any, Dict, List, Mapping
 from torch import nn
 
 from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 
 CUDA_BYTES = 1_000_000_000
 _ADAM_BYTES = 8
@@ -108,7 +109,7 @@ def _elements(layer: nn.Module, activation_dropout: bool) -> int:
     for name, module in layer.named_modules():
         if module in told:
             continue
-        if isinstance(module, MixtureAttention):
+        if isinstance(module, (MixtureAttention, SigmaMoE)):
             total += module.kept_elements()
             told.update(module.modules())
         elif type(module).__name__ == "MultiheadAttention":

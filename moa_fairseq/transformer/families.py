@@ -3,15 +3,18 @@
 import argparse
 import dataclasses
 import typing
-from typing import Any, Dict, Mapping, Type
+from typing import Any, Callable, Dict, Mapping, Optional, Type
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.fairseq_dropout import FairseqDropout
+from torch import Tensor
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
+from moa_fairseq.attention.switchhead import SwitchHeadSettings
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE, SigmaMoESettings
 
 # Family → its settings. There is no default.
 FAMILIES: Dict[str, Type[FamilySettings]] = {}
@@ -24,12 +27,14 @@ def register_family(name: str, settings: Type[FamilySettings]) -> None:
 
 register_family("moa", MoASettings)
 register_family("mae", MAESettings)
+register_family("switchhead", SwitchHeadSettings)
 
 
 def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
     """Add a family's flags; they have no defaults here, so that an architecture may set them."""
     settings = FAMILIES[family]
     gen_parser_from_dataclass(parser, _as_fairseq(settings), delete_default=True)
+    gen_parser_from_dataclass(parser, _as_fairseq(SigmaMoESettings), delete_default=True)
     for field in dataclasses.fields(settings):
         if field.default is False:  # an architecture may switch it on
             flag = "--no-" + field.name.replace("_", "-")
@@ -56,12 +61,16 @@ def set_defaults(args: Any, values: Mapping[str, Any]) -> None:
 
 def set_family_defaults(args: Any, family: str) -> None:
     """Give every flag of a family that has no value its default."""
-    set_defaults(args, {field.name: field.default for field in dataclasses.fields(FAMILIES[family])})
+    for settings in (FAMILIES[family], SigmaMoESettings):
+        set_defaults(args, {field.name: field.default for field in dataclasses.fields(settings)})
 
 
 def settings_of(cfg: Any) -> FamilySettings:
     """The settings of a model's family, out of its arguments or config."""
-    settings = FAMILIES[cfg.attention_family]
+    return _filled(FAMILIES[cfg.attention_family], cfg)
+
+
+def _filled(settings: Type, cfg: Any) -> Any:
     return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
 
 
@@ -83,3 +92,11 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any
     )
     dropout.module_name = type(attention).__name__  # for --retain-dropout-modules
     return attention
+
+
+def build_sigma_moe(cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]) -> Optional[SigmaMoE]:
+    """The feed-forward that cfg asks for, or None where it is fairseq's own."""
+    settings = _filled(SigmaMoESettings, cfg)
+    if settings.sigma_moe_num_experts == 0:
+        return None
+    return settings.build(embed_dim, activation, getattr(cfg, "expert_backend", "auto"))

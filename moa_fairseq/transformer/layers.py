@@ -10,17 +10,45 @@ from fairseq.models.transformer import TransformerDecoderBase, TransformerEncode
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
+from moa_fairseq.attention.carried_context import carried_context
 from moa_fairseq.attention.collector import hypotheses, query_padding
 from moa_fairseq.attention.core import mark_causal
-from moa_fairseq.transformer.families import build_attention
+from moa_fairseq.errors import UserError
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.transformer.carried_context import CarriedContext
+from moa_fairseq.transformer.families import build_attention, build_sigma_moe
 
 _BEAM = "beam"  # of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
 
 
-class MixtureEncoderLayer(TransformerEncoderLayerBase):
+class MixtureFeedForward:
+    """A layer whose feed-forward may be a mixture of experts. Precedes a layer of fairseq's.
+
+    A mixture stands in the place of fc1; fc2, and what fairseq's layer does between the two, do nothing then.
+    """
+
+    def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
+        mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
+        if mixture is None:
+            return super().build_fc1(input_dim, output_dim, *quant_noise)
+        if getattr(self, "ffn_layernorm", None) is not None:
+            raise UserError(
+                "--scale-fc normalises the inside of a feed-forward that --sigma-moe-num-experts replaces."
+            )
+        self.activation_fn, self.activation_dropout_module = nn.Identity(), nn.Identity()
+        return mixture
+
+    def build_fc2(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
+        if isinstance(self.fc1, SigmaMoE):
+            return nn.Identity()
+        return super().build_fc2(input_dim, output_dim, *quant_noise)
+
+
+class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
     """An encoder layer whose self-attention is a mixture."""
 
     def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        self.mixture_cfg = cfg  # fairseq builds the feed-forward later, and without it
         return build_attention(cfg, embed_dim, self_attention=True)
 
     def forward(self, x: Tensor, encoder_padding_mask: Optional[Tensor], attn_mask: Optional[Tensor] = None):
@@ -28,12 +56,13 @@ class MixtureEncoderLayer(TransformerEncoderLayerBase):
             return super().forward(x, encoder_padding_mask, attn_mask)
 
 
-class MixtureDecoderLayer(TransformerDecoderLayerBase):
+class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
     """A decoder layer whose self- and cross-attention are mixtures."""
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
+        self.mixture_cfg = cfg
         return build_attention(cfg, embed_dim, decoder=True, self_attention=not cfg.cross_self_attention)
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
@@ -46,9 +75,19 @@ class MixtureDecoderLayer(TransformerDecoderLayerBase):
             vdim=cfg.encoder.embed_dim,
         )
 
-    def forward(self, x: Tensor, *args: Any, self_attn_padding_mask: Optional[Tensor] = None, **kwargs: Any):
+    def forward(
+        self,
+        x: Tensor,
+        *args: Any,
+        self_attn_padding_mask: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+        **kwargs: Any,
+    ):
+        """context [M, B, C]: what this layer read before x, which its self-attention looks at, too."""
+        if context is not None and self.normalize_before:
+            context = self.self_attn_layer_norm(context)
         # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
-        with query_padding(self_attn_padding_mask):
+        with query_padding(self_attn_padding_mask), carried_context(context):
             return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
 
 
@@ -141,6 +180,33 @@ class MixtureEncoder(TransformerEncoderBase):
 
 class MixtureDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
+
+    context: Optional[CarriedContext] = None
+
+    def carry_context(self, chunks: int) -> None:
+        """Look at so many chunks before the present one, wherever `forward` is told the number of a chunk.
+
+        0: at none. Raises UserError where positions are embeddings, which begin anew with each chunk.
+        """
+        if chunks and self.embed_positions is not None:
+            raise UserError(
+                "A context that is carried from chunk to chunk needs positions that tell distances: give "
+                "--positions xl or --positions rope."
+            )
+        self.context = CarriedContext(self.layers, chunks) if chunks else None
+
+    def forward(self, prev_output_tokens: Tensor, *args: Any, chunk: Optional[int] = None, **kwargs: Any):
+        """chunk: the number of this chunk [B, T] of B texts that are read in order."""
+        if chunk is None or self.context is None:
+            return super().forward(prev_output_tokens, *args, **kwargs)
+        self.context.begin(chunk, self.training, prev_output_tokens.size(0))
+        try:
+            out = super().forward(prev_output_tokens, *args, **kwargs)
+        except BaseException:
+            self.context.abandon()
+            raise
+        self.context.end(chunk, self.training)
+        return out
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         return mark_causal(super().buffered_future_mask(tensor))

@@ -9,6 +9,7 @@ from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
 from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.layers import MixtureEncoder
 from moa_fairseq.transformer.model import MixtureModel
 
@@ -40,7 +41,7 @@ class MixtureRobertaModel(MixtureModel, RobertaModel):
     def __init__(self, args: argparse.Namespace, encoder: MixtureRobertaEncoder) -> None:
         super().__init__(args, encoder)
         for module in self.modules():
-            if isinstance(module, MixtureAttention):
+            if isinstance(module, (MixtureAttention, SigmaMoE)):
                 module.restore_initialization()
 
     @classmethod

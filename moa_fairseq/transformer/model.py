@@ -11,6 +11,7 @@ from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.attention.observers import absorb_pending, observers_of
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.errors import UserError
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.families import add_family_args, settings_of
 from moa_fairseq.transformer.workers import sum_over_workers
 
@@ -53,8 +54,10 @@ class MixtureModel:
             "--positions",
             choices=POSITIONS,
             default=argparse.SUPPRESS,
-            help="how tokens know where they stand: embeddings that are learned or sinusoidal, or rotated "
-            "queries and keys in every self-attention (rope); the architecture's own if left out",
+            help="how tokens know where they stand: embeddings that are learned or sinusoidal, rotated "
+            "queries and keys in every self-attention (rope; of half of their numbers: rope-half), or "
+            "Transformer-XL's learned function of the distance in every self-attention (xl); the "
+            "architecture's own if left out",
         )
 
     @classmethod
@@ -78,6 +81,9 @@ class MixtureModel:
     def finished(cls, model: nn.Module, args: argparse.Namespace) -> nn.Module:
         """Name the attentions of a model that has just been built, and check them."""
         settings_of(args).check(name_attentions(model))
+        for name, module in model.named_modules():
+            if isinstance(module, SigmaMoE):
+                module.name = name
         return model
 
     def set_num_updates(self, num_updates: int) -> None:

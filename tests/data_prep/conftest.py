@@ -177,6 +177,7 @@ MINIATURES = {
     "multi30k": multi30k,
     "wikitext103_word": wikitext,
     "wikitext103_sp8k": wikitext,
+    "wikitext2_sp4k": wikitext,
     "wikitext103_raw": wikitext,
     "enwik8": enwik8,
 }
@@ -215,7 +216,8 @@ def tables(monkeypatch):
             changed["sources.yaml"]["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}
         lm = changed["datasets.yaml"]["language_modeling"]
         lm["enwik8"]["byte_splits"] = {"train": 1800, "valid": 100, "test": 100}
-        lm["wikitext103_sp8k"]["pieces"] = 60
+        for name in ("wikitext103_sp8k", "wikitext2_sp4k"):
+            lm[name]["pieces"] = 60
         monkeypatch.setattr(catalogue, "_table", lambda name: changed[name])
         for cache in caches:
             cache.cache_clear()

@@ -27,7 +27,7 @@ V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 48
+    assert len(CONFIGS) == 71
     assert len(set(NAMES)) == len(NAMES)
 
 
@@ -137,12 +137,25 @@ def test_the_papers_masked_lm(path):
             ("wikitext103_lm_base", f"wikitext103_lm_{name}", LM_SCHEDULE)
             for name in ("mae7", "nobcd", "uni_mae7")
         ),
+        # SwitchHead's Tables 1-3 and 7; Table 9 clips SwitchAll's gradients otherwise.
+        *(
+            (f"wikitext103_lm_transformer_xl_{size}", f"wikitext103_lm_{name}_{size}", clipping)
+            for size in ("47m", "262m")
+            for name, clipping in (("switchhead", {}), ("switchall", {"clip-norm": 0.25}))
+        ),
+        ("wikitext103_lm_transformer_rope_45m", "wikitext103_lm_switchhead_rope_45m", {}),
+        ("wikitext103_lm_transformer_rope_244m", "wikitext103_lm_switchhead_rope_243m", {}),
+        ("enwik8_lm_transformer_xl", "enwik8_lm_switchhead", {}),
+        *(
+            ("wikitext2_lm_transformer_xl_tiny", f"wikitext2_lm_{name}_tiny", {})
+            for name in ("moa", "switchhead", "switchhead_e1", "switchall", "transformer_xl_2heads")
+        ),
     ],
 )
 def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedule):
     one, other = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
     assert one.data == other.data and one.generate == other.generate and one.average == other.average
-    routing = ("load-balance-coef", "z-loss-coef", "bcd", "gate-")
+    routing = ("balance-loss", "load-balance-coef", "z-loss-coef", "bcd", "gate-")
     own = {key: value for key, value in other.train.flags.items() if not key.startswith(routing)}
     assert own == {**one.train.flags, **schedule}
     assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
@@ -169,6 +182,37 @@ def test_scratch_has_the_text_of_the_other_rows_of_its_table():
     assert scratch.subsets == tuned.subsets == ["valid"]
     assert (scratch.reproduces.row, scratch.reproduces.value) == ("SCRATCH", 28.8)
     assert scratch.model.arch == "mae_transformer_iwslt_de_en"
+
+
+LARGE = ("262m", "244m", "243m")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in CONFIGS if load_recipe(p).reproduces and load_recipe(p).reproduces.paper == "switchhead"],
+    ids=lambda p: p.stem,
+)
+def test_switchheads_settings(path):
+    """Table 9 and appendix A.5."""
+    recipe = load_recipe(path)
+    flags, large = recipe.train.flags, any(size in path.stem for size in LARGE)
+    length = flags["tokens-per-sample"]
+    assert recipe.train.effective_batch_tokens == 64 * length and recipe.train.max_update == 100000
+    assert (flags["optimizer"], flags["lr"], flags["lr-scheduler"]) == ("adam", 0.00025, "cosine")
+    assert flags["warmup-updates"] == (4000 if large else 0)
+    assert flags["lr-period-updates"] == 100000 - flags["warmup-updates"]
+    small_and_dense = not large and "enwik8" not in path.stem and "switchall" not in path.stem
+    assert flags["clip-norm"] == (0.1 if small_and_dense else 0.25)
+    rope = "rope" in path.stem
+    assert (
+        length == {True: 1024, False: 512}[rope] if large else 512 if rope or "enwik8" in path.stem else 256
+    )
+    assert flags.get("carried-chunks") == (None if rope else 1)
+    assert recipe.score.flags["tokens-per-sample"] == length
+    assert recipe.score.flags.get("carried-chunks") == flags.get("carried-chunks")
+    if "moa" not in path.stem:  # every row has a loss of its own
+        assert flags.get("z-loss-coef", 0) == 0
+    assert recipe.subsets[0] == ("valid" if recipe.reproduces.table == "1" else "test")
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "wikitext103_mlm" in p.stem], ids=lambda p: p.stem)

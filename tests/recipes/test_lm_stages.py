@@ -35,6 +35,7 @@ def test_the_stages_are_prepare_train_and_an_evaluation_of_each_subset():
 def test_the_perplexity_and_its_settings_are_read():
     scores = lm_stages.read_report(REPORT, Path("x"), load_recipe(CONFIG))
     assert scores["lm_ppl"] == {"score": 18.71, "loss_base2": 4.2258}
+    assert scores["lm_bits"] == {"score": 4.2258}  # of a token: of a byte in enwik8
     evaluation = scores["meta"]["evaluation"]
     assert evaluation["context_window"] == 480 and evaluation["tokens"] == 245569
     with pytest.raises(UserError, match=r"no perplexity.*eval-lm-test\.txt"):

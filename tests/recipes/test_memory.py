@@ -42,6 +42,11 @@ def kept_per_token(arch, flags):
         ("moa_transformer_base", ["--dropout", "0.2"]),
         ("moa_transformer_ablation_f", ["--dropout", "0.2"]),
         ("moa_transformer_tiny", ["--dropout", "0.2"]),
+        ("switchhead_transformer_base", ["--dropout", "0.2"]),
+        (
+            "switchhead_transformer_base",
+            ["--dropout", "0.2", "--switchhead-experts", "vkqo", "--sigma-moe-num-experts", "16"],
+        ),
     ],
 )
 def test_activations_within_15_percent(arch, flags):

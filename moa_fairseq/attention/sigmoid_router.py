@@ -1,0 +1,95 @@
+"""The router of SwitchHead and of sigma-MoE: a sigmoid for each expert, the largest of each group."""
+
+import math
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
+from moa_fairseq.torch_compat import full_precision
+
+
+class SigmoidTopKRouter(nn.Module):
+    """s^h = σ(x·W^h), and the k largest of each head h (SwitchHead Eq. 7-8; σ-MoE, arXiv 2310.10837).
+
+    groups: the H heads, each with E = num_experts experts of its own and k = experts_per_token choices.
+    Expert e of head h has the number h·E + e, and slots stand head by head. Gates are the chosen s,
+    neither normalised nor noisy. expert_dropout: δ of σ-MoE: in training a token does without each expert
+    with this probability. init_scale: W is normal with deviation init_scale / √C, and its rows are
+    then made equally long, so that at first only the direction of a token matters. side, auxiliary: of the
+    decisions; flags: what the names of the flags begin with in errors.
+    Runs in float32, whatever the model's dtype or autocast.
+    Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        experts_per_token: int,
+        groups: int = 1,
+        expert_dropout: float = 0.0,
+        init_scale: float = 1.0,
+        side: str = "queries",
+        auxiliary: bool = True,
+        flags: str = "",
+    ):
+        super().__init__()
+        prefix = f"--{flags}"
+        if not 1 <= experts_per_token <= num_experts:
+            raise UserError(
+                f"{prefix}experts-per-token {experts_per_token} must lie between 1 and {prefix}num-experts "
+                f"{num_experts}: a token cannot choose more experts than there are."
+            )
+        if not 0 <= expert_dropout < 1:
+            raise UserError(f"{prefix}expert-dropout {expert_dropout} must lie between 0 and 1, below 1.")
+        self.num_experts, self.experts_per_token, self.groups = num_experts, experts_per_token, groups
+        self.expert_dropout, self.init_scale = expert_dropout, init_scale
+        self.side, self.auxiliary = side, auxiliary
+        self.projection = nn.Linear(model_dim, groups * num_experts, bias=False)
+        first = torch.arange(groups).unsqueeze(1) * num_experts
+        self.register_buffer("first_expert", first, persistent=False)  # [H, 1]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        weight = self.projection.weight
+        std = self.init_scale / math.sqrt(weight.size(1))
+        with torch.no_grad():
+            weight.normal_()
+            weight.mul_(std * math.sqrt(weight.size(1)) / weight.norm(dim=1, keepdim=True))
+
+    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
+        """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
+        tokens = x.size(0)
+        with full_precision(x.device.type):
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            logits = F.linear(x.to(dtype), self.projection.weight.to(dtype))
+            probs = torch.sigmoid(logits)
+            gate = probs.view(tokens, self.groups, self.num_experts)
+            choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
+            if self.training and self.expert_dropout:
+                dropped = torch.rand_like(choice) < self.expert_dropout
+                gate, choice = gate.masked_fill(dropped, 0.0), choice.masked_fill(dropped, -math.inf)
+            if self.experts_per_token < self.num_experts:
+                chosen = choice.topk(self.experts_per_token, dim=-1).indices
+                gate = gate.gather(-1, chosen)
+            else:
+                chosen = torch.arange(self.num_experts, device=x.device).expand_as(gate)
+            index = (chosen + self.first_expert).reshape(tokens, -1)
+            gate = gate.reshape(tokens, -1)
+            if padding_mask is not None:
+                gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
+        return RoutingDecision(
+            index,
+            gate,
+            probs,
+            logits,
+            self.groups * self.num_experts,
+            groups=self.groups,
+            side=self.side,
+            padding_mask=padding_mask,
+            auxiliary=self.auxiliary,
+        )

@@ -1,0 +1,255 @@
+"""SwitchHead (arXiv 2312.07987): few attention maps, whose projections are mixtures of experts."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Dict, Optional, Tuple
+
+from torch import Tensor, nn
+
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.collector import record
+from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.positions import RelativePositions
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
+from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import BACKENDS
+
+PROJECTIONS = "vkqo"
+
+
+@dataclass
+class SwitchHeadSettings(FamilySettings):
+    """The flags of `SwitchHeadAttention`."""
+
+    switchhead_heads: int = field(
+        default=2,
+        metadata={"help": "attention maps per layer (n_heads); fairseq's attention-heads is unused"},
+    )
+    switchhead_experts: str = field(
+        default="vo",
+        metadata={
+            "help": "which projections are mixtures of experts: letters of v, k, q, o (Table 6; vo is the "
+            "paper's), or none: dense attention with --switchhead-heads heads of --expert-dim"
+        },
+    )
+    num_experts: int = field(default=5, metadata={"help": "experts of each projection and head (E)"})
+    experts_per_token: int = field(
+        default=2, metadata={"help": "experts that a token chooses for each projection and head (k)"}
+    )
+    expert_dim: int = field(default=76, metadata={"help": "head dimension (d_head)"})
+    switchhead_shared_selection: bool = field(
+        default=False,
+        metadata={"help": "self-attention chooses the same experts as query and as key (section 3.6)"},
+    )
+    switchhead_init_scale: float = field(
+        default=1.0,
+        metadata={
+            "help": "scales the deviations of the initial weights; the paper's pre-norm models of n layers "
+            "have the root of 2/n"
+        },
+    )
+    expert_backend: str = field(
+        default="auto",
+        metadata={
+            "choices": BACKENDS,
+            "help": "what computes the expert projections; auto picks by device and dtype",
+        },
+    )
+
+    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
+        """The heads are --switchhead-heads, and masks hide the future: num_heads, causal do not matter."""
+        return SwitchHeadAttention(
+            embed_dim,
+            num_heads=self.switchhead_heads,
+            head_dim=self.expert_dim,
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            experts=self.switchhead_experts,
+            shared_selection=self.switchhead_shared_selection,
+            init_scale=self.switchhead_init_scale,
+            backend=self.expert_backend,
+            **role,
+        )
+
+
+class SwitchHeadAttention(MixtureAttention):
+    """Attention with one map per head h and mixtures of experts around it (SwitchHead §2.2).
+
+    The source side decides about keys and values, the destination side about queries and outputs:
+    s_S^h = σ(x W_S^h), s_D^h = σ(x W_D^h), and the k largest of E each (Eq. 7-8). Then
+    V^h = Σ_{e ∈ E_S^h} s_S^h[e] · x W_V^{h,e} (Eq. 9), keys and queries alike, and
+    y = Σ_h Σ_{e ∈ E_D^h} s_D^h[e] · A^h V^h W_O^{h,e} (Eq. 10).
+
+    experts: which of v, k, q, o are mixtures; the others have one matrix per head, and "none" is
+    dense multi-head attention. E = 1 is dense attention with gates. shared_selection: one router
+    for both sides of a self-attention (§3.6). No auxiliary loss, no biases.
+    init_scale: matrices into the heads are normal with deviation init_scale / √C, those out of them
+    with init_scale / √(H·D), as in the authors' code.
+    Raises UserError for impossible sizes or letters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        num_experts: int = 1,
+        experts_per_token: int = 1,
+        experts: str = "vo",
+        shared_selection: bool = False,
+        init_scale: float = 1.0,
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        backend: str = "auto",
+        **role: Any,
+    ):
+        for flag, size in (("switchhead-heads", num_heads), ("expert-dim", head_dim)):
+            if size is None or size < 1:
+                raise UserError(f"--{flag} must be a positive number, not {size}.")
+        letters = "" if experts == "none" else experts
+        if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
+            raise UserError(
+                f"--switchhead-experts {experts!r} must be some of the letters v, k, q, o (values, keys, "
+                "queries, output), each at most once, or none."
+            )
+        super().__init__(embed_dim, num_heads, head_dim, **role)
+        self.experts, self.num_experts, self.experts_per_token = letters, num_experts, experts_per_token
+        self.init_scale, self.backend = init_scale, backend
+        kdim, vdim = kdim or embed_dim, vdim or embed_dim
+        if kdim != vdim and set("vk") & set(letters):
+            raise UserError(
+                f"SwitchHead's source side decides about keys and values together, and keys of width {kdim} "
+                f"with values of width {vdim} are two inputs: choose --switchhead-experts without v and k."
+            )
+        self.q_proj = self._projection("q", embed_dim)
+        self.k_proj = self._projection("k", kdim)
+        self.v_proj = self._projection("v", vdim)
+        self.out_proj = self._projection("o", embed_dim)
+        decides = {
+            side: bool(set(sides) & set(letters)) for side, sides in (("keys", "vk"), ("queries", "qo"))
+        }
+        self.shares_selection = shared_selection and self.self_attention and all(decides.values())
+        self.router = self._router(embed_dim, "queries") if decides["queries"] else None
+        has_own = decides["keys"] and not self.shares_selection
+        self.source_router = self._router(kdim, "keys") if has_own else None
+        self.reset_parameters()
+
+    def _projection(self, letter: str, model_dim: int) -> nn.Module:
+        into = "model" if letter == "o" else "experts"
+        if letter in self.experts:
+            sizes = (model_dim, self.head_dim) if into == "experts" else (self.head_dim, model_dim)
+            return ExpertLinear(self.num_heads * self.num_experts, *sizes, into, backend=self.backend)
+        width = self.num_heads * self.head_dim
+        sizes = (model_dim, width) if into == "experts" else (width, model_dim)
+        return nn.Linear(*sizes, bias=False)
+
+    def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
+        sizes = (model_dim, self.num_experts, self.experts_per_token, self.num_heads)
+        return SigmoidTopKRouter(*sizes, init_scale=self.init_scale, side=side, auxiliary=False)
+
+    def reset_parameters(self) -> None:
+        """Matrices; routers initialise themselves."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            model_dim = projection.weight.size(-1)
+            nn.init.normal_(projection.weight, std=self.init_scale / math.sqrt(model_dim))
+        width = self.num_heads * self.head_dim
+        nn.init.normal_(self.out_proj.weight, std=self.init_scale / math.sqrt(width))
+        if self.positions is not None and hasattr(self.positions, "projection"):
+            std = self.init_scale / math.sqrt(self.embed_dim)
+            nn.init.normal_(self.positions.projection.weight, std=std)
+
+    def restore_initialization(self) -> None:
+        super().restore_initialization()
+        self.reset_parameters()
+
+    def route(
+        self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]
+    ) -> Optional[RoutingDecision]:
+        if self.router is None:
+            return None
+        return self.router(x.reshape(-1, x.size(2)), None if padding is None else padding.reshape(-1))
+
+    def project_queries(self, x: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
+        return self._into_heads("q", self.q_proj, x, decision)
+
+    def project_keys_values(
+        self, key: Tensor, value: Tensor, decision: Optional[RoutingDecision], padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor]:
+        source = None
+        if self.shares_selection and decision.expert_index.size(0) == key.size(0) * key.size(1):
+            source = decision  # without a carried context, keys are the queries' tokens
+        elif self.shares_selection or self.source_router is not None:
+            if padding is not None:
+                padding = padding[:, -key.size(1) :].reshape(-1).bool()
+            router = self.source_router or self.router
+            source = router(key.reshape(-1, key.size(2)), padding)
+            source.side = "keys"
+            record(self.name, source)
+        return (
+            self._into_heads("k", self.k_proj, key, source),
+            self._into_heads("v", self.v_proj, value, source),
+        )
+
+    def project_output(self, heads: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
+        batch, num_heads, tgt_len, head_dim = heads.shape
+        heads = heads.transpose(1, 2)
+        if "o" not in self.experts:
+            return self.out_proj(heads.reshape(batch, tgt_len, -1))
+        rows = heads.reshape(-1, head_dim)
+        slots = num_heads * self.experts_per_token
+        out = self.out_proj(rows, decision, self.experts_per_token, slots, gate=decision.gate)
+        return out.view(batch, tgt_len, self.embed_dim)
+
+    def _into_heads(
+        self, letter: str, projection: nn.Module, x: Tensor, decision: Optional[RoutingDecision]
+    ) -> Tensor:
+        """x [B, T, C] → [B, H, T, D]"""
+        if letter in self.experts:
+            slots = self.num_heads * self.experts_per_token
+            rows = x.reshape(-1, x.size(2))
+            heads = projection(rows, decision, slots, self.experts_per_token, gate=decision.gate)
+        else:
+            heads = projection(x)
+        return heads.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        projections = 0
+        for letter, module, tokens in (
+            ("q", self.q_proj, queries),
+            ("k", self.k_proj, keys),
+            ("v", self.v_proj, keys),
+            ("o", self.out_proj, queries),
+        ):
+            model_dim = module.weight.size(
+                0 if module is self.out_proj and letter not in self.experts else -1
+            )
+            used = self.experts_per_token if letter in self.experts else 1
+            projections += tokens * model_dim * self.num_heads * self.head_dim * used
+        routers = ((self.router, queries), (self.source_router, keys))
+        macs = sum(
+            tokens * router.projection.weight.numel() for router, tokens in routers if router is not None
+        )
+        return {"router": macs, "projections": projections}
+
+    def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
+        if self.experts not in ("", "vo") or self.shares_selection:
+            return None
+        n, d, C, T = self.num_heads, self.head_dim, chunks, length
+        width, relative = self.embed_dim, isinstance(self.positions, RelativePositions)
+        macs = 2 * C * n * d * T**2
+        floats = 2 * C * n * T**2 + 4 * n * d * T
+        if not self.experts:  # dense: Eq. 11-12
+            macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
+            return {"macs": macs, "floats": floats + relative * 2 * C * n * d * T}
+        k, experts = self.experts_per_token, self.num_experts
+        macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
+        macs += relative * 2 * n * d * width * T
+        return {"macs": macs, "floats": floats + relative * 2 * n * d * T + 2 * experts * C * T}
+
+    def kept_elements(self) -> int:
+        heads = self.num_heads * self.head_dim
+        routers = (self.router is not None) + (self.source_router is not None)
+        # logits; queries, keys, values and results; the input as rows, and the output
+        return routers * self.num_heads * self.num_experts + 4 * heads + 2 * self.embed_dim

@@ -1,0 +1,1 @@
+"""Mixtures of experts in place of a Transformer's feed-forward."""

@@ -1,0 +1,125 @@
+"""sigma-MoE (arXiv 2310.10837): a feed-forward of experts with sigmoid gates, SwitchAll's second half."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Callable, Dict, Optional
+
+from torch import Tensor, nn
+
+from moa_fairseq.attention.collector import padding_of_queries, record
+from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
+from moa_fairseq.errors import UserError
+
+_unnamed = itertools.count(1)
+
+
+@dataclass
+class SigmaMoESettings:
+    """The flags of `SigmaMoE`."""
+
+    sigma_moe_num_experts: int = field(
+        default=0, metadata={"help": "experts of every feed-forward (sigma-MoE); 0: an ordinary feed-forward"}
+    )
+    sigma_moe_experts_per_token: int = field(
+        default=4, metadata={"help": "feed-forward experts that a token chooses"}
+    )
+    sigma_moe_expert_dim: int = field(default=128, metadata={"help": "inner units of a feed-forward expert"})
+    sigma_moe_expert_dropout: float = field(
+        default=0.0,
+        metadata={"help": "probability that a token must do without a feed-forward expert in training"},
+    )
+    sigma_moe_init_scale: float = field(
+        default=1.0,
+        metadata={
+            "help": "scales the deviations of the initial weights; the paper's pre-norm models of n layers "
+            "have the root of 2/n"
+        },
+    )
+
+    def build(self, embed_dim: int, activation: Callable[[Tensor], Tensor], backend: str) -> "SigmaMoE":
+        """The feed-forward of a layer of width embed_dim. Raises UserError for impossible sizes."""
+        return SigmaMoE(
+            embed_dim,
+            self.sigma_moe_num_experts,
+            self.sigma_moe_experts_per_token,
+            self.sigma_moe_expert_dim,
+            self.sigma_moe_expert_dropout,
+            self.sigma_moe_init_scale,
+            activation,
+            backend,
+        )
+
+
+class SigmaMoE(nn.Module):
+    """y = Σ_{e ∈ E_x} s[e] · W_2^e · act(W_1^e x), E_x = argtopk(s, K), s = σ(W_3 x) (σ-MoE §5).
+
+    x [T, B, C] → [T, B, C]. activation: of the inner units. Its decisions leave through `record` under
+    `name`, with the balance loss that training chose: the paper's is "entropy". No biases. Inner units
+    of all K experts are kept for the backward pass, [T·B·K, D], and nothing of width C per expert.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_experts: int,
+        experts_per_token: int,
+        expert_dim: int,
+        expert_dropout: float = 0.0,
+        init_scale: float = 1.0,
+        activation: Callable[[Tensor], Tensor] = nn.functional.relu,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        if expert_dim < 1:
+            raise UserError(f"--sigma-moe-expert-dim must be a positive number, not {expert_dim}.")
+        self.name = f"feed_forward{next(_unnamed)}"
+        self.embed_dim, self.activation = embed_dim, activation
+        self.experts_per_token, self.init_scale = experts_per_token, init_scale
+        self.router = SigmoidTopKRouter(
+            embed_dim,
+            num_experts,
+            experts_per_token,
+            expert_dropout=expert_dropout,
+            init_scale=init_scale,
+            flags="sigma-moe-",
+        )
+        self.up = ExpertLinear(num_experts, embed_dim, expert_dim, "experts", backend=backend)
+        self.down = ExpertLinear(num_experts, expert_dim, embed_dim, "model", backend=backend)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal, as if all experts were one feed-forward of E·D inner units; the router has its own way."""
+        nn.init.normal_(self.up.weight, std=self.init_scale / math.sqrt(self.embed_dim))
+        inner = self.down.num_experts * self.down.d_in
+        nn.init.normal_(self.down.weight, std=self.init_scale / math.sqrt(inner))
+
+    def restore_initialization(self) -> None:
+        """For models that draw every nn.Linear anew, as BERT does."""
+        self.router.reset_parameters()
+        self.reset_parameters()
+
+    def forward(self, x: Tensor, padding: Optional[Tensor] = None) -> Tensor:
+        """x [T, B, C]; padding [B, T] (True = padding) defaults to what `query_padding` declared."""
+        tgt_len, batch, _ = x.shape
+        padding = padding_of_queries(padding, None, batch, tgt_len)
+        rows = x.reshape(-1, self.embed_dim)
+        decision = self.router(rows, None if padding is None else padding.t().reshape(-1))
+        record(self.name, decision)
+        inner = self.activation(self.up(rows, decision, self.experts_per_token, slots_per_sum=1))
+        out = self.down(inner, decision, 1, self.experts_per_token, gate=decision.gate)
+        return out.view(tgt_len, batch, self.embed_dim)
+
+    def kept_elements(self) -> int:
+        """Numbers that a token leaves behind for the backward pass."""
+        # logits, inner units (of relu the results alone), the output
+        return self.up.num_experts + self.experts_per_token * self.up.d_out + self.embed_dim
+
+    def macs(self, tokens: int) -> Dict[str, int]:
+        """Multiply-accumulates of so many tokens: of the "router", and of "projections"."""
+        chosen = self.experts_per_token * (self.up.d_out + self.down.d_in)
+        return {
+            "router": tokens * self.router.projection.weight.numel(),
+            "projections": tokens * self.embed_dim * chosen,
+        }

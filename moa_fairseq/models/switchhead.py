@@ -1,0 +1,91 @@
+"""SwitchHead and SwitchAll (arXiv 2312.07987): `--arch switchhead_lm_47m`, `switchall_lm_47m` and the rest.
+
+Their dense counterparts, `transformer_xl_lm_47m` and relatives, are the same models without experts.
+"""
+
+import math
+
+from fairseq.models import register_model
+from fairseq.models.transformer.transformer_legacy import base_architecture
+from fairseq.models.transformer_lm import base_lm_architecture
+
+from moa_fairseq.models.dense import TINY, lm_body
+from moa_fairseq.transformer.archs import register_arch
+from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
+from moa_fairseq.transformer.translation import MixtureTransformerModel
+
+
+@register_model("switchhead_lm")
+class SwitchHeadLanguageModel(MixtureLanguageModel):
+    """Causal language models whose attention is SwitchHead's, with or without sigma-MoE (SwitchAll)."""
+
+    attention_family, default_arch = "switchhead", "switchhead_lm_47m"
+
+
+def _heads(heads: int, dim: int, num_experts: int = 1, per_token: int = 1) -> dict:
+    sizes = {"switchhead_heads": heads, "expert_dim": dim}
+    return {**sizes, "num_experts": num_experts, "experts_per_token": per_token}
+
+
+def _dense(heads: int, dim: int) -> dict:
+    return {**_heads(heads, dim), "switchhead_experts": "none"}
+
+
+def _sigma_moe(num_experts: int, dim: int, dropout: float = 0.0) -> dict:
+    sizes = {"sigma_moe_num_experts": num_experts, "sigma_moe_expert_dim": dim}
+    return {**sizes, "sigma_moe_experts_per_token": 4, "sigma_moe_expert_dropout": dropout}
+
+
+# Table 9: the body's layers, width, feed-forward and positions, and the attention's heads, D, E and k.
+LANGUAGE_MODELS = {
+    "switchhead_lm_47m": {**lm_body(16, 412, 2080), **_heads(2, 76, 5, 2)},
+    "switchhead_lm_262m": {**lm_body(18, 1024, 4147), **_heads(2, 132, 8, 4)},
+    "switchhead_lm_262m_h4": {**lm_body(18, 1024, 4188), **_heads(4, 112, 4, 2)},  # C4 and peS2o
+    "switchhead_lm_enwik8": {**lm_body(12, 512, 2088), **_heads(2, 112, 4, 2)},
+    "switchhead_rope_lm_45m": {**lm_body(16, 412, 2092, "rope-half"), **_heads(2, 64, 5, 3)},
+    "switchhead_rope_lm_243m": {**lm_body(18, 1024, 4136, "rope-half"), **_heads(4, 100, 4, 2)},
+    # The feed-forward's experts replace --decoder-ffn-embed-dim. No dropout in SwitchAll (App. A.5).
+    "switchall_lm_47m": {**lm_body(16, 412, 2048, dropout=0.0), **_heads(2, 76, 5, 2), **_sigma_moe(16, 128)},
+    "switchall_lm_259m": {
+        **lm_body(18, 1024, 4096, dropout=0.0),
+        **_heads(4, 112, 4, 2),
+        **_sigma_moe(32, 128, dropout=0.1),
+    },
+    "transformer_xl_lm_47m": {**lm_body(16, 412, 2053), **_dense(10, 41)},
+    "transformer_xl_lm_262m": {**lm_body(18, 1024, 4110), **_dense(16, 64)},
+    "transformer_xl_lm_enwik8": {**lm_body(12, 512, 2053), **_dense(8, 64)},
+    "transformer_rope_lm_45m": {**lm_body(16, 412, 2053, "rope-half"), **_dense(10, 41)},
+    "transformer_rope_lm_244m": {**lm_body(18, 1024, 4110, "rope-half"), **_dense(16, 64)},
+    # For small data and small machines: all attentions have 128,000 parameters, W_R included.
+    "transformer_xl_lm_tiny": {**lm_body(4, 160, 640), **_dense(10, 16)},
+    "switchhead_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2)},
+    "switchall_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2), **_sigma_moe(16, 40)},
+}
+for _arch, _values in LANGUAGE_MODELS.items():
+    _scale = math.sqrt(2 / _values["decoder_layers"])  # as in the authors' code for pre-norm layers
+    register_arch(
+        "switchhead_lm",
+        _arch,
+        base_lm_architecture,
+        {**_values, "switchhead_init_scale": _scale, "sigma_moe_init_scale": _scale},
+    )
+
+
+@register_model("switchhead_transformer")
+class SwitchHeadTransformerModel(MixtureTransformerModel):
+    """Translation. In cross-attention the source side is the encoder's output."""
+
+    attention_family, default_arch = "switchhead", "switchhead_transformer_base"
+
+
+# By the paper's rule (section 3): as many experts in all as the dense model has heads, two heads, and D so
+# that the parameters match: 1.03M for the 1.05M of transformer-base's attention, 65,500 for Tiny's 65,536.
+register_arch(
+    "switchhead_transformer", "switchhead_transformer_base", base_architecture, _heads(2, 100, 4, 2)
+)
+register_arch(
+    "switchhead_transformer",
+    "switchhead_transformer_tiny",
+    base_architecture,
+    {**TINY, **_heads(2, 42, 2, 1)},
+)
