@@ -15,6 +15,7 @@ from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.losses import load_balance_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.kernels import SlotOrder, project
 
 torch.manual_seed(0)
@@ -22,6 +23,7 @@ x = torch.randn(6, 2, 16, requires_grad=True)
 for attention in (
     MixtureOfAttention(16, 4, 2, 8, self_attention=True),
     MixtureOfAttentiveExperts(16, 4, self_attention=True, causal=True),
+    MixtureOfHeads(16, 4, 1, 2, skip="always", self_attention=True),
 ):
     with collect_decisions() as decisions, drawing_experts(ExpertDraw(torch.arange(2), 1, 1)):
         out, _ = attention(x, x, x, need_weights=False)

@@ -19,6 +19,22 @@ def load_balance_loss(decision: RoutingDecision) -> Tensor:
     return load.size(1) * (load * share).sum() / load.size(0)
 
 
+def head_balance_loss(decision: RoutingDecision) -> Tensor:
+    """L_b = Σ_i P_i · f_i over the routed heads (MoH Eq. 7-8), f_i being the share of tokens that choose i.
+
+    K / E when the load is even, for K of E routed heads. Only P carries a gradient.
+    """
+    tokens = decision.kept.sum().clamp_min(1.0)
+    load = decision.expert_counts.to(decision.probs.dtype) / tokens
+    share = (decision.routed_probs * decision.kept.unsqueeze(1)).sum(0) / tokens
+    return (load * share).sum()
+
+
+def released_head_balance_loss(decision: RoutingDecision) -> Tensor:
+    """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even."""
+    return decision.routed_probs.size(1) * head_balance_loss(decision)
+
+
 def mutual_information_loss(decision: RoutingDecision) -> Tensor:
     """−I(E; X) = H(E|X) − H(E) in nats (SUT, arXiv 2310.07096, Eq. 8); with groups, their mean.
 
@@ -62,6 +78,8 @@ def _tiny(x: Tensor) -> float:
 # What --balance-loss names.
 BALANCE_LOSSES: Dict[str, Callable[[RoutingDecision], Tensor]] = {
     "moa": load_balance_loss,
+    "moh": head_balance_loss,
+    "moh-released": released_head_balance_loss,
     "mutual-information": mutual_information_loss,
     "none": lambda decision: decision.probs.new_zeros(()),
 }

@@ -23,8 +23,9 @@ class RoutingLossConfig:
     balance_loss: ChoiceEnum(list(BALANCE_LOSSES)) = field(
         default="moa",
         metadata={
-            "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), the mutual information of tokens "
-            "and experts (SUT, arXiv 2310.07096), or nothing; loads are logged in any case"
+            "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or E times "
+            "it as in MoH's code, the mutual information of tokens and experts (SUT, arXiv 2310.07096), or "
+            "nothing; loads are logged in any case"
         },
     )
     load_balance_coef: float = field(

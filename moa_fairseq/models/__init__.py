@@ -1,5 +1,5 @@
 """What `--arch` and `--task` name: models, a file a family, and the rows of the papers' tables."""
 
-from moa_fairseq.models import dense, mae, moa
+from moa_fairseq.models import dense, mae, moa, moh
 
-__all__ = ["dense", "mae", "moa"]
+__all__ = ["dense", "mae", "moa", "moh"]

@@ -12,6 +12,7 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
+from moa_fairseq.attention.moh import MoHSettings
 
 # Family → its settings. There is no default.
 FAMILIES: Dict[str, Type[FamilySettings]] = {}
@@ -24,6 +25,7 @@ def register_family(name: str, settings: Type[FamilySettings]) -> None:
 
 register_family("moa", MoASettings)
 register_family("mae", MAESettings)
+register_family("moh", MoHSettings)
 
 
 def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
