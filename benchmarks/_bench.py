@@ -12,7 +12,8 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping
 
 import torch
 from matplotlib.figure import Figure
@@ -27,14 +28,20 @@ RESULTS = Path(__file__).resolve().parent.parent / "results" / "benchmarks"
 _BLOCK_SECONDS = 0.02  # shorter calls are repeated inside one reading of the clock
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """--device, --dtype, --rounds, --output: the same for all benchmarks."""
+def arguments(
+    description: str, more: Mapping[str, Dict[str, Any]] = MappingProxyType({})
+) -> argparse.Namespace:
+    """--device, --dtype, --rounds, --output: the same for all benchmarks; more: flags of one alone."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bf16 on GPUs")
     parser.add_argument("--rounds", type=int, default=7, help="how often each candidate takes its turn")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the plot")
+    for flag, options in more.items():
+        parser.add_argument(flag, **options)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     args.torch_dtype = getattr(torch, args.dtype)

@@ -84,7 +84,7 @@ class MixtureOfHeads(MixtureAttention):
     router chooses (Eq. 5-6). The output's bias belongs to no head. Keys and values are those of all heads: a
     later token may choose any of them. A head that a token did not choose has no query, no row of
     attention and no product with W_O there (skip "always"), or all of that with a weight of zero ("never");
-    "auto" takes what is faster. The results are the same.
+    "auto" takes what is faster, or leaves them out of the attention alone. The results are the same.
     scaling: of the learned router's gates, see `SharedAndRoutedRouter`. router: "learned", "query-norm", or a
     module. Head weights stand slot by slot: the shared heads, then those chosen, the most probable first.
     Raises UserError for impossible numbers of heads.
@@ -144,17 +144,22 @@ class MixtureOfHeads(MixtureAttention):
         decision = self.router(
             rows if queries is None else queries, None if padding is None else padding.reshape(-1)
         )
-        decision.queries, decision.skips = queries, self._skips(x)
+        decision.skips, decision.skips_output = self._skips(x)
+        if decision.skips and not decision.skips_output and queries is None:
+            queries = self.q_proj(rows)
+        decision.queries = queries
         return decision
 
-    def _skips(self, x: Tensor) -> bool:
+    def _skips(self, x: Tensor) -> Tuple[bool, bool]:
+        """Whether unchosen heads are left out of the attention, and of the projections."""
         choosable = self.num_heads - self.shared_heads
         bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
         if self.skip == "never" or self.routed_per_token == choosable or bias_by_head:
-            return False
-        return self.skip == "always" or skipping_pays(
-            *x.shape, choosable, self.routed_per_token, self.head_dim, x.device.type, torch.is_grad_enabled()
-        )
+            return False, False
+        if self.skip == "always":
+            return True, True
+        heads = (self.shared_heads, choosable, self.routed_per_token, self.head_dim)
+        return skipping_pays(*x.shape, *heads, x.device.type)
 
     def project_queries(self, x: Tensor, decision: HeadDecision) -> Tensor:
         """[B, H, T, D]; where heads are skipped the slots' queries instead, [B, h_s + K, T, D]."""
@@ -208,8 +213,7 @@ class MixtureOfHeads(MixtureAttention):
             out = out.gather(1, index.expand(-1, -1, -1, dim))
         elif decision.skips:
             masks, weights = (attn_mask, key_padding_mask, dropout), None
-            routed = q[:, shared:].transpose(1, 2).reshape(-1, dim)
-            routed = attend_selected(routed, decision.routed_order, k[:, shared:], v[:, shared:], *masks)
+            routed = attend_selected(q, decision.routed_order, k[:, shared:], v[:, shared:], *masks)
             out = routed.view(batch, tgt_len, -1, dim).transpose(1, 2)
             if shared:
                 always, _ = attend(q[:, :shared], k[:, :shared], v[:, :shared], *masks)
@@ -227,8 +231,13 @@ class MixtureOfHeads(MixtureAttention):
         if not decision.skips:
             weight = decision.head_weight.to(rows.dtype).view(batch, tgt_len, self.num_heads, 1)
             return self.out_proj((rows * weight).reshape(batch, tgt_len, self.embed_dim))
-        shared, width = self.shared_heads, self.shared_heads * self.head_dim
         gate = decision.gate.view(batch, tgt_len, -1, 1)
+        if not decision.skips_output:
+            slots = (rows * gate.to(rows.dtype)).reshape(-1, self.active_heads, self.head_dim)
+            index = decision.expert_index.unsqueeze(-1).expand_as(slots)
+            every = slots.new_zeros(slots.size(0), self.num_heads, self.head_dim).scatter(1, index, slots)
+            return self.out_proj(every.view(batch, tgt_len, self.embed_dim))
+        shared, width = self.shared_heads, self.shared_heads * self.head_dim
         always = (rows[:, :, :shared] * gate[:, :, :shared].to(rows.dtype)).reshape(batch, tgt_len, width)
         routed = project(
             rows[:, :, shared:].reshape(-1, self.head_dim),

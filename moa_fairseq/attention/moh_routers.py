@@ -21,12 +21,15 @@ _INIT_STD = 0.02
 class HeadDecision(RoutingDecision):
     """Which heads work for a token: experts are heads, and the first `shared` slots are the shared ones.
 
-    queries [N, H·D]  of every head, if the router had to look at them
-    skips             whether heads that were not chosen are left out, or computed and weighted by zero
+    queries [N, H·D]  of every head, if they are there already
+    skips             whether heads that were not chosen are left out of the attention, or computed and
+                      weighted by zero
+    skips_output      whether they are left out of the product with W_O, too
     """
 
     queries: Optional[Tensor] = None
     skips: bool = False
+    skips_output: bool = False
 
     @cached_property
     def routed_order(self) -> SlotOrder:

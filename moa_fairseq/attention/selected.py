@@ -1,6 +1,6 @@
 """Attention of the (token, head) pairs that were chosen, and of no other."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +19,20 @@ def attend_selected(
     key_padding_mask: Optional[Tensor] = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax(q·kᵀ/√D)·v for the N·K slots of N = B·T tokens, each with the keys of its own head.
+    """Softmax(q·kᵀ/√D)·v for the K slots of each token, each slot with the keys of its own head.
 
-    q [N·K, D], the slots of a token side by side and tokens batch first; order: the head of each slot, all K
-    of a token different; k and v [B, H, S, D]; masks as in `core.attend`, [T, S] and [B, S]
-    → [N·K, D]. A query without any key gets zeros.
+    q [B, A, T, D], whose last K ≤ A are the slots; order: the head of each of the N·K slots of N = B·T tokens
+    (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `core.attend`, [T, S] and
+    [B, S] → [N·K, D]. A query without any key gets zeros.
 
     Heads are taken one after the other. Those queries of a head that are there stand in a block
     [B, M, D], M being the most that a sequence has, so that a head whose work is even over the batch
     computes little else.
     """
-    batch, heads, _, dim = k.shape
-    slots, per_token = q.size(0), order.per_token
-    tgt_len = slots // per_token // batch
-    sequence = order.order // (per_token * tgt_len)  # of each sorted slot
-    token = order.order // per_token
-    cell = order.expert.index_select(0, order.order) * batch + sequence
+    (batch, heads, _, dim), (_, columns, tgt_len, _) = k.shape, q.shape
+    per_token, slots = order.per_token, order.expert.numel()
+    token = order.order // per_token  # of each sorted slot
+    cell = order.expert.index_select(0, order.order) * batch + token // tgt_len
     counts = torch.bincount(cell, minlength=heads * batch)
     longest = counts.view(heads, batch).amax(1)  # M of each head
     first = torch.arange(batch, device=q.device) * longest.unsqueeze(1)
@@ -43,13 +41,15 @@ def attend_selected(
     place = first.index_select(0, cell) + rank  # of each sorted slot among the blocks' rows
     widths = longest.tolist()  # the one place that waits for a GPU
     rows = batch * sum(widths)
-    blocks = q.new_zeros(rows, dim).index_copy(0, place, q.index_select(0, order.order))
+    owner = token.new_zeros(rows).index_copy_(0, place, token)  # rows that no slot has show token 0
+    column = order.order % per_token + (columns - per_token)
+    source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
+    blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)
 
     mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
     per_query = mask is not None and mask.size(2) > 1
     if per_query:  # a row of the mask for each row of the blocks
-        owner = token if mask.size(0) > 1 else token % tgt_len
-        owner = owner.new_zeros(rows).index_copy(0, place, owner)
+        owner = owner if mask.size(0) > 1 else owner % tgt_len
         mask_rows = mask.reshape(-1, mask.size(-1))
     parts, start = [], 0
     for head, width in enumerate(widths):
@@ -63,7 +63,7 @@ def attend_selected(
             out = F.scaled_dot_product_attention(block, keys, values, attn_mask=own, dropout_p=dropout)
             parts.append(out.reshape(-1, dim))
             start = end
-    place_of_slot = torch.empty_like(place).index_copy(0, order.order, place)
+    place_of_slot = torch.empty_like(place).index_copy_(0, order.order, place)
     out = torch.cat(parts).index_select(0, place_of_slot)
     if blind is None:
         return out
@@ -71,30 +71,34 @@ def attend_selected(
     return out.masked_fill(blind, 0.0)
 
 
-# When leaving heads out beats computing them all, fitted to benchmarks/moh.py on two CPU cores. Per pair of
-# token and head that is left out, C columns of two projections and T keys (of two products) are saved. A pair
-# that is computed one by one costs _PAIR more than in one large product, and each head _HEAD more.
-# All in multiply-accumulates, those of training with the gradients. The GPU's numbers are estimates.
-_PAIR = {"cpu": 4.0e4, "cuda": 4.0e4}
-_HEAD = {"cpu": 2.0e6, "cuda": 6.4e7}
+# When leaving heads out beats computing them all, fitted to benchmarks/moh.py on a CPU core, in
+# multiply-accumulates. Gathering costs so much per number of a head that works (attention), and per number of
+# a token's width for each chosen head (projections); each head's step costs _HEAD. A GPU's numbers are
+# estimates: its arithmetic is cheaper against its memory, and its steps wait for the host.
+_GATHERED = {"cpu": 280, "cuda": 1000}
+_GATHERED_WIDE = {"cpu": 88, "cuda": 300}
+_HEAD = {"cpu": 1.0e6, "cuda": 6.4e7}
 
 
 def skipping_pays(
     batch: int,
     tgt_len: int,
     model_dim: int,
+    shared: int,
     choosable: int,
     per_token: int,
     head_dim: int,
     device: str,
-    training: bool,
-) -> bool:
-    """Whether attention over B sequences of T tokens is faster without the heads that were not chosen.
+) -> Tuple[bool, bool]:
+    """Whether to leave unchosen heads out of the attention, and then also out of the projections.
 
-    choosable: routed heads, of which each token takes per_token. A sequence's keys are taken to be as many as
-    its queries.
+    Of B sequences of T tokens, in a layer of width C where each token takes per_token of `choosable` heads of
+    size D, beside the `shared` ones. A sequence's keys are taken to be as many as its queries.
     """
-    tokens = batch * tgt_len
-    saved = tokens * (choosable - per_token) * head_dim * 2 * (model_dim + tgt_len)
-    pair, head = (cost.get(device, cost["cpu"]) for cost in (_PAIR, _HEAD))
-    return saved > tokens * per_token * pair + choosable * head
+    narrow, wide, head = (cost.get(device, cost["cpu"]) for cost in (_GATHERED, _GATHERED_WIDE, _HEAD))
+    left_out = (choosable - per_token) * head_dim  # of a token
+    attention = 2 * left_out * tgt_len - narrow * (shared + per_token) * head_dim
+    attention -= head * choosable / (batch * tgt_len)
+    projections = (2 * left_out - wide * per_token) * model_dim
+    pays = attention + max(projections, 0) > 0
+    return pays, pays and projections > 0

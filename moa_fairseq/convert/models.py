@@ -45,8 +45,8 @@ def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
     arch = getattr(settings, "arch", name)
     raise UserError(
         f"The checkpoint holds a model of the architecture {arch}, and conversions know fairseq's "
-        "transformer, roberta and transformer_lm, and the mixtures built on them (those of a plugin with moa-fairseq "
-        "--user-dir DIR convert)."
+        "transformer, roberta and transformer_lm, and the mixtures built on them (those of a plugin with "
+        "moa-fairseq --user-dir DIR convert)."
     )
 
 

@@ -9,6 +9,7 @@ from fairseq.modules import MultiheadAttention
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import head_balance_loss, released_head_balance_loss
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.selected import skipping_pays
 from moa_fairseq.errors import UserError
 
 C, H, D = 24, 6, 4
@@ -140,10 +141,12 @@ def test_output_loss_and_every_gradient_equal_the_equations(scaling, skip):
     torch.testing.assert_close(released_head_balance_loss(decision), released)
 
 
-def compare_paths(settings, case, prepare=lambda module: None):
+def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True)):
     results = []
     for skip in ("never", "always"):
         module = build(skip=skip, **settings, **role(case))
+        if skip == "always":
+            module._skips = lambda x: skips
         prepare(module)
         query, key, padding, mask, _ = inputs(**case)
         out, _ = module(query, key, key, padding, attn_mask=mask, need_weights=False)
@@ -173,14 +176,28 @@ UGLY = {
 
 
 @pytest.mark.parametrize("case", UGLY.values(), ids=UGLY.keys())
+@pytest.mark.parametrize("skips", [(True, True), (True, False)], ids=["everywhere", "in the attention"])
 @pytest.mark.parametrize("everyone", [False, True])
-def test_skipping_survives_ugly_batches(case, everyone):
+def test_skipping_survives_ugly_batches(case, everyone, skips):
     def prepare(module):
         if everyone:  # all tokens choose the routed heads 0 and 1: the other two have no token at all
             with torch.no_grad():
                 module.router.projection.weight[: H - SHARED] = 0.0
 
-    compare_paths({}, case, prepare)
+    compare_paths({}, case, prepare, skips)
+
+
+@pytest.mark.parametrize("router", ["query-norm", "learned"])
+def test_heads_can_be_left_out_of_the_attention_alone(router):
+    compare_paths({"router": router}, CASES["causal and padding"], skips=(True, False))
+
+
+def test_the_choice_follows_the_work():
+    sizes = {"model_dim": 512, "shared": 2, "head_dim": 64, "device": "cpu"}
+    short = skipping_pays(32, 128, choosable=6, per_token=5, **sizes)
+    long = skipping_pays(1, 4096, choosable=6, per_token=4, **sizes)
+    few = skipping_pays(4, 1024, choosable=6, per_token=1, **sizes)
+    assert (short, long, few) == ((False, False), (True, False), (True, True))
 
 
 def test_skipping_with_rotary_positions():
