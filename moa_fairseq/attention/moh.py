@@ -63,7 +63,7 @@ class MoHSettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfHeads":
-        """Masks hide the future: causal is of no matter here."""
+        """Masks hide the future: causal is a hint of what they cost."""
         return MixtureOfHeads(
             embed_dim,
             num_heads,
@@ -72,6 +72,7 @@ class MoHSettings(FamilySettings):
             scaling=self.moh_scaling,
             router=self.moh_router,
             skip=self.moh_skip,
+            causal=causal,
             backend=self.expert_backend,
             **role,
         )
@@ -85,6 +86,7 @@ class MixtureOfHeads(MixtureAttention):
     later token may choose any of them. A head that a token did not choose has no query, no row of
     attention and no product with W_O there (skip "always"), or all of that with a weight of zero ("never");
     "auto" takes what is faster, or leaves them out of the attention alone. The results are the same.
+    causal: of a self-attention, that its masks will hide the future; only "auto" asks.
     scaling: of the learned router's gates, see `SharedAndRoutedRouter`. router: "learned", "query-norm", or a
     module. Head weights stand slot by slot: the shared heads, then those chosen, the most probable first.
     Raises UserError for impossible numbers of heads.
@@ -99,6 +101,7 @@ class MixtureOfHeads(MixtureAttention):
         scaling: str = "paper",
         router: Any = "learned",
         skip: str = "auto",
+        causal: bool = False,
         backend: str = "auto",
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
@@ -119,7 +122,7 @@ class MixtureOfHeads(MixtureAttention):
             router = SharedAndRoutedRouter(embed_dim, num_heads, shared_heads, routed_per_token, scaling)
         elif router == "query-norm":
             router = QueryNormRouter(num_heads, shared_heads, routed_per_token)
-        self.router, self.skip = router, skip
+        self.router, self.skip, self.causal = router, skip, causal and self.self_attention
         self.shared_heads, self.routed_per_token = shared_heads, routed_per_token
         self.active_heads = shared_heads + routed_per_token
         self.backend = resolve_backend(backend)
@@ -159,7 +162,7 @@ class MixtureOfHeads(MixtureAttention):
         if self.skip == "always":
             return True, True
         heads = (self.shared_heads, choosable, self.routed_per_token, self.head_dim)
-        return skipping_pays(*x.shape, *heads, x.device.type)
+        return skipping_pays(*x.shape, *heads, self.causal, x.device.type)
 
     def project_queries(self, x: Tensor, decision: HeadDecision) -> Tensor:
         """[B, H, T, D]; where heads are skipped the slots' queries instead, [B, h_s + K, T, D]."""

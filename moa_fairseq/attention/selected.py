@@ -71,13 +71,16 @@ def attend_selected(
     return out.masked_fill(blind, 0.0)
 
 
-# When leaving heads out beats computing them all, fitted to benchmarks/moh.py on a CPU core, in
-# multiply-accumulates. Gathering costs so much per number of a head that works (attention), and per number of
-# a token's width for each chosen head (projections); each head's step costs _HEAD. A GPU's numbers are
-# estimates: its arithmetic is cheaper against its memory, and its steps wait for the host.
-_GATHERED = {"cpu": 280, "cuda": 1000}
-_GATHERED_WIDE = {"cpu": 88, "cuda": 300}
-_HEAD = {"cpu": 1.0e6, "cuda": 6.4e7}
+# When leaving heads out beats computing them all, in multiply-accumulates, from CPU times of one core at
+# width 512 (8 heads of 64, 128 to 2048 tokens, forward alone and with backward; benchmarks/moh.py). Gathering
+# costs so much per number of a head that works (attention), per number of a token's width for each chosen
+# head (projections), and per key of a chosen head's row where masks differ between queries; each head is a
+# step. A GPU's numbers are estimates: its arithmetic is cheaper against its memory, and its steps wait for
+# the host.
+_GATHERED = {"cpu": 750, "cuda": 2000}
+_GATHERED_WIDE = {"cpu": 150, "cuda": 400}
+_GATHERED_MASK = {"cpu": 36, "cuda": 100}
+_STEP = {"cpu": 1.5e6, "cuda": 6.4e7}
 
 
 def skipping_pays(
@@ -88,17 +91,22 @@ def skipping_pays(
     choosable: int,
     per_token: int,
     head_dim: int,
+    causal: bool,
     device: str,
 ) -> Tuple[bool, bool]:
     """Whether to leave unchosen heads out of the attention, and then also out of the projections.
 
     Of B sequences of T tokens, in a layer of width C where each token takes per_token of `choosable` heads of
-    size D, beside the `shared` ones. A sequence's keys are taken to be as many as its queries.
+    size D, beside the `shared` ones; causal: masks differ between queries. A sequence's keys are taken to be
+    as many as its queries.
     """
-    narrow, wide, head = (cost.get(device, cost["cpu"]) for cost in (_GATHERED, _GATHERED_WIDE, _HEAD))
+    narrow, wide, mask, step = (
+        cost.get(device, cost["cpu"]) for cost in (_GATHERED, _GATHERED_WIDE, _GATHERED_MASK, _STEP)
+    )
     left_out = (choosable - per_token) * head_dim  # of a token
     attention = 2 * left_out * tgt_len - narrow * (shared + per_token) * head_dim
-    attention -= head * choosable / (batch * tgt_len)
+    attention -= mask * per_token * tgt_len if causal else 0
+    attention -= step * choosable / (batch * tgt_len)
     projections = (2 * left_out - wide * per_token) * model_dim
     pays = attention + max(projections, 0) > 0
     return pays, pays and projections > 0

@@ -193,11 +193,16 @@ def test_heads_can_be_left_out_of_the_attention_alone(router):
 
 
 def test_the_choice_follows_the_work():
-    sizes = {"model_dim": 512, "shared": 2, "head_dim": 64, "device": "cpu"}
-    short = skipping_pays(32, 128, choosable=6, per_token=5, **sizes)
-    long = skipping_pays(1, 4096, choosable=6, per_token=4, **sizes)
-    few = skipping_pays(4, 1024, choosable=6, per_token=1, **sizes)
-    assert (short, long, few) == ((False, False), (True, False), (True, True))
+    sizes = {"model_dim": 512, "shared": 2, "choosable": 6, "head_dim": 64, "device": "cpu"}
+
+    def choice(batch, length, per_token, causal=False):
+        return skipping_pays(batch, length, per_token=per_token, causal=causal, **sizes)
+
+    assert choice(32, 128, 5) == (False, False)  # little attention to save
+    assert choice(2, 2048, 4) == (True, False)
+    assert choice(2, 2048, 4, causal=True) == (False, False)  # rows of a mask have to be gathered
+    assert choice(4, 1024, 2) == (True, True)
+    assert choice(1, 1, 2) == (False, False)  # one step of a generation
 
 
 def test_skipping_with_rotary_positions():
