@@ -35,6 +35,7 @@ setup(
         # A working fairseq of your own (a build of its main branch) serves as well: see the README.
         "fairseq": ["ve-fairseq==0.12.3"],
         "triton": ["triton>=2.1; platform_system == 'Linux'"],
+        "safetensors": ["safetensors>=0.4"],
         "test": ["pytest>=8,<10", "ruff>=0.6"],
     },
     entry_points={"console_scripts": ["moa-fairseq=moa_fairseq.cli:main"]},

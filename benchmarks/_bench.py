@@ -12,7 +12,8 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping
 
 import torch
 from matplotlib.figure import Figure
@@ -27,19 +28,25 @@ RESULTS = Path(__file__).resolve().parent.parent / "results" / "benchmarks"
 _BLOCK_SECONDS = 0.02  # shorter calls are repeated inside one reading of the clock
 
 
-def arguments(description: str, amp: bool = False) -> argparse.Namespace:
+def arguments(
+    description: str, amp: bool = False, more: Mapping[str, Dict[str, Any]] = MappingProxyType({})
+) -> argparse.Namespace:
     """--device, --dtype, --rounds, --miniature, --output: the same for all benchmarks.
 
-    amp: whether --dtype amp has a meaning, float32 parameters under autocast.
+    amp: whether --dtype amp has a meaning, float32 parameters under autocast. more: flags of one alone.
     """
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description=description.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     dtypes = ("float32", "bfloat16", "float16") + ("amp",) * amp
     parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on GPUs, else float32")
     parser.add_argument("--rounds", type=int, default=7, help="how often each candidate takes its turn")
     parser.add_argument("--miniature", action="store_true", help="tiny sizes: to see that it works")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the plot")
+    for flag, options in more.items():
+        parser.add_argument(flag, **options)
     args = parser.parse_args()
     if args.miniature and args.output == RESULTS:
         parser.error("--miniature needs --output DIR: its numbers are no results")

@@ -14,6 +14,7 @@ VERBS = {
     "recipe": ("moa_fairseq.recipes.command", "run one experiment of configs/ from data to score"),
     "prepare": ("moa_fairseq.data_prep.command", "prepare one data set: download, tokenise, BPE, binarise"),
     "average": ("moa_fairseq.evaluation.average", "average checkpoints into one"),
+    "convert": ("moa_fairseq.convert.command", "turn a Transformer into a mixture of heads, or back"),
     "score": ("moa_fairseq.evaluation.score", "BLEU of translations, perplexity of a masked language model"),
     "fill-mask": ("moa_fairseq.evaluation.fill_mask", "let a masked language model fill a gap"),
     "complexity": ("moa_fairseq.evaluation.complexity", "parameters and MACs of an architecture"),

@@ -7,3 +7,9 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 needed='import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in ("torch", "fairseq", "yaml")))'
 "$python" -c "$needed" || { echo "$python lacks torch, fairseq or PyYAML: run bash scripts/setup.sh first" >&2; exit 2; }
 recipe() { exec "$python" -m moa_fairseq.cli recipe "$root/configs/$1.yaml" "${@:2}"; }
+# converted RUN ARGUMENTS -- FLAGS: make runs/<experiment>.pt of another run's average, unless only asked for a plan
+converted() {
+  local run="$1" target="runs/$experiment.pt"; shift
+  while [ "$1" != "--" ]; do case "$1" in --dry-run|--plan|--hydra|-h|--help) return;; esac; shift; done; shift
+  [ -e "$target" ] || "$python" -m moa_fairseq.cli convert "runs/$run/average.pt" "$target" "$@"
+}

@@ -25,6 +25,7 @@ FLOORS = (
     ("corpus",),
     ("data_prep",),
     ("evaluation",),
+    ("convert",),
     ("recipes",),
     ("analysis",),
     ("cli",),

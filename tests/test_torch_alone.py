@@ -15,6 +15,7 @@ from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.losses import load_balance_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.kernels import SlotOrder, project
@@ -25,6 +26,7 @@ for attention in (
     MixtureOfAttention(16, 4, 2, 8, self_attention=True),
     MixtureOfAttentiveExperts(16, 4, self_attention=True, causal=True),
     SwitchHeadAttention(16, 2, 8, 3, 2, self_attention=True, positions="xl"),
+    MixtureOfHeads(16, 4, 1, 2, skip="always", self_attention=True),
 ):
     with collect_decisions() as decisions, drawing_experts(ExpertDraw(torch.arange(2), 1, 1)):
         out, _ = attention(x, x, x, need_weights=False)

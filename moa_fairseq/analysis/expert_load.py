@@ -17,7 +17,7 @@ from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
 @dataclass
 class ExpertLoad:
-    """What one router did with a data set, padding left out.
+    """What one router did with a data set, padding and experts that are always on (MoH) left out.
 
     counts [E]: how many tokens chose each expert. gate_mass [E]: the gates they gave it, added up.
     """
@@ -73,7 +73,8 @@ class LoadCounter:
             counts, mass = decision.expert_counts.double().cpu(), _gate_mass(decision).cpu()
             load = self._loads.get(name)
             if load is None:
-                self._loads[name] = ExpertLoad(name, decision.expert_index.size(1), counts, mass)
+                per_token = decision.expert_index.size(1) - decision.shared
+                self._loads[name] = ExpertLoad(name, per_token, counts, mass)
             else:
                 load.counts += counts
                 load.gate_mass += mass
@@ -88,7 +89,8 @@ def _gate_mass(decision: RoutingDecision) -> Tensor:
     if decision.padding_mask is not None:
         gate = gate.masked_fill(decision.padding_mask.unsqueeze(1), 0.0)
     mass = gate.new_zeros(decision.num_experts)
-    return mass.scatter_add(0, decision.expert_index.reshape(-1), gate.reshape(-1))
+    mass = mass.scatter_add(0, decision.expert_index.reshape(-1), gate.reshape(-1))
+    return mass[decision.shared :]
 
 
 def measure_expert_load(

@@ -106,6 +106,20 @@ class MixtureAttention(CachedAttention, abc.ABC):
         padding [B, S]. A family that decides about keys does so here, and records it.
         """
 
+    def attend_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decision: RoutingDecision,
+        attn_mask: Optional[Tensor],
+        key_padding_mask: Optional[Tensor],
+        need_weights: bool,
+        bias: Optional[Tensor],
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """`core.attend`, for a family whose decision says which queries there are to override."""
+        return attend(q, k, v, attn_mask, key_padding_mask, self._dropout_now, need_weights, bias)
+
     @abc.abstractmethod
     def project_output(self, heads: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
         """Attention results [B, H, T, D] → [B, T, C]."""
@@ -204,15 +218,8 @@ class MixtureAttention(CachedAttention, abc.ABC):
         if cache is not None:
             k, v = extend_cache(cache, k, v, static_kv)
             key_padding_mask = extend_padding(cache, key_padding_mask, k.size(0), k.size(2), static_kv)
-        heads, weights = attend(
-            q,
-            k,
-            v,
-            attn_mask,
-            key_padding_mask,
-            self._dropout_now,
-            need_weights or need_head_weights,
-            bias,
+        heads, weights = self.attend_heads(
+            q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias
         )
         out = self.project_output(heads, decision).transpose(0, 1)  # the residual sum reads it as it lies
         if weights is not None:

@@ -36,6 +36,22 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
 
 
 @_of_sums
+def head_balance_loss(routed: RoutingSums) -> Tensor:
+    """L_b = Σ_i P_i · f_i over the routed heads (MoH Eq. 7-8), f_i being the share of tokens that choose i.
+
+    K / E when the load is even, for K of E routed heads. Only P carries a gradient.
+    """
+    tokens = routed.tokens.clamp_min(1.0).unsqueeze(1)
+    return ((routed.counts / tokens) * (routed.mass / tokens)).sum(1)
+
+
+@_of_sums
+def released_head_balance_loss(routed: RoutingSums) -> Tensor:
+    """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even."""
+    return routed.counts.size(1) * head_balance_loss(routed)
+
+
+@_of_sums
 def mutual_information_loss(routed: RoutingSums) -> Tensor:
     """−I(E; X) = H(E|X) − H(E) in nats (SUT, arXiv 2310.07096, Eq. 8); with groups, their mean.
 
@@ -73,6 +89,8 @@ def no_loss(routed: RoutingSums) -> Tensor:
 # What --balance-loss names.
 BALANCE_LOSSES: Dict[str, Loss] = {
     "moa": load_balance_loss,
+    "moh": head_balance_loss,
+    "moh-released": released_head_balance_loss,
     "mutual-information": mutual_information_loss,
     "entropy": entropy_loss,
     "none": no_loss,

@@ -27,9 +27,10 @@ class RoutingLossConfig:
     balance_loss: ChoiceEnum(list(BALANCE_LOSSES)) = field(
         default="moa",
         metadata={
-            "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), the mutual information of tokens "
-            "and experts (SUT, arXiv 2310.07096), the entropy of the mean softmax (sigma-MoE, arXiv "
-            "2310.10837), or nothing; SwitchHead's attention never has one; loads are logged in any case"
+            "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or E times "
+            "it as in MoH's code, the mutual information of tokens and experts (SUT, arXiv 2310.07096), the "
+            "entropy of the mean softmax (sigma-MoE, arXiv 2310.10837), or nothing; SwitchHead's attention "
+            "never has one; loads are logged in any case"
         },
     )
     load_balance_coef: float = field(

@@ -44,7 +44,7 @@ class RunningSum:
 
         Raises UserError if a parameter is missing, additional, or of another shape than before.
         """
-        leaders = _shared_storage(model)
+        leaders = shared_storage(model)
         if self.models == 0:
             self._leaders = leaders
             self._sums = {key: _widened(model[key], copy=True) for key in model if leaders[key] == key}
@@ -139,7 +139,7 @@ def _is_model(model: object) -> bool:
     return isinstance(model, dict) and bool(model) and all(isinstance(v, Tensor) for v in model.values())
 
 
-def _shared_storage(model: State) -> Dict[str, str]:
+def shared_storage(model: State) -> Dict[str, str]:
     """Each parameter → the first one that is the same view of the same storage."""
     first: Dict[Tuple, str] = {}
     leaders = {}

@@ -62,7 +62,7 @@ def build_skeleton(
     flags = ["no-data", "--arch", arch, "--task", task_name, *model_flags]
     if task_name == "translation":
         flags += EMBEDDINGS[embeddings]
-    with _quiet():
+    with quiet():
         args = _parse(flags)
         task = SimpleNamespace(
             source_dictionary=dictionary, target_dictionary=dictionary, dictionary=dictionary, args=args
@@ -122,7 +122,7 @@ def _dictionary(vocab_size: int) -> Dictionary:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Model constructors log at INFO; a report on stdout needs none of it."""
     logging.disable(logging.INFO)
     try:

@@ -1,12 +1,14 @@
 """MAE (arXiv 2005.06537): `--arch mae_transformer_base`, `mae_transformer_lm_wiki103` and their relatives."""
 
 from fairseq.models import register_model
+from fairseq.models.roberta.model import base_architecture as roberta_architecture
 from fairseq.models.transformer.transformer_legacy import base_architecture
 from fairseq.models.transformer_lm import base_lm_architecture, transformer_lm_baevski_wiki103
 
-from moa_fairseq.models.dense import IWSLT, TINY
+from moa_fairseq.models.dense import IWSLT, MEDIUM_ROBERTA, TINY
 from moa_fairseq.transformer.archs import register_arch
 from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
+from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
 from moa_fairseq.transformer.translation import MixtureTransformerModel
 
 
@@ -28,6 +30,16 @@ register_arch("mae_transformer", "mae_transformer_iwslt_de_en", base_architectur
 # 8 heads of 16 dimensions, where Transformer-Tiny has 4 of 32; the gates' hidden layer is narrower in the
 # same proportion as the model.
 register_arch("mae_transformer", "mae_transformer_tiny", base_architecture, {**TINY, "gate_hidden_dim": 64})
+
+
+@register_model("mae_roberta")
+class MAERobertaModel(MixtureRobertaModel):
+    """Masked language models, of which the paper has none: what a dense one can be converted to."""
+
+    attention_family, default_arch = "mae", "mae_roberta_medium"
+
+
+register_arch("mae_roberta", "mae_roberta_medium", roberta_architecture, MEDIUM_ROBERTA)
 
 
 @register_model("mae_transformer_lm")

@@ -16,7 +16,10 @@ def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Ma
 
     def architecture(args: Any) -> None:
         set_defaults(args, values)
+        pre_norm = getattr(args, "decoder_normalize_before", None)
         body(args)
+        if pre_norm is not None:  # fairseq's body of language models overwrites what was given
+            args.decoder_normalize_before = pre_norm
         family = getattr(MODEL_REGISTRY[model], "attention_family", None)  # none: a dense counterpart
         if family is not None:
             set_defaults(args, {"positions": None})

@@ -13,6 +13,7 @@ from torch import Tensor
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
+from moa_fairseq.attention.moh import MoHSettings
 from moa_fairseq.attention.switchhead import SwitchHeadSettings
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE, SigmaMoESettings
 
@@ -27,6 +28,7 @@ def register_family(name: str, settings: Type[FamilySettings]) -> None:
 
 register_family("moa", MoASettings)
 register_family("mae", MAESettings)
+register_family("moh", MoHSettings)
 register_family("switchhead", SwitchHeadSettings)
 
 

@@ -27,7 +27,7 @@ V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 71
+    assert len(CONFIGS) == 78
     assert len(set(NAMES)) == len(NAMES)
 
 
@@ -240,3 +240,13 @@ def test_an_unknown_flag_is_refused_with_fairseqs_words():
     recipe = load_recipe(CONFIGS[0], ["train.flags.no-such-flag=1"])
     with pytest.raises(UserError, match="no-such-flag"):
         check_train_command(planned_commands(recipe, Hardware(), Options())[1])
+
+
+def test_a_tuned_recipe_converts_its_dense_model_first(tmp_path):
+    script = ["bash", str(ROOT / "scripts" / "multi30k_ende_moh_tuned_75.sh")]
+    done = subprocess.run(script, cwd=tmp_path, text=True, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert "convert: error: Checkpoint runs/multi30k_ende_transformer_tiny/average.pt" in done.stderr
+    planned = subprocess.run([*script, "--dry-run"], cwd=tmp_path, text=True, capture_output=True, check=True)
+    assert "--finetune-from-model runs/multi30k_ende_moh_tuned_75.pt" in planned.stdout
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,284 @@
+"""MoH, mixture-of-head attention (arXiv 2410.11842): shared heads, and K of the others for each token."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.core import attend
+from moa_fairseq.attention.moh_routers import SCALINGS, HeadDecision, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.attention.positions import RotaryPositions
+from moa_fairseq.attention.selected import attend_selected, skipping_pays
+from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import BACKENDS, project, resolve_backend
+
+ROUTERS = ("learned", "query-norm")
+SKIPPING = ("auto", "always", "never")
+
+
+@dataclass
+class MoHSettings(FamilySettings):
+    """The flags of `MixtureOfHeads`."""
+
+    moh_shared_heads: int = field(default=2, metadata={"help": "heads that work for every token (h_s)"})
+    experts_per_token: int = field(
+        default=4, metadata={"help": "of the other heads, how many each token chooses (K)"}
+    )
+    moh_scaling: str = field(
+        default="paper",
+        metadata={
+            "choices": SCALINGS,
+            "help": "gates as in MoH Eq. 5-6, which add up to 1 at most (paper), or as in the authors' code, "
+            "where even ones are 1 each (released: it goes with --balance-loss moh-released and "
+            "--aux-loss-reduce mean)",
+        },
+    )
+    moh_router: str = field(
+        default="learned",
+        metadata={
+            "choices": ROUTERS,
+            "help": "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' "
+            "queries, without parameters and with gates of 1, for models that have been trained (MoH 4.4)",
+        },
+    )
+    moh_skip: str = field(
+        default="auto",
+        metadata={
+            "choices": SKIPPING,
+            "help": "leave heads that a token did not choose out of all computation (always), compute them "
+            "and weight them by zero (never), or whichever is faster at the batch's size (auto)",
+        },
+    )
+    expert_backend: str = field(
+        default="auto",
+        metadata={
+            "choices": BACKENDS,
+            "help": "what computes the projections where heads are left out; auto picks by device and dtype",
+        },
+    )
+
+    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfHeads":
+        """Masks hide the future: causal is a hint of what they cost."""
+        return MixtureOfHeads(
+            embed_dim,
+            num_heads,
+            shared_heads=self.moh_shared_heads,
+            routed_per_token=self.experts_per_token,
+            scaling=self.moh_scaling,
+            router=self.moh_router,
+            skip=self.moh_skip,
+            causal=causal,
+            backend=self.expert_backend,
+            **role,
+        )
+
+
+class MixtureOfHeads(MixtureAttention):
+    """Σ_i g_i · H^i · W_O^i (MoH Eq. 4), a drop-in for fairseq's attention with the same parameters.
+
+    Of the h heads h_s = shared_heads work for every token, and K = routed_per_token of the others, which a
+    router chooses (Eq. 5-6). The output's bias belongs to no head. Keys and values are those of all heads: a
+    later token may choose any of them. A head that a token did not choose has no query, no row of
+    attention and no product with W_O there (skip "always"), or all of that with a weight of zero ("never");
+    "auto" takes what is faster, or leaves them out of the attention alone. The results are the same.
+    causal: of a self-attention, that its masks will hide the future; only "auto" asks.
+    scaling: of the learned router's gates, see `SharedAndRoutedRouter`. router: "learned", "query-norm", or a
+    module. Head weights stand slot by slot: the shared heads, then those chosen, the most probable first.
+    Raises UserError for impossible numbers of heads.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        shared_heads: int = 2,
+        routed_per_token: int = 4,
+        scaling: str = "paper",
+        router: Any = "learned",
+        skip: str = "auto",
+        causal: bool = False,
+        backend: str = "auto",
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        bias: bool = True,
+        **role: Any,
+    ):
+        if num_heads < 1 or embed_dim % num_heads:
+            raise UserError(
+                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
+                "multiple of the heads."
+            )
+        if skip not in SKIPPING:
+            raise UserError(f"--moh-skip {skip} is unknown: choose one of {', '.join(SKIPPING)}.")
+        if not isinstance(router, nn.Module) and router not in ROUTERS:
+            raise UserError(f"--moh-router {router} is unknown: choose one of {', '.join(ROUTERS)}.")
+        super().__init__(embed_dim, num_heads, embed_dim // num_heads, **role)
+        if router == "learned":
+            router = SharedAndRoutedRouter(embed_dim, num_heads, shared_heads, routed_per_token, scaling)
+        elif router == "query-norm":
+            router = QueryNormRouter(num_heads, shared_heads, routed_per_token)
+        self.router, self.skip, self.causal = router, skip, causal and self.self_attention
+        self.shared_heads, self.routed_per_token = shared_heads, routed_per_token
+        self.active_heads = shared_heads + routed_per_token
+        self.backend = resolve_backend(backend)
+        self.k_proj = nn.Linear(kdim or embed_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, embed_dim, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The projections as in fairseq's attention; the router initialises itself."""
+        same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
+        for projection in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> HeadDecision:
+        rows = x.view(-1, self.embed_dim)
+        queries = self.q_proj(rows) if self.router.reads_queries else None
+        decision = self.router(
+            rows if queries is None else queries, None if padding is None else padding.reshape(-1)
+        )
+        decision.skips, decision.skips_output = self._skips(x)
+        if decision.skips and not decision.skips_output and queries is None:
+            queries = self.q_proj(rows)
+        decision.queries = queries
+        return decision
+
+    def _skips(self, x: Tensor) -> Tuple[bool, bool]:
+        """Whether unchosen heads are left out of the attention, and of the projections."""
+        choosable = self.num_heads - self.shared_heads
+        bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
+        if self.skip == "never" or self.routed_per_token == choosable or bias_by_head:
+            return False, False
+        if self.skip == "always":
+            return True, True
+        heads = (self.shared_heads, choosable, self.routed_per_token, self.head_dim)
+        return skipping_pays(*x.shape, *heads, self.causal, x.device.type)
+
+    def project_queries(self, x: Tensor, decision: HeadDecision) -> Tensor:
+        """[B, H, T, D]; where heads are skipped the slots' queries instead, [B, h_s + K, T, D]."""
+        rows, queries = x.view(-1, self.embed_dim), decision.queries
+        if not decision.skips:
+            return self._split((self.q_proj(rows) if queries is None else queries).view_as(x))
+        if queries is not None:
+            index = decision.expert_index.unsqueeze(-1).expand(-1, -1, self.head_dim)
+            slots = queries.view(-1, self.num_heads, self.head_dim).gather(1, index)
+        else:
+            width, bias = self.shared_heads * self.head_dim, self.q_proj.bias
+            routed = project(
+                rows,
+                decision.routed_order,
+                self._by_head(self.q_proj.weight),
+                into="experts",
+                slots_per_row=self.routed_per_token,
+                slots_per_sum=1,
+                bias=None if bias is None else self._by_head(bias),
+                backend=self.backend,
+            )
+            shared = F.linear(rows, self.q_proj.weight[:width], None if bias is None else bias[:width])
+            slots = torch.cat([shared, routed.view(rows.size(0), -1)], 1)
+        return slots.view(*x.shape[:2], self.active_heads, self.head_dim).transpose(1, 2)
+
+    def project_keys_values(
+        self, key: Tensor, value: Tensor, decision: HeadDecision, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor]:
+        return self._split(self.k_proj(key)), self._split(self.v_proj(value))
+
+    def attend_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decision: HeadDecision,
+        attn_mask: Optional[Tensor],
+        key_padding_mask: Optional[Tensor],
+        need_weights: bool,
+        bias: Optional[Tensor],
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """[B, H, T, D], or slots like q, [B, h_s + K, T, D], where heads are skipped; weights of slots."""
+        dropout, shared = self._dropout_now, self.shared_heads
+        batch, _, tgt_len, dim = q.shape
+        index = decision.expert_index.view(batch, tgt_len, -1, 1).transpose(1, 2)  # [B, h_s + K, T, 1]
+        if decision.skips and (need_weights or k.size(0) != batch):
+            # Rows of weights are made of all heads, and so are those of keys that a beam shares: few tokens.
+            every = q.new_zeros(batch, self.num_heads, tgt_len, dim)
+            every = every.scatter(1, index.expand(-1, -1, -1, dim), q)
+            out, weights = attend(every, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
+            out = out.gather(1, index.expand(-1, -1, -1, dim))
+        elif decision.skips:
+            masks, weights = (attn_mask, key_padding_mask, dropout), None
+            routed = attend_selected(q, decision.routed_order, k[:, shared:], v[:, shared:], *masks)
+            out = routed.view(batch, tgt_len, -1, dim).transpose(1, 2)
+            if shared:
+                always, _ = attend(q[:, :shared], k[:, :shared], v[:, :shared], *masks)
+                out = torch.cat([always, out], 1)
+        else:
+            out, weights = attend(q, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
+        if weights is not None:
+            weights = weights.gather(1, index.expand(-1, -1, -1, weights.size(-1)))
+        return out, weights
+
+    def project_output(self, heads: Tensor, decision: HeadDecision) -> Tensor:
+        """Σ_i g_i · H^i · W_O^i, and the bias: [B, H or h_s + K, T, D] → [B, T, C]."""
+        batch, _, tgt_len, _ = heads.shape
+        rows = heads.transpose(1, 2)
+        if not decision.skips:
+            weight = decision.head_weight.to(rows.dtype).view(batch, tgt_len, self.num_heads, 1)
+            return self.out_proj((rows * weight).reshape(batch, tgt_len, self.embed_dim))
+        gate = decision.gate.view(batch, tgt_len, -1, 1)
+        if not decision.skips_output:
+            slots = (rows * gate.to(rows.dtype)).reshape(-1, self.active_heads, self.head_dim)
+            index = decision.expert_index.unsqueeze(-1).expand_as(slots)
+            every = slots.new_zeros(slots.size(0), self.num_heads, self.head_dim).scatter(1, index, slots)
+            return self.out_proj(every.view(batch, tgt_len, self.embed_dim))
+        shared, width = self.shared_heads, self.shared_heads * self.head_dim
+        always = (rows[:, :, :shared] * gate[:, :, :shared].to(rows.dtype)).reshape(batch, tgt_len, width)
+        routed = project(
+            rows[:, :, shared:].reshape(-1, self.head_dim),
+            decision.routed_order,
+            self._by_head(self.out_proj.weight.t()),
+            into="model",
+            slots_per_row=1,
+            slots_per_sum=self.routed_per_token,
+            gate=decision.gate[:, shared:],
+            backend=self.backend,
+        )
+        out = F.linear(always, self.out_proj.weight[:, :width], self.out_proj.bias)
+        return out + routed.view(batch, tgt_len, self.embed_dim)
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        learned = not self.router.reads_queries
+        inputs = self.k_proj.in_features + self.v_proj.in_features
+        asked = self.active_heads if learned else self.num_heads
+        return {
+            "router": queries * self.router.projection.weight.numel() if learned else 0,
+            "projections": queries * self.embed_dim * self.head_dim * (asked + self.active_heads)
+            + keys * inputs * self.embed_dim,
+        }
+
+    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+        """As the base's; rows of attention are those of the heads that work."""
+        scores = 2 * queries * keys * self.active_heads * self.head_dim
+        return {**self.projection_macs(queries, keys), "scores": scores}
+
+    def kept_elements(self) -> int:
+        # logits and probabilities; queries, keys, values and results of all heads; gated heads; the output
+        return 2 * self.num_heads + 6 * self.embed_dim
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, C] → [B, H, T, D]"""
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def _by_head(self, weight: Tensor) -> Tensor:
+        """[H·D] or [H·D, C] → the routed heads', [h − h_s, D] or [h − h_s, D, C]."""
+        heads = weight.view(self.num_heads, self.head_dim, *weight.shape[1:])
+        return heads[self.shared_heads :]

@@ -1,0 +1,198 @@
+"""MoH's routers: some heads always work, K of the others are chosen (arXiv 2410.11842)."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import SlotOrder
+from moa_fairseq.torch_compat import full_precision
+
+SCALINGS = ("paper", "released")
+_INIT_STD = 0.02
+
+
+@dataclass
+class HeadDecision(RoutingDecision):
+    """Which heads work for a token: experts are heads, and the first `shared` slots are the shared ones.
+
+    queries [N, H·D]  of every head, if they are there already
+    skips             whether heads that were not chosen are left out of the attention, or computed and
+                      weighted by zero
+    skips_output      whether they are left out of the product with W_O, too
+    """
+
+    queries: Optional[Tensor] = None
+    skips: bool = False
+    skips_output: bool = False
+
+    @cached_property
+    def routed_order(self) -> SlotOrder:
+        """The slots of the routed heads alone, N·K of them; expert 0 is the first routed head."""
+        index = self.expert_index[:, self.shared :] - self.shared
+        return SlotOrder.from_index(index, self.num_experts - self.shared, in_order=self.chooses_all)
+
+    @cached_property
+    def head_weight(self) -> Tensor:
+        """The gates by head, [N, H], zero for heads that were not chosen."""
+        return torch.zeros_like(self.probs).scatter(1, self.expert_index, self.gate)
+
+
+def check_heads(num_heads: int, shared_heads: int, routed_per_token: int) -> None:
+    """Raises UserError unless every head can work for some token, and each token has one."""
+    if not 0 <= shared_heads <= num_heads:
+        raise UserError(
+            f"--moh-shared-heads {shared_heads} must lie between 0 and the number of attention heads, "
+            f"{num_heads}."
+        )
+    routed = num_heads - shared_heads
+    if not (1 <= routed_per_token <= routed or routed_per_token == routed == 0):
+        raise UserError(
+            f"--experts-per-token {routed_per_token} must lie between {min(1, routed)} and {routed}: of "
+            f"{num_heads} attention heads --moh-shared-heads {shared_heads} always work, and a token chooses "
+            f"among the other {routed}."
+        )
+
+
+class _Router(nn.Module):
+    """What both routers have: sizes, the choice of the K most probable heads, and the decision."""
+
+    reads_queries = False  # or: is given the queries of every head in place of the attention's input
+
+    def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
+        super().__init__()
+        check_heads(num_heads, shared_heads, routed_per_token)
+        self.num_heads, self.shared_heads = num_heads, shared_heads
+        self.routed_heads, self.routed_per_token = num_heads - shared_heads, routed_per_token
+        self.register_buffer("every_head", torch.arange(num_heads), persistent=False)
+
+    def _chosen(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
+        """Of probabilities [N, routed]: the K largest in the order of heads if all, and which they are."""
+        if self.routed_per_token == self.routed_heads:
+            return probs, self.every_head[: self.routed_heads].expand(probs.size(0), -1)
+        return probs.topk(self.routed_per_token, dim=-1)
+
+    def _decision(
+        self,
+        gates: List[Tensor],
+        routed_index: Tensor,
+        probs: List[Tensor],
+        logits: List[Tensor],
+        padding_mask: Optional[Tensor],
+    ) -> HeadDecision:
+        """Of the shared and the routed heads' parts."""
+        shared_index = self.every_head[: self.shared_heads].expand(routed_index.size(0), -1)
+        gate = torch.cat(gates, 1)
+        if padding_mask is not None:
+            gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
+        return HeadDecision(
+            torch.cat([shared_index, routed_index + self.shared_heads], 1),
+            gate,
+            torch.cat(probs, 1),
+            torch.cat(logits, 1),
+            self.num_heads,
+            # without routed heads there is no load to even out, and one that is even by itself does no harm
+            shared=self.shared_heads if self.routed_heads else 0,
+            padding_mask=padding_mask,
+        )
+
+
+class SharedAndRoutedRouter(_Router):
+    """Two-stage routing (MoH Eq. 5-6): gates α1·softmax(W_s x) of shared heads, α2·softmax(W_r x) of routed.
+
+    [α1, α2] = softmax(W_h x). Of the h − h_s routed heads the K with the largest W_r x are chosen.
+    scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": the authors' code
+    divides the chosen routed gates by their sum and multiplies them by K, and has h_s·softmax(W_s x) and
+    2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared
+    heads, or without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code).
+    All of it runs in float32, whatever the model's dtype or autocast. Raises UserError for impossible sizes.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        shared_heads: int,
+        routed_per_token: int,
+        scaling: str = "paper",
+    ):
+        super().__init__(num_heads, shared_heads, routed_per_token)
+        if scaling not in SCALINGS:
+            raise UserError(f"--moh-scaling {scaling} is unknown: choose one of {', '.join(SCALINGS)}.")
+        self.scaling = scaling
+        self.two_stages = shared_heads > 0 and self.routed_heads > 0
+        # the rows of W_r, W_s and W_h
+        self.rows = (
+            self.routed_heads,
+            shared_heads if shared_heads > 1 else 0,
+            2 if self.two_stages else 0,
+        )
+        self.projection = nn.Linear(model_dim, sum(self.rows), bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small random logits: with all-zero ones every token would choose the same heads."""
+        nn.init.normal_(self.projection.weight, std=_INIT_STD)
+
+    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> HeadDecision:
+        """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
+        released = self.scaling == "released"
+        with full_precision(x.device.type):
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            logits = F.linear(x.to(dtype), self.projection.weight.to(dtype))
+            routed, shared, stage = logits.split(self.rows, dim=-1)
+            if self.shared_heads == 1:
+                shared = torch.zeros_like(logits[:, :1])
+            shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
+            shared_gate, (routed_gate, routed_index) = shared_probs, self._chosen(routed_probs)
+            if released:
+                shared_gate = self.shared_heads * shared_gate
+                total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
+                routed_gate = self.routed_per_token * routed_gate / total
+            if self.two_stages:
+                alpha = torch.softmax(stage, -1) * (2 if released else 1)
+                shared_gate, routed_gate = alpha[:, :1] * shared_gate, alpha[:, 1:] * routed_gate
+            return self._decision(
+                [shared_gate, routed_gate],
+                routed_index,
+                [shared_probs, routed_probs],
+                [shared, routed],
+                padding_mask,
+            )
+
+
+class QueryNormRouter(_Router):
+    """The router without parameters for models that have been trained (MoH §4.4): l2 norms of the queries.
+
+    A routed head's logit is the norm of its query, divided by the standard deviation of the norms over the
+    routed heads, as in the released code. The K largest are chosen. Gates are 1(chosen) in the
+    forward pass and have the gradient of the softmax probability (straight-through: ∂L/∂g = ∂L/∂g^q). Shared
+    heads have the gate 1.
+    """
+
+    reads_queries = True
+
+    def forward(self, queries: Tensor, padding_mask: Optional[Tensor] = None) -> HeadDecision:
+        """Route by the queries [N, H·D] of every head, as projected, before any position turns them."""
+        with full_precision(queries.device.type):
+            dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+            heads = queries.to(dtype).view(queries.size(0), self.num_heads, -1)
+            logits = torch.linalg.vector_norm(heads[:, self.shared_heads :], dim=-1)
+            if self.routed_heads > 1:
+                logits = logits / logits.std(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+            probs = torch.softmax(logits, -1)
+            routed_gate, routed_index = self._chosen(probs)
+            routed_gate = 1.0 + (routed_gate - routed_gate.detach())
+            ones = logits.new_ones(logits.size(0), self.shared_heads)
+            return self._decision(
+                [ones, routed_gate],
+                routed_index,
+                [ones, probs],
+                [torch.zeros_like(ones), logits],
+                padding_mask,
+            )

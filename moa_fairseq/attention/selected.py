@@ -1,0 +1,112 @@
+"""Attention of the (token, head) pairs that were chosen, and of no other."""
+
+from typing import Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moa_fairseq.attention.core import merge_masks
+from moa_fairseq.kernels import SlotOrder
+
+
+def attend_selected(
+    q: Tensor,
+    order: SlotOrder,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    key_padding_mask: Optional[Tensor] = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax(q·kᵀ/√D)·v for the K slots of each token, each slot with the keys of its own head.
+
+    q [B, A, T, D], whose last K ≤ A are the slots; order: the head of each of the N·K slots of N = B·T tokens
+    (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `core.attend`, [T, S] and
+    [B, S] → [N·K, D]. A query without any key gets zeros.
+
+    Heads are taken one after the other. Those queries of a head that are there stand in a block
+    [B, M, D], M being the most that a sequence has, so that a head whose work is even over the batch
+    computes little else.
+    """
+    (batch, heads, _, dim), (_, columns, tgt_len, _) = k.shape, q.shape
+    per_token, slots = order.per_token, order.expert.numel()
+    token = order.order // per_token  # of each sorted slot
+    cell = order.expert.index_select(0, order.order) * batch + token // tgt_len
+    counts = torch.bincount(cell, minlength=heads * batch)
+    longest = counts.view(heads, batch).amax(1)  # M of each head
+    first = torch.arange(batch, device=q.device) * longest.unsqueeze(1)
+    first = (first + ((longest.cumsum(0) - longest) * batch).unsqueeze(1)).view(-1)
+    rank = torch.arange(slots, device=q.device) - (counts.cumsum(0) - counts).index_select(0, cell)
+    place = first.index_select(0, cell) + rank  # of each sorted slot among the blocks' rows
+    widths = longest.tolist()  # the one place that waits for a GPU
+    rows = batch * sum(widths)
+    owner = token.new_zeros(rows).index_copy_(0, place, token)  # rows that no slot has show token 0
+    column = order.order % per_token + (columns - per_token)
+    source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
+    blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)
+
+    mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
+    per_query = mask is not None and mask.size(2) > 1
+    if per_query:  # a row of the mask for each row of the blocks
+        owner = owner if mask.size(0) > 1 else owner % tgt_len
+        mask_rows = mask.reshape(-1, mask.size(-1))
+    parts, start = [], 0
+    for head, width in enumerate(widths):
+        if width:
+            end = start + batch * width
+            own = mask
+            if per_query:
+                own = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
+            block = blocks[start:end].view(batch, 1, width, dim)
+            keys, values = k[:, head : head + 1], v[:, head : head + 1]
+            out = F.scaled_dot_product_attention(block, keys, values, attn_mask=own, dropout_p=dropout)
+            parts.append(out.reshape(-1, dim))
+            start = end
+    place_of_slot = torch.empty_like(place).index_copy_(0, order.order, place)
+    out = torch.cat(parts).index_select(0, place_of_slot)
+    if blind is None:
+        return out
+    blind = blind.expand(batch, 1, tgt_len, 1).reshape(-1, 1).repeat_interleave(per_token, 0)
+    return out.masked_fill(blind, 0.0)
+
+
+# When leaving heads out beats computing them all, in multiply-accumulates, from CPU times of one core at
+# width 512 (8 heads of 64, 128 to 2048 tokens, forward alone and with backward; benchmarks/moh.py). Gathering
+# costs so much per number of a head that works (attention), per number of a token's width for each chosen
+# head (projections), and per key of a chosen head's row where masks differ between queries; each head is a
+# step. A GPU's numbers are estimates: its arithmetic is cheaper against its memory, and its steps wait for
+# the host.
+_GATHERED = {"cpu": 750, "cuda": 2000}
+_GATHERED_WIDE = {"cpu": 150, "cuda": 400}
+_GATHERED_MASK = {"cpu": 36, "cuda": 100}
+_STEP = {"cpu": 1.5e6, "cuda": 6.4e7}
+
+
+def skipping_pays(
+    batch: int,
+    tgt_len: int,
+    model_dim: int,
+    shared: int,
+    choosable: int,
+    per_token: int,
+    head_dim: int,
+    causal: bool,
+    device: str,
+) -> Tuple[bool, bool]:
+    """Whether to leave unchosen heads out of the attention, and then also out of the projections.
+
+    Of B sequences of T tokens, in a layer of width C where each token takes per_token of `choosable` heads of
+    size D, beside the `shared` ones; causal: masks differ between queries. A sequence's keys are taken to be
+    as many as its queries.
+    """
+    narrow, wide, mask, step = (
+        cost.get(device, cost["cpu"]) for cost in (_GATHERED, _GATHERED_WIDE, _GATHERED_MASK, _STEP)
+    )
+    left_out = (choosable - per_token) * head_dim  # of a token
+    attention = 2 * left_out * tgt_len - narrow * (shared + per_token) * head_dim
+    attention -= mask * per_token * tgt_len if causal else 0
+    attention -= step * choosable / (batch * tgt_len)
+    projections = (2 * left_out - wide * per_token) * model_dim
+    pays = attention + max(projections, 0) > 0
+    return pays, pays and projections > 0

@@ -1,0 +1,232 @@
+"""What becomes of an attention's weights: out of dense attention into a mixture, and back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.attention.base import MixtureAttention, name_attentions
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.single_expert import MIXTURE
+from moa_fairseq.convert.checkpoints import State
+from moa_fairseq.errors import UserError
+
+# What a mixture has and dense attention has not: parts of parameters' names.
+OF_ROUTING = ("router", "gate")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_SHARED_KEYS = (
+    "MoA has one head of keys and values for all experts: it starts with the mean of the dense heads'. "
+    "(--expert-keys-values own keeps them apart, and is exact.)"
+)
+
+
+def default_values(family: str, heads: int, given: Dict[str, Any]) -> Dict[str, Any]:
+    """The family's flags where the user gave none, for dense attention with so many heads."""
+    if family == "moh":  # MoH 4.4: half of the heads are shared, half of the others chosen
+        shared = given.get("moh_shared_heads", heads // 2)
+        routed = max(1, (heads - shared) // 2) if heads > shared else 0
+        return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
+    if family == "moa":
+        return {"num_experts": heads, "experts_per_token": given.get("num_experts", heads)}
+    return {}
+
+
+# ---- out of dense attention
+
+
+def fill(model: nn.Module, dense: State, load: Callable[[nn.Module, State], None]) -> Optional[str]:
+    """Put the weights of a dense model into `model`, a new mixture of the same size.
+
+    load(model, weights) takes what is there by name. Returns None if the result computes the same function,
+    or why it does not. Raises UserError where the two do not fit.
+    """
+    attentions, reasons = name_attentions(model), []
+    state = dict(dense)
+    old = {attention.name: _taken(state, attention) for attention in attentions}
+    load(model, state)
+    with torch.no_grad():
+        for attention in attentions:
+            for kind, into in _INTO.items():
+                if isinstance(attention, kind):
+                    reasons.append(into(attention, old[attention.name]))
+                    break
+            else:
+                raise UserError(f"{type(attention).__name__}: no conversion of dense attention is known.")
+    return next((reason for reason in reasons if reason), None)
+
+
+def _taken(state: State, attention: MixtureAttention) -> State:
+    """The attention's own weights; those that a mixture keeps under other names leave `state`."""
+    prefix = attention.name + "."
+    own = {name[len(prefix) :]: state[name] for name in state if name.startswith(prefix)}
+    missing = [name for name in PROJECTIONS if f"{name}.weight" not in own]
+    if missing:
+        raise UserError(f"The checkpoint lacks {prefix}{missing[0]}.weight: its attention is not fairseq's.")
+    if isinstance(attention, MixtureOfAttention):
+        for name in own:
+            del state[prefix + name]
+        state.update({prefix + name: value for name, value in attention.state_dict().items()})
+    return own
+
+
+def _into_heads(attention: MixtureOfHeads, old: State) -> Optional[str]:
+    """MoH: the same weights. Even gates shall be 1: W_O takes up what the paper's scaling makes of them."""
+    router, routed = attention.router, attention.num_heads - attention.shared_heads
+    everyone = attention.routed_per_token == routed
+    if not router.reads_queries:
+        if everyone:  # no choice for which tokens would have to differ
+            nn.init.zeros_(router.projection.weight)
+        attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(attention.head_dim)
+    if everyone:
+        return None
+    active = attention.active_heads
+    return f"{active} of {attention.num_heads} heads work for a token, and what the others said is left out."
+
+
+def _even_gates(attention: MixtureOfHeads) -> Tensor:
+    """[H]: the gates of a learned router whose logits are all zero, of those heads that are chosen."""
+    router, shared = attention.router, attention.shared_heads
+    if router.scaling == "released":
+        return torch.ones(attention.num_heads)
+    gates = torch.empty(attention.num_heads)
+    stage = 0.5 if router.two_stages else 1.0
+    gates[:shared] = stage / max(shared, 1)
+    gates[shared:] = stage / max(attention.num_heads - shared, 1)
+    return gates
+
+
+def _into_experts(attention: MixtureOfAttentiveExperts, old: State) -> Optional[str]:
+    """MAE: even gates make its mixture dense attention."""
+    if attention.gate is not None:
+        nn.init.zeros_(attention.gate.fc2.weight)
+        nn.init.zeros_(attention.gate.fc2.bias)
+    return None
+
+
+def _into_moa(attention: MixtureOfAttention, old: State) -> Optional[str]:
+    """MoA: each expert has the query and the output of a head; K even gates of 1/K each add up to 1."""
+    dim, experts = attention.expert_dim, attention.num_experts
+    heads, rest = divmod(old["q_proj.weight"].size(0), dim)
+    if rest or experts % heads or attention.heads_per_expert != 1:
+        raise UserError(
+            f"--num-experts {experts} of --expert-dim {dim}: experts are made of the dense attention's "
+            "heads. They have a head's dimension, their number is a multiple of the heads', and "
+            "--heads-per-expert is 1."
+        )
+    copies = experts // heads
+    split = lambda weight: weight.view(heads, dim, *weight.shape[1:])  # noqa: E731
+    biased = attention.q_experts.bias is not None
+    attention.q_experts.weight.copy_(split(old["q_proj.weight"]).repeat(copies, 1, 1))
+    out = split(old["out_proj.weight"].t()).repeat(copies, 1, 1)
+    attention.out_experts.weight.copy_(out * attention.experts_per_token)
+    own = attention.key_heads > 1
+    if own and copies > 1:
+        raise UserError("--expert-keys-values own: --num-experts must be the number of the dense heads.")
+    for name, projection in (("k_proj", attention.k_proj), ("v_proj", attention.v_proj)):
+        weight = old[f"{name}.weight"]
+        projection.weight.copy_(weight if own else split(weight).mean(0))
+        if biased:
+            bias = old[f"{name}.bias"]
+            projection.bias.copy_(bias if own else split(bias).mean(0))
+    if biased:
+        attention.q_experts.bias.copy_(split(old["q_proj.bias"]).repeat(copies, 1))
+        attention.out_experts.bias.copy_(old["out_proj.bias"].expand(experts, -1))
+    if attention.experts_per_token == experts:
+        nn.init.zeros_(attention.router.projection.weight)
+    return None if own else _SHARED_KEYS
+
+
+_INTO = {
+    MixtureOfHeads: _into_heads,
+    MixtureOfAttentiveExperts: _into_experts,
+    MixtureOfAttention: _into_moa,
+}
+
+
+# ---- into dense attention
+
+
+def dense_weights(model: nn.Module, settings: argparse.Namespace) -> State:
+    """The weights of the dense model that computes the same as this mixture.
+
+    Raises UserError, with the reason, where there is none.
+    """
+    if getattr(settings, "positions", None) == "rope":
+        raise UserError("--positions rope: fairseq's own Transformer cannot turn queries and keys.")
+    state = model.state_dict()
+    for attention in name_attentions(model):
+        for kind, gates_of in _OUT_OF.items():
+            if isinstance(attention, kind):
+                gates = gates_of(attention)
+                break
+        else:
+            raise UserError(
+                f"{attention.name} is a {type(attention).__name__}, whose experts share keys or choose among "
+                "projections by token: no dense attention computes that."
+            )
+        name = f"{attention.name}.out_proj.weight"
+        weight = state[name]
+        state[name] = weight * gates.repeat_interleave(attention.head_dim).to(weight)
+        for part in [key for key in state if key.startswith(attention.name + ".")]:
+            if part[len(attention.name) + 1 :].split(".")[0] in OF_ROUTING:
+                del state[part]
+    return state
+
+
+def _constant_of_mae(attention: MixtureOfAttentiveExperts) -> Tensor:
+    """[H] ones, where the gate is uniform."""
+    if attention.evaluate_with != MIXTURE:
+        raise UserError(
+            f"--mae-evaluate-with {attention.evaluate_with}: a single expert is no dense attention."
+        )
+    gate = attention.gate
+    constant = gate is None or _is_zero(gate.fc2.weight)
+    if not constant or (gate is not None and (gate.fc2.bias != gate.fc2.bias[0]).any()):
+        raise UserError(
+            f"{attention.name} has a gate that depends on its input, and dense attention weights its heads "
+            "alike everywhere: only a uniform gate (--mae-gate uniform, UNI-MAE) can become dense."
+        )
+    return torch.ones(attention.num_heads)
+
+
+def _constant_of_moh(attention: MixtureOfHeads) -> Tensor:
+    """[H] gates, where all heads work and none depends on the input."""
+    if attention.active_heads != attention.num_heads:
+        raise UserError(
+            f"{attention.name} has {attention.active_heads} of {attention.num_heads} heads at work, other "
+            "ones for each token, and dense attention has all of them: only 100 % can become dense."
+        )
+    if attention.router.reads_queries:
+        return torch.ones(attention.num_heads)
+    if not _is_zero(attention.router.projection.weight):
+        raise UserError(
+            f"{attention.name} has gates that depend on its input, and dense attention weights its heads "
+            "alike everywhere: a learned router cannot become dense once it has learned."
+        )
+    return _even_gates(attention)
+
+
+def _is_zero(weight: Tensor) -> bool:
+    return not weight.count_nonzero()
+
+
+_OUT_OF: Dict[type, Callable[[Any], Tensor]] = {
+    MixtureOfAttentiveExperts: _constant_of_mae,
+    MixtureOfHeads: _constant_of_moh,
+}
+
+
+def biased(dense: State) -> bool:
+    """Whether the dense attention of these weights has biases."""
+    return any(name.endswith("q_proj.bias") for name in dense)
+
+
+def heads_of(settings: argparse.Namespace, job: str) -> Tuple[int, ...]:
+    """The numbers of attention heads in a model: of encoder, decoder, or both."""
+    sides: List[str] = {"masked LM": ["encoder"], "causal LM": ["decoder"]}.get(job, ["encoder", "decoder"])
+    return tuple(int(getattr(settings, f"{side}_attention_heads")) for side in sides)

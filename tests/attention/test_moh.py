@@ -1,0 +1,332 @@
+"""MixtureOfHeads against fairseq's attention, the paper's equations in float64, and its released code."""
+
+import math
+
+import pytest
+import torch
+from fairseq.modules import MultiheadAttention
+
+from moa_fairseq.attention.collector import collect_decisions, hypotheses
+from moa_fairseq.attention.losses import head_balance_loss, released_head_balance_loss
+from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.selected import skipping_pays
+from moa_fairseq.errors import UserError
+
+C, H, D = 24, 6, 4
+SHARED, K = 2, 2
+
+
+def build(seed=0, dtype=torch.float64, **settings):
+    torch.manual_seed(seed)
+    sizes = {"num_heads": H, "shared_heads": SHARED, "routed_per_token": K, **settings}
+    module = MixtureOfHeads(C, **sizes)
+    with torch.no_grad():
+        for parameter in module.parameters():  # biases and small routers too must matter
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return module.to(dtype).eval()
+
+
+def inputs(tgt, batch, src=None, lengths=None, causal=False, seed=1):
+    """query, key [T or S, B, C], key padding, attn_mask and which queries are real [T, B]."""
+    g = torch.Generator().manual_seed(seed)
+    query = torch.randn(tgt, batch, C, generator=g, dtype=torch.float64, requires_grad=True)
+    key = query
+    if src is not None:
+        key = torch.randn(src, batch, C, generator=g, dtype=torch.float64, requires_grad=True)
+    padding = None
+    if lengths:
+        padding = torch.arange(key.size(0))[None] >= torch.tensor(lengths)[:, None]
+    mask = torch.triu(torch.full((tgt, tgt), -math.inf, dtype=torch.float64), 1) if causal else None
+    real = torch.ones(tgt, batch, dtype=torch.bool)
+    if padding is not None and src is None:
+        real = ~padding.t()
+    return query, key, padding, mask, real
+
+
+def gradients(out, tensors, seed=3):
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
+    return torch.autograd.grad((out * upstream).sum(), tensors, allow_unused=True)
+
+
+CASES = {
+    "self-attention": dict(tgt=7, batch=3),
+    "one token": dict(tgt=1, batch=1),
+    "causal": dict(tgt=6, batch=2, causal=True),
+    "padding": dict(tgt=6, batch=3, lengths=[6, 3, 1]),
+    "causal and padding": dict(tgt=6, batch=3, lengths=[6, 2, 4], causal=True),
+    "cross-attention": dict(tgt=5, src=9, batch=2, lengths=[9, 4]),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def role(case):
+    cross = case.get("src") is not None
+    return {"self_attention": not cross, "encoder_decoder_attention": cross}
+
+
+@cases
+@pytest.mark.parametrize(
+    ("router", "shared"), [("query-norm", H), ("query-norm", SHARED), ("learned", SHARED)]
+)
+def test_all_heads_with_unit_gates_are_fairseqs_attention(case, router, shared):
+    heads = {"shared_heads": shared, "routed_per_token": H - shared}
+    module = build(router=router, scaling="released", **heads, **role(case))
+    if router == "learned":
+        torch.nn.init.zeros_(module.router.projection.weight)  # even: every gate is 1
+    dense = MultiheadAttention(C, H, **role(case)).double().eval()
+    own = {name: value for name, value in module.state_dict().items() if not name.startswith("router")}
+    dense.load_state_dict(own)
+    query, key, padding, mask, real = inputs(**case)
+    rest = {"key_padding_mask": padding, "attn_mask": mask, "need_weights": False}
+    ours, _ = module(query, key, key, **rest)
+    theirs, _ = dense(query, key, key, **rest)
+    torch.testing.assert_close(ours[real], theirs[real])
+    if router == "query-norm" and shared < H:
+        return  # the gates of routed heads are 1, but have a gradient of their own
+    names = [name for name, _ in dense.named_parameters()]
+    found = gradients(ours[real], [query, key, *(module.get_parameter(name) for name in names)])
+    expected = gradients(theirs[real], [query, key, *dense.parameters()])
+    for name, one, other in zip(["query", "key", *names], found, expected):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def literal_gates(module, x, scaling):
+    """Gates [N, H] by the paper's Eq. 5-6, and by the released code line for line; and its loss."""
+    weight = module.router.projection.weight
+    routed, shared, stage = (x @ part.t() for part in weight.split(module.router.rows))
+    gates = torch.softmax(routed, 1)
+    indices = torch.topk(gates, K, dim=1).indices
+    mask = torch.nn.functional.one_hot(indices, H - SHARED).sum(1)
+    alpha = torch.softmax(stage, 1)
+    if scaling == "paper":
+        chosen = alpha[:, 1:] * gates * mask
+        return torch.cat([alpha[:, :1] * torch.softmax(shared, 1), chosen], 1), gates, mask
+    routed_gates = gates * mask
+    denominator = routed_gates.sum(1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
+    routed_gates = routed_gates / denominator * K
+    shared_gates = torch.softmax(shared, 1) * SHARED
+    alpha = alpha * 2
+    gates_of_all = torch.cat(
+        [
+            torch.einsum("n,ne->ne", alpha[:, 0], shared_gates),
+            torch.einsum("n,ne->ne", alpha[:, 1], routed_gates),
+        ],
+        1,
+    )
+    return gates_of_all, gates, mask
+
+
+@pytest.mark.parametrize("skip", ["never", "always"])
+@pytest.mark.parametrize("scaling", ["paper", "released"])
+def test_output_loss_and_every_gradient_equal_the_equations(scaling, skip):
+    module = build(scaling=scaling, skip=skip, self_attention=True)
+    query, _, _, mask, _ = inputs(tgt=7, batch=3, causal=True)
+    with collect_decisions() as decisions:
+        ours, _ = module(query, query, query, attn_mask=mask, need_weights=False)
+    x = query.transpose(0, 1).reshape(-1, C)
+    weight, gates, chosen = literal_gates(module, x, scaling)
+    split = lambda y: y.view(3, 7, H, D)  # noqa: E731
+    q, k, v = (split(p(x)) for p in (module.q_proj, module.k_proj, module.v_proj))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D) + mask
+    heads = torch.einsum("bhts,bshd->bthd", torch.softmax(scores, -1), v) * weight.view(3, 7, H, 1)
+    theirs = module.out_proj(heads.reshape(3, 7, C)).transpose(0, 1)
+    torch.testing.assert_close(ours, theirs)
+    tensors = [query, *module.parameters()]
+    for one, other in zip(gradients(ours, tensors), gradients(theirs, tensors)):
+        torch.testing.assert_close(one, other)
+    load = chosen.double().mean(0)
+    decision = decisions[0][1]
+    torch.testing.assert_close(head_balance_loss(decision), (gates.mean(0) * load).sum())
+    released = torch.mean(gates.mean(0) * load) * (H - SHARED) ** 2
+    torch.testing.assert_close(released_head_balance_loss(decision), released)
+
+
+def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True)):
+    results = []
+    for skip in ("never", "always"):
+        module = build(skip=skip, **settings, **role(case))
+        if skip == "always":
+            module._skips = lambda x: skips
+        prepare(module)
+        query, key, padding, mask, _ = inputs(**case)
+        out, _ = module(query, key, key, padding, attn_mask=mask, need_weights=False)
+        results.append((out, gradients(out, [query, key, *module.parameters()])))
+    names = ["query", "key", *(name for name, _ in module.named_parameters())]
+    torch.testing.assert_close(results[0][0], results[1][0])
+    for name, one, other in zip(names, results[0][1], results[1][1]):
+        if one is not None or other is not None:
+            torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@cases
+@pytest.mark.parametrize("router", ["query-norm", "learned"])
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+def test_skipped_heads_give_what_masked_ones_do(case, router, shared, backend):
+    compare_paths({"router": router, "shared_heads": shared, "backend": backend}, case)
+
+
+UGLY = {
+    "a row of padding": dict(tgt=5, batch=3, lengths=[5, 0, 2]),
+    "padding only": dict(tgt=4, batch=2, lengths=[0, 0]),
+    "a row of padding, causal": dict(tgt=5, batch=3, lengths=[0, 5, 1], causal=True),
+    "a source of padding": dict(tgt=5, src=3, batch=2, lengths=[0, 3]),
+    "many tokens": dict(tgt=70, batch=2, causal=True),
+}
+
+
+@pytest.mark.parametrize("case", UGLY.values(), ids=UGLY.keys())
+@pytest.mark.parametrize("skips", [(True, True), (True, False)], ids=["everywhere", "in the attention"])
+@pytest.mark.parametrize("everyone", [False, True])
+def test_skipping_survives_ugly_batches(case, everyone, skips):
+    def prepare(module):
+        if everyone:  # all tokens choose the routed heads 0 and 1: the other two have no token at all
+            with torch.no_grad():
+                module.router.projection.weight[: H - SHARED] = 0.0
+
+    compare_paths({}, case, prepare, skips)
+
+
+@pytest.mark.parametrize("router", ["query-norm", "learned"])
+def test_heads_can_be_left_out_of_the_attention_alone(router):
+    compare_paths({"router": router}, CASES["causal and padding"], skips=(True, False))
+
+
+def test_the_choice_follows_the_work():
+    sizes = {"model_dim": 512, "shared": 2, "choosable": 6, "head_dim": 64, "device": "cpu"}
+
+    def choice(batch, length, per_token, causal=False):
+        return skipping_pays(batch, length, per_token=per_token, causal=causal, **sizes)
+
+    assert choice(32, 128, 5) == (False, False)  # little attention to save
+    assert choice(2, 2048, 4) == (True, False)
+    assert choice(2, 2048, 4, causal=True) == (False, False)  # rows of a mask have to be gathered
+    assert choice(4, 1024, 2) == (True, True)
+    assert choice(1, 1, 2) == (False, False)  # one step of a generation
+
+
+def test_skipping_with_rotary_positions():
+    compare_paths({"positions": "rope", "dtype": torch.float64}, dict(tgt=9, batch=2, causal=True))
+
+
+@pytest.mark.parametrize("skip", ["never", "always"])
+@pytest.mark.parametrize("router", ["query-norm", "learned"])
+@pytest.mark.parametrize("positions", [None, "rope"])
+def test_step_by_step_equals_all_at_once(skip, router, positions):
+    module = build(skip=skip, router=router, self_attention=True, positions=positions)
+    query, _, _, mask, _ = inputs(tgt=6, batch=2, causal=True)
+    whole, _ = module(query, query, query, attn_mask=mask, need_weights=False)
+    state = {}
+    for t in range(6):
+        step, _ = module(query[t : t + 1], None, None, incremental_state=state, need_weights=False)
+        torch.testing.assert_close(step[0], whole[t])
+
+
+@pytest.mark.parametrize("skip", ["never", "always"])
+def test_keys_that_a_beam_shares(skip):
+    module = build(skip=skip, encoder_decoder_attention=True)
+    query, key, padding, _, _ = inputs(tgt=1, batch=6, src=5, lengths=[5, 5, 5, 2, 2, 2])
+    key = key[:, ::3].repeat_interleave(3, 1)
+    plain, _ = module(query, key, key, padding, need_weights=False)
+    state = {}
+    with hypotheses(3):
+        shared, weights = module(query, key, key, padding, state, static_kv=True, need_weights=True)
+    torch.testing.assert_close(shared, plain)
+    assert weights.shape == (6, 1, 5)
+
+
+@pytest.mark.parametrize("skip", ["never", "always"])
+def test_weights_are_those_of_the_heads_that_work(skip):
+    module = build(skip=skip, self_attention=True)
+    query, *_ = inputs(tgt=5, batch=2)
+    out, weights = module(query, query, query, need_head_weights=True)
+    assert weights.shape == (SHARED + K, 2, 5, 5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(SHARED + K, 2, 5, dtype=torch.float64))
+    _, mean = module(query, query, query)
+    torch.testing.assert_close(mean, weights.mean(0))
+    torch.testing.assert_close(out, module(query, query, query, need_weights=False)[0])
+
+
+def test_query_norms_choose_and_their_gradient_goes_straight_through():
+    module = build(router="query-norm", self_attention=True)
+    query, *_ = inputs(tgt=5, batch=2)
+    with collect_decisions() as decisions:
+        module(query, query, query)
+    decision = decisions[0][1]
+    x = query.transpose(0, 1).reshape(-1, C)
+    norms = module.q_proj(x).view(-1, H, D)[:, SHARED:].norm(dim=-1)
+    probs = torch.softmax(norms / norms.std(1, keepdim=True), 1)
+    expected = norms.topk(K, 1).indices.sort(1).values + SHARED
+    assert torch.equal(decision.expert_index[:, SHARED:].sort(1).values, expected)
+    torch.testing.assert_close(decision.gate, torch.ones_like(decision.gate))
+    upstream = torch.randn(decision.gate[:, SHARED:].shape, dtype=torch.float64)
+    straight = torch.autograd.grad((decision.gate[:, SHARED:] * upstream).sum(), query, retain_graph=True)
+    chosen = probs.gather(1, decision.expert_index[:, SHARED:] - SHARED)
+    torch.testing.assert_close(straight, torch.autograd.grad((chosen * upstream).sum(), query))
+
+
+@pytest.mark.parametrize("shared", [0, H])
+@pytest.mark.parametrize("scaling", ["paper", "released"])
+def test_one_kind_of_heads_needs_one_stage(shared, scaling):
+    module = build(shared_heads=shared, routed_per_token=min(K, H - shared), scaling=scaling)
+    module.self_attention = True
+    query, *_ = inputs(tgt=4, batch=2)
+    with collect_decisions() as decisions:
+        module(query, query, query)
+    gate = decisions[0][1].gate.sum(1)
+    assert module.router.projection.weight.size(0) == H
+    if scaling == "released":
+        torch.testing.assert_close(gate, torch.full_like(gate, H if shared else K))
+    elif shared:
+        torch.testing.assert_close(gate, torch.ones_like(gate))
+    else:
+        assert (gate < 1).all()
+
+
+def test_padding_has_no_gate_and_counts_nowhere():
+    module = build(self_attention=True)
+    query, key, padding, _, _ = inputs(tgt=6, batch=3, lengths=[6, 3, 1])
+    with collect_decisions() as decisions:
+        module(query, key, key, padding)
+    decision = decisions[0][1]
+    assert (decision.gate[padding.reshape(-1)] == 0).all()
+    assert decision.expert_counts.shape == (H - SHARED,)
+    assert decision.expert_counts.sum() == K * (6 + 3 + 1)
+
+
+def test_autocast_and_half_precision_run_both_ways():
+    for skip in ("never", "always"):
+        module = build(skip=skip, dtype=torch.float32, self_attention=True)
+        x = torch.randn(5, 2, C)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.isfinite(module(x, x, x)[0]).all()
+        half = module.to(torch.bfloat16)
+        out, _ = half(x.bfloat16(), x.bfloat16(), x.bfloat16(), need_weights=False)
+        assert out.dtype == torch.bfloat16 and torch.isfinite(out).all()
+
+
+def test_only_heads_that_work_are_counted():
+    dense, sparse = build(routed_per_token=H - SHARED), build()
+    everything, less = dense.macs(10, 20), sparse.macs(10, 20)
+    assert less["scores"] * H == everything["scores"] * (SHARED + K)
+    saved = everything["projections"] - less["projections"]
+    assert saved == 2 * 10 * C * D * (H - SHARED - K)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"shared_heads": 7}, "--moh-shared-heads 7"),
+        ({"shared_heads": -1}, "--moh-shared-heads -1"),
+        ({"routed_per_token": 0}, "--experts-per-token 0"),
+        ({"routed_per_token": 5}, "--experts-per-token 5"),
+        ({"shared_heads": 6, "routed_per_token": 1}, "--experts-per-token 1"),
+        ({"num_heads": 5}, "5 attention heads"),
+        ({"scaling": "none"}, "--moh-scaling none"),
+        ({"router": "random"}, "--moh-router random"),
+        ({"skip": "sometimes"}, "--moh-skip sometimes"),
+    ],
+)
+def test_impossible_settings_name_their_flag(settings, flag):
+    with pytest.raises(UserError, match=flag):
+        build(**settings)

@@ -1,0 +1,48 @@
+"""Dense models of the three jobs, trained for a few dozen updates; treat their folders as read-only."""
+
+import pytest
+
+from moa_fairseq.cli import main
+
+SMALL = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--encoder-attention-heads", 4)
+SMALL += ("--encoder-ffn-embed-dim", 24, "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 4)
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory, fairseq, toy_data, toy_wiki_data, train_masked_lm):
+    """dense(job) → (checkpoint, its data)."""
+    made = {}
+
+    def train(job):
+        if job in made:
+            return made[job]
+        folder = tmp_path_factory.mktemp("dense")
+        if job == "translation":
+            fairseq.train(toy_data, folder, "--max-epoch", 3, *SMALL, arch="transformer")
+        elif job == "masked LM":
+            train_masked_lm(folder, "--max-epoch", 2, arch="roberta_tiny", criterion="masked_lm")
+        else:
+            fairseq(
+                *("train", toy_wiki_data, "--task", "language_modeling", "--arch", "transformer_lm"),
+                *("--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24),
+                *("--decoder-attention-heads", 4, "--tokens-per-sample", 24, "--max-tokens", 240, "--cpu"),
+                *("--optimizer", "adam", "--lr", 0.01, "--max-epoch", 2, "--num-workers", 0),
+                *("--save-dir", folder),
+            )
+        data = toy_data if job == "translation" else toy_wiki_data
+        made[job] = folder / "checkpoint_last.pt", data
+        return made[job]
+
+    return train
+
+
+@pytest.fixture
+def convert(capsys):
+    """convert(IN, OUT, *flags) runs the command; returns what it printed, on stderr if it refused."""
+
+    def run(source, target, *flags, status=0):
+        assert main(["convert", str(source), str(target), *map(str, flags)]) == status
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out
+
+    return run

@@ -1,0 +1,77 @@
+"""MoH's architectures through fairseq's commands, and what they count."""
+
+import json
+
+import pytest
+
+from moa_fairseq.cli import main
+from moa_fairseq.evaluation.complexity import complexity
+
+ARCHS = {
+    "moh_transformer_tiny": ("transformer", 4),
+    "moh_transformer_base": ("transformer", 8),
+    "moh_transformer_big": ("transformer_vaswani_wmt_en_de_big", 16),
+    "moh_transformer_iwslt_de_en": ("transformer", 8),
+    "moh_roberta_medium": ("roberta_medium_wt103", 8),
+    "moh_transformer_lm_small": ("mae_transformer_lm_base", 12),
+}
+SAME = {
+    "moh_transformer_tiny": ["--encoder-layers", "4", "--decoder-layers", "4", "--encoder-embed-dim", "128"],
+    "moh_transformer_iwslt_de_en": ["--encoder-ffn-embed-dim", "1024", "--decoder-ffn-embed-dim", "1024"],
+    "moh_transformer_lm_small": ["--decoder-layers", "12", "--decoder-embed-dim", "768"],
+}
+SAME["moh_transformer_tiny"] += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256"]
+SAME["moh_transformer_tiny"] += ["--decoder-embed-dim", "128"]
+SAME["moh_transformer_lm_small"] += ["--mae-gate", "uniform"]  # dense attention
+SAME["moh_transformer_lm_small"] += ["--no-token-positional-embeddings", "--decoder-attention-heads", "12"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_dense_models_parameters_and_a_router(arch):
+    dense, heads = ARCHS[arch]
+    ours, theirs = complexity(arch, 1000), complexity(dense, 1000, model_flags=SAME.get(arch, ()))
+    assert ours.total_parameters - ours.parameters["router"] == theirs.total_parameters
+    # three quarters of the heads have queries, outputs and rows of attention
+    assert ours.macs["attention_matmul"] * 4 == theirs.macs["attention_matmul"] * 3
+    for part in ("encoder_attention", "decoder_self_attention"):
+        assert ours.macs[part] * 8 == theirs.macs[part] * 7
+    # W_s, W_r and W_h: a row for each head, and two
+    assert ours.parameters["router"] % (heads + 2) == 0
+
+
+def test_it_trains_translates_and_shows_its_loads(fairseq, toy_data, tmp_path):
+    flags = ("--moh-scaling", "released", "--moh-skip", "always", "--balance-loss", "moh-released")
+    flags += ("--aux-loss-reduce", "mean", "--z-loss-coef", 0)
+    log = fairseq.train(toy_data, tmp_path, "--max-epoch", 1, *flags, arch="moh_transformer_tiny").stdout
+    assert '"train_balance_loss"' in log and '"train_max_load"' in log
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    user_dir = ("--user-dir", "moa_fairseq")
+    out = fairseq("generate", toy_data, "--path", checkpoint, *user_dir, "--cpu", "--beam", 3).stdout
+    assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
+    loads = tmp_path / "loads.json"
+    model = ["expert-load", str(checkpoint), "--data", str(toy_data), "--subset", "valid", "--cpu"]
+    assert main(["analyze", *model, "--output", str(tmp_path / "loads.png"), "--json", str(loads)]) == 0
+    modules = json.loads(loads.read_text())["modules"]
+    assert len(modules) == 3  # two of the four heads are shared: nothing to show there
+    assert all(row["num_experts"] == 2 == len(row["gate_share"]) for row in modules)
+    assert all(row["experts_per_token"] == 1 and row["tokens"] > 20 for row in modules)
+
+
+def test_a_masked_language_model_trains(train_masked_lm, tmp_path):
+    log = train_masked_lm(tmp_path, "--max-epoch", 1, "--balance-loss", "moh", arch="moh_roberta_tiny").stdout
+    assert '"train_balance_loss"' in log
+
+
+def test_a_causal_language_model_trains_and_is_evaluated(fairseq, toy_wiki_data, tmp_path):
+    user_dir = ("--user-dir", "moa_fairseq", "--cpu", "--task", "language_modeling")
+    fairseq(
+        *("train", toy_wiki_data, *user_dir, "--arch", "moh_transformer_lm_small", "--max-epoch", 1),
+        *("--decoder-layers", 2, "--decoder-embed-dim", 24, "--decoder-ffn-embed-dim", 24),
+        *("--tokens-per-sample", 24, "--max-tokens", 240, "--optimizer", "adam", "--lr", 0.01),
+        *("--criterion", "cross_entropy_with_routing", "--balance-loss", "moh", "--save-dir", tmp_path),
+    )
+    path = ("--path", tmp_path / "checkpoint_last.pt", "--tokens-per-sample", 24, "--max-tokens", 240)
+    assert "Perplexity" in "".join(
+        vars(fairseq("eval_lm", toy_wiki_data, *user_dir, *path, "--gen-subset", "valid"))[stream]
+        for stream in ("stdout", "stderr")
+    )
