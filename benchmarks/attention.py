@@ -3,10 +3,11 @@
     python benchmarks/attention.py
 
 Every MoA size is measured against a dense attention (torch's SDPA) with the same multiply-accumulates.
-The sweep over E keeps K and D: the arithmetic stays, so the time should.
+The sweep over E keeps K and D: the arithmetic stays, so the time should. On a GPU a step is also captured as
+a CUDA graph and replayed: then the device's time alone counts, not the host's that launches the kernels.
 """
 
-from typing import Any, Dict
+from typing import Any, Callable, Dict, Optional
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,8 @@ SIZES = {
 }
 EXPERTS = (8, 16, 32, 64)
 SHAPES = {"cpu": ((32, 64), (128, 16)), "cuda": ((32, 256), (512, 16))}
-SWEEP_SHAPE = {"cpu": (128, 64), "cuda": (128, 64)}  # 8,192 tokens
+SWEEP_SHAPE = (128, 64)  # 8,192 tokens
+SMALL_SHAPE = (8, 4)
 
 
 class DenseAttention(nn.Module):
@@ -76,6 +78,24 @@ def candidate(module: nn.Module, shape: "tuple[int, int]", args: Any) -> Dict[st
     return {"forward": forward, "step": step, "module": module}
 
 
+def replayed(step: Callable[[], None]) -> Optional[Callable[[], None]]:
+    """step as a CUDA graph, or None where it cannot be captured."""
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        print(f"no CUDA graph: {error}")
+        return None
+    return graph.replay
+
+
 def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
     """All sizes at T × B tokens, in one run with the GEMM."""
     tokens, keys = shape[0] * shape[1], shape[0]
@@ -92,12 +112,16 @@ def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
     times = take_turns({"gemm": product, **calls}, args.rounds, args.device)
     forwards = take_turns({name: entry["forward"] for name, entry in found.items()}, args.rounds, args.device)
     rate = product_macs / times.pop("gemm")
+    graphs = {name: replayed(call) for name, call in calls.items()} if args.device == "cuda" else {}
+    graphs = {name: graph for name, graph in graphs.items() if graph is not None}
+    replays = take_turns(graphs, args.rounds, args.device)
     rows = {}
     for name, entry in found.items():
         rows[name] = {
             "macs": macs[name],
             "forward_seconds": forwards[name],
             "step_seconds": times[name],
+            "replay_seconds": replays.get(name),
             "gemm_share": 3 * macs[name] / times[name] / rate,
             "kept_bytes": kept_bytes(entry["forward"], entry["module"]),
             "peak_bytes": peak_bytes(entry["step"], args.device),
@@ -106,6 +130,8 @@ def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
         ours, dense = rows[name], rows[f"dense of {name}"]
         per_mac = dense["macs"] / ours["macs"]
         ours["time_over_dense"] = ours["step_seconds"] / dense["step_seconds"] * per_mac
+        if ours["replay_seconds"] and dense["replay_seconds"]:
+            ours["replay_over_dense"] = ours["replay_seconds"] / dense["replay_seconds"] * per_mac
         ours["kept_over_dense"] = ours["kept_bytes"] / dense["kept_bytes"] * per_mac
         ours["peak_over_dense"] = ours["peak_bytes"] / dense["peak_bytes"] * per_mac
     return {"T": shape[0], "B": shape[1], "gemm_macs_per_second": rate, "rows": rows}
@@ -113,7 +139,7 @@ def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
 
 def sweep_experts(args: Any, per_token: int, dim: int) -> Dict[str, float]:
     """Seconds of a step against E, at fixed K and D and 8,192 tokens."""
-    shape = SWEEP_SHAPE[args.device]
+    shape = SMALL_SHAPE if args.miniature else SWEEP_SHAPE
     calls = {
         str(experts): candidate(
             MixtureOfAttention(C, experts, per_token, dim, self_attention=True), shape, args
@@ -157,7 +183,7 @@ def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], a
 def main() -> None:
     args = arguments(__doc__)
     batches = []
-    for shape in SHAPES[args.device]:
+    for shape in (SMALL_SHAPE,) if args.miniature else SHAPES[args.device]:
         batches.append(measure(args, shape))
         print(f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs")
         for name, row in batches[-1]["rows"].items():

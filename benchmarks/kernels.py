@@ -3,7 +3,8 @@
     python benchmarks/kernels.py
 
 MoA's queries and outputs with one routing decision, forward + backward and forward alone (decoding), swept
-over tokens, E, K and D. 1.0 is the rate of one large GEMM on the device.
+over tokens, E, K and D. 1.0 is the rate of one large GEMM on the device. "bmm" is torch.bmm of operands of
+the same sizes that are sorted already and shared out evenly: what no routing could beat.
 """
 
 from typing import Any, Callable, Dict, Iterator, Tuple
@@ -19,23 +20,33 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS, resolve_backend
 
 C = 512
-BASE = {"tokens": 2048, "E": 32, "K": 8, "D": 128}
-SWEEPS = {
-    "tokens": (1, 4, 16, 64, 256, 1024, 2048, 8192),
-    "E": (8, 16, 32, 64),
-    "K": (1, 2, 4, 8, 16),
-    "D": (32, 64, 128, 256),
+BASE = {
+    "cpu": {"tokens": 2048, "E": 32, "K": 8, "D": 128},
+    "cuda": {"tokens": 8192, "E": 32, "K": 8, "D": 128},
 }
-COLOURS = {"auto": "#000000", "reference": "#999999", "grouped": "#0072B2", "triton": "#D55E00"}
+_OTHERS = {"E": (8, 16, 32, 64), "K": (1, 2, 4, 8, 16), "D": (32, 64, 128, 256)}
+SWEEPS = {
+    "cpu": {"tokens": (1, 4, 16, 64, 256, 1024, 2048, 8192), **_OTHERS},
+    "cuda": {"tokens": (1, 16, 256, 2048, 8192, 32768, 65536), **_OTHERS},
+}
+MINIATURE = {"tokens": (1, 64), "E": (8, 32), "K": (8,), "D": (32,)}
+COLOURS = {
+    "auto": "#000000",
+    "reference": "#999999",
+    "grouped": "#0072B2",
+    "triton": "#D55E00",
+    "bmm": "#009E73",
+}
 STYLES = {"auto": {"linestyle": "--"}}
 _REFERENCE_LIMIT = 4e9  # MACs; the reference does all experts, and would take most of the time
 
 
-def points() -> Iterator[Tuple[str, Dict[str, int]]]:
+def points(args: Any) -> Iterator[Tuple[str, Dict[str, int]]]:
     """(axis, point) of every sweep."""
-    for axis, values in SWEEPS.items():
+    base = {**BASE[args.device], "tokens": 64} if args.miniature else BASE[args.device]
+    for axis, values in (MINIATURE if args.miniature else SWEEPS[args.device]).items():
         for value in values:
-            yield axis, {**BASE, axis: value}
+            yield axis, {**base, axis: value}
 
 
 def backends(device: str) -> "list[str]":
@@ -81,6 +92,27 @@ def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable
     return inference, step
 
 
+def sorted_already(point: Dict[str, int], args: Any) -> "Tuple[Callable, Callable]":
+    """As `candidate`: two torch.bmm of operands that need no routing."""
+    tokens, experts, per_token, dim = (point[key] for key in ("tokens", "E", "K", "D"))
+    like = {"device": args.device, "dtype": args.torch_dtype}
+    x = torch.randn(experts, tokens * per_token // experts, C, **like, requires_grad=True)
+    queries = torch.randn(experts, C, dim, **like, requires_grad=True)
+    outputs = torch.randn(experts, dim, C, **like, requires_grad=True)
+    upstream = torch.randn_like(x)
+
+    def inference() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.bmm(torch.bmm(x, queries), outputs)
+
+    def step() -> None:
+        for leaf in (x, queries, outputs):
+            leaf.grad = None
+        torch.bmm(torch.bmm(x, queries), outputs).backward(upstream)
+
+    return inference, step
+
+
 def measure(point: Dict[str, int], args: Any) -> Dict[str, Any]:
     """Time and GEMM share of every backend at one point."""
     product, product_macs = gemm(args.device, args.torch_dtype)
@@ -91,6 +123,8 @@ def measure(point: Dict[str, int], args: Any) -> Dict[str, Any]:
             continue
         inference, step = candidate(backend, point, args)
         calls[f"{backend} forward"], calls[f"{backend} step"] = inference, step
+    if point["tokens"] * point["K"] % point["E"] == 0:
+        calls["bmm forward"], calls["bmm step"] = sorted_already(point, args)
     times = take_turns(calls, args.rounds, args.device)
     rate = product_macs / times.pop("gemm")
     rows = {}
@@ -104,16 +138,16 @@ def auto_over_best(times: Dict[str, float]) -> Dict[str, float]:
     """Time of auto ÷ time of the fastest named backend, of a forward pass and of a step."""
     result = {}
     for kind in ("forward", "step"):
-        named = [t for name, t in times.items() if name.endswith(kind) and not name.startswith("auto")]
+        named = [t for name, t in times.items() if name.endswith(kind) and name[:4] not in ("auto", "bmm ")]
         result[kind] = times[f"auto {kind}"] / min(named)
     return result
 
 
 def draw(results: Dict[str, Any], args: Any) -> Figure:
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(SWEEPS), sharey=True)
+    panels = figure.subplots(1, len(results), sharey=True)
     for panel, (axis, measured) in zip(panels, results.items()):
-        for backend in backends(args.device):
+        for backend in [*backends(args.device), "bmm"]:
             rows = [(p[axis], p["rows"].get(f"{backend} step")) for p in measured]
             rows = [(value, row["gemm_share"]) for value, row in rows if row]
             if rows:
@@ -121,13 +155,13 @@ def draw(results: Dict[str, Any], args: Any) -> Figure:
                     *zip(*rows), label=backend, color=COLOURS[backend], **STYLES.get(backend, {"marker": "o"})
                 )
         panel.set_xscale("log", base=2)
-        panel.set_xticks(SWEEPS[axis][:: 2 if len(SWEEPS[axis]) > 5 else 1])
+        panel.set_xticks([p[axis] for p in measured][:: 2 if len(measured) > 5 else 1])
         panel.xaxis.set_major_formatter(ScalarFormatter())
         panel.set(xlabel=axis, ylim=(0, 1.1))
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("share of the GEMM rate")
     panels[0].legend(frameon=False)
-    fixed = ", ".join(f"{key} {value:,}" for key, value in BASE.items())
+    fixed = ", ".join(f"{key} {value:,}" for key, value in BASE[args.device].items())
     figure.suptitle(
         f"Expert products, forward + backward, {args.device} {args.dtype}; else {fixed}, width {C}"
     )
@@ -136,9 +170,9 @@ def draw(results: Dict[str, Any], args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__)
-    results: Dict[str, Any] = {axis: [] for axis in SWEEPS}
+    results: Dict[str, Any] = {axis: [] for axis in SWEEPS[args.device]}
     worst = 0.0
-    for axis, point in points():
+    for axis, point in points(args):
         found = measure(point, args)
         results[axis].append(found)
         worst = max(worst, *found["auto_over_best"].values())
@@ -149,7 +183,7 @@ def main() -> None:
     report(
         "kernels",
         args,
-        {"width": C, "base": BASE, "sweeps": results, "auto_over_best": worst},
+        {"width": C, "base": BASE[args.device], "sweeps": results, "auto_over_best": worst},
         draw(results, args),
     )
 

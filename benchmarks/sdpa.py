@@ -31,9 +31,14 @@ BACKENDS = {
 MASKS = ("none", "causal", "padding", "causal and padding", "none, folded", "padding, folded")
 
 
+def shape_of(args: Any) -> "tuple[int, int]":
+    """T and B."""
+    return (8, 4) if args.miniature else LENGTH[args.device]
+
+
 def call(mask: str, width: int, args: Any) -> Callable[[], None]:
     """Forward and backward pass under whatever back ends are allowed at the time."""
-    length, batch = LENGTH[args.device]
+    length, batch = shape_of(args)
     folded = mask.endswith("folded")
     shape = (batch, 1, length * HEADS, width) if folded else (batch, HEADS, length, width)
     like = {"device": args.device, "dtype": args.torch_dtype}
@@ -107,7 +112,7 @@ def draw(rows: Dict[str, Any], args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__)
-    length, batch = LENGTH[args.device]
+    length, batch = shape_of(args)
     rows = measure(args)
     report("sdpa", args, {"T": length, "B": batch, "heads": HEADS, "rows": rows}, draw(rows, args))
 

@@ -4,7 +4,8 @@
 
 An update is forward, criterion (with the routers' losses and statistics), backward and Adam. Base is
 compared with the dense base model (equal MACs), big with the dense big one (equal parameters). --dtype amp
-is float32 parameters under autocast (bfloat16 on the CPU), as fairseq-train --amp has it.
+is float32 parameters under autocast (bfloat16 on the CPU), as fairseq-train --amp has it, beside float32 in
+the same run, for base alone.
 """
 
 import warnings
@@ -15,11 +16,15 @@ from _bench import arguments, peak_bytes, report, take_turns
 from _models import batch_shape, build, criterion, pairs, training_batch
 from matplotlib.figure import Figure
 
+_FLOAT32 = ", float32"
 
-def update(arch: str, sample: Dict[str, Any], words: Any, args: Any) -> "tuple[Callable[[], None], int]":
+
+def update(
+    arch: str, sample: Dict[str, Any], words: Any, args: Any, amp: bool
+) -> "tuple[Callable[[], None], int]":
     """One optimiser update on the sample, and the model's parameters."""
     model = build(arch, words, args.device, args.torch_dtype).train()
-    autocast = torch.autocast(args.device, enabled=args.dtype == "amp")
+    autocast = torch.autocast(args.device, enabled=amp)
     loss_of = criterion(arch, words)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, betas=(0.9, 0.98))
 
@@ -63,9 +68,15 @@ def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
 def main() -> None:
     args = arguments(__doc__, amp=True)
     words, sample = training_batch(args)
-    steps, parameters, beside_of = {}, {}, pairs(args)
+    steps, parameters, beside_of, amp = {}, {}, pairs(args), args.dtype == "amp"
+    if amp:
+        beside_of = dict(list(beside_of.items())[:1])
     for arch in [name for pair in beside_of.items() for name in pair]:
-        steps[arch], parameters[arch] = update(arch, sample, words, args)
+        steps[arch], parameters[arch] = update(arch, sample, words, args, amp)
+        if amp:
+            steps[f"{arch}{_FLOAT32}"], parameters[f"{arch}{_FLOAT32}"] = update(
+                arch, sample, words, args, amp=False
+            )
     times = take_turns(steps, args.rounds, args.device)
     rows = {
         arch: {
@@ -83,6 +94,12 @@ def main() -> None:
         print(f"{arch:36s} {row['tokens_per_second']:9.0f} tokens/s  {row['peak_bytes'] >> 20} MiB{beside}")
     batch, length = batch_shape(args)
     payload = {"batch": batch, "length": length, "rows": rows, "speed_over_dense": ratios}
+    if amp:
+        speedups = {
+            arch: times[f"{arch}{_FLOAT32}"] / times[arch] for pair in beside_of.items() for arch in pair
+        }
+        print("amp ÷ float32:", ", ".join(f"{arch} {ratio:.2f}" for arch, ratio in speedups.items()))
+        payload["speed_over_float32"] = speedups
     report("training", args, payload, draw(rows, ratios, args))
 
 
