@@ -171,7 +171,7 @@ def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], a
         right.plot(list(times), [value / first for value in times.values()], marker="o", label=label)
     right.axhspan(0.9, 1.1, color="#eeeeee")
     right.set(
-        xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D", ylim=(0, 1.6)
+        xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D", ylim=(0, 2)
     )
     right.legend(frameon=False)
     for panel in (left, right):
