@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up, then runs lint and tests. Arguments go to pytest: bash scripts/test.sh tests/kernels -x
+# Sets up, then runs lint and tests, side by side on up to four cores. Arguments go to pytest:
+#   bash scripts/test.sh tests/kernels -x
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -12,4 +13,6 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
 fi
 "$python" -m ruff check moa_fairseq tests benchmarks setup.py
 for script in scripts/*.sh data-prep/*.sh; do bash -n "$script"; done
-exec "$python" -m pytest "$@"
+cores=$(nproc 2>/dev/null || echo 2)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them
+exec "$python" -m pytest --numprocesses $((cores < 4 ? cores : 4)) --dist worksteal "$@"
