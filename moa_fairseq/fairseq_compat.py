@@ -169,6 +169,7 @@ def patches() -> List[Patch]:
     from fairseq.dataclass import utils as dataclass_utils
     from fairseq.distributed import utils as distributed_utils
     from fairseq.models import distributed_fairseq_model
+    from fairseq.optim import AMPOptimizer
     from fairseq.tasks.fairseq_task import FairseqTask
     from fairseq.trainer import Trainer
 
@@ -228,6 +229,11 @@ def patches() -> List[Patch]:
             "--amp is silently float32 on the CPU, and bfloat16 is faster where the processor has "
             "units for it.",
             "fairseq_patches/test_cpu_autocast.py::test_amp_on_the_cpu_is_bfloat16",
+        ),
+        Patch(
+            *(AMPOptimizer, "clip_grad_norm", cpu_autocast.stopping_at_what_is_not_finite),
+            "On the CPU torch's scaler is switched off, and NaN in --amp's gradients an AttributeError.",
+            "fairseq_patches/test_cpu_autocast.py::test_nan_on_the_cpu_ends_a_training_as_without_amp",
         ),
         Patch(
             *(FairseqTask, "get_batch_iterator", _batches_of_the_first_epoch),

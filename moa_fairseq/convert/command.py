@@ -58,8 +58,10 @@ def convert(checkpoint: Checkpoint, source: nn.Module, family: str, given: Dict[
     if origin == family:
         raise UserError(f"--to {family}: the checkpoint's model is of that family already.")
     state, reason = source.state_dict(), None
+    if family == DENSE:
+        weights.refuse_what_fairseq_lacks(settings)
     if origin != DENSE:
-        state = weights.dense_weights(source, settings)
+        state = weights.dense_weights(source)
     values = _values(settings, family, job, given, weights.biased(state))
     target_settings = settings_for(settings, family, job, values)
     target = build(target_settings, state)

@@ -12,6 +12,7 @@ from moa_fairseq.attention.base import MixtureAttention, name_attentions
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, RelativePositions
 from moa_fairseq.attention.single_expert import MIXTURE
 from moa_fairseq.convert.checkpoints import State
 from moa_fairseq.errors import UserError
@@ -110,6 +111,10 @@ def _into_experts(attention: MixtureOfAttentiveExperts, old: State) -> Optional[
 
 def _into_moa(attention: MixtureOfAttention, old: State) -> Optional[str]:
     """MoA: each expert has the query and the output of a head; K even gates of 1/K each add up to 1."""
+    if isinstance(attention.positions, RelativePositions):
+        raise UserError(
+            "--positions xl: it has weights of its own for each head, and MoA's keys have other ones."
+        )
     dim, experts = attention.expert_dim, attention.num_experts
     heads, rest = divmod(old["q_proj.weight"].size(0), dim)
     if rest or experts % heads or attention.heads_per_expert != 1:
@@ -151,13 +156,25 @@ _INTO = {
 # ---- into dense attention
 
 
-def dense_weights(model: nn.Module, settings: argparse.Namespace) -> State:
-    """The weights of the dense model that computes the same as this mixture.
+def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
+    """Raises UserError for a mixture that has, beside its attention, parts that no dense model has."""
+    positions = getattr(settings, "positions", None)
+    if positions in POSITIONS_IN_ATTENTION:
+        raise UserError(
+            f"--positions {positions}: fairseq's own Transformer knows no positions inside of its attention."
+        )
+    if getattr(settings, "sigma_moe_num_experts", 0):
+        raise UserError(
+            f"--sigma-moe-num-experts {settings.sigma_moe_num_experts}: the feed-forwards of fairseq's own "
+            "Transformer have no experts."
+        )
+
+
+def dense_weights(model: nn.Module) -> State:
+    """The weights of the dense attention that computes the same as this mixture's; all others as they are.
 
     Raises UserError, with the reason, where there is none.
     """
-    if getattr(settings, "positions", None) == "rope":
-        raise UserError("--positions rope: fairseq's own Transformer cannot turn queries and keys.")
     state = model.state_dict()
     for attention in name_attentions(model):
         for kind, gates_of in _OUT_OF.items():

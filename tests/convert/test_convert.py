@@ -151,6 +151,31 @@ def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(fairseq, toy_data, co
     torch.testing.assert_close(outputs(tmp_path / "dense.pt", toy_data), outputs(checkpoint, toy_data))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--positions", "rope"),
+        ("--positions", "rope-half"),
+        ("--positions", "xl"),
+        ("--sigma-moe-num-experts", "4", "--sigma-moe-expert-dim", "8"),
+    ],
+    ids=["rope", "rope-half", "xl", "sigma-moe"],
+)
+def test_what_dense_models_lack_other_mixtures_take_over(flags, fairseq, toy_data, convert, tmp_path):
+    small = ("--encoder-embed-dim", 16, "--encoder-attention-heads", 4, "--decoder-attention-heads", 4)
+    small += ("--decoder-embed-dim", 16, "--max-update", 2, "--mae-gate", "uniform")
+    fairseq.train(toy_data, tmp_path, *small, *flags, arch="mae_transformer_tiny")
+    checkpoint, target = tmp_path / "checkpoint_last.pt", tmp_path / "out.pt"
+    assert " ".join(flags[:2]) + ": " in convert(checkpoint, target, "--to", "dense", status=2)
+    own = ("--to", "moa", "--expert-keys-values", "own")
+    if flags[1] == "xl":
+        assert "--positions xl: " in convert(checkpoint, target, *own, status=2)
+    assert not target.exists()
+    assert convert(checkpoint, target, *ALL_HEADS).startswith("exact: ")
+    if flags[1] != "xl":
+        assert convert(checkpoint, target, *own).startswith("exact: ")
+
+
 def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
     checkpoint, data = dense("translation")
     convert(checkpoint, tmp_path / "moh.pt", "--to", "moh")

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from fairseq.optim import AMPOptimizer
+from omegaconf import OmegaConf
 
 
 def losses(output):
@@ -24,3 +26,19 @@ def test_amp_on_the_cpu_is_bfloat16(arch, tmp_path, fairseq, toy_data):
         assert "CUDA is not available" not in run.stdout + run.stderr
     assert found["amp"] == pytest.approx(found["fp32"], rel=0.02)
     assert found["amp"] != found["fp32"]
+
+
+def test_nan_on_the_cpu_ends_a_training_as_without_amp():
+    """fairseq asks a scaler that is switched off for its next scale, which is an AttributeError."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = {"_name": "adam", "adam_betas": (0.9, 0.98), "adam_eps": 1e-8, "weight_decay": 0.0}
+    optimizer.update(lr=[0.1], use_old_adam=False, fp16_adam_stats=False, tpu=False)
+    common = {"fp16_init_scale": 4, "amp_scale_window": None, "min_loss_scale": 1e-4}
+    cfg = OmegaConf.create({"optimizer": optimizer, "common": common})
+    amp = AMPOptimizer.build_optimizer(cfg, [parameter])
+    parameter.grad = torch.tensor([3.0, 0.0, 4.0])
+    assert float(amp.clip_grad_norm(1.0)) == pytest.approx(5.0)
+    assert parameter.grad.tolist() == pytest.approx([0.6, 0.0, 0.8], abs=1e-5)
+    parameter.grad[1] = float("nan")
+    with pytest.raises(FloatingPointError, match="gradients are Nan/Inf"):
+        amp.clip_grad_norm(1.0)
