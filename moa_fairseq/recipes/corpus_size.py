@@ -87,7 +87,10 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
             vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
     except OSError as error:
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
-    batches = _batches(source_sizes, target_sizes, max_tokens) if target else None
+    batches = None
+    if target or recipe.kind == CLASSIFICATION:
+        most = {**recipe.model.flags, **recipe.train.flags}.get("batch-size")
+        batches = _batches(source_sizes, target_sizes, max_tokens, most)
     total = int(target_sizes.sum())
     return CorpusSize(
         name=folder.name,
@@ -123,7 +126,9 @@ def _sizes(stem: Path) -> numpy.ndarray:
     return numpy.array(dataset.sizes, dtype=numpy.int64)
 
 
-def _batches(source: numpy.ndarray, target: numpy.ndarray, max_tokens: int) -> int:
+def _batches(
+    source: numpy.ndarray, target: numpy.ndarray, max_tokens: int, max_sentences: Optional[int]
+) -> int:
     """Number of batches of sentence pairs: sorted as fairseq sorts them; the longer side counts."""
     from fairseq.data import data_utils
 
@@ -142,6 +147,7 @@ def _batches(source: numpy.ndarray, target: numpy.ndarray, max_tokens: int) -> i
             num_tokens_fn=None,
             num_tokens_vec=longer[order],
             max_tokens=max_tokens,
+            max_sentences=max_sentences,
             required_batch_size_multiple=8,
         )
     )

@@ -119,6 +119,8 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys):
     assert any("binarised already" in line for line in said)
     size = measured_size(recipe, data, 800)
     assert (size.sentences, size.vocabulary) == (150, 4 + 15 + 1)
+    eights = load_recipe(classifier(train={"flags": {"batch-size": 8}}))
+    assert measured_size(eights, data, 800).batches == 19  # the last of six
     lengths = [len(line.split()) + 2 for line in (data.parent / "text/input0/train").read_text().splitlines()]
     assert with_floor(recipe, data).train.min_tokens == max(lengths)  # <s> and </s> among them
     with pytest.raises(UserError, match="name the folder `binarised`"):
