@@ -10,6 +10,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
 from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
+from fairseq.criterions.sentence_prediction import SentencePredictionConfig, SentencePredictionCriterion
 
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig, RoutingLossMixin
 
@@ -54,3 +55,13 @@ class AdaptiveLossWithRoutingConfig(RoutingLossConfig, AdaptiveLossConfig):
 @register_criterion("adaptive_loss_with_routing", dataclass=AdaptiveLossWithRoutingConfig)
 class AdaptiveLossWithRouting(RoutingLossMixin, AdaptiveLoss):
     """Causal language models with an adaptive softmax (`--adaptive-softmax-cutoff`)."""
+
+
+@dataclass
+class SentencePredictionWithRoutingConfig(RoutingLossConfig, SentencePredictionConfig):
+    pass
+
+
+@register_criterion("sentence_prediction_with_routing", dataclass=SentencePredictionWithRoutingConfig)
+class SentencePredictionWithRouting(RoutingLossMixin, SentencePredictionCriterion):
+    """Classes of sentences. sample_size counts sentences; routers see all tokens but padding."""

@@ -10,6 +10,8 @@ import numpy
 
 from moa_fairseq.errors import UserError
 
+# What `sentence_prediction` calls the folders of the sentences and of their classes.
+INPUT, LABEL = "input0", "label"
 # Layout of fairseq's memory-mapped index: magic, version, type code, number of sentences, then the
 # sizes (int32) and byte offsets (int64) of all sentences.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -52,6 +54,20 @@ def monolingual_flags(text: Path, destination: Path, splits: Sequence[str], work
     }
 
 
+def classification_flags(text: Path, destination: Path, name: str, splits: Sequence[str]) -> Dict[str, Any]:
+    """The flags of fairseq-preprocess for the sentences (INPUT) or for their classes (LABEL)."""
+    tests = [str(text / name / split) for split in splits if split not in ("train", "valid")]
+    return {
+        "only-source": True,
+        "trainpref": str(text / name / "train"),
+        "validpref": str(text / name / "valid"),
+        "testpref": ",".join(tests) or None,
+        "srcdict": str(text / name / "dict.txt"),  # a class keeps its number, whatever was drawn
+        "workers": 1,
+        "destdir": str(destination / name),
+    }
+
+
 def check_place(folder: Path) -> None:
     """Raise UserError for a data folder whose path fairseq would split, at a comma or a colon."""
     bad = "," if "," in str(folder) else ":" if ":" in str(folder.resolve()) else ""
@@ -65,6 +81,11 @@ def check_place(folder: Path) -> None:
 def is_binarised(folder: Path) -> bool:
     """True for a folder that fairseq-preprocess wrote to, whole or not."""
     return folder.is_dir() and any(folder.glob("dict.*.txt"))
+
+
+def is_classification(folder: Path) -> bool:
+    """True for a binarised folder of `sentence_prediction`, whole or not."""
+    return (folder / INPUT / "dict.txt").is_file()
 
 
 def check_binarised(
@@ -95,6 +116,20 @@ def check_monolingual(folder: Path, subsets: Sequence[str]) -> Dict[str, int]:
     """As check_binarised, for the data of a language model: dict.txt and `<subset>.bin`, `.idx`."""
     _dictionary(folder, "")
     return {subset: check_stem(folder / subset) for subset in subsets}
+
+
+def check_classification(folder: Path, subsets: Sequence[str]) -> Dict[str, int]:
+    """Check sentences and classes of each subset. Returns subset → number of sentences; raises UserError."""
+    found = {}
+    for subset in subsets:
+        counts = [check_stem(folder / name / subset) for name in (INPUT, LABEL)]
+        if counts[0] != counts[1]:
+            raise UserError(
+                f"{folder}: subset {subset} has {counts[0]:,} sentences and {counts[1]:,} classes. Delete "
+                "the folder and prepare it again."
+            )
+        found[subset] = counts[0]
+    return found
 
 
 def _dictionary(folder: Path, language: str) -> List[bytes]:

@@ -89,6 +89,7 @@ class Dataset:
     pieces: int = 0
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     published: Optional[Published] = None
+    generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     licence: str = ""
     disk: float = 0
 
@@ -114,7 +115,7 @@ class Dataset:
     @property
     def subsets(self) -> List[str]:
         """The names of all splits, the held-out one and byte ranges included."""
-        names = list(self.byte_splits or self.splits)
+        names = list(self.generated.get("sizes", ()) or self.byte_splits or self.splits)
         if self.hold_out:
             names.insert(1, self.hold_out.split)
         return names
@@ -168,9 +169,14 @@ def language_modeling_sets() -> Dict[str, Dataset]:
     return _datasets()["language_modeling"]
 
 
+def classification_sets() -> Dict[str, Dataset]:
+    """name → Dataset of sentences with a class each."""
+    return _datasets()["classification"]
+
+
 def _dataset(name: str, row: Dict[str, Any]) -> Dataset:
     objects = {
-        "splits": {split: tuple(map(_part, parts)) for split, parts in row["splits"].items()},
+        "splits": {split: tuple(map(_part, parts)) for split, parts in row.get("splits", {}).items()},
         "languages": tuple(row.get("languages", ())),
         "hold_out": HoldOut(**row["hold_out"]) if "hold_out" in row else None,
         "codes": _part(row["codes"]) if "codes" in row else None,

@@ -5,6 +5,7 @@
   moa-fairseq prepare wmt14_en_de --flavour vaswani_rebuilt  # its text, from public archives
   moa-fairseq prepare iwslt14_de_en --source en --target de OUT
   moa-fairseq prepare multi30k --target fr --from multi30k/data/task1/raw --offline
+  moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
 
 Every stage is a folder in OUT that appears when it is whole: run the same line again after an interruption
 and it goes on where it stopped. Before a download it says the terms of use and how much will be fetched, and
@@ -23,10 +24,16 @@ from pathlib import Path
 from typing import Any, Dict, Mapping
 
 from moa_fairseq.data_prep.binarised import check_place
-from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, translation_sets
+from moa_fairseq.data_prep.catalogue import (
+    Dataset,
+    classification_sets,
+    language_modeling_sets,
+    translation_sets,
+)
 from moa_fairseq.data_prep.manifest import summary
 from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.prepare import Preparation
+from moa_fairseq.data_prep.prepare_classification import ClassificationPreparation
 from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
 from moa_fairseq.data_prep.prepare_text import TextPreparation
 from moa_fairseq.data_prep.text_sources import SPLITS, TEXT_SOURCES
@@ -41,14 +48,14 @@ ANY_ORDER = True
 
 
 def names() -> Dict[str, Dataset]:
-    """The data sets that can be prepared from public files."""
+    """The data sets that can be prepared from public files, or from none."""
     texts = language_modeling_sets()
     encoded = {
         name: dataclasses.replace(texts[about.dataset], name=name, summary=f"{about.dataset} in GPT-2's BPE")
         for name, about in TEXT_SOURCES.items()
         if about.dataset
     }
-    every = {**translation_sets(), **texts, **encoded}
+    every = {**translation_sets(), **texts, **encoded, **classification_sets()}
     return {name: dataset for name, dataset in every.items() if dataset.downloadable}
 
 
@@ -85,6 +92,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--source", metavar="LANG", help="source language, to turn a pair round")
     parser.add_argument("--target", metavar="LANG", help="target language")
+    generated = parser.add_argument_group("data that is drawn (listops)")
+    generated.add_argument(
+        "--sizes",
+        type=int,
+        nargs=3,
+        metavar=("TRAIN", "VALID", "TEST"),
+        help="how many expressions (default: {train} {valid} {test})".format(
+            **classification_sets()["listops"].generated["sizes"]
+        ),
+    )
+    generated.add_argument("--seed", type=int, metavar="N", help="what they are drawn by (default: 1)")
     parser.add_argument("--json", action="store_true", help="print the manifest instead of its summary")
 
 
@@ -99,6 +117,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--from {args.at_hand} is not a folder.")
     if (args.source or args.target) and not dataset.languages:
         raise UserError(f"{dataset.name} has one language: leave --source and --target out.")
+    if not dataset.generated and (args.sizes or args.seed is not None):
+        raise UserError(f"{dataset.name} is no data that is drawn: leave --sizes and --seed out.")
+    if dataset.generated and args.at_hand is not None:
+        raise UserError(f"{dataset.name} is drawn, and made of no files: leave --from out.")
     downloads = args.downloads or output.parent / "downloads"
     check_place(output)
     with terminate_as_interrupt(), locked(output, math.inf, _say) as lock:
@@ -122,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
                 args.offline,
                 args.workers,
             ).run()
+        elif dataset.generated:
+            ClassificationPreparation(_drawn(dataset, args), output, preprocess, _say, args.workers).run()
         elif text:
             TextPreparation(
                 {"recipe": dataset.name, "flags": {}},
@@ -153,6 +177,18 @@ def _dataset(args: argparse.Namespace) -> Dataset:
         known = f"it has {', '.join(flavours)}" if flavours else "it has none"
         raise UserError(f"--flavour {args.flavour}: {args.name} has no such flavour; {known}.")
     return names()[name]
+
+
+def _drawn(dataset: Dataset, args: argparse.Namespace) -> Dataset:
+    """The data set with the sizes and the seed that were asked for."""
+    generated = dict(dataset.generated)
+    if args.seed is not None:
+        generated["seed"] = args.seed
+    if args.sizes:
+        if min(args.sizes) < 1:
+            raise UserError(f"--sizes {' '.join(map(str, args.sizes))}: each must be at least 1.")
+        generated["sizes"] = dict(zip(dataset.subsets, args.sizes))
+    return dataclasses.replace(dataset, generated=generated)
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:

@@ -9,9 +9,20 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.binarised import check_binarised, check_place, is_binarised, preprocess_flags
+from moa_fairseq.data_prep.binarised import (
+    check_binarised,
+    check_place,
+    is_binarised,
+    is_classification,
+    preprocess_flags,
+)
 from moa_fairseq.data_prep.bpe import learn_codes
-from moa_fairseq.data_prep.catalogue import Dataset, language_modeling_sets, translation_sets
+from moa_fairseq.data_prep.catalogue import (
+    Dataset,
+    classification_sets,
+    language_modeling_sets,
+    translation_sets,
+)
 from moa_fairseq.data_prep.inputs import (
     brought_tokens,
     check_lengths,
@@ -246,7 +257,7 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optio
     A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
     """
     recipe = settings["recipe"]
-    known = {**translation_sets(), **language_modeling_sets()}
+    known = {**translation_sets(), **language_modeling_sets(), **classification_sets()}
     text = TEXT_SOURCES.get(recipe)
     dataset = known.get(text.dataset if text else recipe)
     if dataset is not None and dataset.downloadable:
@@ -267,8 +278,13 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optio
 def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) -> None:
     if not source.is_dir():
         raise UserError(f"--data {source} is not a folder.")
-    if is_binarised(source) or (source / "dict.txt").is_file():
+    if is_binarised(source) or is_classification(source) or (source / "dict.txt").is_file():
         return
+    if dataset.generated:
+        raise UserError(
+            f"--data {source} is no binarised {dataset.name}: name the folder `binarised` in that which "
+            f"moa-fairseq prepare {dataset.name} made, or leave --data away, so that it is made."
+        )
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]
     parts = dataset.parts(languages)
     archives = [Path(part.archive).name for part in parts if part.archive]

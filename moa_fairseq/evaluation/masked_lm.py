@@ -162,13 +162,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score --masked-lm`."""
     group = parser.add_argument_group("masked language models")
     group.add_argument(
-        "--masked-lm", type=Path, metavar="CHECKPOINT", help="score this model instead of a log"
-    )
-    group.add_argument(
-        "--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)"
-    )
-    group.add_argument("--subset", default="test", help="default: %(default)s")
-    group.add_argument(
         "--maskings",
         type=int,
         default=5,
@@ -178,10 +171,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mask-seed", type=int, default=1, metavar="S", help="seeds S, S+1, ... (default: %(default)s)"
     )
-    group.add_argument(
-        "--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)"
-    )
-    group.add_argument("--cpu", action="store_true", help="leave the GPU alone")
 
 
 def run(args: argparse.Namespace) -> int:

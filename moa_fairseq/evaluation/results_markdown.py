@@ -31,6 +31,7 @@ FURTHER_SCORES = {
     "masked_lm_word_ppl": "word level",
     "lm_ppl": "LM ppl",
     "lm_bits": "bits per token",
+    "accuracy": "Accuracy (%)",
 }
 
 

@@ -1,9 +1,10 @@
 """BLEU of a fairseq-generate log, or of plain text files, by every chain that the papers use; perplexity
-of a masked language model.
+of a masked language model; accuracy of a classifier.
 
   moa-fairseq score generate-test.txt
   moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
   moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
+  moa-fairseq score --classifier checkpoint_best.pt --data data/listops/binarised
 
 Without --chain three numbers are printed, each with its chain:
 
@@ -44,15 +45,20 @@ training (--mask-prob and so on stand in the checkpoint), fixed by seed and plac
 The text is scored as it stands in the files: WikiText's `@-@`, `@,@` and `@.@` are words like any other,
 and so is `<unk>` of its .tokens files (three subwords that are easy to guess: prefer the .raw files, which
 have none). How often both occur is counted when the text is prepared, and stands in --json.
+
+A classifier of sentences (--classifier) is scored by its accuracy in percent, as a whole and for each
+column of DIR/groups/SUBSET.tsv, where the data has such a file: ListOps' tells dependency depth, depth
+and length of each expression.
 """
 
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation import masked_lm
+from moa_fairseq.evaluation import classification, masked_lm
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU, multi_bleu_chain, sacrebleu_chain
 from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
 from moa_fairseq.evaluation.text_marks import RUNNING, doubts, one_word_for_unknown, subword_kind
@@ -106,21 +112,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
     parser.add_argument("--allow-partial", action="store_true", help="score a log that was cut short")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_model_arguments(parser)
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the models that are scored straight from a checkpoint."""
+    group = parser.add_argument_group("models")
+    group.add_argument(
+        "--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model"
+    )
+    group.add_argument("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
+    group.add_argument(
+        "--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)"
+    )
+    group.add_argument("--subset", default="test", help="default: %(default)s")
+    group.add_argument(
+        "--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)"
+    )
+    group.add_argument("--cpu", action="store_true", help="leave the GPU alone")
     masked_lm.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the scores asked for. Raises UserError on bad input."""
-    if args.masked_lm:
-        if args.log or args.hypothesis or args.reference:
+    if args.masked_lm or args.classifier:
+        flag = "--masked-lm" if args.masked_lm else "--classifier"
+        if args.log or args.hypothesis or args.reference or (args.masked_lm and args.classifier):
             raise UserError(
-                "--masked-lm scores a checkpoint: leave GENERATE_OUTPUT, --hypothesis, --reference out."
+                f"{flag} scores one checkpoint: leave GENERATE_OUTPUT, --hypothesis, --reference and "
+                "other models out."
             )
-        return masked_lm.run(args)
+        return (masked_lm if args.masked_lm else classification).run(args)
     if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
         raise UserError(
             "Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE, or --masked-lm "
-            "CHECKPOINT."
+            "CHECKPOINT, or --classifier CHECKPOINT."
         )
     material = _from_log(args) if args.log else _from_files(args)
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))

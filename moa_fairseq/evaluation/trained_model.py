@@ -49,7 +49,7 @@ def batches(
     """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
     try:
         task.load_dataset(subset)
-    except (OSError, RuntimeError, KeyError) as error:
+    except (OSError, RuntimeError, KeyError, AssertionError) as error:
         raise UserError(f"--subset {subset}: {shortened(error)}") from error
     limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)
     iterator = task.get_batch_iterator(

@@ -6,12 +6,14 @@ Their dense counterparts, `transformer_xl_lm_47m` and relatives, are the same mo
 import math
 
 from fairseq.models import register_model
+from fairseq.models.roberta.model import base_architecture as roberta_architecture
 from fairseq.models.transformer.transformer_legacy import base_architecture
 from fairseq.models.transformer_lm import base_lm_architecture
 
 from moa_fairseq.models.dense import TINY, lm_body
 from moa_fairseq.transformer.archs import register_arch
 from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
+from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
 from moa_fairseq.transformer.translation import MixtureTransformerModel
 
 
@@ -89,3 +91,30 @@ register_arch(
     base_architecture,
     {**TINY, **_heads(2, 42, 2, 1)},
 )
+
+
+@register_model("switchhead_roberta")
+class SwitchHeadRobertaModel(MixtureRobertaModel):
+    """Encoders: classifiers of sentences (section 4's ListOps), masked language models."""
+
+    attention_family, default_arch = "switchhead", "switchhead_roberta_listops"
+
+
+# Section 4 prints 6 layers and the numbers of heads. By the paper's rule for the rest SwitchHead has as many
+# experts in all as the dense model has heads; its D and feed-forward are those whose parameters match.
+_LISTOPS = {
+    "encoder_layers": 6,
+    "encoder_embed_dim": 128,
+    "encoder_ffn_embed_dim": 512,
+    "encoder_attention_heads": 8,  # unused
+    "encoder_normalize_before": True,
+    "positions": "xl",
+    "switchhead_init_scale": math.sqrt(2 / 6),
+}
+ENCODERS = {
+    "switchhead_roberta_listops": {**_heads(2, 28, 4, 2), "encoder_ffn_embed_dim": 517},
+    "transformer_xl_roberta_listops": _dense(8, 16),
+    "transformer_xl_roberta_listops_2heads": _dense(2, 64),
+}
+for _arch, _values in ENCODERS.items():
+    register_arch("switchhead_roberta", _arch, roberta_architecture, {**_LISTOPS, **_values})

@@ -15,7 +15,7 @@ import numpy
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.corpus_size import known_size, sentence_sizes
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.schema import TRANSLATION, Recipe
+from moa_fairseq.recipes.schema import CLASSIFICATION, TRANSLATION, Recipe
 
 # fairseq's default of --max-source-positions and --max-target-positions: it skips what is longer anyway.
 MAX_POSITIONS = 1024
@@ -29,7 +29,7 @@ def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Rec
     if recipe.train.min_tokens is not None:
         return recipe
     flags = {**recipe.model.flags, **recipe.train.flags}
-    if recipe.kind != TRANSLATION:
+    if recipe.kind not in (TRANSLATION, CLASSIFICATION):
         sample = flags.get("tokens-per-sample")
         longest = int(sample) if sample else None
     elif data is None:
@@ -38,7 +38,10 @@ def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Rec
     else:
         positions = (int(flags.get(f"max-{side}-positions", MAX_POSITIONS)) for side in ("source", "target"))
         limit = min(recipe.train.max_tokens, *positions)
-        pairs = [numpy.maximum(*sentence_sizes(recipe, data, split)) for split in ("train", "valid")]
+        class_token = flags.get("init-token") is not None  # before every sentence of a classifier
+        pairs = [
+            numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token for split in ("train", "valid")
+        ]
         longest = max(int(sizes[sizes <= limit].max(initial=0)) for sizes in pairs) or None
     return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, min_tokens=longest))
 

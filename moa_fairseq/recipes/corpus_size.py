@@ -10,9 +10,10 @@ from typing import Any, Optional, Tuple
 
 import numpy
 
+from moa_fairseq.data_prep.binarised import INPUT
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.commands import BatchPlan
-from moa_fairseq.recipes.schema import MASKED_LM, Recipe, Train
+from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, Recipe, Train
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
 SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
@@ -78,13 +79,18 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     """
     source_sizes, target_sizes = sentence_sizes(recipe, folder, "train")
     target = recipe.data.target
-    dictionary = folder / (f"dict.{target}.txt" if target else "dict.txt")
+    place = folder / INPUT if recipe.kind == CLASSIFICATION else folder
+    dictionary = place / (f"dict.{target}.txt" if target else "dict.txt")
     try:
         with open(dictionary, "rb") as lines:
-            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + (recipe.kind == MASKED_LM)  # <mask>
+            masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
+            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
     except OSError as error:
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
-    batches = _batches(source_sizes, target_sizes, max_tokens) if target else None
+    batches = None
+    if target or recipe.kind == CLASSIFICATION:
+        most = {**recipe.model.flags, **recipe.train.flags}.get("batch-size")
+        batches = _batches(source_sizes, target_sizes, max_tokens, most)
     total = int(target_sizes.sum())
     return CorpusSize(
         name=folder.name,
@@ -99,10 +105,10 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
 
 def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> Tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens of every source and target sentence of a split; of a language model twice those of its lines."""
+    """Tokens of every source and target sentence of a split; of one text twice those of its lines."""
     source, target = recipe.data.source, recipe.data.target
     if source is None:
-        sizes = _sizes(folder / split)
+        sizes = _sizes((folder / INPUT if recipe.kind == CLASSIFICATION else folder) / split)
         return sizes, sizes
     pair = f"{source}-{target}"
     if not (folder / f"{split}.{pair}.{source}.idx").is_file():
@@ -120,7 +126,9 @@ def _sizes(stem: Path) -> numpy.ndarray:
     return numpy.array(dataset.sizes, dtype=numpy.int64)
 
 
-def _batches(source: numpy.ndarray, target: numpy.ndarray, max_tokens: int) -> int:
+def _batches(
+    source: numpy.ndarray, target: numpy.ndarray, max_tokens: int, max_sentences: Optional[int]
+) -> int:
     """Number of batches of sentence pairs: sorted as fairseq sorts them; the longer side counts."""
     from fairseq.data import data_utils
 
@@ -139,6 +147,7 @@ def _batches(source: numpy.ndarray, target: numpy.ndarray, max_tokens: int) -> i
             num_tokens_fn=None,
             num_tokens_vec=longer[order],
             max_tokens=max_tokens,
+            max_sentences=max_sentences,
             required_batch_size_multiple=8,
         )
     )

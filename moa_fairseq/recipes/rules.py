@@ -7,11 +7,12 @@ import re
 import reprlib
 from typing import Dict
 
-from moa_fairseq.data_prep.catalogue import translation_sets
+from moa_fairseq.data_prep.catalogue import classification_sets, translation_sets
 from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
+    CLASSIFICATION,
     DATA_RECIPES,
     FINETUNING,
     HEADLINE_METRICS,
@@ -25,8 +26,13 @@ from moa_fairseq.recipes.schema import (
 )
 from moa_fairseq.running.command_line import smuggled
 
-# The beginning of the headline metrics of each kind of language model.
-_HEADLINES = {MASKED_LM: "masked_lm_", CAUSAL_LM: "lm_"}
+# The beginning of the headline metrics of each kind of model that is scored straight from its checkpoint.
+_HEADLINES = {MASKED_LM: "masked_lm_", CAUSAL_LM: "lm_", CLASSIFICATION: "accuracy"}
+_NAMES = {
+    MASKED_LM: "a masked language model",
+    CAUSAL_LM: "a causal language model",
+    CLASSIFICATION: "a classifier",
+}
 LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -121,7 +127,12 @@ def _check_length(recipe: Recipe, file: str) -> None:
 def _check_kind(recipe: Recipe, file: str) -> None:
     """What a translation needs and a language model has no use for, and the other way round."""
     data, score, task = recipe.data, recipe.score, recipe.train.task
-    wanted = {MASKED_LM: tuple(TEXT_SOURCES), CAUSAL_LM: LM_DATA, TRANSLATION: tuple(translation_sets())}
+    wanted = {
+        MASKED_LM: tuple(TEXT_SOURCES),
+        CAUSAL_LM: LM_DATA,
+        CLASSIFICATION: tuple(classification_sets()),
+        TRANSLATION: tuple(translation_sets()),
+    }
     if data.recipe not in (*wanted[recipe.kind], "binarised"):
         fail(file, "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}.")
     if score and not _suits(score.headline, recipe.kind):
@@ -129,7 +140,7 @@ def _check_kind(recipe: Recipe, file: str) -> None:
     if recipe.kind == TRANSLATION:
         _check_translation(recipe, file)
     else:
-        _check_language_model(recipe, file)
+        _check_scored_model(recipe, file)
 
 
 def _check_data(recipe: Recipe, file: str) -> None:
@@ -161,15 +172,14 @@ def _suits(headline: str, kind: str) -> bool:
     return headline.startswith(_HEADLINES[kind])
 
 
-def _check_language_model(recipe: Recipe, file: str) -> None:
+def _check_scored_model(recipe: Recipe, file: str) -> None:
     data = recipe.data
     unused = {"data.source": data.source, "data.target": data.target, "data.bpe": data.bpe}
     unused.update({"data.lowercase": data.lowercase, "generate": recipe.generate})
     unused.update({"data.codes": data.codes, "data.train_fraction": data.train_fraction})
-    what = "a masked language model" if recipe.kind == MASKED_LM else "a causal language model"
     for key, value in unused.items():
         if value:
-            fail(file, key, f"has no meaning for {what}: leave it out.")
+            fail(file, key, f"has no meaning for {_NAMES[recipe.kind]}: leave it out.")
     if recipe.score and not recipe.score.subsets:
         fail(file, "score.subsets", "is empty: name at least one subset, such as [test].")
 
@@ -293,7 +303,7 @@ def _reserved_flags() -> Dict[str, Dict[str, str]]:
         "destdir": own,
         "user-dir": own,
     }
-    score = {"json": own, "masked-lm": own, "data": own, "subset": "say score.subsets"}
+    score = {"json": own, "masked-lm": own, "classifier": own, "data": own, "subset": "say score.subsets"}
     score.update({"path": own, "user-dir": own, "gen-subset": "say score.subsets", "cpu": own})
     both = {**train, **model}
     return {"data": data, "model": both, "train": both, "generate": generate, "score": score}

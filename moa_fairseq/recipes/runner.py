@@ -11,19 +11,19 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import yaml
 
-from moa_fairseq.data_prep.binarised import is_binarised, preprocess_flags
+from moa_fairseq.data_prep.binarised import is_binarised, is_classification, preprocess_flags
 from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder, require_source, workers
 from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text, text_preprocess_flags
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes import commands, lm_stages, masked_lm_stages, stages
+from moa_fairseq.recipes import classification_stages, commands, lm_stages, masked_lm_stages, stages
 from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
 from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.run_folder import RunState, move_aside
-from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, Recipe
+from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, Recipe
 from moa_fairseq.recipes.sharing import HANDOVER_SECONDS, check_shared, join_training
 from moa_fairseq.running import command_line
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
@@ -32,8 +32,8 @@ from moa_fairseq.running.process import Executor, terminate_as_interrupt
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
-# Language models are scored straight from the checkpoint.
-SCORERS = {MASKED_LM: masked_lm_stages, CAUSAL_LM: lm_stages}
+# These are scored straight from the checkpoint.
+SCORERS = {MASKED_LM: masked_lm_stages, CAUSAL_LM: lm_stages, CLASSIFICATION: classification_stages}
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
@@ -93,7 +93,7 @@ def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> Li
     if options.wants("prepare") and embedded:
         planned.append(_corpus_command(options.corpus_root))
     if options.wants("prepare") and not given:
-        planned.append(_preprocess_command(recipe, root))
+        planned += _preprocess_commands(recipe, root)
     if options.wants("train") and recipe.finetune != "noft":
         planned.append(commands.train_command(recipe, hardware, paths))
     if options.wants("average") and recipe.average:
@@ -225,14 +225,16 @@ def _write_recipe(run: stages.Run) -> None:
         yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
 
 
-def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
+def _preprocess_commands(recipe: Recipe, root: Path) -> List[List[str]]:
     """The last step of the preparation, for --dry-run: the steps before it run inside of this program."""
     data = recipe.data
+    if recipe.kind == CLASSIFICATION:
+        return classification_stages.preprocess_commands(recipe, root)
     if recipe.kind == CAUSAL_LM:
-        return lm_stages.preprocess_command(recipe, root)
+        return [lm_stages.preprocess_command(recipe, root)]
     if recipe.kind == MASKED_LM:
         values = text_preprocess_flags(root / "bpe", root / "binarised", _subsets(recipe), data.flags)
-        return ["fairseq-preprocess", *command_line.flags(values)]
+        return [["fairseq-preprocess", *command_line.flags(values)]]
     text = root / ("bpe" if data.bpe or data.codes else "tokens")
     if data.train_fraction not in (None, 1):
         text = root / "sample"
@@ -245,7 +247,7 @@ def _preprocess_command(recipe: Recipe, root: Path) -> List[str]:
         workers(),
         data.flags,
     )
-    return ["fairseq-preprocess", *command_line.flags(values)]
+    return [["fairseq-preprocess", *command_line.flags(values)]]
 
 
 def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str, Any]:
@@ -295,12 +297,13 @@ def _prepare(
         downloads = options.data_root / "downloads"
         common = (settings, _subsets(recipe), source, root, preprocess, say)
         if recipe.kind == MASKED_LM:
-            preparation = TextPreparation(*common, downloads=downloads)
+            prepared = TextPreparation(*common, downloads=downloads).run()
         elif recipe.kind == CAUSAL_LM:
-            preparation = lm_stages.preparation(*common, downloads)
+            prepared = lm_stages.preparation(*common, downloads).run()
+        elif recipe.kind == CLASSIFICATION:
+            prepared = classification_stages.prepare(*common)
         else:
-            preparation = Preparation(*common, downloads)
-        prepared = preparation.run()
+            prepared = Preparation(*common, downloads).run()
     used = BINARISED_KEYS if _is_given(recipe, source) else settings
     state.put(
         "prepare",
@@ -340,7 +343,8 @@ def _subsets(recipe: Recipe) -> List[str]:
 
 def _is_given(recipe: Recipe, data: Optional[Path]) -> bool:
     """True when the data is used as fairseq-preprocess left it."""
-    binarised = data is not None and (is_binarised(data) or is_binarised_text(data))
+    tests = (is_binarised, is_binarised_text, is_classification)
+    binarised = data is not None and any(test(data) for test in tests)
     return recipe.data.recipe == "binarised" or binarised
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, List, Optional
 
-from moa_fairseq.data_prep.catalogue import language_modeling_sets, translation_sets
+from moa_fairseq.data_prep.catalogue import classification_sets, language_modeling_sets, translation_sets
 from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
 
 LM_DATA = tuple(name for name, data in language_modeling_sets().items() if data.encoder != "none")
-DATA_RECIPES = (*translation_sets(), "binarised", *TEXT_SOURCES, *LM_DATA)
+DATA_RECIPES = (*translation_sets(), "binarised", *TEXT_SOURCES, *LM_DATA, *classification_sets())
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = (
     *("multi_bleu", "compound_split_bleu", "sacrebleu", "get_ende_bleu", "moa_release_bleu"),
     *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl", "lm_bits"),
+    "accuracy",
 )
 # MAE section 5.2: what `finetune` may say → the row of the paper's Table 7.
 FINETUNING = {"noft": "NOFT", "ftg": "FTG", "ftg_plus": "FTG+", "ftall": "FTALL"}
 # The kinds of recipes, by the beginning of train.task.
 MASKED_LM, CAUSAL_LM, TRANSLATION = "masked_lm", "language_modeling", "translation"
+CLASSIFICATION = "sentence_prediction"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +42,10 @@ class Reproduces:
 class Data:
     """Which text, and how it becomes a binarised folder.
 
-    source, target: languages; left out for language models. bpe: number of joint merges to learn on the
-    training text, or None when the text is segmented already, or by `codes`: a file of merges learned
-    elsewhere. train_fraction: the part of the training pairs that is used, a sample by train_fraction_seed;
-    a smaller one is part of a larger. flags: passed on to fairseq-preprocess.
+    source, target: languages; left out for language models and classifiers. bpe: number of joint merges to
+    learn on the training text, or None when the text is segmented already, or by `codes`: a file of merges
+    learned elsewhere. train_fraction: the part of the training pairs that is used, a sample by
+    train_fraction_seed; a smaller one is part of a larger. flags: passed on to fairseq-preprocess.
     """
 
     recipe: str
@@ -124,8 +126,8 @@ class Score:
     """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score, or for a
     causal language model to fairseq-eval-lm.
 
-    subsets: what a language model is scored on, the first one being the recipe's result; translations
-    are scored on generate.subsets.
+    subsets: what a language model or a classifier is scored on, the first one being the recipe's result;
+    translations are scored on generate.subsets.
     """
 
     headline: str = "multi_bleu"
@@ -154,8 +156,8 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """MASKED_LM, CAUSAL_LM or TRANSLATION: it decides which stages there are."""
-        kinds = (MASKED_LM, CAUSAL_LM)
+        """MASKED_LM, CAUSAL_LM, CLASSIFICATION or TRANSLATION: it decides which stages there are."""
+        kinds = (MASKED_LM, CAUSAL_LM, CLASSIFICATION)
         return next((kind for kind in kinds if self.train.task.startswith(kind)), TRANSLATION)
 
     @property

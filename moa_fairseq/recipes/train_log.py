@@ -89,7 +89,7 @@ def prune(path: Path, updates: int) -> None:
 
 
 def summarise(path: Path) -> Dict[str, Any]:
-    """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl of a log."""
+    """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any."""
     records = list(read_records(path))
     # An epoch that was interrupted ends twice; its last record counts the whole of it.
     ended = [record for record in records if "train_loss" in record]
@@ -103,7 +103,7 @@ def summarise(path: Path) -> Dict[str, Any]:
         "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
         "tokens_per_second": None if speed is None else round(speed, 1),
     }
-    if valid:
+    if valid and "valid_accuracy" not in valid[-1]:
         summary["valid_ppl"] = finite(valid[-1].get("valid_ppl", 0) or 0)
     return summary
 
@@ -160,9 +160,9 @@ class TrainLog:
         updates = updates_of(record)
         epoch = int(finite(record["epoch"]))
         if "valid_loss" in record:
-            self._print(
-                f"  epoch {epoch}: valid ppl {record.get('valid_ppl', '?')}, update {updates:,}", last=True
-            )
+            name = "accuracy" if "valid_accuracy" in record else "ppl"
+            score = record.get(f"valid_{name}", "?")
+            self._print(f"  epoch {epoch}: valid {name} {score}, update {updates:,}", last=True)
         elif "train_loss" in record:
             speed = record.get("train_wps", "?")
             self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)

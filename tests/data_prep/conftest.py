@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from moa_fairseq.data_prep import catalogue
+from moa_fairseq.data_prep import catalogue, command
 
 _ENGLISH = "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
 _GERMAN = "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
@@ -239,6 +239,23 @@ def preprocess():
         program.main(options.get_preprocessing_parser().parse_args(flags({**values, "workers": 1})))
 
     return run
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """fairseq-preprocess without a process of its own."""
+
+    class Here:
+        def __init__(self, keep_open):
+            pass
+
+        def run(self, words, log):
+            from fairseq import options
+            from fairseq_cli import preprocess as program
+
+            program.main(options.get_preprocessing_parser().parse_args(words[1:]))
+
+    monkeypatch.setattr(command, "Executor", Here)
 
 
 def tree(folder):

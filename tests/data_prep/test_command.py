@@ -19,23 +19,6 @@ SCRIPTS = sorted(path for path in (ROOT / "data-prep").glob("*.sh") if not path.
 
 
 @pytest.fixture
-def in_process(monkeypatch, preprocess):
-    """fairseq-preprocess without a process of its own."""
-
-    class Here:
-        def __init__(self, keep_open):
-            pass
-
-        def run(self, words, log):
-            from fairseq import options
-            from fairseq_cli import preprocess as program
-
-            program.main(options.get_preprocessing_parser().parse_args(words[1:]))
-
-    monkeypatch.setattr(command, "Executor", Here)
-
-
-@pytest.fixture
 def prepare(tables, in_process, tmp_path, capsys):
     tables()
 

@@ -12,7 +12,7 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import check_train_command
 from moa_fairseq.recipes.runner import Options, planned_commands
-from moa_fairseq.recipes.schema import CAUSAL_LM, MASKED_LM, TRANSLATION
+from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -21,13 +21,14 @@ EVALUATION = {
     TRANSLATION: "fairseq-generate",
     MASKED_LM: "moa-fairseq score",
     CAUSAL_LM: "fairseq-eval-lm",
+    CLASSIFICATION: "moa-fairseq score",
 }
 LM_SCHEDULE = {"warmup-updates": 240000, "lr-period-updates": 46000}
 V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 78
+    assert len(CONFIGS) == 81
     assert len(set(NAMES)) == len(NAMES)
 
 
@@ -39,9 +40,11 @@ def test_fairseq_accepts_the_training_line(path, hardware):
     plan = [command for command in plan if command[1] != "corpus"]  # what the embedded corpus begins with
     programs = [" ".join(command[:2]) if command[0] == "moa-fairseq" else command[0] for command in plan]
     average = ["moa-fairseq average"] if recipe.average else []
-    expected = ["fairseq-preprocess", "fairseq-train", *average, EVALUATION[recipe.kind]]
+    texts = 2 if recipe.kind == CLASSIFICATION else 1  # sentences and classes
+    prepare = ["fairseq-preprocess"] * texts
+    expected = [*prepare, "fairseq-train", *average, EVALUATION[recipe.kind]]
     assert programs[: len(expected)] == expected
-    check_train_command(plan[1])
+    check_train_command(plan[texts])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
@@ -150,6 +153,8 @@ def test_the_papers_masked_lm(path):
             ("wikitext2_lm_transformer_xl_tiny", f"wikitext2_lm_{name}_tiny", {})
             for name in ("moa", "switchhead", "switchhead_e1", "switchall", "transformer_xl_2heads")
         ),
+        ("listops_transformer_8h", "listops_transformer_2h", {}),
+        ("listops_transformer_8h", "listops_switchhead_2h", {}),
     ],
 )
 def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedule):

@@ -1,0 +1,180 @@
+"""ListOps (Nangia and Bowman, NAACL-HLT 2018): nested operations on digits, drawn by a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.errors import UserError
+
+DIGITS = tuple("0123456789")
+CLOSE = "]"
+# Whether an expression is drawn is decided by its seed and block: so many blocks, however many processes.
+_DRAWS = 10000
+_BLOCKS = 100000
+_MOST_IDLE = 10  # blocks in a row without anything new: there is nothing left
+
+
+@dataclasses.dataclass(frozen=True)
+class Expression:
+    """One expression.
+
+    tokens: such as `[MAX 2 [SM 9 4 ] ]`. value: a digit. depth: 1 for a digit, one more for each operator
+    around it. length: symbols, an operator's two brackets counted (three for each operator). dependency: the
+    dependency depth: how many values that hang on each other lead to the result; the arguments that an
+    operator does not choose do not count.
+    """
+
+    tokens: str
+    value: int
+    depth: int = 1
+    length: int = 1
+    dependency: int = 1
+
+
+def _chosen(arguments: Sequence[Expression], place: int) -> Tuple[int, int]:
+    return arguments[place].value, arguments[place].dependency
+
+
+def _minimum(arguments: Sequence[Expression]) -> Tuple[int, int]:
+    return _chosen(arguments, min(range(len(arguments)), key=lambda place: arguments[place].value))
+
+
+def _maximum(arguments: Sequence[Expression]) -> Tuple[int, int]:
+    return _chosen(arguments, max(range(len(arguments)), key=lambda place: arguments[place].value))
+
+
+def _median(arguments: Sequence[Expression]) -> Tuple[int, int]:
+    """Of an even number of arguments the mean of the two in the middle, rounded down."""
+    ordered, half = sorted(arguments, key=lambda argument: argument.value), len(arguments) // 2
+    middle = ordered[half : half + 1] if len(arguments) % 2 else ordered[half - 1 : half + 1]
+    value = sum(argument.value for argument in middle) // len(middle)
+    return value, max(argument.dependency for argument in middle)
+
+
+def _sum(arguments: Sequence[Expression]) -> Tuple[int, int]:
+    value = sum(argument.value for argument in arguments) % 10
+    return value, max(argument.dependency for argument in arguments)
+
+
+OPERATORS: Dict[str, Callable[[Sequence[Expression]], Tuple[int, int]]] = {
+    "[MIN": _minimum,
+    "[MAX": _maximum,
+    "[MED": _median,
+    "[SM": _sum,
+}
+SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListOps:
+    """The settings of a ListOps data set; the defaults are those of Csordás et al. (arXiv 2110.07732).
+
+    sizes: split → expressions; a fifth of each has each dependency depth from 2 to max_depth = 6.
+    operator_probability: that an argument is an operator and no digit.
+    """
+
+    sizes: Mapping[str, int]
+    seed: int = 1
+    max_length: int = 50
+    max_depth: int = 6
+    operator_probability: float = 0.3
+    max_arguments: int = 5
+
+    def splits(self, workers: int = 1) -> Dict[str, List[Expression]]:
+        """The expressions of every split. No expression stands twice, in one split or in two.
+
+        They are drawn together and dealt out at random, so that all splits have the same distribution.
+        Raises UserError where so many different ones cannot be had.
+        """
+        depths = range(2, self.max_depth + 1)
+        shares = {split: _shared_out(size, len(depths)) for split, size in self.sizes.items()}
+        wanted = {depth: sum(share[place] for share in shares.values()) for place, depth in enumerate(depths)}
+        found = self._drawn(wanted, workers)
+        chance = random.Random(f"listops deal {self.seed}")
+        out: Dict[str, List[Expression]] = {split: [] for split in self.sizes}
+        for place, depth in enumerate(depths):
+            chance.shuffle(found[depth])
+            expressions = iter(found[depth])
+            for split, share in shares.items():
+                out[split] += [next(expressions) for _ in range(share[place])]
+        for expressions in out.values():
+            chance.shuffle(expressions)
+        return out
+
+    def _drawn(self, wanted: Mapping[int, int], workers: int) -> Dict[int, List[Expression]]:
+        """Dependency depth → so many different expressions as wanted."""
+        found: Dict[int, List[Expression]] = {depth: [] for depth in wanted}
+        known, idle = set(), 0
+        blocks = ([(self, block)] for block in range(_BLOCKS))
+        for drawn in ordered_map(_block, blocks, workers, "ListOps"):
+            before = len(known)
+            for expression in drawn:
+                depth = expression.dependency
+                if len(found[depth]) < wanted[depth] and expression.tokens not in known:
+                    known.add(expression.tokens)
+                    found[depth].append(expression)
+            missing = {depth: wanted[depth] - len(found[depth]) for depth in wanted}
+            idle = idle + 1 if len(known) == before else 0
+            if not any(missing.values()):
+                return found
+            if idle == _MOST_IDLE:
+                break
+        depth = max(missing, key=missing.get)
+        raise UserError(
+            f"ListOps: only {len(found[depth]):,} different expressions of dependency depth {depth} were "
+            f"found, and {wanted[depth]:,} are wanted: ask for fewer (--sizes)."
+        )
+
+    def draw(self, chance: random.Random) -> Optional[Expression]:
+        """One expression, or None where it grew too long."""
+        root = self._subtree(chance, self.max_depth)
+        while root.depth < 2:
+            arguments = self._arguments(chance, self.max_arguments - 1, self.max_depth - 1)
+            arguments.insert(_below(chance, len(arguments)), root)
+            root = self._operation(chance, arguments)
+        return root if root.length <= self.max_length else None
+
+    def _subtree(self, chance: random.Random, max_depth: int) -> Expression:
+        if max_depth == 1 or chance.random() > self.operator_probability:
+            value = _below(chance, 10)
+            return Expression(DIGITS[value], value)
+        return self._operation(chance, self._arguments(chance, self.max_arguments, max_depth - 1))
+
+    def _arguments(self, chance: random.Random, most: int, max_depth: int) -> List[Expression]:
+        return [self._subtree(chance, max_depth) for _ in range(2 + _below(chance, most - 1))]
+
+    @staticmethod
+    def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expression:
+        name = _NAMES[_below(chance, len(_NAMES))]
+        value, dependency = OPERATORS[name](arguments)
+        return Expression(
+            " ".join([name, *(argument.tokens for argument in arguments), CLOSE]),
+            value,
+            1 + max(argument.depth for argument in arguments),
+            3 + sum(argument.length for argument in arguments),
+            1 + dependency,
+        )
+
+
+_NAMES = tuple(OPERATORS)
+
+
+def _below(chance: random.Random, end: int) -> int:
+    """Of 0 … end − 1, by `random`, which draws the same numbers in every version of Python."""
+    return int(chance.random() * end)
+
+
+def _block(batch: List[Tuple[ListOps, int]]) -> List[Expression]:
+    """The expressions of one block that are neither too long nor just a digit, each once."""
+    ((settings, block),) = batch
+    chance = random.Random(f"listops {settings.seed} {block}")
+    drawn = (settings.draw(chance) for _ in range(_DRAWS))
+    return list({expression.tokens: expression for expression in drawn if expression is not None}.values())
+
+
+def _shared_out(size: int, parts: int) -> List[int]:
+    """`size` in `parts` parts that differ by one at most."""
+    return [size // parts + (place < size % parts) for place in range(parts)]

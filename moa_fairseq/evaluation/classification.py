@@ -1,0 +1,110 @@
+"""Accuracy of a classifier of sentences: `moa-fairseq score --classifier CHECKPOINT --data DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.data_prep.prepare_classification import GROUPS
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.trained_model import batches, device_for, load_trained
+
+
+@torch.no_grad()
+def guesses(
+    model: nn.Module, task: Any, subset: str, head: str, max_tokens: int, device: torch.device
+) -> Tensor:
+    """Whether the class of each sentence is guessed, in the order of the data: [N] bool on the CPU.
+
+    Raises UserError for a subset that does not exist, and where sentences are too long for the model.
+    """
+    right: List[Tensor] = []
+    places: List[Tensor] = []
+    for sample in batches(task, model, subset, max_tokens, device):
+        logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
+        right.append(logits.argmax(1).eq(sample["target"].view(-1)).cpu())
+        places.append(sample["id"].cpu())
+    count = len(task.dataset(subset))
+    missing = count - sum(map(len, right))
+    if missing:
+        raise UserError(
+            f"--subset {subset}: {missing:,} of {count:,} sentences are longer than the model or "
+            f"--max-tokens {max_tokens} allows."
+        )
+    return torch.cat(right)[torch.cat(places).argsort()]
+
+
+def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, cpu: bool) -> Dict[str, Any]:
+    """The accuracy in percent, as a whole and by the groups of the data, as `--json` prints it.
+
+    Raises UserError for what is no classifier, or for a damaged file of groups.
+    """
+    model, task = load_trained(checkpoint, data)
+    heads = getattr(model, "classification_heads", {})
+    if not len(heads) or not hasattr(task, "label_dictionary"):
+        raise UserError(
+            f"{checkpoint} is no classifier of sentences: it was trained for {type(task).__name__}."
+        )
+    device = device_for(cpu)
+    right = guesses(model.to(device).eval(), task, subset, next(iter(heads)), max_tokens, device)
+    by = {
+        name: {value: _accuracy(right[torch.tensor(rows)]) for value, rows in sorted(values.items())}
+        for name, values in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", len(right)).items()
+    }
+    evaluation: Dict[str, Any] = {"sentences": len(right)}
+    for name, values in by.items():
+        if len(values) <= _FEW:
+            parts = [f"{value}: {found['score']:.1f}" for value, found in values.items()]
+            evaluation[f"accuracy_by_{name}"] = ", ".join(parts)
+    meta = {"checkpoint": str(checkpoint), "data": str(task.cfg.data), "subset": subset}
+    return {"accuracy": {**_accuracy(right), "by": by}, "meta": {**meta, "evaluation": evaluation}}
+
+
+_FEW = 10  # values of a group that are reported in one line
+
+
+def _accuracy(right: Tensor) -> Dict[str, Any]:
+    return {"score": 100 * right.double().mean().item(), "sentences": len(right)}
+
+
+def _groups(path: Path, sentences: int) -> Dict[str, Dict[int, List[int]]]:
+    """Name → value → the sentences that have it; nothing where the data has no groups."""
+    if not path.is_file():
+        return {}
+    head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    names = head.split("\t")
+    found: Dict[str, Dict[int, List[int]]] = {name: {} for name in names}
+    for number, line in enumerate(lines):
+        values = line.split("\t")
+        if len(values) != len(names) or not all(value.isdecimal() for value in values):
+            raise UserError(
+                f"{path}, line {number + 2}: {len(names)} whole numbers are expected. Prepare the data again."
+            )
+        for name, value in zip(names, values):
+            found[name].setdefault(int(value), []).append(number)
+    if len(lines) != sentences:
+        raise UserError(
+            f"{path} has {len(lines):,} lines for {sentences:,} sentences: prepare the data again."
+        )
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the accuracy of one model. Raises UserError on bad input."""
+    if args.max_tokens < 1:
+        raise UserError("--max-tokens must be at least 1.")
+    scores = score(args.classifier, args.data, args.subset, args.max_tokens, args.cpu)
+    if args.json:
+        print(json.dumps(scores, indent=2))
+        return 0
+    accuracy = scores["accuracy"]
+    print(f"accuracy {accuracy['score']:.2f} %  [{accuracy['sentences']:,} sentences of {args.subset}]")
+    for name, values in accuracy["by"].items():
+        for value, found in values.items():
+            print(f"  {name} {value:>3}: {found['score']:6.2f} %  [{found['sentences']:,}]")
+    return 0

@@ -1,0 +1,31 @@
+"""`--task sentence_prediction_by_length`: fairseq's classification of sentences with less padding."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fairseq.data import SortDataset
+from fairseq.tasks import register_task
+from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
+from omegaconf import II
+
+
+@dataclass
+class SentencePredictionByLengthConfig(SentencePredictionConfig):
+    """fairseq's flags of sentence prediction."""
+
+    seed: int = II("common.seed")
+
+
+@register_task("sentence_prediction_by_length", dataclass=SentencePredictionByLengthConfig)
+class SentencePredictionByLengthTask(SentencePredictionTask):
+    """fairseq's task, whose batches are of sentences of like length, as those of translation are.
+
+    fairseq's own mixes all lengths, and every batch is padded to the longest sentence.
+    """
+
+    def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> SortDataset:
+        mixed = super().load_dataset(split, combine, **kwargs)
+        if isinstance(mixed, SortDataset):  # --no-shuffle makes none
+            # The last key is the first to count; sentences of one length stay in random order.
+            self.datasets[split] = SortDataset(mixed.dataset, [*mixed.sort_order, mixed.dataset.sizes[0]])
+        return self.datasets[split]
