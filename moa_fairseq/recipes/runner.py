@@ -343,9 +343,12 @@ def _subsets(recipe: Recipe) -> List[str]:
 
 def _is_given(recipe: Recipe, data: Optional[Path]) -> bool:
     """True when the data is used as fairseq-preprocess left it."""
-    tests = (is_binarised, is_binarised_text, is_classification)
-    binarised = data is not None and any(test(data) for test in tests)
-    return recipe.data.recipe == "binarised" or binarised
+    return recipe.data.recipe == "binarised" or (data is not None and is_binarised_data(data))
+
+
+def is_binarised_data(folder: Path) -> bool:
+    """True for a folder that fairseq-preprocess wrote to, for any kind of recipe."""
+    return is_binarised(folder) or is_binarised_text(folder) or is_classification(folder)
 
 
 def _embedded_corpus(root: Path, folder: Path, executor: Executor, show: Callable[[List[str]], None]) -> Path:

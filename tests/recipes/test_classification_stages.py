@@ -123,6 +123,9 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys):
     assert measured_size(eights, data, 800).batches == 19  # the last of six
     lengths = [len(line.split()) + 2 for line in (data.parent / "text/input0/train").read_text().splitlines()]
     assert with_floor(recipe, data).train.min_tokens == max(lengths)  # <s> and </s> among them
+    config, written = str(tmp_path / "configs" / "classifier.yaml"), tmp_path / "hydra"
+    assert main(["recipe", config, "--data", str(data.parent), "--hydra", str(written)]) == 0
+    assert "sentence_prediction_by_length" in (written / "classifier.yaml").read_text("utf-8")
     with pytest.raises(UserError, match="name the folder `binarised`"):
         run_recipe(recipe, CPU, CPU, Options(save_dir=tmp_path / "third", data=data.parent), say=said.append)
 
