@@ -264,6 +264,23 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
         torch.testing.assert_close(a, b)
 
 
+def test_torch_compile_takes_chosen_experts_in_parts():
+    """Where K < E the slots' places are made once and kept, which no graph of a Function may do."""
+    module = build(experts_per_token=K, backend="grouped", self_attention=True)
+    x = torch.randn(7, 3, C, requires_grad=True)
+
+    def layer(x):
+        return module(x, x, x, need_weights=False)[0]
+
+    expected, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
+    torch.testing.assert_close(got, expected)
+    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
+    ):
+        torch.testing.assert_close(a, b)
+
+
 def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
     module = build(self_attention=True, dtype=torch.float64)
     x = torch.randn(5, 2, C, dtype=torch.float64, requires_grad=True)

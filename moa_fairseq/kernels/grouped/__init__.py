@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from moa_fairseq.kernels.grouped import every_expert, expert_loop, slotwise, sorted_rows
 from moa_fairseq.kernels.slot_order import Fan
+from moa_fairseq.torch_compat import is_compiling
 
 # When computing every expert beats walking over them, from benchmarks/kernels.py on two CPU cores: the
 # surplus products per expert must cost less than the loop's step, in which gathering and calling weigh
@@ -68,4 +69,6 @@ class _Project(Function):
 
 def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan) -> Tensor:
     """As reference.project."""
+    if is_compiling() and prefers_every_expert(weight, fan):
+        fan.order.cells(fan.per_wide)  # torch.compile lets nothing out of a Function that is to be kept
     return _Project.apply(rows, weight, bias, gate, fan)
