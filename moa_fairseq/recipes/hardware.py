@@ -24,16 +24,16 @@ _AMP_WIDTH = 512
 class Hardware:
     """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor).
 
-    bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
     world: the other machines or processes of the same training, None when there are none.
+    bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
     """
 
     gpus: int = 0
     name: str = "CPU"
     capability: Optional[Tuple[int, int]] = None
     visible: Tuple[str, ...] = ()
-    bfloat16_units: bool = False
     world: Optional[World] = None
+    bfloat16_units: bool = False
 
     @property
     def devices(self) -> int:
