@@ -77,11 +77,16 @@ class RotaryPositions(Positions):
 class HalfRotaryPositions(RotaryPositions):
     """RoPE on the first half of a head's numbers (down to an even count); the others know no position.
 
-    The setting of SwitchHead's released code.
+    The setting of SwitchHead's released code. Raises UserError where no pair is left to turn.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
         self.turned = 2 * (head_dim // 4)
+        if not self.turned:
+            raise UserError(
+                f"--positions rope-half turns pairs of numbers in half of a head, and heads of dimension "
+                f"{head_dim} have none there: choose a head dimension of 4 or more, or --positions rope."
+            )
         super().__init__(self.turned, base)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:

@@ -12,6 +12,12 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.torch_compat import full_precision
 
 
+def check_init_scale(prefix: str, scale: float) -> None:
+    """Raises UserError for a deviation of nothing or less: matrices of zeros would stay zeros in training."""
+    if not 0 < scale < math.inf:
+        raise UserError(f"--{prefix}-init-scale {scale} must be a positive number: it scales the weights.")
+
+
 class SigmoidTopKRouter(nn.Module):
     """s^h = σ(x·W^h), and the k largest of each head h (SwitchHead Eq. 7-8; σ-MoE, arXiv 2310.10837).
 

@@ -12,7 +12,7 @@ from moa_fairseq.attention.collector import record
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter, check_init_scale
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS
 
@@ -108,6 +108,7 @@ class SwitchHeadAttention(MixtureAttention):
         for flag, size in (("switchhead-heads", num_heads), ("expert-dim", head_dim)):
             if size is None or size < 1:
                 raise UserError(f"--{flag} must be a positive number, not {size}.")
+        check_init_scale("switchhead", init_scale)
         letters = "" if experts == "none" else experts
         if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
             raise UserError(

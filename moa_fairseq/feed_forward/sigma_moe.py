@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter, check_init_scale
 from moa_fairseq.errors import UserError
 
 _unnamed = itertools.count(1)
@@ -74,6 +74,7 @@ class SigmaMoE(nn.Module):
         super().__init__()
         if expert_dim < 1:
             raise UserError(f"--sigma-moe-expert-dim must be a positive number, not {expert_dim}.")
+        check_init_scale("sigma-moe", init_scale)
         self.name = f"feed_forward{next(_unnamed)}"
         self.embed_dim, self.activation = embed_dim, activation
         self.experts_per_token, self.init_scale = experts_per_token, init_scale

@@ -286,6 +286,12 @@ def test_memory_does_not_grow_with_k():
         (dict(experts=""), "--switchhead-experts ''"),
         (dict(num_heads=0), "--switchhead-heads"),
         (dict(kdim=8, vdim=9), "two inputs"),
+        (dict(init_scale=-1.0), "--switchhead-init-scale -1.0"),
+        (dict(init_scale=float("nan")), "--switchhead-init-scale nan"),
+        (
+            dict(head_dim=3, self_attention=True, positions="rope-half"),
+            "--positions rope-half .* dimension 3",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(settings, words):

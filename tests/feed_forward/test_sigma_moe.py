@@ -97,3 +97,5 @@ def test_costs():
         build(experts_per_token=7)
     with pytest.raises(UserError, match="--sigma-moe-expert-dim"):
         build(expert_dim=0)
+    with pytest.raises(UserError, match="--sigma-moe-init-scale 0"):
+        build(init_scale=0.0)
