@@ -119,14 +119,14 @@ class Pieces:
 
     def __init__(self, order: SlotOrder, experts: List[int], lengths: List[int]):
         self.experts = experts
-        self._lengths = lengths
+        self.lengths = lengths
         self._order = order
         self._owners: Dict[int, Tuple[Tensor, ...]] = {}
 
     def owner(self, slots_each: int) -> Tuple[Tensor, ...]:
         """`SlotOrder.owner`, a tensor per piece."""
         if slots_each not in self._owners:
-            self._owners[slots_each] = self._order.owner(slots_each).split(self._lengths)
+            self._owners[slots_each] = self._order.owner(slots_each).split(self.lengths)
         return self._owners[slots_each]
 
 

@@ -34,18 +34,21 @@ def forward(
     pieces, matrices = fan.order.pieces, weight.transpose(1, 2) if fan.into_experts else weight
     out = _target(rows, fan.sums, matrices.size(2), fan.slots_per_sum)
     slots, sources, targets = (pieces.owner(each) for each in (1, fan.slots_per_row, fan.slots_per_sum))
-    for expert, slot, source, target in zip(pieces.experts, slots, sources, targets):
-        if not slot.numel():
+    gate_first, per_sum = gate is not None and not fan.into_experts, fan.slots_per_sum
+    gate_last = gate is not None and fan.into_experts
+    for expert, length, slot, source, target in zip(pieces.experts, pieces.lengths, slots, sources, targets):
+        if not length:
             continue
-        inputs = rows.index_select(0, source)
-        if gate is not None and not fan.into_experts:  # the gate meets the narrow side
+        inputs, matrix = rows.index_select(0, source), matrices[expert]
+        if gate_first:  # the gate meets the narrow side
             inputs.mul_(gate.index_select(0, slot).unsqueeze(1))
-        product = (
-            inputs @ matrices[expert] if bias is None else torch.addmm(bias[expert], inputs, matrices[expert])
-        )
-        if gate is not None and fan.into_experts:
+        product = inputs @ matrix if bias is None else torch.addmm(bias[expert], inputs, matrix)
+        if gate_last:
             product.mul_(gate.index_select(0, slot).unsqueeze(1))
-        _put(out, target, product, fan.slots_per_sum)
+        if per_sum == 1:
+            out.index_copy_(0, target, product)
+        else:
+            out.index_add_(0, target, product if product.dtype == out.dtype else product.to(out.dtype))
     return out.to(rows.dtype)
 
 
