@@ -1,9 +1,9 @@
-"""What is particular to a classifier's recipe: its data, and its accuracy on each subset."""
+"""What is particular to a classifier's recipe: its data."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, List, Mapping, Optional, Sequence
 
 from moa_fairseq.data_prep.binarised import (
     INPUT,
@@ -15,11 +15,7 @@ from moa_fairseq.data_prep.binarised import (
 from moa_fairseq.data_prep.catalogue import classification_sets
 from moa_fairseq.data_prep.prepare import Prepared, given_fingerprint
 from moa_fairseq.data_prep.prepare_classification import ClassificationPreparation
-from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.model_scores import score_once
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.stages import Run, run_scoring
 from moa_fairseq.running import command_line
 
 
@@ -49,23 +45,3 @@ def preprocess_commands(recipe: Recipe, root: Path) -> List[List[str]]:
         ["fairseq-preprocess", *command_line.flags(classification_flags(text, binarised, name, splits))]
         for name in (INPUT, LABEL)
     ]
-
-
-def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, subset: str) -> List[str]:
-    """The scoring of one subset, as JSON on stdout; in fp32, so that scores do not depend on the hardware."""
-    values = {
-        "classifier": str(paths.model(recipe)),
-        "data": str(paths.data),
-        "subset": subset,
-        **recipe.score.flags,
-        "json": True,
-    }
-    scores = paths.save_dir / f"score-{subset}.json"
-    device = commands.device_flags(hardware)
-    return ["moa-fairseq", "score", *command_line.flags(values), *device, command_line.REDIRECT, str(scores)]
-
-
-def score(run: Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
-    """Score one subset; returns what `score-<subset>.json` holds. Raises UserError without a whole model."""
-    command = score_command(run.recipe, run.hardware, run.paths, subset)
-    return score_once(run, prepared, subset, lambda output: run_scoring(run, command, output))

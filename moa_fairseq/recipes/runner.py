@@ -16,7 +16,7 @@ from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder
 from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text, text_preprocess_flags
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes import classification_stages, commands, lm_stages, masked_lm_stages, stages
+from moa_fairseq.recipes import classification_stages, commands, lm_stages, model_scores, stages
 from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
@@ -33,7 +33,7 @@ STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
 # These are scored straight from the checkpoint.
-SCORERS = {MASKED_LM: masked_lm_stages, CAUSAL_LM: lm_stages, CLASSIFICATION: classification_stages}
+SCORERS = {MASKED_LM: model_scores, CAUSAL_LM: lm_stages, CLASSIFICATION: model_scores}
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
