@@ -1,15 +1,15 @@
 """MAE, a mixture of attentive experts (arXiv 2005.06537): experts are the heads but t, weighted by a gate."""
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.dense_heads import DenseHeadsAttention
 from moa_fairseq.attention.expert_draw import current_draw
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
 from moa_fairseq.attention.routing import RoutingDecision
@@ -90,7 +90,7 @@ class MAESettings(FamilySettings):
             )
 
 
-class MixtureOfAttentiveExperts(MixtureAttention):
+class MixtureOfAttentiveExperts(DenseHeadsAttention):
     """Σ_i g_i(X; φ) · f_i(X; θ) (MAE Eq. 6), a drop-in for fairseq's attention with the same parameters.
 
     Expert i leaves out a set D_i of t = dropped_heads of the h heads: f_i = h/(h−t) · Σ_{j ∉ D_i} H_j
@@ -117,9 +117,6 @@ class MixtureOfAttentiveExperts(MixtureAttention):
         num_heads: int,
         dropped_heads: int = 1,
         gate: str = "learned",
-        kdim: Optional[int] = None,
-        vdim: Optional[int] = None,
-        bias: bool = True,
         causal: bool = False,
         gate_window: Optional[int] = None,
         gate_hidden_dim: int = 256,
@@ -132,13 +129,9 @@ class MixtureOfAttentiveExperts(MixtureAttention):
         _check_sizes(embed_dim, num_heads, dropped_heads, gate_window)
         _check_gate(gate, gate_norm)
         _check_evaluation(evaluate_with, gate)
-        super().__init__(embed_dim, num_heads, embed_dim // num_heads, **role)
+        super().__init__(embed_dim, num_heads, **role)
         self.causal, self.gate_window = causal, gate_window
         self.evaluate_with, self.evaluate_seed = evaluate_with, evaluate_seed
-        self.k_proj = nn.Linear(kdim or embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(vdim or embed_dim, embed_dim, bias=bias)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         subsets = list(itertools.combinations(range(num_heads), dropped_heads))
         dropped = torch.zeros(len(subsets), num_heads)
         for expert, heads in enumerate(subsets):
@@ -150,15 +143,6 @@ class MixtureOfAttentiveExperts(MixtureAttention):
             norm = "earlier" if causal else gate_norm  # a causal gate must not hear of later positions
             self.gate = SequenceGate(embed_dim, self.num_experts, gate_hidden_dim, gate_dropout, norm)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The projections as in fairseq's attention; the gate initialises itself."""
-        same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
-        for projection in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
 
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:
         """The responsibilities g, or the expert drawn from them, per position (causal) or per sequence."""
@@ -186,11 +170,6 @@ class MixtureOfAttentiveExperts(MixtureAttention):
 
     def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
         return self._split(self.q_proj(x))
-
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
-    ) -> Tuple[Tensor, Tensor]:
-        return self._split(self.k_proj(key)), self._split(self.v_proj(value))
 
     def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
         """Rescale each head by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i), and project."""
@@ -233,10 +212,6 @@ class MixtureOfAttentiveExperts(MixtureAttention):
         probs, logits = self.gate(mean.reshape(-1, width), real)
         shape = (batch, length, self.num_experts)
         return probs.view(shape), logits.view(shape), real
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[B, T, C] → [B, h, T, D]"""
-        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
 
 def _check_sizes(embed_dim: int, num_heads: int, dropped_heads: int, gate_window: Optional[int]) -> None:

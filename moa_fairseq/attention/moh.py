@@ -1,6 +1,5 @@
 """MoH, mixture-of-head attention (arXiv 2410.11842): shared heads, and K of the others for each token."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple
 
@@ -8,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.base import FamilySettings
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.core import attend
+from moa_fairseq.attention.dense_heads import DenseHeadsAttention
 from moa_fairseq.attention.moh_routers import SCALINGS, HeadDecision, QueryNormRouter, SharedAndRoutedRouter
 from moa_fairseq.attention.positions import RotaryPositions
 from moa_fairseq.attention.selected import attend_selected, skipping_pays
@@ -78,7 +78,7 @@ class MoHSettings(FamilySettings):
         )
 
 
-class MixtureOfHeads(MixtureAttention):
+class MixtureOfHeads(DenseHeadsAttention):
     """Σ_i g_i · H^i · W_O^i (MoH Eq. 4), a drop-in for fairseq's attention with the same parameters.
 
     Of the h heads h_s = shared_heads work for every token, and K = routed_per_token of the others, which a
@@ -103,9 +103,6 @@ class MixtureOfHeads(MixtureAttention):
         skip: str = "auto",
         causal: bool = False,
         backend: str = "auto",
-        kdim: Optional[int] = None,
-        vdim: Optional[int] = None,
-        bias: bool = True,
         **role: Any,
     ):
         if num_heads < 1 or embed_dim % num_heads:
@@ -117,7 +114,7 @@ class MixtureOfHeads(MixtureAttention):
             raise UserError(f"--moh-skip {skip} is unknown: choose one of {', '.join(SKIPPING)}.")
         if not isinstance(router, nn.Module) and router not in ROUTERS:
             raise UserError(f"--moh-router {router} is unknown: choose one of {', '.join(ROUTERS)}.")
-        super().__init__(embed_dim, num_heads, embed_dim // num_heads, **role)
+        super().__init__(embed_dim, num_heads, **role)
         if router == "learned":
             router = SharedAndRoutedRouter(embed_dim, num_heads, shared_heads, routed_per_token, scaling)
         elif router == "query-norm":
@@ -126,20 +123,7 @@ class MixtureOfHeads(MixtureAttention):
         self.shared_heads, self.routed_per_token = shared_heads, routed_per_token
         self.active_heads = shared_heads + routed_per_token
         self.backend = resolve_backend(backend)
-        self.k_proj = nn.Linear(kdim or embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(vdim or embed_dim, embed_dim, bias=bias)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The projections as in fairseq's attention; the router initialises itself."""
-        same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
-        for projection in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)
-        nn.init.xavier_uniform_(self.out_proj.weight)
-        if self.out_proj.bias is not None:
-            nn.init.zeros_(self.out_proj.bias)
 
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> HeadDecision:
         rows = x.view(-1, self.embed_dim)
@@ -187,11 +171,6 @@ class MixtureOfHeads(MixtureAttention):
             shared = F.linear(rows, self.q_proj.weight[:width], None if bias is None else bias[:width])
             slots = torch.cat([shared, routed.view(rows.size(0), -1)], 1)
         return slots.view(*x.shape[:2], self.active_heads, self.head_dim).transpose(1, 2)
-
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: HeadDecision, padding: Optional[Tensor]
-    ) -> Tuple[Tensor, Tensor]:
-        return self._split(self.k_proj(key)), self._split(self.v_proj(value))
 
     def attend_heads(
         self,
@@ -273,10 +252,6 @@ class MixtureOfHeads(MixtureAttention):
     def kept_elements(self) -> int:
         # logits and probabilities; queries, keys, values and results of all heads; gated heads; the output
         return 2 * self.num_heads + 6 * self.embed_dim
-
-    def _split(self, x: Tensor) -> Tensor:
-        """[B, T, C] → [B, H, T, D]"""
-        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
     def _by_head(self, weight: Tensor) -> Tensor:
         """[H·D] or [H·D, C] → the routed heads', [h − h_s, D] or [h − h_s, D, C]."""

@@ -1,0 +1,49 @@
+"""What mixtures of a dense attention's own heads share with it: its four projections."""
+
+import math
+from typing import Any, Optional, Tuple
+
+from torch import Tensor, nn
+
+from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.routing import RoutingDecision
+
+
+class DenseHeadsAttention(MixtureAttention):
+    """A mixture over the heads of fairseq's attention, with its parameters and their names (MAE, MoH).
+
+    A subclass calls `reset_parameters` when it has built its router.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        bias: bool = True,
+        **role: Any,
+    ):
+        super().__init__(embed_dim, num_heads, embed_dim // num_heads, **role)
+        self.k_proj = nn.Linear(kdim or embed_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, embed_dim, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """The projections as in fairseq's attention; what routes initialises itself."""
+        same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
+        for projection in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def project_keys_values(
+        self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor]:
+        return self._split(self.k_proj(key)), self._split(self.v_proj(value))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, C] → [B, H, T, D]"""
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
