@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -105,29 +105,42 @@ class SlotOrder:
     @cached_property
     def pieces(self) -> "Pieces":
         """Each expert's positions in pieces; the one place that waits for a GPU."""
-        experts, lengths, start = [], [], 0
-        for expert, end in enumerate(self.offsets.tolist()):
-            for first in range(start, max(end, start + 1), _PIECE):  # an unchosen expert has an empty piece
-                experts.append(expert)
-                lengths.append(min(_PIECE, end - first))
-            start = end
-        return Pieces(self, experts, lengths)
+        return Pieces(self)
 
 
 class Pieces:
-    """The positions of each expert, one piece after the other; every expert has at least one piece."""
+    """The positions of each expert, one piece after the other.
 
-    def __init__(self, order: SlotOrder, experts: List[int], lengths: List[int]):
-        self.experts = experts
-        self.lengths = lengths
+    experts   the expert of each piece; a long share makes several pieces, none is empty
+    unchosen  the experts without any
+    """
+
+    def __init__(self, order: SlotOrder):
+        self.experts: List[int] = []
+        self.unchosen: List[int] = []
+        self._lengths: List[int] = []
         self._order = order
         self._owners: Dict[int, Tuple[Tensor, ...]] = {}
+        start = 0
+        for expert, end in enumerate(order.offsets.tolist()):
+            if end == start:
+                self.unchosen.append(expert)
+            for first in range(start, end, _PIECE):
+                self.experts.append(expert)
+                self._lengths.append(min(_PIECE, end - first))
+            start = end
 
     def owner(self, slots_each: int) -> Tuple[Tensor, ...]:
         """`SlotOrder.owner`, a tensor per piece."""
         if slots_each not in self._owners:
-            self._owners[slots_each] = self._order.owner(slots_each).split(self.lengths)
+            self._owners[slots_each] = self._order.owner(slots_each).split(self._lengths)
         return self._owners[slots_each]
+
+    def column(self, gate: Optional[Tensor]) -> Sequence[Optional[Tensor]]:
+        """gate [S] or None → [rows of the piece, 1] or None, one per piece."""
+        if gate is None:
+            return [None] * len(self.experts)
+        return gate.index_select(0, self._order.order).unsqueeze(1).split(self._lengths)
 
 
 @dataclass(frozen=True)

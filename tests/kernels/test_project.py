@@ -202,7 +202,9 @@ def test_slot_order_invariants(monkeypatch):
     assert torch.equal(order.cells(4), torch.arange(116) // 4 * 7 + flat)
     assert order.owner(2) is order.owner(2) and order.cells(4) is order.cells(4)
     pieces = order.pieces
-    assert sorted(set(pieces.experts)) == list(range(7)), "the one that nobody chose has a piece, too"
+    assert sorted({*pieces.experts, *pieces.unchosen}) == list(range(7)) and pieces.unchosen == [6]
+    gates = torch.arange(116.0)
+    assert torch.equal(torch.cat(pieces.column(gates)).squeeze(1), gates[order.order])
     assert torch.equal(torch.cat(pieces.owner(4)), order.owner(4))
     for expert, slots in zip(pieces.experts, pieces.owner(1)):
         assert (flat[slots] == expert).all() and len(slots) <= 5

@@ -24,7 +24,7 @@ def _put(target: Tensor, owner: Tensor, values: Tensor, slots_each: int) -> None
     if slots_each == 1:
         target.index_copy_(0, owner, values)
     else:
-        target.index_add_(0, owner, values.to(target.dtype))
+        target.index_add_(0, owner, values if values.dtype == target.dtype else values.to(target.dtype))
 
 
 def forward(
@@ -33,22 +33,16 @@ def forward(
     """As reference.project."""
     pieces, matrices = fan.order.pieces, weight.transpose(1, 2) if fan.into_experts else weight
     out = _target(rows, fan.sums, matrices.size(2), fan.slots_per_sum)
-    slots, sources, targets = (pieces.owner(each) for each in (1, fan.slots_per_row, fan.slots_per_sum))
-    gate_first, per_sum = gate is not None and not fan.into_experts, fan.slots_per_sum
-    gate_last = gate is not None and fan.into_experts
-    for expert, length, slot, source, target in zip(pieces.experts, pieces.lengths, slots, sources, targets):
-        if not length:
-            continue
+    for expert, source, target, share in zip(
+        pieces.experts, pieces.owner(fan.slots_per_row), pieces.owner(fan.slots_per_sum), pieces.column(gate)
+    ):
         inputs, matrix = rows.index_select(0, source), matrices[expert]
-        if gate_first:  # the gate meets the narrow side
-            inputs.mul_(gate.index_select(0, slot).unsqueeze(1))
+        if share is not None and not fan.into_experts:  # the gate meets the narrow side
+            inputs.mul_(share)
         product = inputs @ matrix if bias is None else torch.addmm(bias[expert], inputs, matrix)
-        if gate_last:
-            product.mul_(gate.index_select(0, slot).unsqueeze(1))
-        if per_sum == 1:
-            out.index_copy_(0, target, product)
-        else:
-            out.index_add_(0, target, product if product.dtype == out.dtype else product.to(out.dtype))
+        if share is not None and fan.into_experts:
+            product.mul_(share)
+        _put(out, target, product, fan.slots_per_sum)
     return out.to(rows.dtype)
 
 
@@ -67,19 +61,23 @@ def backward(
     grad_rows = _target(rows, *rows.shape, fan.slots_per_row) if needs[0] else None
     grad_weight = torch.empty_like(weight) if needs[1] else None
     grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
-    grad_gate = torch.empty_like(gate) if needs[3] else None
-    slots, sources, targets = (pieces.owner(each) for each in (1, fan.slots_per_row, fan.slots_per_sum))
+    grad_shares: List[Tensor] = []
+    for expert in pieces.unchosen:  # a zero gradient, not none
+        for each in (grad_weight, grad_bias):
+            if each is not None:
+                each[expert].zero_()
     previous = -1
-    for expert, slot, source, target in zip(pieces.experts, slots, sources, targets):
+    for expert, source, target, share in zip(
+        pieces.experts, pieces.owner(fan.slots_per_row), pieces.owner(fan.slots_per_sum), pieces.column(gate)
+    ):
         upstream, inputs = grad.index_select(0, target), None
-        share = None if gate is None else gate.index_select(0, slot).unsqueeze(1)
-        if grad_weight is not None or grad_gate is not None:
+        if needs[1] or needs[3]:
             inputs = rows.index_select(0, source)
-        if grad_rows is not None or grad_gate is not None:
+        if needs[0] or needs[3]:
             product = upstream @ matrices[expert]
-            if grad_gate is not None:
+            if needs[3]:
                 shares = (product * inputs).sum(1)
-                grad_gate.index_copy_(0, slot, shares if bias is None else shares + upstream @ bias[expert])
+                grad_shares.append(shares if bias is None else shares + upstream @ bias[expert])
             if grad_rows is not None:
                 product = product if share is None else product.mul_(share)
                 _put(grad_rows, source, product, fan.slots_per_row)
@@ -88,11 +86,16 @@ def backward(
             narrow.mul_(share)
         is_first, previous = expert != previous, expert
         if grad_weight is not None and is_first:
-            torch.mm(narrow.t(), wide, out=grad_weight[expert])  # zeros without rows
+            torch.mm(narrow.t(), wide, out=grad_weight[expert])
         elif grad_weight is not None:
             grad_weight[expert].addmm_(narrow.t(), wide)
         if grad_bias is not None and is_first:
             torch.sum(narrow, 0, out=grad_bias[expert])
         elif grad_bias is not None:
             grad_bias[expert] += narrow.sum(0)
+    grad_gate = None
+    if needs[3]:
+        grad_gate = torch.empty_like(gate)
+        if grad_shares:
+            grad_gate.index_copy_(0, fan.order.order, torch.cat(grad_shares))
     return [None if grad_rows is None else grad_rows.to(rows.dtype), grad_weight, grad_bias, grad_gate]
