@@ -70,9 +70,8 @@ def backward(
     for expert, source, target, share in zip(
         pieces.experts, pieces.owner(fan.slots_per_row), pieces.owner(fan.slots_per_sum), pieces.column(gate)
     ):
-        upstream, inputs = grad.index_select(0, target), None
-        if needs[1] or needs[3]:
-            inputs = rows.index_select(0, source)
+        upstream = grad.index_select(0, target)
+        inputs = rows.index_select(0, source) if needs[3] else None
         if needs[0] or needs[3]:
             product = upstream @ matrices[expert]
             if needs[3]:
@@ -81,6 +80,8 @@ def backward(
             if grad_rows is not None:
                 product = product if share is None else product.mul_(share)
                 _put(grad_rows, source, product, fan.slots_per_row)
+        if needs[1] and inputs is None:  # not before: the cache holds two such buffers, hardly three
+            inputs = rows.index_select(0, source)
         narrow, wide = (upstream, inputs) if fan.into_experts else (inputs, upstream)
         if share is not None and narrow is not None:
             narrow.mul_(share)
