@@ -94,6 +94,11 @@ def _generation(arch: str) -> Callable[[Dict[str, Any]], str]:
     return read
 
 
+def _switchhead(found: Dict[str, Any]) -> str:
+    row = found["groups"]["47M"]["rows"]["SwitchHead, 2 heads, 2 of 5"]
+    return f"{row['time_over_dense']:.2f} / {row['memory_over_dense']:.2f}"
+
+
 _MIXED = ("8K32E128D", "8K32E256D", "16K32E256D")
 # where, what, target, benchmark, how to read its JSON
 TARGETS = (
@@ -181,6 +186,13 @@ TARGETS = (
                 "about 1.2 (the paper's)",
                 "coordinate_descent",
                 lambda found: f"{found['time_over_dense']['mean, G step in every 5th epoch']:.2f}",
+            ),
+            (
+                device,
+                "update of SwitchHead 47M ÷ its dense Transformer-XL, time / peak memory",
+                "0.72 / 0.65 (the paper's, on a GPU)",
+                "language_models",
+                _switchhead,
             ),
             (
                 device,

@@ -101,6 +101,7 @@ benchmark sdpa
 # 3. Whole models beside fairseq's dense ones.
 benchmark training
 benchmark generation
+benchmark language_models
 if [ "$device" = cuda ]; then benchmark training --dtype float16; fi
 benchmark training --dtype amp
 for precision in "${precisions[@]}"; do updates $precision; done
