@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Sequence
 import yaml
 from fuzz import LONG_INPUT, Parser, mutated
 
-from moa_fairseq.analysis.training_log import read_learning_curve
+from moa_fairseq.analysis.learning_curve import read_learning_curve
 from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.errors import UserError

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import yaml
 
-from moa_fairseq.analysis.training_log import read_learning_curve
+from moa_fairseq.analysis.learning_curve import read_learning_curve
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.data_prep.bpe import load_codes

@@ -16,21 +16,21 @@ import argparse
 import logging
 
 from moa_fairseq.analysis import (
-    expert_load_command,
-    expert_tokens_command,
-    gates_command,
-    learning_curve_command,
-    single_expert_command,
+    expert_load,
+    expert_tokens,
+    gates,
+    learning_curve,
+    single_expert,
 )
 from moa_fairseq.errors import UserError
 
 # Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze(args) -> int.
 KINDS = (
-    learning_curve_command,
-    expert_load_command,
-    gates_command,
-    expert_tokens_command,
-    single_expert_command,
+    learning_curve,
+    expert_load,
+    gates,
+    expert_tokens,
+    single_expert,
 )
 
 

@@ -1,7 +1,27 @@
-"""Which tokens an expert is for: the pointwise mutual information of tokens and experts (MAE Table 6)."""
+"""The tokens that tell most of an expert: greatest pointwise mutual information (MAE §5.1, Table 6).
+
+  moa-fairseq analyze expert-tokens runs/mae7 --words --top 5
+  moa-fairseq analyze expert-tokens runs/moa --module decoder.layers.0.self_attn --json tokens.json
+
+PMI(token, expert) = log p(token, expert) / (p(token) p(expert)), in nats. In MAE all tokens of a sequence
+count for the expert to which its gate gives the most weight (at a decoder's gates, each token for that of
+its position); in MoA a token counts for the K experts that it chose, or with K = E for the one of the
+greatest weight. Tokens are those at the module's queries: of the source in the encoder, of the target so
+far in the decoder. Padding, sentence ends and unknown words do not count.
+
+BPE pieces ("sub@@") are counted as they are; --words joins them, and each of a word's n pieces then
+brings 1/n of the word to its expert. Experts count from 0.
+
+Ids of GPT-2's byte-pair encoding are decoded: ' cat' in quotes begins a word, and bytes that are no
+character by themselves are written as \\xNN. In a masked language model the positions chosen to be
+guessed (masked, replaced or kept: its --mask-prob) do not count, nor do words with such a piece; how many
+positions these are is printed.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +30,62 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.analysis.forward_passes import forward_passes
 from moa_fairseq.analysis.gpt2_pieces import gpt2_pieces
+from moa_fairseq.analysis.routed_model import (
+    add_model_arguments,
+    checkpoint_and_data,
+    finish,
+    forward_passes,
+)
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
+NAME = "expert-tokens"
+SUMMARY = "the tokens that tell most of each expert, by PMI (MAE Table 6)"
 CONTINUES = "@@"  # at the end of a BPE piece: the next piece belongs to the same word
 
 Segmenter = Callable[[Sequence[Optional[str]]], Iterator[Tuple[str, List[int]]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    add_model_arguments(parser)
+    parser.add_argument("--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="tokens of each expert (10)")
+    parser.add_argument(
+        "--min-count", type=int, default=5, metavar="N", help="only tokens that occur N times or more (5)"
+    )
+    parser.add_argument("--words", action="store_true", help='join BPE pieces ("@@ ") into words')
+
+
+def analyze(args: argparse.Namespace) -> int:
+    """Run a data set through a model and list each expert's tokens."""
+    for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
+        if value < 1:
+            raise UserError(f"{flag} {value}: at least 1.")
+    checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
+    found = measure_expert_tokens(
+        checkpoint,
+        data,
+        args.subset,
+        args.module,
+        args.top,
+        args.min_count,
+        args.words,
+        args.max_tokens,
+        args.cpu,
+    )
+    report = {
+        "checkpoint": str(checkpoint),
+        "subset": args.subset,
+        "min_count": args.min_count,
+        "words": args.words,
+        **dataclasses.asdict(found),
+    }
+    finish(_lists(found, "words" if args.words else "tokens"), report, args.json)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -209,3 +275,17 @@ def _queries(module: str, net_input: Dict[str, Any], task: Any) -> Tuple[Tensor,
 def _symbols(row: Sequence[int], dictionary: Any) -> List[Optional[str]]:
     """The symbols of token ids; None for padding, sentence ends and unknown words."""
     return [dictionary[token] if token >= dictionary.nspecial else None for token in row]
+
+
+def _lists(found: ExpertTokens, unit: str) -> str:
+    masked = "" if found.masked_out is None else f", {found.masked_out:,} masked positions left out"
+    lines = [f"{found.name}, {found.tokens_counted:,} {unit}{masked}; (PMI in nats)"]
+    for expert, (share, tokens) in enumerate(zip(found.shares, found.tokens)):
+        listed = ", ".join(f"{_shown(token.token)} ({token.pmi:.2f})" for token in tokens) or "-"
+        lines.append(f"expert {expert} ({share:.1%}): {listed}")
+    return "\n".join(lines)
+
+
+def _shown(token: str) -> str:
+    """In quotes where the eye would miss a space or a control character."""
+    return token if token == token.strip() and token.isprintable() else repr(token)

@@ -1,26 +1,79 @@
-"""How decided the gates of MAE are, and whom they send to which expert (arXiv 2005.06537, §5.1, Table 8).
+"""Entropy of MAE's gates, and the share of instances whose favourite each expert is (§5.1, Table 8).
 
-An instance is what a gate decides once for: a sequence in the encoder, a position in a decoder, whose
-gates see the inputs up to it.
+  moa-fairseq analyze gates runs/mae7 --output gates.png --json gates.json
+
+--untrained 1 gives the values to compare with: those of gates that nobody has trained, on the same inputs.
+An instance is a sequence in the encoder and a position in a decoder, whose gates see the inputs so far. The
+paper's entropies (1.91 nats for MAE-7, 2.02 for NOBCD, 2.08 = ln 8 for UNI-MAE-7) are means over encoder
+layers on WMT14's development set. Experts count from 0.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
+import numpy
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor, nn
 
-from moa_fairseq.analysis.forward_passes import forward_passes
-from moa_fairseq.analysis.module_groups import grouped
+from moa_fairseq.analysis.plots import COLOURS, GREY, save, style
+from moa_fairseq.analysis.routed_model import (
+    add_model_arguments,
+    by_kind,
+    checkpoint_and_data,
+    finish,
+    forward_passes,
+)
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for, load_trained
+
+NAME = "gates"
+SUMMARY = "entropy of MAE's gates and the experts they prefer (MAE §5.1, Table 8)"
+FEW = 10  # experts whose shares fit on a line of the table, and into the fields of the picture
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--untrained",
+        type=int,
+        metavar="SEED",
+        help="draw the gates' weights anew, as a new model's: what untrained gates show on the same inputs",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+
+
+def analyze(args: argparse.Namespace) -> int:
+    """Run a data set through a model; draw and print what its gates did."""
+    checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
+    uses = measure_gates(checkpoint, data, args.subset, args.max_tokens, args.cpu, args.untrained)
+    summaries, means = [use.summary() for use in uses], mean_entropies(uses)
+    kind = "Gates" if args.untrained is None else "Untrained gates"
+    save(draw_gates(uses, f"{kind} of {args.model.name} on {args.subset}"), args.output)
+    lines = _table(summaries, means)
+    if args.untrained is not None:
+        lines.append(
+            f"The gates' weights drawn anew by seed {args.untrained}: nobody has trained these gates."
+        )
+    if any(use.counts is None for use in uses):
+        lines.append(
+            "Uniform gates prefer no expert: no instance is attributed to one, and there are no shares."
+        )
+    report = {"checkpoint": str(checkpoint), "subset": args.subset, "means": means, "modules": summaries}
+    finish("\n".join(lines), {**report, "untrained_seed": args.untrained}, args.json, args.output)
+    return 0
 
 
 @dataclass
@@ -77,31 +130,21 @@ class GateUse:
         }
 
 
-class GateCounter:
-    """Adds up the decisions of every mixture of attentive experts in a model, module by module."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = [module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts)]
-        if not modules:
-            raise UserError(
-                f"{type(model).__name__} has no mixture of attentive experts, so it has no gates of MAE; "
-                "`moa-fairseq analyze expert-load` shows the routers of MoA."
-            )
-        self._uses = {}
-        for module in modules:
+def uses_of(model: nn.Module) -> Dict[str, GateUse]:
+    """An empty GateUse for each mixture of attentive experts in a model, by name. UserError if none."""
+    uses = {}
+    for module in model.modules():
+        if isinstance(module, MixtureOfAttentiveExperts):
             learned = module.gate is not None
             counts = torch.zeros(module.num_experts, dtype=torch.int64) if learned else None
             per_position = learned and module.causal
-            self._uses[module.name] = GateUse(module.name, module.num_experts, per_position, counts=counts)
-
-    def add(self, decisions: Iterable[Tuple[str, RoutingDecision]]) -> None:
-        """Count the decisions of one forward pass."""
-        for name, decision in decisions:
-            self._uses[name].add(decision)
-
-    def uses(self) -> List[GateUse]:
-        """One GateUse per module."""
-        return list(self._uses.values())
+            uses[module.name] = GateUse(module.name, module.num_experts, per_position, counts=counts)
+    if not uses:
+        raise UserError(
+            f"{type(model).__name__} has no mixture of attentive experts, so it has no gates of MAE; "
+            "`moa-fairseq analyze expert-load` shows the routers of MoA."
+        )
+    return uses
 
 
 def mean_entropies(uses: Sequence[GateUse]) -> Dict[str, Dict[str, float]]:
@@ -112,7 +155,7 @@ def mean_entropies(uses: Sequence[GateUse]) -> Dict[str, Dict[str, float]]:
             "uniform_entropy": sum(use.uniform_entropy for use in group) / len(group),
             "modules": len(group),
         }
-        for label, group in {**grouped(uses), "all": uses}.items()
+        for label, group in {**by_kind(uses), "all": uses}.items()
     }
 
 
@@ -133,11 +176,88 @@ def measure_gates(
     empty.
     """
     model, task = load_trained(checkpoint, data)
-    counter = GateCounter(model)
+    uses = uses_of(model)
     if untrained is not None:
         torch.manual_seed(untrained)
         for gate in gates_of(model):
             gate.reset_parameters()
     for _, decisions in forward_passes(task, model, subset, max_tokens, device_for(cpu)):
-        counter.add(decisions)
-    return counter.uses()
+        for name, decision in decisions:
+            uses[name].add(decision)
+    return list(uses.values())
+
+
+def _table(summaries: List[Dict[str, Any]], means: Dict[str, Dict[str, float]]) -> List[str]:
+    """A line per gate, and then the paper's number: H(g) averaged over the layers."""
+    lines = [f"{'gate':32}{'instances':>20}{'entropy':>9}{'ln E':>7}  share of each expert in %"]
+    for row in summaries:
+        instances = f"{row['instances']:,} {row['instance']}s"
+        numbers = f"{row['entropy']:9.4f}{row['uniform_entropy']:7.3f}"
+        shares = row["shares"]
+        if shares is None:
+            shown = "(uniform)"
+        elif len(shares) <= FEW:
+            shown = "".join(f"{100 * share:6.1f}" for share in shares)
+        else:
+            shown = f"{len(shares)} experts, {100 * min(shares):.1f} to {100 * max(shares):.1f}"
+        lines.append(f"{row['name']:32}{instances:>20}{numbers}  {shown}")
+    lines.append(f"{'mean over gates of':32}{'gates':>20}{'entropy':>9}{'ln E':>7}")
+    for label, mean in means.items():
+        lines.append(f"{label:32}{mean['modules']:20}{mean['entropy']:9.4f}{mean['uniform_entropy']:7.3f}")
+    return lines
+
+
+def draw_gates(uses: Sequence[GateUse], title: str = "") -> Figure:
+    """Left: H(g) of each layer against ln E, the uniform gate's. Right: layers × experts, shares as colours.
+
+    One heat map per kind of attention, all in one scale. Uniform gates attribute nothing: there is no map
+    of theirs.
+    """
+    groups = by_kind(uses)
+    maps = {label: group for label, group in groups.items() if group[0].counts is not None}
+    layers = max(len(group) for group in groups.values())
+    size = (4.2 + 3.4 * len(maps), max(3.5, 1.9 + 0.32 * layers))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, 1 + len(maps), squeeze=False)[0]
+    _draw_entropies(panels[0], groups)
+    figure.legend(loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False)
+    most = max((max(use.shares) for group in maps.values() for use in group), default=0.0)
+    for panel, (label, group) in zip(panels[1:], maps.items()):
+        image = _draw_shares(panel, group, most)
+        panel.set_title(label, fontsize=9)
+    if maps:
+        bar = figure.colorbar(image, ax=list(panels[1:]), format=PercentFormatter(1.0, decimals=0))
+        bar.set_label("share of instances", fontsize=8)
+        bar.ax.tick_params(labelsize=8)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _draw_entropies(panel: Axes, groups: dict) -> None:
+    for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
+        numbers = range(1, len(group) + 1)
+        panel.plot(numbers, [use.entropy for use in group], marker=marker, color=colour, label=label)
+    heights = sorted({use.uniform_entropy for group in groups.values() for use in group})
+    for height in heights:
+        panel.axhline(height, color=GREY, linestyle="--", linewidth=1.0, label=f"uniform gate, {height:.2f}")
+    panel.set(xlabel="layer", ylabel="gate entropy H(g) in nats")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_ylim(bottom=min(panel.get_ylim()[0], heights[0] - 0.05))  # rounding errors are no picture
+    style(panel)
+
+
+def _draw_shares(panel: Axes, group: Sequence[GateUse], most: float) -> AxesImage:
+    shares = numpy.array([use.shares for use in group])
+    image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=most, aspect="auto")
+    layers, experts = shares.shape
+    panel.set(xlabel="expert", ylabel="layer")
+    panel.set_yticks(range(layers), [str(layer) for layer in range(1, layers + 1)])
+    if experts <= FEW:
+        panel.set_xticks(range(experts))
+        for (layer, expert), share in numpy.ndenumerate(shares):
+            colour = "white" if share > 0.6 * most else "black"
+            text = f"{100 * share:.0f}"
+            panel.text(expert, layer, text, ha="center", va="center", fontsize=7, color=colour)
+    panel.tick_params(labelsize=8)
+    return image

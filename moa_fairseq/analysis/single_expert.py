@@ -1,7 +1,18 @@
-"""What a trained MAE loses when each module uses one expert instead of the mixture (MAE Table 5)."""
+"""What a trained MAE loses when one expert in each module does the mixture's work (MAE Table 5).
+
+  moa-fairseq analyze single-expert runs/mae7 --draws 5 --json table5.json
+
+Evaluates the subset with the mixture, with each gate's favourite alone, and with random experts (drawn anew
+by each seed, one for each module), by the generate and score settings of the run. The evaluations stay in
+RUN_DIR/single-expert; what is finished is not done again.
+
+fairseq-generate, fairseq-validate and fairseq-eval-lm do the same for any trained model with
+--model-overrides "{'mae_evaluate_with': 'random-expert', 'mae_evaluate_seed': 2}" (or 'top-expert').
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import statistics
@@ -10,12 +21,13 @@ from typing import Any, Callable, Dict, List, Optional
 
 import yaml
 
+from moa_fairseq.analysis.routed_model import add_report_arguments, finish
 from moa_fairseq.attention.single_expert import MIXTURE, RANDOM_EXPERT, TOP_EXPERT
 from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes import commands, lm_stages, stages
-from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.recipes.loading import build
 from moa_fairseq.recipes.result import flat_metrics
 from moa_fairseq.recipes.run_folder import RunState
@@ -25,7 +37,33 @@ from moa_fairseq.running import command_line
 from moa_fairseq.running.folder_lock import locked
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
 
+NAME = "single-expert"
+SUMMARY = "scores with one expert per module instead of the mixture (MAE Table 5)"
 FOLDER = "single-expert"  # in the run folder: one folder for each way to evaluate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder of a trained MAE")
+    parser.add_argument("--subset", default="valid", help="which part of the run's data (valid)")
+    parser.add_argument("--draws", type=int, default=5, metavar="N", help="draws of random experts (5)")
+    add_report_arguments(parser)
+
+
+def analyze(args: argparse.Namespace) -> int:
+    """Evaluate and print the rows of Table 5."""
+    if args.draws < 0:
+        raise UserError(f"--draws {args.draws}: it is the number of random draws, 0 or more.")
+    run, present = open_run(args.run_dir), detect_hardware()
+    hardware = choose_devices(present, 0 if args.cpu else min(1, present.gpus), dry_run=False)
+    environment = commands.device_environment(hardware, present)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    report = evaluate_single_experts(run, args.subset, args.draws, hardware, environment, say)
+    finish(_table(report), report, args.json)
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,3 +209,17 @@ def _spread(drawn: List[float], mixture: float) -> Dict[str, Any]:
     mean = statistics.mean(drawn)
     sd = statistics.stdev(drawn) if len(drawn) > 1 else None
     return {"scores": drawn, "mean": mean, "sd": sd, "difference": mean - mixture}
+
+
+def _table(report: Dict[str, Any]) -> str:
+    """The paper's rows: score and difference to the mixture."""
+    lines = [f"{report['metric']} on {report['subset']}, {report['checkpoint']} ({report['gate']} gates)"]
+    lines.append(f"{'mixture':32}{report['mixture']:8.2f}")
+    top, drawn = report["top_expert"], report["random_expert"]
+    if top:
+        lines.append(f"{'most specialised expert':32}{top['score']:8.2f}{top['difference']:+8.2f}")
+    if drawn:
+        label = f"one random expert, {len(drawn['scores'])} draw(s)"
+        line = f"{label:32}{drawn['mean']:8.2f}{drawn['difference']:+8.2f}"
+        lines.append(line if drawn["sd"] is None else f"{line} ± {drawn['sd']:.2f}")
+    return "\n".join(lines)

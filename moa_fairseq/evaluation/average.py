@@ -21,8 +21,8 @@ from torch import Tensor
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, save_checkpoint
 
-EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
-UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+_EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
+_UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 State = Dict[str, Tensor]
 
@@ -110,6 +110,13 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     return state
 
 
+def numbered_checkpoints(folder: Path, by_updates: bool = False) -> List[Tuple[int, Path]]:
+    """(epoch E, checkpointE.pt) of a folder, or (update U, checkpoint_E_U.pt); the oldest first."""
+    pattern = _UPDATE_NAME if by_updates else _EPOCH_NAME
+    matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("checkpoint*.pt")]
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+
 def last_checkpoints(
     folder: Path, number: int, by_updates: bool = False, upper_bound: Optional[int] = None
 ) -> List[Path]:
@@ -120,12 +127,11 @@ def last_checkpoints(
     """
     if not folder.is_dir():
         raise UserError(f"--inputs {folder} is no folder: --num-epoch-checkpoints and the like want one.")
-    pattern, kind = (UPDATE_NAME, "update") if by_updates else (EPOCH_NAME, "epoch")
-    matches = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
-    found = sorted((int(match.group(1)), path) for match, path in matches if match)
+    found = numbered_checkpoints(folder, by_updates)
     if upper_bound is not None:
         found = [(position, path) for position, path in found if position <= upper_bound]
     if len(found) < number:
+        kind = "update" if by_updates else "epoch"
         bound = "" if upper_bound is None else f" up to {kind} {upper_bound}"
         names = ", ".join(path.name for _, path in found) or "none"
         raise UserError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import zipfile
 import zlib
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.average import numbered_checkpoints
 from moa_fairseq.fairseq_patches.checkpoint_files import check_sums
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
@@ -24,8 +24,6 @@ _REMEDY = (
     "Delete that one file: whole results are then made again from the checkpoints. Or use --restart, which "
     "moves the run folder aside and starts again."
 )
-_EPOCH_CHECKPOINT = re.compile(r"checkpoint(\d+)\.pt")
-_UPDATE_CHECKPOINT = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
 
 def trained_checkpoint(folder: Path) -> Path:
@@ -75,21 +73,12 @@ class RunState:
 
 def epoch_checkpoints(folder: Path) -> List[Path]:
     """checkpointN.pt files, oldest epoch first."""
-    return _numbered(folder, _EPOCH_CHECKPOINT)
+    return [path for _, path in numbered_checkpoints(folder)]
 
 
 def update_checkpoints(folder: Path) -> List[Path]:
     """checkpoint_EPOCH_UPDATES.pt files, fewest updates first."""
-    return _numbered(folder, _UPDATE_CHECKPOINT)
-
-
-def _numbered(folder: Path, pattern: re.Pattern) -> List[Path]:
-    found = [
-        (int(match.group(1)), path)
-        for path in folder.glob("checkpoint*.pt")
-        if (match := pattern.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in numbered_checkpoints(folder, by_updates=True)]
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -12,7 +12,7 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 
 import moa_fairseq
-from moa_fairseq.analysis.expert_load import LoadCounter, measure_expert_load
+from moa_fairseq.analysis.expert_load import add_up, measure_expert_load
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
@@ -29,24 +29,17 @@ def decision(expert_index, padding=None, num_experts=4):
     return RoutingDecision(index, gate, probs, probs.log(), probs.size(1), padding_mask=mask)
 
 
-def count(*passes):
-    counter = LoadCounter()
-    for decisions in passes:
-        counter.add(decisions)
-    return counter.loads()
-
-
 def test_counts_add_up_over_batches_and_leave_padding_out():
     first = [("a", decision([[0, 1], [0, 2]])), ("b", decision([[3, 2]]))]
     second = [("a", decision([[0, 1], [3, 3]], padding=[False, True])), ("b", decision([[3, 1]]))]
-    a, b = count(first, second)
+    a, b = add_up([first, second])
     assert (a.name, a.tokens, a.counts.tolist()) == ("a", 3, [3, 2, 1, 0])
     assert a.gate_mass.tolist() == [1 + 3 + 1, 2 + 2, 4, 0]
     assert (b.name, b.tokens, b.counts.tolist()) == ("b", 2, [0, 1, 1, 2])
 
 
 def test_summary_of_an_even_and_of_a_collapsed_router():
-    even, collapsed = count([("even", decision([[0, 1], [2, 3]])), ("collapsed", decision([[1], [1]]))])
+    even, collapsed = add_up([[("even", decision([[0, 1], [2, 3]])), ("collapsed", decision([[1], [1]]))]])
     summary = even.summary()
     assert summary["entropy"] == pytest.approx(math.log(4)) and summary["evenness"] == pytest.approx(1)
     assert (summary["max_load"], summary["min_load"], summary["dead_experts"]) == (0.25, 0.25, 0)

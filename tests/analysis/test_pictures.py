@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moa_fairseq.analysis.expert_load import ExpertLoad
-from moa_fairseq.analysis.plots import draw_expert_load, draw_learning_curves, save
-from moa_fairseq.analysis.training_log import LearningCurve, Point
+from moa_fairseq.analysis.expert_load import ExpertLoad, draw_expert_load
+from moa_fairseq.analysis.learning_curve import LearningCurve, Point, draw_learning_curves
+from moa_fairseq.analysis.plots import save
 from moa_fairseq.errors import UserError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moa_fairseq.analysis.model_arguments import checkpoint_and_data
+from moa_fairseq.analysis.routed_model import checkpoint_and_data
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.run_folder import RunState
 

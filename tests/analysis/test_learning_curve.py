@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moa_fairseq.analysis.training_log import read_learning_curve
+from moa_fairseq.analysis.learning_curve import read_learning_curve
 from moa_fairseq.errors import UserError
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from moa_fairseq.analysis.gate_plots import draw_gates
-from moa_fairseq.analysis.gates import GateUse
+from moa_fairseq.analysis.gates import GateUse, draw_gates
 
 
 def use(name, entropy, counts=None):
