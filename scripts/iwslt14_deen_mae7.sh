@@ -1,4 +1,1 @@
-#!/usr/bin/env bash
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/_recipe.sh"
-recipe "$experiment" "$@"
+_experiment.sh
