@@ -1,11 +1,12 @@
 """`moa-fairseq VERB`: finds the room that does the work, and prints errors meant for people."""
 
 import argparse
+import contextlib
 import importlib
 import logging
 import sys
 from pathlib import Path
-from typing import List, Optional
+from typing import IO, Iterator, List, Optional
 
 from moa_fairseq.errors import UserError
 
@@ -26,6 +27,9 @@ VERBS = {
     "gpt2-bpe": ("moa_fairseq.data_prep.gpt2_bpe_command", "encode text as RoBERTa's and binarise it"),
     "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
 }
+
+# The rooms that report through `logging` what a user waits for.
+REPORTING = ("analysis", "corpus", "data_prep", "recipes", "running")
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -74,16 +78,37 @@ def _import_plugin(args: argparse.Namespace) -> None:
     import_user_module(args)
 
 
+@contextlib.contextmanager
+def reports_on(stream: IO[str]) -> Iterator[None]:
+    """Print what the rooms report, one line a message, to `stream` while the block runs."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    loggers = [logging.getLogger(f"moa_fairseq.{room}") for room in REPORTING]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # fairseq gives the root logger a handler of its own
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.propagate = True
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     """Run one verb. Returns its exit status: 0, 2 for a UserError, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     # importing fairseq turns the root logger up to DEBUG
     logging.getLogger().setLevel(logging.WARNING)
     args = build_parser(argv).parse_args(argv)
+    # With --json the standard output holds the JSON alone.
+    stream = sys.stderr if getattr(args, "json", False) else sys.stdout
     try:
         if args.user_dir is not None:
             _import_plugin(args)
-        return args.run(args)
+        with reports_on(stream):
+            return args.run(args)
     except UserError as error:
         print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)
         return 2
