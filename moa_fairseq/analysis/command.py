@@ -6,6 +6,7 @@
   moa-fairseq analyze gates runs/C --output gates.png
   moa-fairseq analyze expert-tokens runs/C --words
   moa-fairseq analyze single-expert runs/C --draws 5
+  moa-fairseq analyze attention-maps runs/D --sentence 3 --layer 2 --output heads.png
 
 A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on.
 """
@@ -16,6 +17,7 @@ import argparse
 import logging
 
 from moa_fairseq.analysis import (
+    attention_maps,
     expert_load,
     expert_tokens,
     gates,
@@ -31,6 +33,7 @@ KINDS = (
     gates,
     expert_tokens,
     single_expert,
+    attention_maps,
 )
 
 

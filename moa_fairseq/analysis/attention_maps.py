@@ -1,0 +1,276 @@
+"""Which tokens attend to which, and which experts they choose: one sentence (SwitchHead Figs. 2, 5 and 6).
+
+moa-fairseq analyze attention-maps runs/B --sentence 3 --output maps.png            every layer
+moa-fairseq analyze attention-maps runs/B --sentence 3 --layer 2 --output heads.png one layer, head by head
+
+Without --layer a map is the largest weight of any head. With it each head has a map of its own (for MoA and
+MoH a slot: the experts differ from token to token), and strips beside it show the gates of the experts that a
+token chose: on the left those of the attending tokens, below those of the tokens that are attended to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from fairseq import utils
+from fairseq.modules import MultiheadAttention
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from moa_fairseq.analysis.plots import save
+from moa_fairseq.analysis.routed_model import (
+    KINDS_OF_ATTENTION,
+    add_model_arguments,
+    checkpoint_and_data,
+    finish,
+)
+from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.trained_model import device_for, load_trained, shortened
+
+NAME = "attention-maps"
+SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
+_MOST_LABELS = 60  # more tokens than that cannot be read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    add_model_arguments(parser)
+    parser.add_argument("--sentence", type=int, default=0, metavar="N", help="which one of the subset (0)")
+    parser.add_argument("--layer", type=int, metavar="L", help="one layer, head by head; the first is 1")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+
+
+def analyze(args: argparse.Namespace) -> int:
+    """Run one sentence through a model; draw its attention."""
+    checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
+    model, task = load_trained(checkpoint, data)
+    maps = measure_attention(model, task, args.subset, args.sentence, device_for(args.cpu))
+    layers = max(each.layer for each in maps)
+    if args.layer is not None:
+        if not 1 <= args.layer <= layers:
+            raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
+        maps = [each for each in maps if each.layer == args.layer]
+    title = f"{args.model.name}, sentence {args.sentence} of {args.subset}"
+    figure = draw_layers(maps, title) if args.layer is None else draw_heads(maps, title)
+    save(figure, args.output)
+    lines = [f"{each.name}: {_described(each)}" for each in maps]
+    report = {
+        "checkpoint": str(checkpoint),
+        "subset": args.subset,
+        "sentence": args.sentence,
+        "modules": [_plain(each) for each in maps],
+    }
+    finish("\n".join(lines), report, args.json, args.output)
+    return 0
+
+
+@dataclass
+class AttentionMap:
+    """The attention of one module on one sentence.
+
+    weights [H, T, S]: of each head or slot; queries and keys: the T and S tokens. gates: "queries" and "keys"
+    → [E, T] or [E, S], the gate of each expert for each token, zero where it is not chosen; absent where
+    nothing is routed. groups: equal parts of the experts, one for each head.
+    """
+
+    name: str
+    weights: Tensor
+    queries: List[str]
+    keys: List[str]
+    gates: Dict[str, Tensor]
+    groups: int = 1
+
+    @property
+    def kind(self) -> str:
+        path = self.name.split(".")
+        ends = {ends: kind for kind, ends in KINDS_OF_ATTENTION.items()}
+        return ends.get((path[0], path[-1]), "attention")
+
+    @property
+    def layer(self) -> int:
+        """1 for the first."""
+        return next(int(part) for part in self.name.split(".") if part.isdigit()) + 1
+
+
+def measure_attention(
+    model: nn.Module, task: Any, subset: str, sentence: int, device: torch.device
+) -> List[AttentionMap]:
+    """The attention of every module, in forward order, with teacher forcing.
+
+    Raises UserError for a subset or a sentence that does not exist, and a model without such attention.
+    """
+    try:
+        task.load_dataset(subset)
+    except (OSError, RuntimeError, KeyError, AssertionError) as error:
+        raise UserError(f"--subset {subset}: {shortened(error)}") from error
+    dataset = task.dataset(subset)
+    if not 0 <= sentence < len(dataset):
+        raise UserError(f"--sentence {sentence}: {subset} has sentences 0 to {len(dataset) - 1:,}.")
+    sample = dataset.collater([dataset[sentence]])
+    sample = utils.move_to_cuda(sample) if device.type == "cuda" else sample
+    model = model.to(device).eval()
+    found: Dict[str, Tensor] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Module) and hasattr(module, "ever_training"):
+            module.ever_training = (
+                True  # else fairseq's encoder calls torch's fused layer, which tells no weights
+            )
+        if not isinstance(module, (MixtureAttention, MultiheadAttention)):
+            continue
+        if isinstance(module, MultiheadAttention):
+            module.skip_embed_dim_check = True  # its other path averages over the heads
+
+        def ask(module: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> Tuple[Tuple, Dict[str, Any]]:
+            return args, {**kwargs, "need_weights": True, "need_head_weights": True}
+
+        def keep(module: nn.Module, args: Tuple, result: Any, name: str = name) -> None:
+            found[name] = result[1][:, 0].float().cpu()
+
+        hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+        hooks.append(module.register_forward_hook(keep))
+    with torch.no_grad(), collect_decisions() as decisions:
+        model(**sample["net_input"], features_only=True)
+    for hook in hooks:
+        hook.remove()
+    if not found:
+        raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
+    source, target = _symbols(task, sample["net_input"])
+    maps = []
+    for name, weights in found.items():
+        path = name.split(".")
+        cross, decoder = path[-1] == "encoder_attn", path[0] == "decoder"
+        queries, keys = (target or source if decoder else source), (target or source if decoder else source)
+        if cross:
+            keys = source
+        own = [decision for named, decision in decisions if named == name and decision.scope == "tokens"]
+        gates = {decision.side: _gates(decision) for decision in own}
+        groups = own[0].groups if own else 1
+        maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))
+    return maps
+
+
+def _symbols(task: Any, net_input: Dict[str, Any]) -> Tuple[List[str], Optional[List[str]]]:
+    """Source tokens, and target tokens as the decoder reads them where there are any."""
+    source = task.source_dictionary
+    tokens = [source[index] for index in net_input["src_tokens"][0].tolist()]
+    previous = net_input.get("prev_output_tokens")
+    if previous is None:
+        return tokens, None
+    target = task.target_dictionary
+    return tokens, [target[index] for index in previous[0].tolist()]
+
+
+def _gates(decision: RoutingDecision) -> Tensor:
+    """[E, N]: the gate of each expert for each token."""
+    gate = decision.gate.detach().float()
+    gates = gate.new_zeros(gate.size(0), decision.num_experts)
+    return gates.scatter(1, decision.expert_index, gate).t().cpu()
+
+
+def _plain(each: AttentionMap) -> Dict[str, Any]:
+    gates = {side: gate.tolist() for side, gate in each.gates.items()}
+    return {
+        "name": each.name,
+        "queries": each.queries,
+        "keys": each.keys,
+        "weights": each.weights.tolist(),
+        "gates": gates,
+    }
+
+
+def _described(each: AttentionMap) -> str:
+    heads, queries, keys = each.weights.shape
+    sure = torch.special.entr(each.weights).sum(2).mean().item() / math.log(max(keys, 2))
+    return f"{heads} maps of {queries} x {keys} tokens, entropy {sure:.0%} of an even one's"
+
+
+def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
+    """One map per layer and kind of attention: the largest weight of any head (SwitchHead Fig. 2)."""
+    kinds = list(dict.fromkeys(each.kind for each in maps))
+    columns = max(each.layer for each in maps)
+    side = 2.2 if columns > 3 else 3.2
+    figure = Figure(figsize=(side * columns + 0.6, side * len(kinds) + 0.6), layout="constrained")
+    panels = figure.subplots(len(kinds), columns, squeeze=False)
+    for panel in panels.flat:
+        panel.set_axis_off()
+    for each in maps:
+        panel = panels[kinds.index(each.kind)][each.layer - 1]
+        panel.set_axis_on()
+        panel.imshow(each.weights.amax(0).numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        panel.set_title(f"{each.kind}, layer {each.layer}", fontsize=7)
+        _label(panel, each, size=4)
+    if title:
+        figure.suptitle(f"{title}: largest weight of any head", fontsize=10)
+    return figure
+
+
+def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
+    """The maps of each module's heads with the experts of both sides (SwitchHead Figs. 5 and 6)."""
+    columns = max(each.weights.size(0) for each in maps)
+    side = max(2.6, 0.11 * max(max(map(len, (each.queries, each.keys))) for each in maps))
+    figure = Figure(figsize=(side * columns + 0.6, side * len(maps) + 0.6), layout="constrained")
+    rows = figure.subfigures(len(maps), 1, squeeze=False)[:, 0]
+    for each, row in zip(maps, rows):
+        row.suptitle(each.name, fontsize=8)
+        for head, place in enumerate(row.subfigures(1, columns, squeeze=False)[0][: each.weights.size(0)]):
+            _draw_head(place, each, head)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
+    strips = {}
+    for side, gates in each.gates.items():
+        own = gates.view(each.groups, -1, gates.size(1))
+        strips[side] = own[head if each.groups > 1 else 0]
+    tall, wide = len(strips.get("keys", ())), len(strips.get("queries", ()))
+    unit = max(1, len(each.queries) // 24)
+    panels = place.subplots(
+        1 + ("keys" in strips),
+        1 + ("queries" in strips),
+        squeeze=False,
+        width_ratios=[*([wide * unit] if wide else []), len(each.keys)],
+        height_ratios=[len(each.queries), *([tall * unit] if tall else [])],
+    )
+    for panel in panels.flat:
+        panel.set_axis_off()
+    main = panels[0][-1]
+    main.set_axis_on()
+    main.imshow(each.weights[head].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    main.set_title(f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}", fontsize=7)
+    _label(main, each, size=5, left="queries" not in strips, below="keys" not in strips)
+    most = max((gates.max().item() for gates in strips.values()), default=1.0)
+    shades = {"cmap": "Oranges", "vmin": 0, "vmax": most or 1.0, "aspect": "auto"}
+    if "queries" in strips:
+        panel = panels[0][0]
+        panel.set_axis_on()
+        panel.imshow(strips["queries"].t().numpy(), **shades)
+        _label(panel, each, size=5, below=False)
+        panel.set_xticks(range(wide), [str(expert + 1) for expert in range(wide)], fontsize=4)
+    if "keys" in strips:
+        panel = panels[1][-1]
+        panel.set_axis_on()
+        panel.imshow(strips["keys"].numpy(), **shades)
+        _label(panel, each, size=5, left=False)
+        panel.set_yticks(range(tall), [str(expert + 1) for expert in range(tall)], fontsize=4)
+
+
+def _label(panel: Any, each: AttentionMap, size: int, left: bool = True, below: bool = True) -> None:
+    """The tokens at the axes, where they can be read."""
+    panel.set_xticks([])
+    panel.set_yticks([])
+    if left and len(each.queries) <= _MOST_LABELS:
+        panel.set_yticks(range(len(each.queries)), each.queries, fontsize=size)
+    if below and len(each.keys) <= _MOST_LABELS:
+        panel.set_xticks(range(len(each.keys)), each.keys, fontsize=size, rotation=90)
+    panel.tick_params(length=1, pad=1)
