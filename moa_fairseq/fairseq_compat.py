@@ -108,6 +108,21 @@ def _not_observing_fillers(train_step: Callable) -> Callable:
     return wrapped
 
 
+def _but_for_what_encoders_return(add_hooks: Callable) -> Callable:
+    """Wrap the hooks by which fairseq finds the module that made a NaN."""
+
+    @functools.wraps(add_hooks)
+    def wrapped(detector: Any, module: Any) -> None:
+        from fairseq.models import FairseqEncoder
+
+        backward = detector.backward
+        detector.backward = backward and not isinstance(module, FairseqEncoder)
+        add_hooks(detector, module)
+        detector.backward = backward
+
+    return wrapped
+
+
 def _explaining_optimizers(load_checkpoint: Callable) -> Callable:
     """Wrap the trainer's loading of a checkpoint to resume from."""
 
@@ -169,6 +184,7 @@ def patches() -> List[Patch]:
     from fairseq.dataclass import utils as dataclass_utils
     from fairseq.distributed import utils as distributed_utils
     from fairseq.models import distributed_fairseq_model
+    from fairseq.nan_detector import NanDetector
     from fairseq.optim import AMPOptimizer
     from fairseq.tasks.fairseq_task import FairseqTask
     from fairseq.trainer import Trainer
@@ -234,6 +250,12 @@ def patches() -> List[Patch]:
             *(AMPOptimizer, "clip_grad_norm", cpu_autocast.stopping_at_what_is_not_finite),
             "On the CPU torch's scaler is switched off, and NaN in --amp's gradients an AttributeError.",
             "fairseq_patches/test_cpu_autocast.py::test_nan_on_the_cpu_ends_a_training_as_without_amp",
+        ),
+        Patch(
+            *(NanDetector, "add_hooks", _but_for_what_encoders_return),
+            "The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of "
+            "tensors, in which torch's backward hooks find none.",
+            compat + "test_the_module_that_made_a_nan_is_named",
         ),
         Patch(
             *(FairseqTask, "get_batch_iterator", _batches_of_the_first_epoch),

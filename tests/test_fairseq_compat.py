@@ -11,6 +11,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import TokenBlockDataset, data_utils
+from fairseq.nan_detector import NanDetector
 
 import moa_fairseq
 from moa_fairseq import fairseq_compat
@@ -212,3 +213,17 @@ def test_restarting_from_a_planted_checkpoint_is_refused(fairseq, toy_data, toy_
     done = fairseq.train(toy_data, tmp_path, check=False)
     assert done.returncode != 0 and "was refused" in done.stderr
     assert not (tmp_path / "marker").exists()
+
+
+def test_the_module_that_made_a_nan_is_named(build_trainer, caplog):
+    """An encoder returns a dict of lists, in which torch's backward hooks find no tensor."""
+    trainer, batches = build_trainer(arch="transformer_tiny", task="translation")
+    model, sample = trainer.get_model(), batches[0]
+
+    def spoil(module, inputs, output):
+        output.register_hook(lambda grad: grad * np.nan)
+
+    model.encoder.layers[0].fc1.register_forward_hook(spoil)
+    with NanDetector(model), caplog.at_level("WARNING"):
+        model(**sample["net_input"])[0].sum().backward()
+    assert "NaN detected in output of encoder.layers.0." in caplog.text

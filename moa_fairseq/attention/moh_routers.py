@@ -170,7 +170,9 @@ class QueryNormRouter(_Router):
     """The router without parameters for models that have been trained (MoH §4.4): l2 norms of the queries.
 
     A routed head's logit is the norm of its query, divided by the standard deviation of the norms over the
-    routed heads, as in the released code. The K largest are chosen. Gates are 1(chosen) in the
+    routed heads, as in the released code (which does not train). The divisor is a temperature: it has no
+    gradient, which would take away that of two heads, and is at least 0.01 of the mean norm, for heads whose
+    norms are equal. The K largest are chosen. Gates are 1(chosen) in the
     forward pass and have the gradient of the softmax probability (straight-through: ∂L/∂g = ∂L/∂g^q). Shared
     heads have the gate 1.
     """
@@ -184,7 +186,9 @@ class QueryNormRouter(_Router):
             heads = queries.to(dtype).view(queries.size(0), self.num_heads, -1)
             logits = torch.linalg.vector_norm(heads[:, self.shared_heads :], dim=-1)
             if self.routed_heads > 1:
-                logits = logits / logits.std(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+                norms = logits.detach()
+                least = (0.01 * norms.mean(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny)
+                logits = logits / norms.std(-1, keepdim=True).maximum(least)
             probs = torch.softmax(logits, -1)
             routed_gate, routed_index = self._chosen(probs)
             routed_gate = 1.0 + (routed_gate - routed_gate.detach())

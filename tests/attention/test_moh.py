@@ -9,6 +9,7 @@ from fairseq.modules import MultiheadAttention
 from moa_fairseq.attention.collector import collect_decisions, hypotheses
 from moa_fairseq.attention.losses import head_balance_loss, released_head_balance_loss
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.moh_routers import QueryNormRouter
 from moa_fairseq.attention.selected import skipping_pays
 from moa_fairseq.errors import UserError
 
@@ -255,7 +256,7 @@ def test_query_norms_choose_and_their_gradient_goes_straight_through():
     decision = decisions[0][1]
     x = query.transpose(0, 1).reshape(-1, C)
     norms = module.q_proj(x).view(-1, H, D)[:, SHARED:].norm(dim=-1)
-    probs = torch.softmax(norms / norms.std(1, keepdim=True), 1)
+    probs = torch.softmax(norms / norms.std(1, keepdim=True).detach(), 1)
     expected = norms.topk(K, 1).indices.sort(1).values + SHARED
     assert torch.equal(decision.expert_index[:, SHARED:].sort(1).values, expected)
     torch.testing.assert_close(decision.gate, torch.ones_like(decision.gate))
@@ -263,6 +264,20 @@ def test_query_norms_choose_and_their_gradient_goes_straight_through():
     straight = torch.autograd.grad((decision.gate[:, SHARED:] * upstream).sum(), query, retain_graph=True)
     chosen = probs.gather(1, decision.expert_index[:, SHARED:] - SHARED)
     torch.testing.assert_close(straight, torch.autograd.grad((chosen * upstream).sum(), query))
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-20, 1e-6])
+def test_query_norms_that_are_equal_have_finite_gradients(difference):
+    router = QueryNormRouter(4, 2, 1)
+    queries = torch.full((3, 4, 8), 0.5)
+    queries[:, 3] += difference
+    queries[2] = 0  # a token without any query
+    queries.requires_grad_()
+    decision = router(queries.view(3, -1))
+    assert torch.isfinite(decision.probs).all() and torch.isfinite(decision.logits).all()
+    (decision.gate * torch.randn(3, 3)).sum().backward()
+    assert torch.isfinite(queries.grad).all() and queries.grad[:2].abs().max() < 100
+    assert queries.grad[:2, 2:].abs().sum() > 0, "two heads learn, too"
 
 
 @pytest.mark.parametrize("shared", [0, H])
