@@ -1,11 +1,13 @@
 """`moa-fairseq VERB`: finds the room that does the work, and prints errors meant for people."""
 
 import argparse
+import contextlib
+import functools
 import importlib
 import logging
 import sys
 from pathlib import Path
-from typing import List, Optional
+from typing import Callable, Iterator, List, Optional
 
 from moa_fairseq.errors import UserError
 
@@ -26,6 +28,38 @@ VERBS = {
     "gpt2-bpe": ("moa_fairseq.data_prep.gpt2_bpe_command", "encode text as RoBERTa's and binarise it"),
     "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
 }
+
+
+# Rooms whose long work reports through `logging`.
+REPORTING = ("recipes", "analysis.single_expert")
+
+
+class Console(logging.Handler):
+    """Writes what the rooms report as plain lines, a warning with its level before it."""
+
+    def __init__(self, write: Callable[[str], None] = functools.partial(print, flush=True)) -> None:
+        super().__init__()
+        self.write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        self.write(level + record.getMessage())
+
+
+@contextlib.contextmanager
+def reporting_to(handler: logging.Handler) -> Iterator[None]:
+    """For a while, `handler` alone has what the rooms in REPORTING say."""
+    loggers = [logging.getLogger(f"moa_fairseq.{room}") for room in REPORTING]
+    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, logger.handlers, logger.propagate, level in before:
+            logger.setLevel(level)
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -83,7 +117,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         if args.user_dir is not None:
             _import_plugin(args)
-        return args.run(args)
+        with reporting_to(Console()):
+            return args.run(args)
     except UserError as error:
         print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)
         return 2

@@ -35,19 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def analyze(args: argparse.Namespace) -> int:
     """Evaluate and print the rows of Table 5."""
     from moa_fairseq.analysis.single_expert import evaluate_single_experts, open_run
-    from moa_fairseq.recipes.commands import device_environment
-    from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
+    from moa_fairseq.recipes.hardware import choose_devices, detect_hardware, device_environment
 
     if args.draws < 0:
         raise UserError(f"--draws {args.draws}: none, or some.")
     run, present = open_run(args.run_dir), detect_hardware()
     hardware = choose_devices(present, 0 if args.cpu else min(1, present.gpus), dry_run=False)
     environment = device_environment(hardware, present)
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    report = evaluate_single_experts(run, args.subset, args.draws, hardware, environment, say)
+    report = evaluate_single_experts(run, args.subset, args.draws, hardware, environment)
     if args.json:
         write_json(args.json, report)
     print(_table(report))
