@@ -2,11 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import importlib
 import logging
 import sys
 from pathlib import Path
-from typing import IO, Iterator, List, Optional
+from typing import Callable, Iterator, List, Optional
 
 from moa_fairseq.errors import UserError
 
@@ -30,6 +31,34 @@ VERBS = {
 
 # The rooms that report through `logging` what a user waits for.
 REPORTING = ("analysis", "corpus", "data_prep", "recipes", "running")
+
+
+class Console(logging.Handler):
+    """Writes what the rooms report as plain lines, a warning with its level before it."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self.write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
+        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        self.write(level + record.getMessage())
+
+
+@contextlib.contextmanager
+def reporting_to(handler: logging.Handler) -> Iterator[None]:
+    """For a while, `handler` alone has what the rooms in REPORTING say."""
+    loggers = [logging.getLogger(f"moa_fairseq.{room}") for room in REPORTING]
+    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, logger.handlers, logger.propagate, level in before:
+            logger.setLevel(level)
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -78,24 +107,6 @@ def _import_plugin(args: argparse.Namespace) -> None:
     import_user_module(args)
 
 
-@contextlib.contextmanager
-def reports_on(stream: IO[str]) -> Iterator[None]:
-    """Print what the rooms report, one line a message, to `stream` while the block runs."""
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    loggers = [logging.getLogger(f"moa_fairseq.{room}") for room in REPORTING]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False  # fairseq gives the root logger a handler of its own
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-            logger.propagate = True
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     """Run one verb. Returns its exit status: 0, 2 for a UserError, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
@@ -103,11 +114,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     logging.getLogger().setLevel(logging.WARNING)
     args = build_parser(argv).parse_args(argv)
     # With --json the standard output holds the JSON alone.
-    stream = sys.stderr if getattr(args, "json", False) else sys.stdout
+    stream = sys.stderr if getattr(args, "json", None) is True else sys.stdout
     try:
         if args.user_dir is not None:
             _import_plugin(args)
-        with reports_on(stream):
+        with reporting_to(Console(functools.partial(print, file=stream, flush=True))):
             return args.run(args)
     except UserError as error:
         print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from fairseq.trainer import Trainer
 from fairseq_cli import preprocess as fairseq_preprocess
 
 import moa_fairseq
+from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
 from moa_fairseq.data_prep.prepare_text import TextPreparation
 from moa_fairseq.running.command_line import flags
@@ -50,6 +51,14 @@ class Fairseq:
             *args,
             **options,
         )
+
+
+@pytest.fixture
+def said():
+    """The lines that recipes report while the test runs."""
+    lines = []
+    with reporting_to(Console(lines.append)):
+        yield lines
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import struct
 import tarfile
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Callable, Dict, Sequence
 
 import yaml
@@ -21,16 +20,18 @@ from fuzz import LONG_INPUT, Parser, mutated
 from moa_fairseq.analysis.learning_curve import read_learning_curve
 from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.bpe import load_codes
+from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.evaluation.results import load_comparison
 from moa_fairseq.evaluation.results_markdown import render
-from moa_fairseq.recipes import lm_stages, result, runner, stages
-from moa_fairseq.recipes.commands import RunPaths
+from moa_fairseq.recipes import result, runner, training
 from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.jobs.causal_lm import read_report
+from moa_fairseq.recipes.jobs.shared import read_scores
 from moa_fairseq.recipes.loading import build, load_recipe, to_mapping
-from moa_fairseq.recipes.run_folder import RunState
 from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.steps import Run
 from moa_fairseq.recipes.train_log import TrainLog, prune, summarise
 from moa_fairseq.text import normalize_punctuation
 
@@ -280,7 +281,7 @@ PERPLEXITY_ODD = (
 
 def parse_perplexity(place: Path) -> None:
     text = (place / "input").read_text(encoding="utf-8", errors="replace")
-    scores = lm_stages.read_report(text, place / "input", build(Recipe, RECIPE, "fuzz", ""))
+    scores = read_report(text, place / "input", build(Recipe, RECIPE, "fuzz", ""))
     json.dumps(result.flat_metrics(scores), allow_nan=False)
 
 
@@ -299,27 +300,25 @@ STATE = {
 }
 
 
-def run_of(place: Path) -> stages.Run:
+def run_of(place: Path) -> Run:
     recipe = build(Recipe, RECIPE, "fuzz", "")
-    paths = RunPaths(place, place, place)
-    executor: Any = SimpleNamespace()
-    return stages.Run(recipe, Hardware(), paths, RunState(place), executor, lambda c: None, lambda s: None)
+    return Run(recipe, Hardware(), place, place, prepared=Prepared(place, {}, "f"))
 
 
 def parse_state(place: Path) -> None:
     (place / "input").rename(place / "state.json")
     run = run_of(place)
-    stages.origin_of_model(run)
+    run.model_origin(run.recipe.generate)
     result.write_result(run, {"test": SCORES}, "x")
     run.state.is_done("train", "d")
     with contextlib.suppress(UserError):
-        runner._recall_prepared(run.recipe, place, run.state.get("prepare"))
+        runner._recall_prepared(run)
     with contextlib.suppress(UserError):
-        stages.check_trained(run, SimpleNamespace(fingerprint="f"))
+        training.check_trained(run)
 
 
 def parse_scores(place: Path) -> None:
-    scores = stages.read_scores(place / "input")
+    scores = read_scores(place / "input")
     json.dumps(result.flat_metrics(scores), allow_nan=False)
     result.describe(build(Recipe, RECIPE, "fuzz", ""), {"test": scores}, {"value": 1.0})
 

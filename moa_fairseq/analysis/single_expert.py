@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import logging
 import statistics
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 import yaml
 
@@ -26,19 +27,21 @@ from moa_fairseq.attention.single_expert import MIXTURE, RANDOM_EXPERT, TOP_EXPE
 from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
-from moa_fairseq.recipes import commands, lm_stages, stages
-from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware
+from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware, device_environment
+from moa_fairseq.recipes.jobs import steps
 from moa_fairseq.recipes.loading import build
 from moa_fairseq.recipes.result import flat_metrics
 from moa_fairseq.recipes.run_folder import RunState
-from moa_fairseq.recipes.runner import user_dir
+from moa_fairseq.recipes.runner import scores_of
 from moa_fairseq.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
-from moa_fairseq.running import command_line
+from moa_fairseq.recipes.steps import Run, carry_out
 from moa_fairseq.running.folder_lock import locked
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
 
 NAME = "single-expert"
 SUMMARY = "scores with one expert per module instead of the mixture (MAE Table 5)"
+log = logging.getLogger(__name__)
+
 FOLDER = "single-expert"  # in the run folder: one folder for each way to evaluate
 
 
@@ -56,24 +59,10 @@ def analyze(args: argparse.Namespace) -> int:
         raise UserError(f"--draws {args.draws}: it is the number of random draws, 0 or more.")
     run, present = open_run(args.run_dir), detect_hardware()
     hardware = choose_devices(present, 0 if args.cpu else min(1, present.gpus), dry_run=False)
-    environment = commands.device_environment(hardware, present)
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    report = evaluate_single_experts(run, args.subset, args.draws, hardware, environment, say)
+    environment = device_environment(hardware, present)
+    report = evaluate_single_experts(run, args.subset, args.draws, hardware, environment)
     finish(_table(report), report, args.json)
     return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _PartPaths(commands.RunPaths):
-    """Files of one evaluation, in a folder of its own, of a model that another run trained."""
-
-    trained: Path
-
-    def model(self, recipe: Recipe) -> Path:
-        return self.trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +87,7 @@ def open_run(folder: Path) -> TrainedRun:
     prepared = Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
     if not prepared.folder.is_dir():
         raise UserError(f"The data of {folder} is no longer in {prepared.folder}: run --stage prepare again.")
-    model = commands.RunPaths(prepared.folder, folder, user_dir()).model(recipe)
+    model = Run(recipe, Hardware(), prepared.folder, folder).model
     gate = _gate_of(model)
     evaluates = recipe.score and (recipe.generate if recipe.kind == TRANSLATION else True)
     if gate is None or not evaluates or recipe.kind not in (TRANSLATION, CAUSAL_LM):
@@ -120,7 +109,6 @@ def evaluate_single_experts(
     draws: int,
     hardware: Hardware,
     environment: Optional[Dict[str, str]] = None,
-    say: Callable[[str], None] = print,
 ) -> Dict[str, Any]:
     """Evaluate a subset with the mixture, with the top experts and with `draws` random ones, and compare.
 
@@ -133,52 +121,34 @@ def evaluate_single_experts(
         executor = Executor(environment, lock)
         for how, seed in plan:
             if how == TOP_EXPERT and run.gate == "uniform":
-                say(f"{TOP_EXPERT} is left out: the gates are uniform and prefer no expert.")
+                log.info("%s is left out: the gates are uniform and prefer no expert.", TOP_EXPERT)
                 continue
             name = how if seed is None else f"{how}-{seed}"
-            part = _part(run, name, how, seed or 1, hardware, executor, say)
-            scores[name] = flat_metrics(_evaluate(part, run.prepared, subset))
+            log.info("%s:", name)
+            part = _part(run, name, subset, {"mae_evaluate_with": how, "mae_evaluate_seed": seed or 1})
+            part = dataclasses.replace(part, hardware=hardware, executor=executor)
+            todo = [step for step in steps(part) if step.stage in ("generate", "score")]
+            for step in todo:
+                carry_out(part, step)
+            scores[name] = flat_metrics(scores_of(todo)[subset])
     return _report(run, subset, scores)
 
 
-def _part(
-    run: TrainedRun,
-    name: str,
-    how: str,
-    seed: int,
-    hardware: Hardware,
-    executor: Executor,
-    say: Callable[[str], None],
-) -> stages.Run:
-    """The run as its recipe has it, but for the experts it evaluates with and the folder it writes to."""
-    section = "generate" if run.recipe.kind == TRANSLATION else "score"
-    settings = getattr(run.recipe, section)
-    overrides = ast.literal_eval(settings.flags.get("model-overrides", "{}"))
-    overrides.update(mae_evaluate_with=how, mae_evaluate_seed=seed)
-    settings = dataclasses.replace(settings, flags={**settings.flags, "model-overrides": str(overrides)})
-    recipe = dataclasses.replace(run.recipe, **{section: settings})
-    paths = _PartPaths(run.prepared.folder, run.folder / FOLDER / name, user_dir(), run.model)
-    state, trained = RunState(paths.save_dir), RunState(run.folder)
+def _part(run: TrainedRun, name: str, subset: str, model_overrides: Dict[str, Any]) -> Run:
+    """The run as its recipe has it, but for one subset, the model's overrides and a folder of its own."""
+    recipe, folder = run.recipe, run.folder / FOLDER / name
+    section = "generate" if recipe.kind == TRANSLATION else "score"
+    settings = getattr(recipe, section)
+    overrides = {**ast.literal_eval(settings.flags.get("model-overrides", "{}")), **model_overrides}
+    flags = {**settings.flags, "model-overrides": str(overrides)}
+    settings = dataclasses.replace(settings, flags=flags, subsets=[subset])
+    recipe = dataclasses.replace(recipe, **{section: settings})
+    part = Run(recipe, Hardware(), run.prepared.folder, folder, trained=run.model, prepared=run.prepared)
+    trained = RunState(run.folder)
     for stage in ("train", "average"):  # where the model comes from
         if trained.get(stage):
-            state.put(stage, **trained.get(stage))
-    say(f"{name}:")
-    return stages.Run(
-        recipe,
-        hardware,
-        paths,
-        state,
-        executor,
-        show=lambda command: say(f"$ {command_line.to_shell(command, executor.environment)}"),
-        say=say,
-    )
-
-
-def _evaluate(part: stages.Run, prepared: Prepared, subset: str) -> Dict[str, Any]:
-    if part.recipe.kind == CAUSAL_LM:
-        return lm_stages.score(part, prepared, subset)
-    stages.generate(part, prepared, subset)
-    return stages.score(part, subset)
+            part.state.put(stage, **trained.get(stage))
+    return part
 
 
 def _report(run: TrainedRun, subset: str, scores: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:

@@ -19,14 +19,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import sys
 from pathlib import Path
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
+from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
 from moa_fairseq.recipes.finetune import resolve
 from moa_fairseq.recipes.hardware import (
     CAPABILITIES,
@@ -34,7 +34,10 @@ from moa_fairseq.recipes.hardware import (
     assumed_hardware,
     choose_devices,
     detect_hardware,
+    device_environment,
 )
+from moa_fairseq.recipes.jobs import steps
+from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import (
     check_scale,
@@ -47,15 +50,14 @@ from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
     is_binarised_data,
-    planned_commands,
+    plan_run,
     prepared_before,
     run_recipe,
-    save_dir_of,
 )
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.throughput import read_rows
-from moa_fairseq.recipes.world import find_world
 from moa_fairseq.running import command_line
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,59 +129,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run or, with --dry-run, print one recipe. Returns the exit status."""
+    """Run one recipe, or tell what it would do (--dry-run, --plan, --hydra). Returns the exit status."""
     recipe = resolve(load_recipe(args.config, args.overrides))
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
     present = detect_hardware()
     hardware = _hardware(args, present)
+    inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
-        stage=args.stage,
-        data=_binarised_inside(args.data),
+        stage=args.stage if args.hydra is None else "all",
+        data=inside if inside and is_binarised_data(inside) else args.data,
         save_dir=args.save_dir,
         restart=args.restart,
         record=_record_path(args),
         command_line=_command_line(),
     )
+    if (args.plan or args.hydra is not None) and not fairseq_is_installed():
+        raise UserError("--plan and --hydra ask fairseq: run `bash scripts/setup.sh` first.")
     if args.plan:
-        return _plan(args, recipe, hardware)
-    if args.hydra is not None:
-        return _hydra(args, recipe, hardware)
-    data = options.data or prepared_before(recipe, options.save_dir)
+        return _plan(args, recipe, hardware, args.data or prepared_before(recipe, options))
+    data = options.data or prepared_before(recipe, options)
     known = data if data and is_binarised_data(data) else None
+    if args.hydra is not None and known is None:
+        raise UserError(
+            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
+            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
+        )
     # What is assumed of data that nobody has seen yet is for a dry run; a run measures it.
     sized = with_floor(recipe, known, assume=args.dry_run)
     used, fewer = fit_devices(sized, hardware)
-    warning = check_scale(sized, used)
-    plan = planned_commands(sized, used, options)
-    print(f"{recipe.experiment}: {recipe.summary}")
-    print(f"hardware: {hardware.describe()}", flush=True)
-    if warning:
-        print(warning, flush=True)
-    training = next((command for command in plan if command[0] == "fairseq-train"), None)
-    leads = hardware.world is None or hardware.world.leads
-    if training and leads and (fairseq_is_installed() or not args.dry_run):
-        warning = check_schedule(sized, used, check_train_command(training), known)
-        if warning:
-            print(warning, flush=True)
+    warnings = [check_scale(sized, used)]
+    if args.hydra is not None:
+        options = dataclasses.replace(options, data=known)
+    planned = plan_run(sized, used, options)
+    todo = [step for step in steps(planned) if options.wants(step.stage)]
+    training = next((step.command for step in todo if step.stage == "train"), None)
+    if args.hydra is not None:
+        from moa_fairseq.recipes.hydra import write_hydra
+
+        folder = Path(args.hydra) if args.hydra else planned.folder / "hydra"
+        same = command_line.to_shell(training)
+        header = f"{recipe.summary}\nMade by: {options.command_line}\nThe same as: {same}"
+        line = command_line.to_shell(write_hydra(training, folder, recipe.experiment, header))
+        print(f"{fewer}\n{line}" if fewer else line)
+        return 0
+    log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
+    if training and planned.leads and (fairseq_is_installed() or not args.dry_run):
+        warnings.append(check_schedule(sized, used, check_train_command(training), known))
+    for warning in filter(None, warnings):
+        log.info(warning)
     if not args.dry_run:
-        run_recipe(recipe, hardware, present, options, say=_say)
+        run_recipe(recipe, hardware, present, options)
         return 0
     if known:
-        on_the_rows_data(recipe, known, lines_of(recipe, known), _say)
+        on_the_rows_data(recipe, known, lines_of(recipe, known))
     if fewer:
-        print(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
-    print(f"batch: {commands.plan_batch(sized.train, used.devices).describe()}")
-    environment = commands.device_environment(used, present)
-    for command in plan:
-        print(f"$ {command_line.to_shell(command, environment)}")
+        log.info(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
+    log.info("batch: %s", plan_batch(sized.train, used.devices).describe())
+    for step in todo:
+        log.info("$ %s", command_line.to_shell(step.command, device_environment(used, present)))
     return 0
-
-
-def _binarised_inside(data: Path | None) -> Path | None:
-    """--data as given, or the binarised folder in it when `moa-fairseq prepare` made it."""
-    inside = data / "binarised" if data else None
-    return inside if inside and is_binarised_data(inside) else data
 
 
 def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
@@ -194,48 +203,19 @@ def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
     return dataclasses.replace(hardware, world=world)
 
 
-def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
-    if not fairseq_is_installed():
-        raise UserError("--plan builds the model and needs fairseq: run `bash scripts/setup.sh` first.")
-    from moa_fairseq.recipes import plan
+def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None) -> int:
+    from moa_fairseq.recipes.planner import plan
+    from moa_fairseq.recipes.planner.throughput import read_rows
 
-    data = args.data or prepared_before(recipe, args.save_dir)
     recipe = with_floor(recipe, data)
     rows = read_rows(args.config.resolve().parent.parent / "results")
     machines = plan.machines_to_plan(hardware, args.gpus, args.device_name)
     report = plan.plan(recipe, plan.workload(recipe, data), machines, rows)
-    print(json.dumps(report, indent=1) if args.json else f"{recipe.experiment}: {recipe.summary}")
-    if not args.json:
-        print(plan.as_text(report))
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print(f"{recipe.experiment}: {recipe.summary}\n{plan.as_text(report)}")
     return 0
-
-
-def _hydra(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
-    if not fairseq_is_installed():
-        raise UserError("--hydra asks fairseq for its config: run `bash scripts/setup.sh` first.")
-    from moa_fairseq.recipes.hydra import write_hydra
-
-    data = _binarised_inside(args.data) or prepared_before(recipe, args.save_dir)
-    options = Options(data=data, save_dir=args.save_dir)
-    if data is None or not is_binarised_data(data):
-        raise UserError(
-            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
-            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
-        )
-    recipe = with_floor(recipe, data)
-    hardware, fewer = fit_devices(recipe, hardware)
-    check_scale(recipe, hardware)
-    if fewer:
-        print(fewer)
-    training = next(c for c in planned_commands(recipe, hardware, options) if c[0] == "fairseq-train")
-    folder = Path(args.hydra) if args.hydra else save_dir_of(recipe, options) / "hydra"
-    header = f"{recipe.summary}\nMade by: {_command_line()}\nThe same as: {command_line.to_shell(training)}"
-    print(command_line.to_shell(write_hydra(training, folder, recipe.experiment, header)))
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _record_path(args: argparse.Namespace) -> Path | None:

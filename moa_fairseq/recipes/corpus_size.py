@@ -12,8 +12,7 @@ import numpy
 
 from moa_fairseq.data_prep.binarised import INPUT
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.commands import BatchPlan
-from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, Recipe, Train
+from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, Recipe
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
 SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
@@ -44,16 +43,6 @@ class CorpusSize:
         if self.batches is not None:
             return math.ceil(math.ceil(self.batches / devices) / update_freq)
         return max(1, round(self.target_tokens / (effective * self.fill)))
-
-
-def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
-    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
-    limits = [train.max_update] if train.max_update else []
-    if train.max_epoch and size:
-        limits.append(
-            train.max_epoch * size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
-        )
-    return min(limits, default=None)
 
 
 def known_size(recipe: Recipe) -> Optional[CorpusSize]:

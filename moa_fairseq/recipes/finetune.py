@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any, Dict
 
 from moa_fairseq.data_prep.prepare import CODES
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.run_folder import RunState, is_whole, trained_checkpoint
 from moa_fairseq.recipes.schema import Data, Recipe
+
+log = logging.getLogger(__name__)
 
 
 def resolve(recipe: Recipe) -> Recipe:
@@ -44,10 +47,10 @@ def pretrained_checkpoint(pretrained: str) -> Path:
     return path if path.suffix == ".pt" else trained_checkpoint(path)
 
 
-def check_pretrained(recipe: Recipe, data: Path, say: Callable[[str], None]) -> None:
+def check_pretrained(recipe: Recipe, data: Path) -> None:
     """Before hours are lost: the pretrained checkpoint is there, and `data` has its dictionaries.
 
-    say: told what could not be checked. Raises UserError naming the key and the remedy.
+    Warns of what could not be checked. Raises UserError naming the key and the remedy.
     """
     checkpoint = pretrained_checkpoint(recipe.pretrained)
     if not is_whole(checkpoint):
@@ -57,13 +60,13 @@ def check_pretrained(recipe: Recipe, data: Path, say: Callable[[str], None]) -> 
         )
     original = _binarised_of(Path(recipe.pretrained))
     if original is None:
-        say(
-            f"WARNING: {recipe.pretrained} does not tell what it was trained on. Its dictionaries must be "
-            f"those in {data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
+        log.warning(
+            f"{recipe.pretrained} does not tell what it was trained on. Its dictionaries must be those in "
+            f"{data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
         )
     elif recipe.data.codes is None and recipe.data.recipe != "binarised":
-        say(
-            f"WARNING: no BPE merges were found with {original}; text that is not segmented already stays "
+        log.warning(
+            f"no BPE merges were found with {original}; text that is not segmented already stays "
             "words. If the pretrained model has subwords, name its merges: --set data.codes=FILE."
         )
     for language in (recipe.data.source, recipe.data.target) if original else ():

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import os
 import platform
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.launch.world import World
 from moa_fairseq.recipes.schema import Model
-from moa_fairseq.recipes.world import World
 
 # What --device-name may say: CUDA capability, so that precision and plans fit a machine that is not at hand.
 CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0)}
@@ -88,6 +88,12 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
         f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or "
         f"check CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver."
     )
+
+
+def device_environment(hardware: Hardware, present: Hardware) -> Dict[str, str]:
+    """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
+    restrict = 0 < hardware.gpus < present.gpus
+    return {"CUDA_VISIBLE_DEVICES": ",".join(hardware.visible)} if restrict else {}
 
 
 def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] = None) -> List[str]:

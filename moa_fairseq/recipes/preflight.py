@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Callable, List, NamedTuple, Optional
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.commands import plan_batch
-from moa_fairseq.recipes.corpus_size import known_size, measured_size, planned_updates
+from moa_fairseq.recipes.batch import plan_batch, planned_updates
+from moa_fairseq.recipes.corpus_size import known_size, measured_size
 from moa_fairseq.recipes.hardware import Hardware, precision_flags
 from moa_fairseq.recipes.schema import Recipe
 

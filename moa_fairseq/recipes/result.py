@@ -15,11 +15,12 @@ from typing import Any, Dict, Optional
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number
-from moa_fairseq.recipes.commands import plan_batch
+from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import precision_flags
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
-from moa_fairseq.recipes.stages import Run, evaluated_as_the_recipe_says, evaluation_state
+from moa_fairseq.recipes.steps import Run
 from moa_fairseq.recipes.train_log import summarise
+from moa_fairseq.recipes.training import trained_as_the_recipe_says
 
 
 def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> Path:
@@ -31,14 +32,15 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
     recipe, trained = run.recipe, run.state.get("train")
     summary = summarise(run.folder / "train.jsonl")
     subset = recipe.subsets[0] if recipe.subsets else None
-    evaluated = evaluation_state(run, subset)
+    # what the step that read the model remembers
+    evaluated = run.state.get(f"{'generate' if recipe.generate else 'score'}-{subset}")
     settings = evaluated.get("settings", {})
     metrics = flat_metrics(scores[subset]) if subset in scores else {}
     if "valid_ppl" in summary:
         metrics["valid_ppl"] = summary.pop("valid_ppl")
     result = {
         "experiment": recipe.experiment,
-        "reproduces": _reproduces(recipe) if evaluated_as_the_recipe_says(run, subset) else None,
+        "reproduces": _reproduces(run, evaluated),
         "headline": recipe.score.headline if recipe.score else None,
         "metrics": metrics,
         "subset": subset,
@@ -64,9 +66,9 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
     return path
 
 
-def write_throughput(run: Run, data: Path, path: Path, command: str) -> None:
-    """Write how fast the train stage was, for --plan to go by. data: the binarised folder."""
-    from moa_fairseq.recipes.plan import workload
+def write_throughput(run: Run, path: Path, command: str) -> None:
+    """Write how fast the train stage was, for --plan to go by."""
+    from moa_fairseq.recipes.planner.plan import workload
 
     recipe, hardware, summary = run.recipe, run.hardware, summarise(run.folder / "train.jsonl")
     batch = plan_batch(recipe.train, hardware.devices)
@@ -75,7 +77,7 @@ def write_throughput(run: Run, data: Path, path: Path, command: str) -> None:
         "hardware": run.state.get("train").get("hardware", hardware.describe()),
         "precision": (precision_flags(recipe.train.precision, hardware, recipe.model) or ["--fp32"])[0][2:],
         "tokens_per_second": summary["tokens_per_second"],
-        "macs_per_target_token": round(workload(recipe, data).macs_per_target_token),
+        "macs_per_target_token": round(workload(recipe, run.data).macs_per_target_token),
         "parameters": run.state.get("train").get("parameters"),
         "max_tokens": batch.max_tokens,
         "update_freq": batch.update_freq,
@@ -143,9 +145,17 @@ def commit() -> Optional[str]:
     return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
 
 
-def _reproduces(recipe: Recipe) -> Optional[Dict[str, Any]]:
-    cell = recipe.reproduces
-    return dataclasses.asdict(cell) if cell else None
+def _reproduces(run: Run, evaluated: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """The paper's cell, if the finished training's model was evaluated with the recipe's own settings."""
+    recipe = run.recipe
+    stands = (
+        recipe.reproduces is not None
+        and trained_as_the_recipe_says(run)
+        and evaluated.get("training") == run.state.get("train")["done"]
+        and evaluated.get("checkpoints") == (recipe.average.count if recipe.average else 1)
+        and evaluated.get("settings") == dataclasses.asdict(recipe.generate or recipe.score)
+    )
+    return dataclasses.asdict(recipe.reproduces) if stands else None
 
 
 def _version(distribution: str) -> Optional[str]:

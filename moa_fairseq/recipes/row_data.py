@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional
 
 from moa_fairseq.data_prep.catalogue import language_modeling_sets, translation_sets
 from moa_fairseq.data_prep.prepare_text import MANIFEST
@@ -16,15 +17,15 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.corpus_size import sentence_sizes
 from moa_fairseq.recipes.schema import Recipe
 
+log = logging.getLogger(__name__)
+
 # The user's own files, which have no name to be known by.
 OWN = ("parallel", "binarised")
 # Text in another encoding has as many lines.
 _LINES_OF = {"wikitext103_gpt2bpe": "wikitext103_raw"}
 
 
-def on_the_rows_data(
-    recipe: Recipe, folder: Path, lines: Mapping[str, int], say: Callable[[str], None]
-) -> Recipe:
+def on_the_rows_data(recipe: Recipe, folder: Path, lines: Mapping[str, int]) -> Recipe:
     """The recipe, without `reproduces` where the data is not that of the row; says which of both.
 
     folder: the binarised data; a manifest.json in it or beside it names the data set. lines: sentences of
@@ -36,17 +37,16 @@ def on_the_rows_data(
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
     difference = _difference(recipe, folder, lines)
     if difference is None:
-        say(f"stands for {row}")
+        log.info("stands for %s", row)
         return recipe
-    say(f"WARNING: this run does not stand for {row}. {difference} Its result says reproduces: null.")
+    log.warning("this run does not stand for %s. %s Its result says reproduces: null.", row, difference)
     return dataclasses.replace(recipe, reproduces=None)
 
 
 def lines_of(recipe: Recipe, folder: Path) -> Dict[str, int]:
     """Sentences of each split that is in a binarised folder."""
-    splits = dict.fromkeys(["train", "valid", *recipe.subsets])
     found = {}
-    for split in splits:
+    for split in recipe.splits:
         with contextlib.suppress(UserError):
             found[split] = len(sentence_sizes(recipe, folder, split)[0])
     return found

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import numbered_checkpoints
 from moa_fairseq.fairseq_patches.checkpoint_files import check_sums
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
+
+log = logging.getLogger(__name__)
 
 # The values of a stage's entry, as far as anything relies on them.
 _ENTRY = {
@@ -102,10 +105,10 @@ def is_readable(checkpoint: Path) -> bool:
         return False
 
 
-def checkpoint_to_resume(folder: Path, say: Callable[[str], None] = print) -> Optional[Path]:
+def checkpoint_to_resume(folder: Path) -> Optional[Path]:
     """checkpoint_last.pt, or the newest readable checkpoint where a crash or a disk damaged the last one.
 
-    say: is told of every damaged one that was passed over. None when training has to start from the
+    Warns of every damaged one that was passed over. None when training has to start from the
     beginning. Raises UserError when there are checkpoints but none is readable.
     """
     last = folder / "checkpoint_last.pt"
@@ -116,7 +119,7 @@ def checkpoint_to_resume(folder: Path, say: Callable[[str], None] = print) -> Op
     for path in candidates:
         if is_readable(path):
             return path
-        say(f"{path} is damaged (cut off, or changed on the disk): looking for an older checkpoint")
+        log.warning("%s is damaged (cut off, or changed on the disk): looking for an older one", path)
     if candidates:
         raise UserError(
             f"No checkpoint in {folder} is whole (a crash, a full or a failing disk). Start again with "

@@ -71,6 +71,11 @@ class Model:
     share_all_embeddings: bool = False
     flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def as_flags(self) -> Dict[str, Any]:
+        """All of it as flags of fairseq-train."""
+        own = {name.replace("_", "-"): value for name, value in vars(self).items() if name != "flags"}
+        return {**own, **self.flags}
+
 
 @dataclasses.dataclass(frozen=True)
 class Train:
@@ -166,3 +171,8 @@ class Recipe:
         if self.generate:
             return self.generate.subsets
         return self.score.subsets if self.score else []
+
+    @property
+    def splits(self) -> List[str]:
+        """Parts of the data that the recipe needs."""
+        return list(dict.fromkeys(["train", "valid", *self.subsets]))

@@ -132,11 +132,12 @@ def test_a_script_from_extracted_files_to_binarised(miniature, tmp_path):
     assert "6,750!" in done.stdout and (tmp_path / "out" / "binarised" / "train.de-en.de.idx").is_file()
 
 
-def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, preprocess):
+def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, said):
     """`moa-fairseq recipe` without --data: the archives are looked for in data/downloads, else fetched."""
     from moa_fairseq.recipes.hardware import Hardware
     from moa_fairseq.recipes.loading import load_recipe
     from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
+    from moa_fairseq.running.command_line import to_shell
     from moa_fairseq.running.process import Executor
 
     class Here(Executor):
@@ -153,11 +154,12 @@ def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, prepro
         archive.rename(tmp_path / "data" / "downloads" / kept)
     recipe = load_recipe(ROOT / "configs" / "wmt14_ende_moa_base.yaml", ["data.bpe=20"])
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
-    said = []
-    run_recipe(recipe, Hardware(), Hardware(), options, Here, said.append)
+    run_recipe(recipe, Hardware(), Hardware(), options, Here)
     state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]
     assert state["sentences"] == {"train": 110, "valid": 5, "test": 5} and state["source"] is None
     (planned,) = planned_commands(recipe, Hardware(), options)
     assert planned[planned.index("--destdir") + 1] == str(Path(state["folder"]))
-    run_recipe(recipe, Hardware(), Hardware(), options, Here, said.append)
+    assert f"$ {to_shell(planned)}" in said  # what a dry run prints is what was run
+    said.clear()
+    run_recipe(recipe, Hardware(), Hardware(), options, Here)
     assert sum("up to date" in line for line in said) == 5 + 3

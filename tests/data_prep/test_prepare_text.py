@@ -119,7 +119,7 @@ def test_what_is_missing_is_named(prepare, tmp_path):
     ("config", "size"), [("wikitext103_mlm_transformer", 103), ("wikitext2_mlm_transformer_tiny", 2)]
 )
 def test_a_masked_language_model_needs_no_data_of_its_users(
-    tables, miniature, tmp_path, preprocess, toy_gpt2, monkeypatch, config, size
+    tables, miniature, tmp_path, preprocess, toy_gpt2, monkeypatch, config, size, said
 ):
     """`bash scripts/wikitext103_mlm_*.sh` without --data: what is in data/downloads is used, else fetched."""
     tables()
@@ -141,9 +141,8 @@ def test_a_masked_language_model_needs_no_data_of_its_users(
 
     recipe = load_recipe(CONFIGS / f"{config}.yaml", [])
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
-    said = []
     for _ in range(2):
-        run_recipe(recipe, Hardware(), Hardware(), options, Here, said.append)
+        run_recipe(recipe, Hardware(), Hardware(), options, Here)
     assert served == [f"wikitext/wikitext-{size}-raw-v1.zip"]
     state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]
     assert state["sentences"] == {"train": 160, "valid": 12, "test": 14} and state["source"] is None

@@ -9,14 +9,13 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
+from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
+from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.recipes.schema import Train
 from moa_fairseq.recipes.train_log import TrainLog
-from moa_fairseq.recipes.world import find_world
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = (
@@ -54,7 +53,7 @@ def quick(small, write_config, tmp_path, preprocess):
 def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devices, used, share):
     recipe, data = with_floor(quick[0], quick[1]), quick[1]
     hardware, warning = fit_devices(recipe, gpus(devices))
-    batch = commands.plan_batch(recipe.train, hardware.devices)
+    batch = plan_batch(recipe.train, hardware.devices)
     assert (hardware.gpus, len(hardware.visible), batch.max_tokens) == (used, used, share)
     assert batch.effective <= 1024 and batch.max_tokens >= 141 == recipe.train.min_tokens
     assert (warning is None) == (used == devices)
@@ -64,7 +63,7 @@ def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devic
 
 
 @pytest.mark.parametrize("devices", [8, 16])
-def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, capsys, write_config):
+def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, capsys, write_config, said):
     recipe, data = quick
     path = tmp_path / "configs" / "small.yaml"
     line = ["recipe", str(path), "--data", str(data), "--dry-run", "--device-name", "A100"]
@@ -85,10 +84,9 @@ def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, ca
             assert self.environment == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}
             raise Caught
 
-    said = []
     options = Options(stage="train", data=data, save_dir=tmp_path / "run")
     with pytest.raises(Caught):
-        run_recipe(recipe, gpus(devices), gpus(devices), options, Executor, said.append)
+        run_recipe(recipe, gpus(devices), gpus(devices), options, Executor)
     assert any(line.startswith(f"WARNING: 7 of {devices} devices") for line in said)
 
 
@@ -118,12 +116,12 @@ def test_no_sample_of_a_language_model_is_cut(name, devices, used, share):
     recipe = with_floor(load_recipe(ROOT / "configs" / f"{name}.yaml"), None)
     hardware, _ = fit_devices(recipe, gpus(devices))
     assert hardware.devices == used
-    assert commands.plan_batch(recipe.train, used).max_tokens == share >= recipe.train.min_tokens
+    assert plan_batch(recipe.train, used).max_tokens == share >= recipe.train.min_tokens
 
 
 def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():
     train = Train(criterion="c", max_epoch=1, max_tokens=4000, effective_batch_tokens=4096, min_tokens=3000)
-    batch = commands.plan_batch(train, 1)
+    batch = plan_batch(train, 1)
     assert (batch.update_freq, batch.max_tokens) == (1, 4000)
 
 

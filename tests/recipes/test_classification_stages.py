@@ -7,7 +7,7 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep import catalogue
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.batch_floor import with_floor
+from moa_fairseq.recipes.batch import with_floor
 from moa_fairseq.recipes.corpus_size import measured_size
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -82,14 +82,14 @@ def test_the_dry_run_shows_all_stages(classifier):
 
 
 @pytest.mark.slow
-def test_all_stages(classifier, tmp_path, monkeypatch, capsys):
+def test_all_stages(classifier, tmp_path, monkeypatch, capsys, said):
     """Drawn data, a trained SwitchHead, its accuracy as a whole and by depth; a second run finds all done."""
     monkeypatch.chdir(tmp_path)
     sizes = {"train": 150, "valid": 20, "test": 35}
     listops = catalogue.classification_sets()["listops"]
     monkeypatch.setitem(listops.generated, "sizes", sizes)
-    recipe, run, said = load_recipe(classifier()), tmp_path / "run", []
-    path = run_recipe(recipe, CPU, CPU, Options(save_dir=run), say=said.append)
+    recipe, run = load_recipe(classifier()), tmp_path / "run"
+    path = run_recipe(recipe, CPU, CPU, Options(save_dir=run))
     result = json.loads(path.read_text())
     scores = json.loads((run / "score-test.json").read_text())["accuracy"]
     assert result["metrics"] == {"accuracy": scores["score"]} and scores["sentences"] == 35
@@ -110,12 +110,12 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys):
     assert valid["score"] == pytest.approx(float(best), abs=0.051)
 
     said.clear()
-    run_recipe(recipe, CPU, CPU, Options(save_dir=run), say=said.append)
+    run_recipe(recipe, CPU, CPU, Options(save_dir=run))
     assert sum("done before" in line for line in said) == 2 and not any(line.startswith("$") for line in said)
 
     data = next((tmp_path / "data").glob("listops-*")) / "binarised"
     given = Options(save_dir=tmp_path / "other", data=data, stage="prepare")
-    run_recipe(recipe, CPU, CPU, given, say=said.append)
+    run_recipe(recipe, CPU, CPU, given)
     assert any("binarised already" in line for line in said)
     size = measured_size(recipe, data, 800)
     assert (size.sentences, size.vocabulary) == (150, 4 + 15 + 1)
@@ -127,7 +127,7 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys):
     assert main(["recipe", config, "--data", str(data.parent), "--hydra", str(written)]) == 0
     assert "sentence_prediction_by_length" in (written / "classifier.yaml").read_text("utf-8")
     with pytest.raises(UserError, match="name the folder `binarised`"):
-        run_recipe(recipe, CPU, CPU, Options(save_dir=tmp_path / "third", data=data.parent), say=said.append)
+        run_recipe(recipe, CPU, CPU, Options(save_dir=tmp_path / "third", data=data.parent))
 
 
 def _score_json(model, data, subset, capsys):

@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
+from moa_fairseq.recipes.batch import plan_batch
+from moa_fairseq.recipes.hardware import Hardware, choose_devices, device_environment, precision_flags
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, planned_commands
 from moa_fairseq.recipes.schema import Model, Train
@@ -20,7 +20,7 @@ A100 = Hardware(8, "A100", (8, 0), tuple("01234567"))
 
 def plan(effective, max_tokens, devices):
     train = Train(max_tokens=max_tokens, criterion="c", effective_batch_tokens=effective, max_epoch=1)
-    return commands.plan_batch(train, devices)
+    return plan_batch(train, devices)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ def test_choice_of_devices():
 
 def test_fewer_gpus_than_present_restricts_what_fairseq_sees():
     two = choose_devices(A100, 2, False)
-    assert commands.device_environment(two, A100) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert commands.device_environment(A100, A100) == {}
-    assert commands.device_environment(CPU, CPU) == {}
+    assert device_environment(two, A100) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert device_environment(A100, A100) == {}
+    assert device_environment(CPU, CPU) == {}
 
 
 def test_flags():
@@ -126,13 +126,12 @@ def test_the_printed_line_means_what_is_executed():
 
 
 def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_config, tmp_path):
-    recipe = load_recipe(write_config(small))
-    paths = commands.RunPaths(tmp_path / "bin", tmp_path / "my run", tmp_path / "moa_fairseq")
-    generate = commands.generate_command(recipe, CPU, paths, "test")
-    output = paths.save_dir / "generate-test.txt"
-    score = commands.score_command(recipe, output)
+    folder = tmp_path / "my run"
+    options = Options(data=tmp_path / "bin", save_dir=folder)
+    generate, score = planned_commands(load_recipe(write_config(small)), CPU, options)[-2:]
+    output = folder / "generate-test.txt"
     assert command_line.to_shell(generate).endswith(f" > '{output}'")
-    assert command_line.to_shell(score).endswith(f"--json > '{paths.save_dir / 'score-test.json'}'")
+    assert command_line.to_shell(score).endswith(f"--json > '{folder / 'score-test.json'}'")
     assert command_line.to_argv(generate)[-1] == "--cpu" and command_line.to_argv(score)[-1] == "--json"
 
 
@@ -140,7 +139,7 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path):
     path = write_config(small)
 
     def line(*overrides):
-        command = commands.score_command(load_recipe(path, overrides), tmp_path / "generate")
+        (command,) = planned_commands(load_recipe(path, overrides), CPU, Options(stage="score"))
         return command_line.to_shell(command)
 
     assert "--also" not in line() and "--also" not in line("score.headline=sacrebleu")
@@ -150,19 +149,18 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path):
 
 def test_train_command_of_a_mixture(small, write_config, tmp_path):
     small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
-    recipe = load_recipe(write_config(small))
-    paths = commands.RunPaths(tmp_path / "bin", tmp_path / "run", tmp_path / "moa_fairseq")
-    line = command_line.to_shell(commands.train_command(recipe, CPU, paths))
+    recipe, options = load_recipe(write_config(small)), Options(stage="train")
+    line = command_line.to_shell(planned_commands(recipe, CPU, options)[0])
     assert "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
     assert line.endswith("--distributed-world-size 1 --cpu")
-    assert "--cpu" not in commands.train_command(recipe, A100, paths)
+    assert "--cpu" not in planned_commands(recipe, A100, options)[0]
 
 
 def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config, tmp_path):
     small["average"] = None
     recipe = load_recipe(write_config(small))
-    paths = commands.RunPaths(tmp_path / "bin", tmp_path / "run", tmp_path / "moa_fairseq")
-    line = commands.generate_command(recipe, CPU, paths, "test")
+    options = Options(stage="generate", save_dir=tmp_path / "run")
+    (line,) = planned_commands(recipe, CPU, options)
     assert line[line.index("--path") + 1] == str(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_fairseq.recipes import commands
+from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import check_train_command
@@ -163,7 +163,7 @@ def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedul
     routing = ("balance-loss", "load-balance-coef", "z-loss-coef", "bcd", "gate-")
     own = {key: value for key, value in other.train.flags.items() if not key.startswith(routing)}
     assert own == {**one.train.flags, **schedule}
-    assert commands.plan_batch(one.train, 1) == commands.plan_batch(other.train, 1)
+    assert plan_batch(one.train, 1) == plan_batch(other.train, 1)
 
 
 def test_maes_wmt14_as_the_command_that_its_appendix_names():
@@ -228,7 +228,7 @@ def test_masked_lms_say_that_their_loss_has_no_label_smoothing(path):
 @pytest.mark.parametrize("name", [name for name in NAMES if re.match("wmt14_en.._moa_", name)])
 def test_moas_translations_are_scored_by_the_releases_chain_as_well(name):
     recipe = load_recipe(ROOT / "configs" / f"{name}.yaml")
-    line = commands.score_command(recipe, Path("generate-test.txt"))
+    line = planned_commands(recipe, Hardware(), Options(stage="score"))[0]
     assert recipe.score.headline == "multi_bleu" and line[line.index("--also") + 1] == "moa-release"
 
 

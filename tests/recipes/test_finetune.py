@@ -128,21 +128,20 @@ def test_no_fine_tuning_evaluates_the_pretrained_model(pretrained, transfer):
 def test_other_dictionaries_are_refused(mixture, pretrained, write_config, binarised):
     recipe = load_recipe(write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"}))
     with pytest.raises(UserError, match=r"dict\.en\.txt differs from the pretrained"):
-        check_pretrained(recipe, binarised, print)
+        check_pretrained(recipe, binarised)
 
 
 def test_a_missing_model_is_named(mixture, write_config, tmp_path):
     missing = tmp_path / "nowhere"
     recipe = load_recipe(write_config({**mixture, "pretrained": str(missing), "finetune": "ftg"}))
     with pytest.raises(UserError, match=rf"pretrained: {missing}/average\.pt is missing"):
-        check_pretrained(recipe, tmp_path, print)
+        check_pretrained(recipe, tmp_path)
 
 
-def test_what_cannot_be_checked_is_said(mixture, pretrained, write_config, binarised):
+def test_what_cannot_be_checked_is_said(mixture, pretrained, write_config, binarised, said):
     checkpoint = pretrained / "checkpoints" / "checkpoint_best.pt"
-    said = []
     recipe = load_recipe(write_config({**mixture, "pretrained": str(checkpoint), "finetune": "ftg"}))
-    check_pretrained(resolve(recipe), binarised, said.append)
+    check_pretrained(resolve(recipe), binarised)
     assert len(said) == 1 and "does not tell what it was trained on" in said[0]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import lm_stages
 from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.jobs.causal_lm import read_report
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
 from moa_fairseq.recipes.schema import CAUSAL_LM
@@ -33,13 +33,13 @@ def test_the_stages_are_prepare_train_and_an_evaluation_of_each_subset():
 
 
 def test_the_perplexity_and_its_settings_are_read():
-    scores = lm_stages.read_report(REPORT, Path("x"), load_recipe(CONFIG))
+    scores = read_report(REPORT, Path("x"), load_recipe(CONFIG))
     assert scores["lm_ppl"] == {"score": 18.71, "loss_base2": 4.2258}
     assert scores["lm_bits"] == {"score": 4.2258}  # of a token: of a byte in enwik8
     evaluation = scores["meta"]["evaluation"]
     assert evaluation["context_window"] == 480 and evaluation["tokens"] == 245569
     with pytest.raises(UserError, match=r"no perplexity.*eval-lm-test\.txt"):
-        lm_stages.read_report("Killed\n", Path("eval-lm-test.txt"), load_recipe(CONFIG))
+        read_report("Killed\n", Path("eval-lm-test.txt"), load_recipe(CONFIG))
 
 
 @pytest.mark.parametrize("number", ["1.2.3", ".", "1.", "4.2258.", "1e5", "-1", "4,2", "9 9", ""])
@@ -47,19 +47,19 @@ def test_what_is_no_number_is_no_perplexity(number):
     recipe = load_recipe(CONFIG)
     for old in ("4.2258", "18.71"):
         with pytest.raises(UserError, match="no perplexity"):
-            lm_stages.read_report(REPORT.replace(old, number), Path("x"), recipe)
+            read_report(REPORT.replace(old, number), Path("x"), recipe)
 
 
 @pytest.mark.parametrize("tokens", [",", "1,2,3", "9" * 5000, "1,000," + "000," * 9000 + "000"])
 def test_what_is_no_count_of_tokens_is_left_out(tokens):
-    scores = lm_stages.read_report(REPORT.replace("245,569", tokens), Path("x"), load_recipe(CONFIG))
+    scores = read_report(REPORT.replace("245,569", tokens), Path("x"), load_recipe(CONFIG))
     assert scores["lm_ppl"]["score"] == 18.71 and "tokens" not in scores["meta"]["evaluation"]
 
 
 def test_a_diverged_models_perplexity_is_read():
     for word, value in (("inf", float("inf")), ("nan", pytest.approx(float("nan"), nan_ok=True))):
         report = REPORT.replace("4.2258", word).replace("18.71", word)
-        assert lm_stages.read_report(report, Path("x"), load_recipe(CONFIG))["lm_ppl"]["score"] == value
+        assert read_report(report, Path("x"), load_recipe(CONFIG))["lm_ppl"]["score"] == value
 
 
 class FakeExecutor:
@@ -83,7 +83,7 @@ class FakeExecutor:
             output.write_text(REPORT)
 
 
-def test_a_run_ends_in_a_result_and_repeats_nothing(tmp_path, monkeypatch, fairseq):
+def test_a_run_ends_in_a_result_and_repeats_nothing(tmp_path, monkeypatch, fairseq, said):
     monkeypatch.chdir(tmp_path)
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text("a b c\n" * 9)
@@ -91,13 +91,12 @@ def test_a_run_ends_in_a_result_and_repeats_nothing(tmp_path, monkeypatch, fairs
     fairseq("preprocess", "--only-source", *prefixes, "--destdir", tmp_path / "bin")
     recipe, options = load_recipe(CONFIG), Options(data=tmp_path / "bin", save_dir=tmp_path / "run")
     FakeExecutor.ran = ()
-    said = []
-    result = run_recipe(recipe, CPU, CPU, options, FakeExecutor, said.append)
+    result = run_recipe(recipe, CPU, CPU, options, FakeExecutor)
     assert FakeExecutor.ran == ("fairseq-train", "fairseq-eval-lm", "fairseq-eval-lm")
     assert "lm_ppl 18.71 on test" in said[-1]
     assert '"lm_ppl": 18.71' in result.read_text()
     assert '"reproduces": null' in result.read_text()  # nine lines are not WikiText-103
-    run_recipe(recipe, CPU, CPU, options, FakeExecutor, said.append)
+    run_recipe(recipe, CPU, CPU, options, FakeExecutor)
     assert len(FakeExecutor.ran) == 3
 
 

@@ -85,23 +85,22 @@ def test_the_dry_run_shows_all_stages(masked, tmp_path):
     assert embedded[0][:2] == ["moa-fairseq", "corpus"]
 
 
-def test_generating_says_that_there_is_nothing_to_do(masked, toy_wiki_data, tmp_path, monkeypatch):
+def test_generating_says_that_there_is_nothing_to_do(masked, toy_wiki_data, tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
-    said = []
     options = Options(stage="generate", data=toy_wiki_data, save_dir=tmp_path / "run")
-    assert run_recipe(load_recipe(masked()), CPU, CPU, options, say=said.append) is None
+    assert run_recipe(load_recipe(masked()), CPU, CPU, options) is None
     assert any("no generate section" in line for line in said)
     options = Options(stage="score", data=toy_wiki_data, save_dir=tmp_path / "run")
     with pytest.raises(UserError, match="run --stage average first"):
-        run_recipe(load_recipe(masked()), CPU, CPU, options, say=said.append)
+        run_recipe(load_recipe(masked()), CPU, CPU, options)
 
 
 @pytest.mark.slow
-def test_all_stages(masked, toy_wiki_data, tmp_path, monkeypatch):
+def test_all_stages(masked, toy_wiki_data, tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
-    recipe, run, said = load_recipe(masked(score={"subsets": ["test"]})), tmp_path / "run", []
+    recipe, run = load_recipe(masked(score={"subsets": ["test"]})), tmp_path / "run"
     options = Options(data=toy_wiki_data, save_dir=run, record=tmp_path / "recorded.json")
-    result = json.loads(run_recipe(recipe, CPU, CPU, options, say=said.append).read_text())
+    result = json.loads(run_recipe(recipe, CPU, CPU, options).read_text())
     metrics = result["metrics"]
     assert 1 < metrics["masked_lm_ppl"] < 300 and metrics["masked_lm_ppl_sd"] >= 0
     assert metrics["masked_lm_word_ppl"] > metrics["masked_lm_ppl"]
@@ -117,5 +116,5 @@ def test_all_stages(masked, toy_wiki_data, tmp_path, monkeypatch):
     assert "maskings 2" in text
 
     said.clear()
-    run_recipe(recipe, CPU, CPU, Options(data=toy_wiki_data, save_dir=run), say=said.append)
+    run_recipe(recipe, CPU, CPU, Options(data=toy_wiki_data, save_dir=run))
     assert sum("done before" in line for line in said) == 3 and not any(line.startswith("$") for line in said)

@@ -8,7 +8,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 from moa_fairseq.evaluation.skeleton import _parse, build_skeleton
-from moa_fairseq.recipes.memory import activation_elements, estimate_memory
+from moa_fairseq.recipes.planner.memory import activation_elements, estimate_memory
 
 
 def kept_per_token(arch, flags):

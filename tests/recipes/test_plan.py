@@ -10,10 +10,8 @@ from moa_fairseq.recipes.corpus_size import TABLE, known_size, measured_size
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.hydra import hydra_config
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.plan import bcd_factor
-from moa_fairseq.recipes.preflight import check_train_command, full_config
-from moa_fairseq.recipes.runner import Options, planned_commands
-from moa_fairseq.recipes.throughput import (
+from moa_fairseq.recipes.planner.plan import bcd_factor
+from moa_fairseq.recipes.planner.throughput import (
     ASSUMED_UTILISATION,
     DEVICES,
     SECONDS_PER_LAYER,
@@ -22,6 +20,8 @@ from moa_fairseq.recipes.throughput import (
     read_rows,
     seconds_per_update,
 )
+from moa_fairseq.recipes.preflight import check_train_command, full_config
+from moa_fairseq.recipes.runner import Options, planned_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.cli import main
+from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import preflight
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
+from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import check_scale, check_schedule, check_train_command
 from moa_fairseq.recipes.runner import Options, planned_commands
-from moa_fairseq.recipes.stages import train_settings
-from moa_fairseq.recipes.world import find_world
+from moa_fairseq.recipes.steps import Run
+from moa_fairseq.recipes.training import train_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -72,20 +74,21 @@ def test_an_uneven_batch_is_told_loudly(recipe):
     assert warning.startswith("WARNING: 7 devices cannot share 40 tokens evenly; an update has 35 (-12.5%)")
 
 
-def test_flags_of_execution_keep_the_experiment(small, write_config):
+def test_flags_of_execution_keep_the_experiment(small, write_config, tmp_path):
     small["reproduces"] = {"paper": "moa", "table": "1", "row": "x", "column": "BLEU"}
     path = write_config(small)
 
-    class Prepared:
-        fingerprint = "f"
+    def settings(recipe):
+        prepared = Prepared(tmp_path, {}, "f")
+        return train_settings(Run(recipe, Hardware(), tmp_path, tmp_path, prepared=prepared))
 
-    base = train_settings(load_recipe(path), Prepared)
+    base = settings(load_recipe(path))
     same = ["train.flags.ddp-backend=legacy_ddp", "model.flags.checkpoint-activations=true"]
     same += ["train.flags.save-interval-updates=500", "train.flags.keep-interval-updates=2"]
     recipe = load_recipe(path, same)
-    assert recipe.reproduces and train_settings(recipe, Prepared) == base
+    assert recipe.reproduces and settings(recipe) == base
     other = load_recipe(path, ["train.flags.clip-norm=1.0"])
-    assert other.reproduces is None and train_settings(other, Prepared) != base
+    assert other.reproduces is None and settings(other) != base
     # checkpoints that are averaged are a part of the experiment
     small["average"] = {"updates": 2}
     small["train"]["flags"].update({"save-interval-updates": 100})

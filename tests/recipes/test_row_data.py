@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.row_data import on_the_rows_data
 
@@ -22,7 +23,8 @@ def recipe_of(name, *overrides):
 def judged(name, folder, lines, *overrides):
     """(the recipe on that data, what was said)"""
     said = []
-    return on_the_rows_data(recipe_of(name, *overrides), folder, lines, said.append), said
+    with reporting_to(Console(said.append)):
+        return on_the_rows_data(recipe_of(name, *overrides), folder, lines), said
 
 
 def test_another_data_set_is_known_by_its_lines(tmp_path):

@@ -12,8 +12,8 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.planner.throughput import read_rows
 from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
-from moa_fairseq.recipes.throughput import read_rows
 
 CPU = Hardware()
 SCORES = {
@@ -77,7 +77,7 @@ ALL = ["fairseq-train", "moa-fairseq average", "fairseq-generate", "moa-fairseq 
 
 
 @pytest.fixture
-def go(small, write_config, tmp_path, monkeypatch, binarised):
+def go(small, write_config, tmp_path, monkeypatch, binarised, said):
     """go(*overrides, **options) runs the small recipe on binarised data; returns (said, result path)."""
     FakeExecutor.calls, FakeExecutor.fail = [], None
     monkeypatch.chdir(tmp_path)
@@ -85,12 +85,10 @@ def go(small, write_config, tmp_path, monkeypatch, binarised):
     path = write_config(small)
 
     def run(*overrides, **options):
-        said = []
+        said.clear()
         options.setdefault("data", binarised)
-        result = run_recipe(
-            load_recipe(path, overrides), CPU, CPU, Options(**options), FakeExecutor, said.append
-        )
-        return said, result
+        result = run_recipe(load_recipe(path, overrides), CPU, CPU, Options(**options), FakeExecutor)
+        return list(said), result
 
     return run
 
@@ -317,7 +315,7 @@ def test_the_dry_run_plans_what_the_run_does(small, write_config, binarised, tmp
     recipe = load_recipe(write_config(small))  # data.recipe says parallel, the folder is binarised
     options = Options(data=binarised)
     planned = planned_commands(recipe, CPU, options)
-    run_recipe(recipe, CPU, CPU, options, FakeExecutor, lambda line: None)
+    run_recipe(recipe, CPU, CPU, options, FakeExecutor)
     assert FakeExecutor.calls == planned
     assert [line[line.index(">") + 1] for line in planned if ">" in line] == [
         "runs/small/generate-test.txt",
@@ -353,16 +351,17 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "iwslt14_deen_mae7.ya
 
 
 @pytest.fixture
-def iwslt(tmp_path, monkeypatch, make_lines):
+def iwslt(tmp_path, monkeypatch, make_lines, said):
     """iwslt(lines or None, stage) runs IWSLT14's recipe on data of so many lines; (said, result path)."""
     monkeypatch.chdir(tmp_path)
     FakeExecutor.calls, FakeExecutor.fail = [], None
 
     def run(lines, stage="all"):
-        data, said = make_lines(tmp_path / "data", lines) if lines else None, []
+        data = make_lines(tmp_path / "data", lines) if lines else None
+        said.clear()
         options = Options(data=data, save_dir=tmp_path / "run", stage=stage)
-        result = run_recipe(load_recipe(CONFIG), CPU, CPU, options, FakeExecutor, said.append)
-        return said, result
+        result = run_recipe(load_recipe(CONFIG), CPU, CPU, options, FakeExecutor)
+        return list(said), result
 
     return run
 

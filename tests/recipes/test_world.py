@@ -3,11 +3,11 @@
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.commands import plan_batch, train_command
+from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.launch.world import World, find_world
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
-from moa_fairseq.recipes.world import World, find_world
+from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
@@ -54,14 +54,12 @@ def test_contradictions(arguments, environment, message):
 def test_the_papers_batch_on_any_world(small, write_config, tmp_path):
     small["train"].update(effective_batch_tokens=262144, max_tokens=8192)
     recipe = load_recipe(write_config(small))
-    from moa_fairseq.recipes.commands import RunPaths
-
     for nodes, gpus, steps in ((1, 1, 32), (1, 8, 4), (2, 8, 2), (4, 8, 1), (8, 8, 1)):
         world = find_world(gpus, nodes, nodes - 1, "head", {})
         hardware = Hardware(gpus, "V100", (7, 0), tuple("01234567")[:gpus], world)
         batch = plan_batch(recipe.train, hardware.devices)
         assert (batch.effective, batch.update_freq) == (262144, steps)
-        line = train_command(recipe, hardware, RunPaths(tmp_path, tmp_path, tmp_path))
+        (line,) = planned_commands(recipe, hardware, Options(stage="train"))
         assert line[line.index("--distributed-world-size") + 1] == str(nodes * gpus)
         if world:
             assert line[line.index("--distributed-rank") + 1] == str((nodes - 1) * gpus)

@@ -1,7 +1,7 @@
-"""How few tokens one device may get of an update: no fewer than the longest sentence or sample has.
+"""How an update's tokens are spread over devices and accumulation steps, and how few a device may get.
 
-fairseq leaves training sentences out that are longer than --max-tokens, stops at those of the validation
-set, and cuts the samples of language models.
+A device gets no fewer than the longest sentence or sample has: fairseq leaves training sentences out that are
+longer than --max-tokens, stops at those of the validation set, and cuts the samples of language models.
 """
 
 from __future__ import annotations
@@ -13,12 +13,68 @@ from typing import Optional, Tuple
 import numpy
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.corpus_size import known_size, sentence_sizes
+from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, sentence_sizes
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.schema import CLASSIFICATION, TRANSLATION, Recipe
+from moa_fairseq.recipes.schema import CLASSIFICATION, TRANSLATION, Recipe, Train
 
 # fairseq's default of --max-source-positions and --max-target-positions: it skips what is longer anyway.
 MAX_POSITIONS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """How one update's tokens are spread over devices and accumulation steps."""
+
+    devices: int
+    update_freq: int
+    max_tokens: int
+    wanted: Optional[int]
+
+    @property
+    def effective(self) -> int:
+        """Tokens of one update, padding included."""
+        return self.devices * self.update_freq * self.max_tokens
+
+    def describe(self) -> str:
+        """One line for the log, rounding included."""
+        line = (
+            f"{self.devices} device(s) x update-freq {self.update_freq} x max-tokens {self.max_tokens:,} "
+            f"= {self.effective:,} tokens per update"
+        )
+        if self.wanted and self.wanted != self.effective:
+            line += f" ({self.wanted:,} asked for, {self.deviation:+.2%} by rounding)"
+        return line
+
+    @property
+    def deviation(self) -> float:
+        """How far the update is from the one that was asked for, as a fraction of it."""
+        return self.effective / self.wanted - 1 if self.wanted else 0.0
+
+
+def plan_batch(train: Train, devices: int) -> BatchPlan:
+    """Keep the effective batch on any number of devices.
+
+    The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that
+    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps. Where that
+    would go below train.min_tokens, fewer steps.
+    """
+    wanted = train.effective_batch_tokens
+    if wanted is None:
+        return BatchPlan(devices, 1, train.max_tokens, None)
+    floor = min(train.min_tokens or 1, train.max_tokens, wanted)
+    steps = max(1, min(-(-wanted // (devices * train.max_tokens)), wanted // (devices * floor)))
+    share = min(train.max_tokens, wanted // (devices * steps))
+    return BatchPlan(devices, steps, max(floor, share), wanted)
+
+
+def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
+    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
+    limits = [train.max_update] if train.max_update else []
+    if train.max_epoch and size:
+        limits.append(
+            train.max_epoch * size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
+        )
+    return min(limits, default=None)
 
 
 def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Recipe:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Callable, List, Optional
+from typing import Optional
 
-from moa_fairseq.data_prep.prepare import Prepared
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import commands, stages
-from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.run_folder import RunState
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.running import command_line
-from moa_fairseq.running.process import Executor
 
 # After a restart of torchrun, the program that kept the run folder before may take its time to go.
 HANDOVER_SECONDS = 60.0
@@ -36,20 +30,3 @@ def check_shared(stage: str, restart: bool, data: Optional[Path], folder: Path) 
         )
     if data and str(data.resolve()) not in (known.get("source"), known.get("folder")):
         raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {data}.")
-
-
-def join_training(
-    recipe: Recipe,
-    hardware: Hardware,
-    paths: commands.RunPaths,
-    prepared: Prepared,
-    executor: Executor,
-    say: Callable[[str], None],
-) -> None:
-    """Train with the program that keeps the run folder; this one writes nothing there but a log."""
-
-    def show(command: List[str]) -> None:
-        say(f"$ {command_line.to_shell(command, executor.environment)}")
-
-    state = RunState(paths.save_dir)
-    stages.train(stages.Run(recipe, hardware, paths, state, executor, show, say), prepared)

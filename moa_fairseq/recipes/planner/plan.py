@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from moa_fairseq.evaluation.complexity import Cost, count
-from moa_fairseq.recipes import commands
-from moa_fairseq.recipes.batch_floor import fit_devices
-from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size, planned_updates
+from moa_fairseq.recipes.batch import BatchPlan, fit_devices, plan_batch, planned_updates
+from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size
 from moa_fairseq.recipes.hardware import CAPABILITIES, Hardware, assumed_hardware, precision_flags
-from moa_fairseq.recipes.memory import estimate_memory, layers_of
+from moa_fairseq.recipes.planner.memory import estimate_memory, layers_of
+from moa_fairseq.recipes.planner.throughput import (
+    DEVICES,
+    Row,
+    device_kind,
+    expected_speed,
+    seconds_per_update,
+)
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.throughput import DEVICES, Row, device_kind, expected_speed, seconds_per_update
 from moa_fairseq.running import command_line
 
 COUNTS = (1, 8, 32)
@@ -45,10 +50,12 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
     from moa_fairseq.evaluation.skeleton import build_skeleton
 
-    max_tokens = commands.plan_batch(recipe.train, 1).max_tokens
+    max_tokens = plan_batch(recipe.train, 1).max_tokens
     size = measured_size(recipe, data, max_tokens) if data else known_size(recipe)
     vocabulary = size.vocabulary if size else FALLBACK_VOCABULARY
-    model = build_skeleton(recipe.model.arch, vocabulary, _embeddings(recipe), _model_flags(recipe))
+    apart = ("arch", "share-all-embeddings", "share-decoder-input-output-embed")  # said in other words
+    flags = {name: value for name, value in recipe.model.as_flags().items() if name not in apart}
+    model = build_skeleton(recipe.model.arch, vocabulary, _embeddings(recipe), command_line.flags(flags))
     source_length, target_length = _mean_lengths(recipe, size)
     return Workload(
         model, count(model, source_length, target_length), vocabulary, source_length, target_length, size
@@ -60,15 +67,6 @@ def _embeddings(recipe: Recipe) -> str:
         return "shared"
     flags = {**recipe.model.flags, **recipe.train.flags}
     return "decoder" if flags.get("share-decoder-input-output-embed") else "separate"
-
-
-def _model_flags(recipe: Recipe) -> List[str]:
-    """The model's own flags, as fairseq-train gets them."""
-    model = recipe.model
-    sizes = ("num_experts", "experts_per_token", "expert_dim")
-    own = {name.replace("_", "-"): getattr(model, name) for name in sizes}
-    shared = ("share-decoder-input-output-embed",)
-    return command_line.flags({**own, **{k: v for k, v in model.flags.items() if k not in shared}})
 
 
 def _mean_lengths(recipe: Recipe, size: Optional[CorpusSize]) -> tuple:
@@ -96,7 +94,7 @@ def plan(recipe: Recipe, work: Workload, machines: List[Hardware], rows: List[Ro
 
 def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> Dict[str, Any]:
     asked, (machine, fewer) = machine.devices, fit_devices(recipe, machine)
-    batch = commands.plan_batch(recipe.train, machine.devices)
+    batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = (precision_flags(recipe.train.precision, machine, recipe.model) or ["--fp32"])[0][2:]
     flags = {**recipe.model.flags, **recipe.train.flags}
@@ -144,9 +142,7 @@ def bcd_factor(recipe: Recipe) -> float:
     return ((every - 1) * F_STEP + WITH_G_STEP) / every
 
 
-def _duration(
-    recipe: Recipe, size: CorpusSize, batch: commands.BatchPlan, speed: Optional[float]
-) -> Dict[str, Any]:
+def _duration(recipe: Recipe, size: CorpusSize, batch: BatchPlan, speed: Optional[float]) -> Dict[str, Any]:
     """Updates and hours to the recipe's end: max_epoch or max_update, whichever comes first."""
     per_epoch = size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
     updates = planned_updates(recipe.train, batch, size)
@@ -208,7 +204,7 @@ def as_text(report: Dict[str, Any]) -> str:
     left_out = [entry for entry in report["hardware"] if entry["left_out"]]
     lines += [f"{_name(entry)}: {entry['left_out']}" for entry in left_out]
     lines.append(
-        "GB per GPU is an estimate (the formula stands in moa_fairseq/recipes/memory.py); ! does not fit."
+        "GB per GPU is an estimate (its formula: moa_fairseq/recipes/planner/memory.py); ! does not fit."
     )
     lines.append(
         "Validation, checkpoints and interruptions are not in the hours; small models use less of a GPU."

@@ -1,0 +1,207 @@
+"""Training and averaging: done once for each recipe, gone on with after an interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Dict, List, Optional
+
+from moa_fairseq.data_prep.stage_folder import fingerprint_of
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.batch import plan_batch
+from moa_fairseq.recipes.execution import experiment_flags
+from moa_fairseq.recipes.finetune import check_pretrained
+from moa_fairseq.recipes.hardware import precision_flags
+from moa_fairseq.recipes.run_folder import (
+    checkpoint_to_resume,
+    epoch_checkpoints,
+    is_whole,
+    update_checkpoints,
+)
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.steps import Run, Step, stamp
+from moa_fairseq.recipes.train_log import TrainLog
+from moa_fairseq.running.command_line import flags, positional
+
+log = logging.getLogger(__name__)
+
+# Keys of `train` that may change between two runs of one training: where it runs, and when it ends.
+VOLATILE = (
+    *("max_tokens", "min_tokens", "max_epoch", "max_update"),
+    *("precision", "keep_last_epochs", "log_interval"),
+)
+
+
+def training_steps(run: Run) -> List[Step]:
+    """The training and, where the recipe has one, the average of its last checkpoints."""
+    found = [Step("train", "train", train_command(run))] if run.recipe.finetune != "noft" else []
+    average = run.recipe.average
+    if average:
+        output = run.folder / "average.pt"
+        values = {
+            "inputs": str(run.checkpoints),
+            "num-epoch-checkpoints": average.epochs,
+            "num-update-checkpoints": average.updates,
+            "output": str(output),
+        }
+
+        def remember() -> Dict[str, Any]:
+            return {"checkpoints": average.count, "training": run.state.get("train").get("done")}
+
+        command = ["moa-fairseq", "average", *flags(values)]
+        found.append(Step("average", "average", command, lambda: [_averaged(run)], output, remember=remember))
+    return found
+
+
+def train_command(run: Run) -> List[str]:
+    """The fairseq-train line of a recipe."""
+    recipe, hardware = run.recipe, run.hardware
+    train, model, world = recipe.train, recipe.model, hardware.world
+    batch = plan_batch(train, hardware.devices)
+    # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
+    # expert that no token chose has a gradient of zeros.
+    on_cpus = {"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"}
+    values = {
+        **model.as_flags(),
+        "criterion": train.criterion,
+        **(on_cpus if world and not hardware.gpus else {}),
+        **train.flags,
+        "max-tokens": batch.max_tokens,
+        "update-freq": batch.update_freq,
+        **{name.replace("_", "-"): getattr(train, name) for name in ("max_epoch", "max_update", "seed")},
+        "keep-last-epochs": train.keep_last_epochs,
+        "save-dir": str(run.checkpoints),
+        "log-format": "json",
+        "log-interval": train.log_interval,
+        **(world.flags() if world else {"distributed-world-size": hardware.devices}),
+    }
+    command = ["fairseq-train", positional(run.data), *flags(run.task_flags()), *flags(values)]
+    return command + precision_flags(train.precision, hardware, model) + run.device_flags()
+
+
+def carry_out_training(run: Run, step: Optional[Step]) -> None:
+    """Train, or go on, until the recipe's end; without a step (NOFT) only say so.
+
+    Raises UserError for checkpoints of other settings.
+    """
+    recipe, state = run.recipe, run.state
+    settings, remembered = train_settings(run), state.get("train")
+    done = _mark_of_the_end(run, settings)
+    resume = checkpoint_to_resume(run.checkpoints)
+    if recipe.finetune and resume is None:
+        check_pretrained(recipe, run.data)
+    if step is None:
+        log.info("train: nothing (NOFT); %s is evaluated as it is", run.model)
+        state.put("train", settings=settings, done=done, updated=0)
+        return
+    if resume is not None:
+        _refuse_other_settings(run, remembered.get("settings"), settings)
+        if remembered.get("done") == done:
+            log.info("train: done before (%s)", run.checkpoints)
+            return
+    elif run.leads:
+        (run.folder / "train.jsonl").unlink(missing_ok=True)
+    command = list(step.command)
+    if resume is not None and resume.name != "checkpoint_last.pt":
+        log.info("train: checkpoint_last.pt is damaged or missing; going on from %s", resume.name)
+        command += ["--restore-file", str(resume)]
+    if run.hardware.world:
+        log.info("train: %s", run.hardware.world.describe())
+    log.info("train: %s", plan_batch(recipe.train, run.hardware.devices).describe())
+    if not run.leads:  # one of the processes of another program's run: nothing is written but a log
+        rank = run.hardware.world.rank
+        run.show(command)
+        run.executor.run(command, run.log(f"train.process{rank}"))
+        log.info("train: process %s is done; the machine of process 0 has the results", rank)
+        return
+    state.put("train", settings=settings, **{key: remembered.get(key) for key in ("parameters", "updated")})
+    run.show(command)
+    told = TrainLog(run.folder / "train.jsonl", recipe.train.max_epoch, recipe.train.max_update)
+    run.executor.run(command, run.log("train"), on_line=told)
+    if not (run.checkpoints / "checkpoint_last.pt").is_file():
+        raise UserError(
+            f"fairseq-train ended without writing a checkpoint into {run.checkpoints}; its output is in "
+            f"{run.log('train')}."
+        )
+    state.put(
+        "train",
+        settings=settings,
+        done=done,
+        parameters=sum(told.parameters) or remembered.get("parameters"),
+        updated=told.updated if told.updated is not None else remembered.get("updated"),
+        hardware=run.hardware.describe(),
+    )
+
+
+def check_trained(run: Run) -> None:
+    """For the stages after training: refuse checkpoints that another recipe or other settings made."""
+    remembered = run.state.get("train")
+    if remembered:
+        _refuse_other_settings(run, remembered.get("settings"), train_settings(run))
+
+
+def trained_as_the_recipe_says(run: Run) -> bool:
+    """Whether the training in this run folder ran to the recipe's own end, and not to another one."""
+    trained = run.state.get("train")
+    return bool(trained) and trained.get("done") == _mark_of_the_end(run, trained.get("settings"))
+
+
+def train_settings(run: Run) -> Dict[str, Any]:
+    """What must not change between two runs of one training."""
+    recipe: Recipe = run.recipe
+    kept = {key: value for key, value in dataclasses.asdict(recipe.train).items() if key not in VOLATILE}
+    settings = {"data": run.prepared.fingerprint, "model": dataclasses.asdict(recipe.model), "train": kept}
+    averages_updates = bool(recipe.average and recipe.average.updates)
+    for section in ("model", "train"):
+        settings[section]["flags"] = experiment_flags(section, settings[section]["flags"], averages_updates)
+    return settings
+
+
+def _mark_of_the_end(run: Run, settings: Optional[Dict[str, Any]]) -> str:
+    """The mark of a training with these settings that reached the recipe's end."""
+    return fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
+
+
+def _averaged(run: Run) -> List[Any]:
+    """Stamps of the checkpoints to average. Raises UserError when there are not enough whole ones."""
+    kind = "epochs" if run.recipe.average.epochs else "updates"
+    wanted, folder = run.recipe.average.count, run.checkpoints
+    found = epoch_checkpoints(folder) if kind == "epochs" else update_checkpoints(folder)
+    if len(found) < wanted:
+        names = ", ".join(path.name for path in found) or "none"
+        fewer = f"use --set average.{kind}={len(found)}"
+        remedy = fewer if len(found) > 1 else "leave it out with --set average=null"
+        raise UserError(
+            f"average.{kind} asks for {wanted} checkpoints and {folder} has {len(found)} ({names}). "
+            f"Train longer, or {remedy}."
+        )
+    damaged = next((path for path in found[-wanted:] if not is_whole(path)), None)
+    if damaged:
+        raise UserError(
+            f"{damaged} is cut off and cannot be averaged. Delete it and run the train stage on, or average "
+            "fewer checkpoints."
+        )
+    return [stamp(path) for path in found[-wanted:]]
+
+
+def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict[str, Any]) -> None:
+    if before == now:
+        return
+    remedy = "Use another --save-dir, or --restart to move this one aside and start again."
+    if before is None:
+        raise UserError(f"{run.checkpoints} holds checkpoints that this recipe did not make. {remedy}")
+    old, new = _flatten(before), _flatten(now)
+    changed = [
+        f"{key}: {old.get(key, 'not set')} → {new.get(key, 'not set')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    raise UserError(f"{run.checkpoints} was trained with other settings ({'; '.join(changed[:5])}). {remedy}")
+
+
+def _flatten(mapping: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
+    flat = {}
+    for key, value in mapping.items():
+        inside = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat.update(inside)
+    return flat
