@@ -1,4 +1,4 @@
-"""Fetching one public file: resumable, from the first mirror that serves the right one."""
+"""Fetching one public file: resumable, from the first mirror that serves the right one, and checked."""
 
 from __future__ import annotations
 
@@ -6,58 +6,100 @@ import contextlib
 import html
 import http.client
 import json
+import logging
 import os
 import re
+import tarfile
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import zipfile
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, List, Optional
+from typing import IO, Any, Dict, Optional, Sequence
 
 from tqdm import tqdm
 
 from moa_fairseq.data_prep.catalogue import PublicFile
-from moa_fairseq.data_prep.verify import flaw_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, disk_errors
+from moa_fairseq.files import atomic_write, checksum, disk_errors
 
 BLOCK = 1 << 20
-TIMEOUT = 60
+TIMEOUT = 30
 # Tries for each address after the first; what was received is kept between them.
 PAUSES = (1, 5, 20)
 # Some servers refuse Python's own name.
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; moa_fairseq data preparation)"}
 GOOGLE_DRIVE = "https://drive.usercontent.google.com/download?id={}&export=download&confirm=t"
+_HTML = re.compile(rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE)
 _NETWORK = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
+
+log = logging.getLogger(__name__)
 
 
 class _Refused(Exception):
     """This address does not serve the file; the next one may."""
 
 
-def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Path:
+class Unavailable(UserError):
+    """No address serves the file. why: what each of them answered."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+def flaw_of(path: Path, source: PublicFile) -> str:
+    """What is wrong with a file, as the second half of a sentence; "" when nothing is.
+
+    Looks at the beginning, the size, the format, and sha256 or md5 where they are published.
+    """
+    with open(path, "rb") as stream:
+        head = stream.read(512)
+    if _HTML.match(head):
+        return "is a web page instead of the file (a login, an error or a confirmation page)"
+    size, kind = path.stat().st_size, source.name.rpartition(".")[2]
+    if source.size is not None and size != source.size:
+        return f"has {size:,} bytes instead of {source.size:,}"
+    if kind in ("gz", "tgz"):
+        good, kind = head[:2] == b"\x1f\x8b", "gzip"
+    else:
+        good = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind, lambda path: head)(path)
+    if not good:
+        return f"is no {kind} file"
+    for algorithm in ("sha256", "md5"):
+        expected = getattr(source, algorithm)
+        if expected:
+            found = checksum(path, algorithm)
+            return "" if found == expected else f"has the {algorithm} {found} instead of {expected}"
+    return ""
+
+
+def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]] = None) -> Path:
     """Fetch `source` to `folder/<its name>` and check it; returns the path.
 
     The bytes go to `<name>.part`, which a later call continues, at any mirror when the file's checksum is
     known (else each address has a part of its own, `<name>.<n>.part`); the final name
-    appears when the file was found right. Raises UserError naming every address that failed, and what to do.
+    appears when the file was found right. pauses: seconds before each new try of an address (PAUSES).
+    Raises Unavailable naming every address that failed, and what to do.
     """
     target = folder / source.name
     failures = []
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         for number, url in enumerate(source.urls):
-            say(f"downloading {url}")
+            log.info(f"downloading {url}")
             try:
                 part = _Part(target, source, number)
                 begun = part.size()
-                _fetch(_address(url), part)
-                if begun and flaw_of(part.path, source):
-                    say(f"what was received in parts {flaw_of(part.path, source)}; fetching all of it anew")
-                    part.discard()
-                    _fetch(_address(url), part)
+                address = GOOGLE_DRIVE.format(url.partition(":")[2]) if url.startswith("gdrive:") else url
+                _fetch(address, part, PAUSES if pauses is None else pauses)
                 flaw = flaw_of(part.path, source)
+                if begun and flaw:
+                    log.info(f"what was received in parts {flaw}; fetching all of it anew")
+                    part.discard()
+                    _fetch(address, part, PAUSES if pauses is None else pauses)
+                    flaw = flaw_of(part.path, source)
                 if flaw:
                     part.discard()
                     raise _Refused(f"what it serves {flaw}")
@@ -71,7 +113,8 @@ def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Pa
         "Run the same command again to go on from what was received; or fetch the file in another way, put "
         "it into a folder and name that folder with --from (`moa-fairseq recipe`: --data)."
     )
-    raise UserError(f"Could not download {target.name}. {'; '.join(failures)}. {otherwise}")
+    why = "; ".join(failures)
+    raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
 
 
 class _Part:
@@ -110,13 +153,9 @@ class _Part:
             path.unlink(missing_ok=True)
 
 
-def _address(url: str) -> str:
-    return GOOGLE_DRIVE.format(url.partition(":")[2]) if url.startswith("gdrive:") else url
-
-
-def _fetch(url: str, part: _Part) -> None:
+def _fetch(url: str, part: _Part, pauses: Sequence[float]) -> None:
     """Receive everything at `url` into the part file. Raises _Refused when it cannot be had there."""
-    for pause in (*PAUSES, None):
+    for pause in (*pauses, None):
         try:
             _receive(url, part)
             return
@@ -185,7 +224,7 @@ def confirmation_address(page: str, base: str) -> Optional[str]:
     form = re.search(r'<form[^>]*id="download-form"[^>]*action="([^"]*)"', page)
     if not form:
         return None
-    fields: List = [
+    fields = [
         (html.unescape(name), html.unescape(value))
         for name, value in re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', page)
     ]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from moa_fairseq.data_prep.binarised import INPUT, LABEL
 from moa_fairseq.data_prep.workers import ordered_map
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
 
 DIGITS = tuple("0123456789")
 CLOSE = "]"
+# Beside the binarised data: a line for each sentence, a column for each thing by which scores are told apart.
+GROUPS = "groups"
+_GROUPS = ("dependency", "depth", "length")
 # Whether an expression is drawn is decided by its seed and block: so many blocks, however many processes.
 _DRAWS = 10000
 _BLOCKS = 100000
@@ -178,3 +184,20 @@ def _block(batch: List[Tuple[ListOps, int]]) -> List[Expression]:
 def _shared_out(size: int, parts: int) -> List[int]:
     """`size` in `parts` parts that differ by one at most."""
     return [size // parts + (place < size % parts) for place in range(parts)]
+
+
+def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> Dict[str, int]:
+    """Write sentences, classes and GROUPS of a split below `folder`; returns lines and tokens."""
+    rows = [[str(getattr(expression, group)) for group in _GROUPS] for expression in expressions]
+    contents = {
+        folder / INPUT / split: [expression.tokens for expression in expressions],
+        folder / LABEL / split: [str(expression.value) for expression in expressions],
+        folder / GROUPS / f"{split}.tsv": ["\t".join(row) for row in [_GROUPS, *rows]],
+    }
+    for path, lines in contents.items():
+        with atomic_write(path) as stream:
+            stream.writelines(line + "\n" for line in lines)
+    return {
+        "lines": len(expressions),
+        "tokens": sum(len(expression.tokens.split()) for expression in expressions),
+    }

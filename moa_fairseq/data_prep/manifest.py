@@ -10,9 +10,10 @@ from typing import Any, Dict, List, Mapping
 
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
-from moa_fairseq.data_prep.verify import md5_of
+from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
+MANIFEST = "manifest.json"
 TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy")
 FAIRSEQ = ("fairseq", "ve-fairseq")
 STAGES = ("model", "text", "tokens", "bpe", "binarised")
@@ -46,14 +47,14 @@ def write_manifest(
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
         },
         "outputs": {
-            f"{name}/{file}": {"bytes": size, "sha256": memory.sha256(root / name / file)}
+            f"{name}/{file}": {"bytes": size, "sha256": memory.checksum(root / name / file)}
             for name, mark in stages.items()
             for file, size in mark.get("files", {}).items()
         },
         "published": _published(root, settings, dataset, memory),
         "tools": tool_versions(),
     }
-    with atomic_write(root / "manifest.json") as stream:
+    with atomic_write(root / MANIFEST) as stream:
         json.dump(manifest, stream, indent=1, ensure_ascii=False)
     return manifest
 
@@ -68,10 +69,20 @@ def _published(
     if not as_published or settings.get("codes"):
         return {}
     return {
-        f"bpe/{name}": {"md5": memory.fact(root / "bpe" / name, "md5", md5_of), "published": md5}
+        f"bpe/{name}": {"md5": memory.checksum(root / "bpe" / name, "md5"), "published": md5}
         for name, md5 in published.md5.items()
         if (root / "bpe" / name).is_file()
     }
+
+
+def read_manifest(folder: Path) -> Dict[str, Any]:
+    """manifest.json of a folder, {} where there is none."""
+    try:
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{folder / MANIFEST} is no JSON ({error}): prepare the data again.") from error
 
 
 def verdict(manifest: Mapping[str, Any]) -> List[str]:

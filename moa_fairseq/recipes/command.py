@@ -24,6 +24,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import commands
 from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
@@ -46,7 +47,6 @@ from moa_fairseq.recipes.row_data import lines_of, on_the_rows_data
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
-    is_binarised_data,
     planned_commands,
     prepared_before,
     run_recipe,
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hydra is not None:
         return _hydra(args, recipe, hardware)
     data = options.data or prepared_before(recipe, options.save_dir)
-    known = data if data and is_binarised_data(data) else None
+    known = data if data and is_binarised(data) else None
     # What is assumed of data that nobody has seen yet is for a dry run; a run measures it.
     sized = with_floor(recipe, known, assume=args.dry_run)
     used, fewer = fit_devices(sized, hardware)
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
 def _binarised_inside(data: Path | None) -> Path | None:
     """--data as given, or the binarised folder in it when `moa-fairseq prepare` made it."""
     inside = data / "binarised" if data else None
-    return inside if inside and is_binarised_data(inside) else data
+    return inside if inside and is_binarised(inside) else data
 
 
 def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
@@ -217,7 +217,7 @@ def _hydra(args: argparse.Namespace, recipe: Recipe, hardware: Hardware) -> int:
 
     data = _binarised_inside(args.data) or prepared_before(recipe, args.save_dir)
     options = Options(data=data, save_dir=args.save_dir)
-    if data is None or not is_binarised_data(data):
+    if data is None or not is_binarised(data):
         raise UserError(
             "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
             "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."

@@ -1,18 +1,13 @@
-"""What is particular to a causal language model's recipe: its data, and its perplexity by fairseq-eval-lm."""
+"""What is particular to a causal language model's recipe: its perplexity by fairseq-eval-lm."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, List
 
-from moa_fairseq.data_prep.binarised import monolingual_flags
-from moa_fairseq.data_prep.catalogue import language_modeling_sets
-from moa_fairseq.data_prep.obtain import Store
-from moa_fairseq.data_prep.prepare import Prepared, workers
-from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
-from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text
+from moa_fairseq.data_prep.binarised import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes import commands
@@ -31,30 +26,6 @@ _SETTINGS = (
     *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
     *("sample-break-mode", "softmax-batch"),
 )
-
-
-def preparation(
-    settings: Mapping[str, Any],
-    subsets: Sequence[str],
-    source: Optional[Path],
-    root: Path,
-    preprocess: Callable[[Mapping[str, Any]], None],
-    say: Callable[[str], None],
-    downloads: Path,
-) -> Union[MonolingualPreparation, TextPreparation]:
-    """What carries out the data section of a causal language model; arguments as of Preparation."""
-    datasets = language_modeling_sets()
-    if settings["recipe"] not in datasets or (source is not None and is_binarised_text(source)):
-        return TextPreparation(settings, subsets, source, root, preprocess, say)  # uses it as it is
-    store = Store(source, downloads, say=say)
-    return MonolingualPreparation(datasets[settings["recipe"]], store, root, preprocess, say)
-
-
-def preprocess_command(recipe: Recipe, root: Path) -> List[str]:
-    """The last step of the preparation, for --dry-run."""
-    dataset = language_modeling_sets()[recipe.data.recipe]
-    values = monolingual_flags(root / "text", root / "binarised", dataset.subsets, workers())
-    return ["fairseq-preprocess", *command_line.flags({**values, **dataset.preprocess})]
 
 
 def score_command(recipe: Recipe, hardware: Hardware, paths: commands.RunPaths, subset: str) -> List[str]:

@@ -11,12 +11,13 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import yaml
 
-from moa_fairseq.data_prep.binarised import is_binarised, is_classification, preprocess_flags
-from moa_fairseq.data_prep.prepare import Preparation, Prepared, prepared_folder, require_source, workers
-from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text, text_preprocess_flags
+from moa_fairseq.data_prep.binarised import Prepared, is_binarised, preprocess_calls
+from moa_fairseq.data_prep.catalogue import datasets
+from moa_fairseq.data_prep.inputs import require_source
+from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes import classification_stages, commands, lm_stages, model_scores, stages
+from moa_fairseq.recipes import commands, lm_stages, model_scores, stages
 from moa_fairseq.recipes.batch_floor import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import to_mapping
@@ -227,27 +228,9 @@ def _write_recipe(run: stages.Run) -> None:
 
 def _preprocess_commands(recipe: Recipe, root: Path) -> List[List[str]]:
     """The last step of the preparation, for --dry-run: the steps before it run inside of this program."""
-    data = recipe.data
-    if recipe.kind == CLASSIFICATION:
-        return classification_stages.preprocess_commands(recipe, root)
-    if recipe.kind == CAUSAL_LM:
-        return [lm_stages.preprocess_command(recipe, root)]
-    if recipe.kind == MASKED_LM:
-        values = text_preprocess_flags(root / "bpe", root / "binarised", _subsets(recipe), data.flags)
-        return [["fairseq-preprocess", *command_line.flags(values)]]
-    text = root / ("bpe" if data.bpe or data.codes else "tokens")
-    if data.train_fraction not in (None, 1):
-        text = root / "sample"
-    values = preprocess_flags(
-        text,
-        root / "binarised",
-        _subsets(recipe),
-        (data.source, data.target),
-        data.joined_dictionary,
-        workers(),
-        data.flags,
-    )
-    return [["fairseq-preprocess", *command_line.flags(values)]]
+    settings, dataset = to_mapping(recipe)["data"], datasets()[recipe.data.recipe]
+    calls = preprocess_calls(settings, dataset, root, root / "binarised", _subsets(recipe))
+    return [["fairseq-preprocess", *command_line.flags(flags)] for flags in calls]
 
 
 def _evaluate(run: stages.Run, prepared: Prepared, options: Options) -> Dict[str, Any]:
@@ -295,15 +278,7 @@ def _prepare(
     # Two runs of one data set may start together: the second one waits and finds everything done.
     with locked(root, patience=math.inf, say=say):
         downloads = options.data_root / "downloads"
-        common = (settings, _subsets(recipe), source, root, preprocess, say)
-        if recipe.kind == MASKED_LM:
-            prepared = TextPreparation(*common, downloads=downloads).run()
-        elif recipe.kind == CAUSAL_LM:
-            prepared = lm_stages.preparation(*common, downloads).run()
-        elif recipe.kind == CLASSIFICATION:
-            prepared = classification_stages.prepare(*common)
-        else:
-            prepared = Preparation(*common, downloads).run()
+        prepared = Preparation(settings, _subsets(recipe), source, root, preprocess, downloads).run()
     used = BINARISED_KEYS if _is_given(recipe, source) else settings
     state.put(
         "prepare",
@@ -343,12 +318,7 @@ def _subsets(recipe: Recipe) -> List[str]:
 
 def _is_given(recipe: Recipe, data: Optional[Path]) -> bool:
     """True when the data is used as fairseq-preprocess left it."""
-    return recipe.data.recipe == "binarised" or (data is not None and is_binarised_data(data))
-
-
-def is_binarised_data(folder: Path) -> bool:
-    """True for a folder that fairseq-preprocess wrote to, for any kind of recipe."""
-    return is_binarised(folder) or is_binarised_text(folder) or is_classification(folder)
+    return recipe.data.recipe == "binarised" or (data is not None and is_binarised(data))
 
 
 def _embedded_corpus(root: Path, folder: Path, executor: Executor, show: Callable[[List[str]], None]) -> Path:

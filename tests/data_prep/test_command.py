@@ -51,7 +51,7 @@ def test_json_is_the_manifest(prepare, miniature, tmp_path):
         "--json",
     ]
     status, said, _ = prepare(*words)
-    manifest = json.loads(said[said.index("\n{") :])
+    manifest = json.loads(said)
     assert status == 0 and manifest["settings"]["source"] == "en" and manifest["settings"]["target"] == "de"
     assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
 
@@ -107,7 +107,8 @@ def test_a_pair_can_be_turned_round(source, target, pair):
 def test_each_data_set_has_its_script():
     names = {path.stem for path in SCRIPTS}
     flavours = {"wmt14_en_de_vaswani", "wmt14_en_de_vaswani_rebuilt", "iwslt14_de_en_cased"}
-    assert names | flavours | {"wikitext103_raw", "wikitext2_raw"} == set(command.names())
+    own = {"text_gpt2bpe", "embedded_gpt2bpe"}
+    assert names | flavours | own | {"wikitext103_raw", "wikitext2_raw"} == set(command.names())
     for path in SCRIPTS:
         lines = path.read_text("utf-8").splitlines()
         assert os.access(path, os.X_OK) and len(lines) <= 20
@@ -132,7 +133,7 @@ def test_a_script_from_extracted_files_to_binarised(miniature, tmp_path):
     assert "6,750!" in done.stdout and (tmp_path / "out" / "binarised" / "train.de-en.de.idx").is_file()
 
 
-def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, preprocess):
+def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, preprocess, said):
     """`moa-fairseq recipe` without --data: the archives are looked for in data/downloads, else fetched."""
     from moa_fairseq.recipes.hardware import Hardware
     from moa_fairseq.recipes.loading import load_recipe
@@ -153,11 +154,10 @@ def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, prepro
         archive.rename(tmp_path / "data" / "downloads" / kept)
     recipe = load_recipe(ROOT / "configs" / "wmt14_ende_moa_base.yaml", ["data.bpe=20"])
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
-    said = []
-    run_recipe(recipe, Hardware(), Hardware(), options, Here, said.append)
+    run_recipe(recipe, Hardware(), Hardware(), options, Here)
     state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]
     assert state["sentences"] == {"train": 110, "valid": 5, "test": 5} and state["source"] is None
     (planned,) = planned_commands(recipe, Hardware(), options)
     assert planned[planned.index("--destdir") + 1] == str(Path(state["folder"]))
-    run_recipe(recipe, Hardware(), Hardware(), options, Here, said.append)
+    run_recipe(recipe, Hardware(), Hardware(), options, Here)
     assert sum("up to date" in line for line in said) == 5 + 3
