@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
+import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
 MANIFEST = "manifest.json"
-TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy")
-FAIRSEQ = ("fairseq", "ve-fairseq")
+TOOLS = (
+    *("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy"),
+    *("fairseq", "ve-fairseq"),
+)
 STAGES = ("model", "text", "tokens", "bpe", "binarised")
 
 
@@ -34,7 +38,13 @@ def write_manifest(
     """
     memory = FileMemory(root / "files.json")
     stages = {name: read_mark(root / name) for name in STAGES}
-    lines = _lines(stages)
+    # after the last stage that counts them
+    lines = {
+        split: fact["lines"]
+        for name in ("text", "tokens", "bpe")
+        for split, fact in stages[name].get("facts", {}).items()
+        if isinstance(fact, dict) and "lines" in fact
+    }
     languages = [settings[side] for side in ("source", "target") if side in settings]
     manifest = {
         "settings": {**settings, "summary": dataset.summary},
@@ -97,14 +107,10 @@ def verdict(manifest: Mapping[str, Any]) -> List[str]:
 
 def tool_versions() -> Dict[str, str]:
     """Versions of everything that shapes the result."""
-    import moa_fairseq
-
     versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
-    for tool in (*TOOLS, *FAIRSEQ):
-        try:
+    for tool in TOOLS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[tool] = metadata.version(tool)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -125,13 +131,3 @@ def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
         out.append(f"! {', '.join(different)}: another number of lines than published; see the drops above.")
     out.append(f"{root}/manifest.json has sources, checksums, counts and versions.")
     return out
-
-
-def _lines(stages: Mapping[str, Any]) -> Dict[str, int]:
-    """split → lines, after the last stage that counts them."""
-    found: Dict[str, int] = {}
-    for name in ("text", "tokens", "bpe"):
-        for split, fact in stages[name].get("facts", {}).items():
-            if isinstance(fact, dict) and "lines" in fact:
-                found[split] = fact["lines"]
-    return found

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import forkserver
-from typing import Any, Callable, Deque, Iterable, Iterator, List
+from typing import Any, Callable, Deque, Iterable, Iterator, List, Tuple
 
 from tqdm import tqdm
 
@@ -34,13 +34,28 @@ def ordered_map(
     """
     batches = iter(batches)
     first = list(itertools.islice(batches, FEW))
+    batches = itertools.chain(first, batches)
+    alone = workers <= 1 or len(first) < FEW
     with tqdm(unit=" lines", desc=label, initial=done, disable=None, leave=False) as bar:
-        if workers <= 1 or len(first) < FEW:
-            for batch in itertools.chain(first, batches):
-                yield work(batch)
-                bar.update(len(batch))
-        else:
-            yield from _in_processes(work, itertools.chain(first, batches), workers, bar)
+        results = ((len(b), work(b)) for b in batches) if alone else _in_processes(work, batches, workers)
+        for size, result in results:
+            yield result
+            bar.update(size)
+
+
+def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iterator[Tuple[int, Any]]:
+    pending: Deque[Tuple[int, Future]] = deque()
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ProcessPoolExecutor(workers, _context(), _ignore_interrupt))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        while True:
+            for batch in itertools.islice(batches, 3 * workers - len(pending)):
+                with _interrupt_later():
+                    pending.append((len(batch), pool.submit(work, batch)))
+            if not pending:
+                return
+            size, future = pending.popleft()
+            yield size, future.result()
 
 
 def _context() -> multiprocessing.context.BaseContext:
@@ -52,43 +67,23 @@ def _context() -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moa_fairseq.data_prep.text_stages"])
-    if threading.current_thread() is threading.main_thread():
-        # It inherits what is done about Ctrl-C, which is this process's to handle.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            forkserver.ensure_running()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    with _interrupt_later(signal.SIG_IGN):  # the server inherits what is done about Ctrl-C
+        forkserver.ensure_running()
     return context
 
 
-def _in_processes(work: Callable, batches: Iterator[List], workers: int, bar: tqdm) -> Iterator[Any]:
-    context = _context()
-    pending: Deque[Future] = deque()
-    sizes: Deque[int] = deque()
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ProcessPoolExecutor(workers, context, _ignore_interrupt))
-        stack.callback(pool.shutdown, cancel_futures=True)
-        while True:
-            for batch in itertools.islice(batches, 3 * workers - len(pending)):
-                with _interrupt_later():
-                    pending.append(pool.submit(work, batch))
-                sizes.append(len(batch))
-            if not pending:
-                return
-            yield pending.popleft().result()
-            bar.update(sizes.popleft())
-
-
 @contextlib.contextmanager
-def _interrupt_later() -> Iterator[None]:
-    """Hold Ctrl-C back to the end of the block: a worker half begun would outlive its pool, and complain."""
+def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
+    """Hold Ctrl-C back to the end of the block: a worker half begun would outlive its pool, and complain.
+
+    meanwhile: another way to take it.
+    """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    if threading.current_thread() is not threading.main_thread() or not (callable(before) or meanwhile):
         yield
         return
     received: List[Any] = []
-    signal.signal(signal.SIGINT, lambda *event: received.append(event))
+    signal.signal(signal.SIGINT, meanwhile or (lambda *event: received.append(event)))
     try:
         yield
     finally:

@@ -257,6 +257,6 @@ def test_full_disk(server, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_copy", full)
+    monkeypatch.setattr(module.shutil, "copyfileobj", full)
     with pytest.raises(UserError, match="disk is full"):
         fetch(server, tmp_path)
