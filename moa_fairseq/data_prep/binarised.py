@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy
 
 from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING, MASKED_LM, TRANSLATION, Dataset
-from moa_fairseq.data_prep.workers import default_workers
 from moa_fairseq.errors import UserError
+from moa_fairseq.text.workers import default_workers
 
 DICTIONARY = "dict.txt"  # of data in one language
 # What `sentence_prediction` calls the folders of the sentences and of their classes.

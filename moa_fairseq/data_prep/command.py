@@ -34,11 +34,11 @@ from moa_fairseq.data_prep.binarised import check_place
 from moa_fairseq.data_prep.catalogue import MASKED_LM, TRANSLATION, Dataset, datasets
 from moa_fairseq.data_prep.manifest import read_manifest, summary
 from moa_fairseq.data_prep.prepare import Preparation
-from moa_fairseq.data_prep.workers import default_workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.running import command_line
 from moa_fairseq.running.folder_lock import locked
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
+from moa_fairseq.text.workers import default_workers
 
 # OUT may stand anywhere on the command line.
 ANY_ORDER = True

@@ -10,9 +10,9 @@ from typing import Any, Dict, List, Mapping, Tuple
 from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
 
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
-from moa_fairseq.data_prep.parallel_text import chunks, read_lines
+from moa_fairseq.data_prep.parallel_text import read_lines
 from moa_fairseq.data_prep.resumable_files import resumable_files
-from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.text.workers import chunks, ordered_map
 
 CHUNK = 10_000
 # Words of WikiText's tokenisation that are no words of the language; they are encoded like any other.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from moa_fairseq.data_prep.binarised import INPUT, LABEL
-from moa_fairseq.data_prep.workers import ordered_map
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.workers import ordered_map
 
 DIGITS = tuple("0123456789")
 CLOSE = "]"

@@ -7,10 +7,10 @@ import itertools
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence
 
-from moa_fairseq.data_prep.parallel_text import Piece, chunks
-from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.workers import chunks, ordered_map
 
 Texts = Mapping[str, Sequence[Piece]]
 Facts = Dict[str, Dict[str, int]]

@@ -8,7 +8,7 @@ import itertools
 import re
 import zlib
 from pathlib import Path
-from typing import IO, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import IO, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 
@@ -136,10 +136,3 @@ def find_file(folder: Optional[Path], name: str) -> Optional[Path]:
     plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]
     packed = [place.with_name(f"{place.name}.gz") for place in plain]
     return next((path for path in (*plain, *packed) if path.is_file()), None)
-
-
-def chunks(items: Iterable, size: int) -> Iterator[List]:
-    """Lists of `size` items, the last one shorter."""
-    iterator = iter(items)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk

@@ -27,7 +27,7 @@ from moa_fairseq.data_prep.catalogue import (
 from moa_fairseq.data_prep.obtain import Store
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.data_prep.translation import translation
-from moa_fairseq.data_prep.workers import default_workers
+from moa_fairseq.text.workers import default_workers
 
 KINDS = {
     TRANSLATION: translation,

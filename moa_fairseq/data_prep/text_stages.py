@@ -13,11 +13,11 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.data_prep.catalogue import HoldOut
 from moa_fairseq.data_prep.cleaning import Cleaning, clean
-from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, chunks, read_pairs
+from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, read_pairs
 from moa_fairseq.data_prep.resumable_files import ResumableFiles, resumable_files
-from moa_fairseq.data_prep.workers import ordered_map
 from moa_fairseq.errors import UserError
 from moa_fairseq.text.pipeline import Step, apply_steps
+from moa_fairseq.text.workers import chunks, ordered_map
 
 Pair = Tuple[str, str]
 CHUNK = 2000

@@ -46,7 +46,8 @@ def ordered_map(
 def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iterator[Tuple[int, Any]]:
     pending: Deque[Tuple[int, Future]] = deque()
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ProcessPoolExecutor(workers, _context(), _ignore_interrupt))
+        module = getattr(work, "func", work).__module__
+        pool = stack.enter_context(ProcessPoolExecutor(workers, _context(module), _ignore_interrupt))
         stack.callback(pool.shutdown, cancel_futures=True)
         while True:
             for batch in itertools.islice(batches, 3 * workers - len(pending)):
@@ -58,15 +59,15 @@ def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iter
             yield size, future.result()
 
 
-def _context() -> multiprocessing.context.BaseContext:
+def _context(module: str) -> multiprocessing.context.BaseContext:
     """Processes that do not come out of this one: forking one that has started threads can hang for ever.
 
-    A fork server is begun once, loads this package once, and then makes workers in no time.
+    A fork server is begun once, loads the module with the work once, and then makes workers in no time.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moa_fairseq.data_prep.text_stages"])
+    context.set_forkserver_preload([module])
     with _interrupt_later(signal.SIG_IGN):  # the server inherits what is done about Ctrl-C
         forkserver.ensure_running()
     return context
@@ -95,3 +96,10 @@ def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
 def _ignore_interrupt() -> None:
     """Ctrl-C is the parent's to handle; the pool ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def chunks(items: Iterable, size: int) -> Iterator[List]:
+    """Lists of `size` items, the last one shorter."""
+    iterator = iter(items)
+    while chunk := list(itertools.islice(iterator, size)):
+        yield chunk
