@@ -1,5 +1,1 @@
-#!/usr/bin/env bash
-# WikiText-103, running text → GPT-2 BPE with RoBERTa's dictionary
-#   bash data-prep/wikitext103_gpt2bpe.sh [--from DIR] [--offline] [--workers N] [OUT]    (--help says more)
-set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/_prepare.sh"
+_prepare.sh

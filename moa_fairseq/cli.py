@@ -25,7 +25,6 @@ VERBS = {
         "moa_fairseq.analysis.command",
         "learning curves, expert load, and what gates and experts of a trained model do",
     ),
-    "gpt2-bpe": ("moa_fairseq.data_prep.gpt2_bpe_command", "encode text as RoBERTa's and binarise it"),
     "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
 }
 

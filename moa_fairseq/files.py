@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -106,3 +107,12 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if error.errno in NOT_WRITABLE:
             raise UserError(f"Cannot write {folder}: {error.strerror}. Choose another folder.") from error
         raise
+
+
+def checksum(path: PathLike, algorithm: str = "sha256") -> str:
+    """Hexadecimal checksum of a file; algorithm: as hashlib calls it."""
+    found = hashlib.new(algorithm, usedforsecurity=False)
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()

@@ -17,8 +17,9 @@ from fairseq_cli import preprocess as fairseq_preprocess
 
 import moa_fairseq
 from moa_fairseq.cli import Console, reporting_to
+from moa_fairseq.data_prep import one_language
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
-from moa_fairseq.data_prep.prepare_text import TextPreparation
+from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.running.command_line import flags
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
@@ -135,12 +136,9 @@ def toy_wiki_data(tmp_path_factory, toy_wiki, toy_gpt2, preprocess):
     for path in toy_wiki.iterdir():
         (source / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
     root = tmp_path_factory.mktemp("toy_wiki")
-    preparation = TextPreparation(
-        *(settings, ["train", "valid", "test"], source, root, preprocess),
-        say=lambda line: None,
-        gpt2_files=lambda folders, say: toy_gpt2,
-    )
-    return preparation.run().folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+        return Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from moa_fairseq.analysis.learning_curve import read_learning_curve
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.data_prep.bpe import load_codes
-from moa_fairseq.data_prep.text_sources import find_text
+from moa_fairseq.data_prep.catalogue import datasets
+from moa_fairseq.data_prep.inputs import find_text
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.recipes.jobs.shared import read_scores
@@ -215,7 +216,7 @@ def test_zip_members_that_cannot_be_read(tmp_path, fields, says):
         extract(path, [("train.txt",)], tmp_path / "out")
     assert str(path) in str(raised.value) and not list((tmp_path / "out").rglob("*.txt"))
     with pytest.raises(UserError, match=says):
-        find_text(path, "text_gpt2bpe", ["train"], tmp_path / "unpacked", lambda line: None)
+        find_text(path, datasets()["text_gpt2bpe"], ["train"], tmp_path / "unpacked")
 
 
 def tar_with(path, **changes):

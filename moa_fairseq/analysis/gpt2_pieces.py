@@ -7,7 +7,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
 
-from moa_fairseq.data_prep.prepare_text import bpe_files
+from moa_fairseq.data_prep.gpt2_files import bpe_files
 from moa_fairseq.evaluation.fill_mask import MASK, encoding_files
 
 _SPACE = "\u0120"  # how the encoding writes the space before a word

@@ -24,7 +24,7 @@ import yaml
 
 from moa_fairseq.analysis.routed_model import add_report_arguments, finish
 from moa_fairseq.attention.single_expert import MIXTURE, RANDOM_EXPERT, TOP_EXPERT
-from moa_fairseq.data_prep.prepare import Prepared
+from moa_fairseq.data_prep.binarised import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware, device_environment

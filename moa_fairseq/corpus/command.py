@@ -11,14 +11,12 @@ network is needed.
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Dict
 
 from moa_fairseq.corpus.build import Options, build
-from moa_fairseq.corpus.fetch import default_cache
-from moa_fairseq.corpus.packages import load_packages
+from moa_fairseq.corpus.fetch import default_cache, load_packages
 from moa_fairseq.errors import UserError
 
 DEFAULT_OUTPUT = Path("data/embedded_en_de")
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     options = Options(
         args.output, args.cache or default_cache(), args.folder, args.offline, args.allow_missing
     )
-    manifest = build(load_packages(), options, lambda line: print(line, file=sys.stderr, flush=True))
+    manifest = build(load_packages(), options)
     summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2), **manifest}
     print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))
     return 0

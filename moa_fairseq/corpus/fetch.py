@@ -1,20 +1,44 @@
-"""Getting a pinned wheel: from the cache, from a folder at hand, or from PyPI with the user's own pip."""
+"""The pinned wheels, and getting one: from the cache, from a folder at hand, or with the user's own pip."""
 
-import hashlib
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import List, Optional
+from typing import List, NamedTuple, Optional
 
-from moa_fairseq.corpus.packages import Package
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import checksum
 
-_HASH_MISMATCH = re.compile(r"DO NOT MATCH THE HASHES", re.IGNORECASE)
-_NOT_OFFERED = re.compile(r"No matching distribution found|Could not find a version", re.IGNORECASE)
-_NO_CONNECTION = re.compile(r"NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|ProxyError")
+PACKAGES_FILE = Path(__file__).with_name("packages.json")
+# What pip says, and what that means.
+_FAILURES = {
+    "DO NOT MATCH THE HASHES": "the file offered is not the pinned one (sha256 differs), so it was refused. "
+    "Clear pip's cache (`python -m pip cache purge`) and check which package index pip uses.",
+    "No module named pip": "{python} has no pip. Install it with `python -m ensurepip`.",
+    "No space left": "the disk is full. Free some space or choose another folder with --cache.",
+    "NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|ProxyError": "no connection. What was "
+    "fetched is kept; run the same command again.",
+    "No matching distribution found|Could not find a version": "the package index does not offer this "
+    "version, or cannot be reached.",
+}
+
+
+class Package(NamedTuple):
+    """One pinned wheel. `size` is in bytes; `sha256` is of the whole file."""
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+    size: int
+
+
+def load_packages(path: Path = PACKAGES_FILE) -> List[Package]:
+    """The pinned wheels, in the order that decides ties between equally good translations."""
+    return [Package(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["packages"]]
 
 
 class PackageUnavailable(UserError):
@@ -35,11 +59,11 @@ def obtain(package: Package, cache: Path, folder: Optional[Path] = None, offline
     Raises PackageUnavailable, naming the package and what to do.
     """
     cached = cache / package.file
-    if cached.is_file() and sha256_of(cached) == package.sha256:
+    if cached.is_file() and checksum(cached) == package.sha256:
         return cached
     if folder is not None and (folder / package.file).is_file():
         given = folder / package.file
-        if sha256_of(given) != package.sha256:
+        if checksum(given) != package.sha256:
             raise PackageUnavailable(
                 f"{given} is not the pinned wheel of {package.name} {package.version}: its sha256 differs. "
                 f"Remove it from the --from folder, so that the right one is downloaded."
@@ -53,27 +77,10 @@ def obtain(package: Package, cache: Path, folder: Optional[Path] = None, offline
     return _download(package, cache)
 
 
-def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def pip_arguments(package: Package, requirements: Path, destination: Path) -> List[str]:
     """The pip command that fetches one pinned wheel; never a source archive, whose build would run code."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-input",
-        "--disable-pip-version-check",
-    ]
-    command += ["--no-deps", "--only-binary", ":all:", "--ignore-requires-python", "--require-hashes"]
+    flags = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --require-hashes"
+    command = [sys.executable, "-m", "pip", "download", *flags.split(), "--ignore-requires-python"]
     # Only the catalogues are read, so a wheel for any system will do: ask for exactly the pinned one.
     python, abi, platforms = package.file[: -len(".whl")].split("-")[-3:]
     if platforms != "any":
@@ -84,7 +91,14 @@ def pip_arguments(package: Package, requirements: Path, destination: Path) -> Li
 
 
 def _download(package: Package, cache: Path) -> Path:
-    with _scratch(cache) as scratch:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(prefix=".download-", dir=cache)
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to {cache}: {error.strerror}. Choose another folder with --cache."
+        ) from error
+    with place as scratch:
         requirements = Path(scratch) / "requirements.txt"
         pin = f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n"
         requirements.write_text(pin, encoding="utf-8")
@@ -95,20 +109,10 @@ def _download(package: Package, cache: Path) -> Path:
         fetched = Path(scratch) / package.file
         if result.returncode != 0 or not fetched.is_file():
             raise PackageUnavailable(_explain(package, result.stderr))
-        if sha256_of(fetched) != package.sha256:
+        if checksum(fetched) != package.sha256:
             raise PackageUnavailable(_explain(package, "DO NOT MATCH THE HASHES"))
         os.replace(fetched, cache / package.file)
     return cache / package.file
-
-
-def _scratch(cache: Path) -> tempfile.TemporaryDirectory:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=".download-", dir=cache)
-    except OSError as error:
-        raise UserError(
-            f"Cannot write to {cache}: {error.strerror}. Choose another folder with --cache."
-        ) from error
 
 
 def _explain(package: Package, stderr: str) -> str:
@@ -117,18 +121,8 @@ def _explain(package: Package, stderr: str) -> str:
     remedy = (
         f" Or put {package.file} into a folder and name it with --from; or go on without it: --allow-missing."
     )
-    if _HASH_MISMATCH.search(stderr):
-        return (
-            f"{what}the file offered is not the pinned one (sha256 differs), so it was refused. Clear "
-            f"pip's cache (`python -m pip cache purge`) and check which package index pip uses.{remedy}"
-        )
-    if "No module named pip" in stderr:
-        return f"{what}{sys.executable} has no pip. Install it with `python -m ensurepip`.{remedy}"
-    if "No space left" in stderr:
-        return f"{what}the disk is full. Free some space or choose another folder with --cache."
-    if _NO_CONNECTION.search(stderr):
-        return f"{what}no connection. What was fetched is kept; run the same command again.{remedy}"
-    if _NOT_OFFERED.search(stderr):
-        return f"{what}the package index does not offer this version, or cannot be reached.{remedy}"
+    for pattern, story in _FAILURES.items():
+        if re.search(pattern, stderr, re.IGNORECASE):
+            return what + story.format(python=sys.executable) + remedy
     last = [line.strip() for line in stderr.splitlines() if line.strip()][-1:] or ["pip gave no reason"]
     return f"{what}pip says: {last[0]}.{remedy}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy
 
+from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING, MASKED_LM, TRANSLATION, Dataset
 from moa_fairseq.errors import UserError
+from moa_fairseq.text.workers import default_workers
 
+DICTIONARY = "dict.txt"  # of data in one language
 # What `sentence_prediction` calls the folders of the sentences and of their classes.
 INPUT, LABEL = "input0", "label"
 # Layout of fairseq's memory-mapped index: magic, version, type code, number of sentences, then the
@@ -17,55 +21,88 @@ INPUT, LABEL = "input0", "label"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQ")
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
+_AGAIN = "Delete the folder and prepare it again."
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A binarised folder: its path, sentences per subset, and a fingerprint of what it was made from."""
+
+    folder: Path
+    sentences: Dict[str, int]
+    fingerprint: str
 
 
 def preprocess_flags(
     text: Path,
     destination: Path,
     splits: Sequence[str],
-    languages: Tuple[str, str],
-    joined: bool,
-    workers: int,
-    extra: Mapping[str, Any],
+    languages: Sequence[str] = (),
+    joined: bool = False,
+    workers: int = 1,
+    extra: Optional[Mapping[str, Any]] = None,
+    dictionary: Optional[Path] = None,
 ) -> Dict[str, Any]:
-    """The flags of fairseq-preprocess, by name, for `<text>/<split>.<lang>` files."""
-    tests = ",".join(str(text / split) for split in splits if split.startswith("test"))
+    """The flags of fairseq-preprocess, by name, for `<text>/<split>`, or `<split>.<lang>` of two languages.
+
+    joined: of two languages, one dictionary for both. dictionary: of one language, one that is there
+    already. Every split but train and valid is a test set.
+    """
+    tests = [str(text / split) for split in splits if split not in ("train", "valid")]
+    one = {"only-source": True, "srcdict": str(dictionary) if dictionary else None}
     return {
-        "source-lang": languages[0],
-        "target-lang": languages[1],
-        "trainpref": str(text / "train"),
-        "validpref": str(text / "valid"),
-        "testpref": tests or None,
-        "joined-dictionary": joined,
-        "workers": workers,
-        **extra,
-        "destdir": str(destination),
-    }
-
-
-def monolingual_flags(text: Path, destination: Path, splits: Sequence[str], workers: int) -> Dict[str, Any]:
-    """The flags of fairseq-preprocess, by name, for the text of a language model in `<text>/<split>`."""
-    prefix = {"train": "trainpref", "valid": "validpref", "test": "testpref"}
-    return {
-        "only-source": True,
-        **{prefix[split]: str(text / split) for split in splits},
-        "workers": workers,
-        "destdir": str(destination),
-    }
-
-
-def classification_flags(text: Path, destination: Path, name: str, splits: Sequence[str]) -> Dict[str, Any]:
-    """The flags of fairseq-preprocess for the sentences (INPUT) or for their classes (LABEL)."""
-    tests = [str(text / name / split) for split in splits if split not in ("train", "valid")]
-    return {
-        "only-source": True,
-        "trainpref": str(text / name / "train"),
-        "validpref": str(text / name / "valid"),
+        **(dict(zip(("source-lang", "target-lang"), languages)) if languages else one),
+        **{f"{split}pref": str(text / split) for split in ("train", "valid") if split in splits},
         "testpref": ",".join(tests) or None,
-        "srcdict": str(text / name / "dict.txt"),  # a class keeps its number, whatever was drawn
-        "workers": 1,
-        "destdir": str(destination / name),
+        **({"joined-dictionary": joined} if languages else {}),
+        "workers": workers,
+        **(extra or {}),
+        "destdir": str(destination),
     }
+
+
+def text_folder(settings: Mapping[str, Any], root: Path) -> Path:
+    """The last stage before fairseq-preprocess of data in two languages."""
+    if settings.get("train_fraction") not in (None, 1):
+        return root / "sample"
+    segmented = settings["bpe"] is not None or settings.get("codes")
+    return root / ("bpe" if segmented else "tokens")
+
+
+def preprocess_calls(
+    settings: Mapping[str, Any],
+    dataset: Dataset,
+    root: Path,
+    destination: Path,
+    splits: Sequence[str],
+    workers: int = 0,
+) -> List[Dict[str, Any]]:
+    """The flags, by name, of each fairseq-preprocess that a data set ends with.
+
+    splits: of two languages, and of running text, which splits there are.
+    """
+    workers = workers or default_workers()
+    extra = {**dataset.preprocess, **settings.get("flags", {})}
+    if dataset.kind == TRANSLATION:
+        languages, joined = (settings["source"], settings["target"]), settings["joined_dictionary"]
+        text = text_folder(settings, root)
+        return [preprocess_flags(text, destination, splits, languages, joined, workers, extra)]
+    if dataset.kind == MASKED_LM:
+        text, dictionary = root / "bpe", root / "bpe" / DICTIONARY
+        flags = preprocess_flags(text, destination, splits, (), False, workers, extra, dictionary)
+        return [flags]
+    text = root / "text"
+    if dataset.kind == LANGUAGE_MODELING:
+        return [
+            preprocess_flags(text, destination, dataset.subsets, workers=workers, extra=dataset.preprocess)
+        ]
+    return [
+        # By a dictionary of its own, a class keeps its number, whatever was drawn.
+        preprocess_flags(
+            text / name, destination / name, dataset.subsets, dictionary=text / name / DICTIONARY
+        )
+        for name in (INPUT, LABEL)
+    ]
 
 
 def check_place(folder: Path) -> None:
@@ -79,87 +116,67 @@ def check_place(folder: Path) -> None:
 
 
 def is_binarised(folder: Path) -> bool:
-    """True for a folder that fairseq-preprocess wrote to, whole or not."""
-    return folder.is_dir() and any(folder.glob("dict.*.txt"))
+    """True for a folder that fairseq-preprocess wrote to, whole or not, for any kind of model."""
+    one = (folder / DICTIONARY).is_file() and any(folder.glob("*.idx"))
+    return folder.is_dir() and (one or any(folder.glob("dict.*.txt")) or is_classification(folder))
 
 
 def is_classification(folder: Path) -> bool:
     """True for a binarised folder of `sentence_prediction`, whole or not."""
-    return (folder / INPUT / "dict.txt").is_file()
+    return (folder / INPUT / DICTIONARY).is_file()
 
 
 def check_binarised(
-    folder: Path, languages: Tuple[str, str], subsets: Sequence[str], joined: bool
+    folder: Path, languages: Sequence[str], subsets: Sequence[str], joined: bool = False
 ) -> Dict[str, int]:
-    """Check dictionaries and the .bin/.idx pairs of each subset. Returns subset → number of sentences.
+    """Check dictionaries and the .bin/.idx files of each subset. Returns subset → number of sentences.
 
-    joined: both dictionaries must be equal. Raises UserError naming the file that is missing, empty,
-    cut off or of another length than its translation.
+    languages: two, or () for data of a language model or a classifier. joined: both dictionaries must be
+    equal. Raises UserError naming the file that is missing, empty, cut off or of another length than the
+    one that belongs to it.
     """
     if not folder.is_dir():
         raise UserError(
             f"There is no binarised data folder {folder}: run the prepare stage, or give --data a folder "
             "that fairseq-preprocess made."
         )
-    dictionaries = [_dictionary(folder, language) for language in languages]
-    if joined and dictionaries[0] != dictionaries[1]:
+    if languages:
+        sides = {language: folder / f"dict.{language}.txt" for language in languages}
+    elif is_classification(folder):
+        sides = {name: folder / name / DICTIONARY for name in (INPUT, LABEL)}
+    else:
+        sides = {"": folder / DICTIONARY}
+    for path in sides.values():
+        if not path.is_file() or not path.stat().st_size:
+            raise UserError(
+                f"{path} is missing or empty: {folder} is no whole output of fairseq-preprocess for that "
+                f"kind of data. {_AGAIN}"
+            )
+    if joined and len({path.read_bytes() for path in sides.values()}) > 1:
         raise UserError(
-            f"{folder}/dict.{languages[0]}.txt and dict.{languages[1]}.txt differ, but shared embeddings "
+            f"{' and '.join(map(str, sides.values()))} differ, but shared embeddings "
             "need one: run fairseq-preprocess with --joined-dictionary, or set "
             "data.joined_dictionary=false and model.share_all_embeddings=false."
         )
-    pair = _pair_in_file_names(folder, languages)
-    return {subset: _check_subset(folder, subset, pair, languages) for subset in subsets}
-
-
-def check_monolingual(folder: Path, subsets: Sequence[str]) -> Dict[str, int]:
-    """As check_binarised, for the data of a language model: dict.txt and `<subset>.bin`, `.idx`."""
-    _dictionary(folder, "")
-    return {subset: check_stem(folder / subset) for subset in subsets}
-
-
-def check_classification(folder: Path, subsets: Sequence[str]) -> Dict[str, int]:
-    """Check sentences and classes of each subset. Returns subset → number of sentences; raises UserError."""
     found = {}
     for subset in subsets:
-        counts = [check_stem(folder / name / subset) for name in (INPUT, LABEL)]
-        if counts[0] != counts[1]:
-            raise UserError(
-                f"{folder}: subset {subset} has {counts[0]:,} sentences and {counts[1]:,} classes. Delete "
-                "the folder and prepare it again."
-            )
-        found[subset] = counts[0]
+        counts = {name: check_stem(stem) for name, stem in _stems(folder, languages, list(sides), subset)}
+        if len(set(counts.values())) > 1:
+            sizes = " and ".join(f"{count:,} {name}" for name, count in counts.items())
+            raise UserError(f"{folder}: subset {subset} has {sizes} sentences. {_AGAIN}")
+        found[subset] = max(counts.values())
     return found
 
 
-def _dictionary(folder: Path, language: str) -> List[bytes]:
-    path = folder / (f"dict.{language}.txt" if language else "dict.txt")
-    if not path.is_file() or not path.stat().st_size:
-        raise UserError(
-            f"{path} is missing or empty: {folder} is no whole fairseq-preprocess output for that "
-            "language. Delete the folder and prepare it again."
-        )
-    return path.read_bytes().splitlines()
-
-
-def _pair_in_file_names(folder: Path, languages: Tuple[str, str]) -> str:
-    """'en-de', or 'de-en' where the folder was binarised the other way round; fairseq accepts both."""
+def _stems(
+    folder: Path, languages: Sequence[str], sides: Sequence[str], subset: str
+) -> List[Tuple[str, Path]]:
+    """The files of a subset, but for their endings. A pair may be binarised the other way round."""
+    if not languages:
+        return [(side, folder / side / subset) for side in sides]
     straight, reverse = "-".join(languages), "-".join(reversed(languages))
-    return (
-        reverse
-        if not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*"))
-        else straight
-    )
-
-
-def _check_subset(folder: Path, subset: str, pair: str, languages: Tuple[str, str]) -> int:
-    counts = [check_stem(folder / f"{subset}.{pair}.{language}") for language in languages]
-    if counts[0] != counts[1]:
-        raise UserError(
-            f"{folder}: subset {subset} has {counts[0]:,} {languages[0]} and {counts[1]:,} "
-            f"{languages[1]} sentences. Delete the folder and prepare it again."
-        )
-    return counts[0]
+    turned = not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*"))
+    return [(side, folder / f"{subset}.{reverse if turned else straight}.{side}") for side in sides]
 
 
 def check_stem(stem: Path) -> int:
@@ -181,15 +198,13 @@ def check_stem(stem: Path) -> int:
         whole = len(_MAGIC) + _HEADER.size + count * 12
         if version != 1 or code not in _ITEM_BYTES or index.stat().st_size != whole:
             raise UserError(
-                f"{index} is cut off: {index.stat().st_size:,} bytes instead of {whole:,}. Delete the "
-                "folder and prepare it again."
+                f"{index} is cut off: {index.stat().st_size:,} bytes instead of {whole:,}. {_AGAIN}"
             )
         sizes = numpy.frombuffer(stream.read(4 * count), dtype=numpy.int32)
     expected = int(sizes.sum(dtype=numpy.int64)) * _ITEM_BYTES[code]
     if binary.stat().st_size != expected:
         raise UserError(
-            f"{binary} is cut off: {binary.stat().st_size:,} bytes instead of {expected:,}. Delete the "
-            "folder and prepare it again."
+            f"{binary} is cut off: {binary.stat().st_size:,} bytes instead of {expected:,}. {_AGAIN}"
         )
     if not count:
         raise UserError(f"{index} holds no sentence.")

@@ -16,10 +16,10 @@ from typing import Counter, List, Sequence
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-from moa_fairseq.data_prep.parallel_text import chunks, read_lines
-from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.data_prep.parallel_text import read_lines
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.workers import chunks, ordered_map
 
 # Lines that are counted at once: larger than in other stages, as a table of words comes back.
 CHUNK = 50_000

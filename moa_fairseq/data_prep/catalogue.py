@@ -1,4 +1,4 @@
-"""The two tables of this room as objects: public files (sources.yaml) and data sets (datasets.yaml)."""
+"""The table of this room, datasets.yaml, as objects: public files and data sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import yaml
 from moa_fairseq.data_prep.cleaning import Cleaning
 from moa_fairseq.text.pipeline import Step
 
-HERE = Path(__file__).parent
+TABLE = Path(__file__).with_name("datasets.yaml")
+# Of two languages; of one, in a vocabulary of its own, and in GPT-2's; sentences with a class each.
+TRANSLATION, LANGUAGE_MODELING = "translation", "language_modeling"
+MASKED_LM, CLASSIFICATION = "masked_lm", "classification"
+KINDS = (TRANSLATION, LANGUAGE_MODELING, MASKED_LM, CLASSIFICATION)
 # What files of the source and of the target language are called in WMT's sets.
 SIDES = ("src", "ref")
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
@@ -20,7 +24,7 @@ _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
 @dataclasses.dataclass(frozen=True)
 class PublicFile:
-    """One file on the internet. name: where it is kept, below the folder of downloads; see sources.yaml."""
+    """One file on the internet. name: where it is kept, below the folder of downloads; see datasets.yaml."""
 
     name: str
     urls: Tuple[str, ...]
@@ -73,6 +77,7 @@ class Dataset:
     """How one data set becomes text for fairseq; see the head of datasets.yaml for the keys."""
 
     name: str
+    kind: str
     summary: str
     splits: Mapping[str, Tuple[Part, ...]]
     languages: Tuple[str, ...] = ()
@@ -90,13 +95,20 @@ class Dataset:
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     published: Optional[Published] = None
     generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stems: Sequence[str] = ()
+    words: Mapping[str, int] = dataclasses.field(default_factory=dict)
     licence: str = ""
     disk: float = 0
 
     @property
     def downloadable(self) -> bool:
-        """True when sources.yaml knows every part of it."""
+        """True when every part of it is a public file."""
         return all((part.archive or part.file) in public_files() for part in self.parts(self.languages[:1]))
+
+    @property
+    def archives(self) -> bool:
+        """True when some of its texts lie in archives."""
+        return any(part.archive for parts in self.splits.values() for part in parts)
 
     def parts(self, languages: Sequence[str] = ()) -> List[Part]:
         """All parts of all splits for a source and a target language (none: a data set of one language)."""
@@ -136,45 +148,35 @@ class Dataset:
         return Cleaning(**{key: value for key, value in self.clean.items() if key not in ("after", "splits")})
 
 
-def _table(name: str) -> Dict[str, Any]:
-    return yaml.safe_load((HERE / name).read_text(encoding="utf-8"))
+def _table() -> Dict[str, Any]:
+    return yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 
 
 @functools.lru_cache(maxsize=1)
 def public_files() -> Dict[str, PublicFile]:
-    """name → PublicFile, of sources.yaml."""
-    table = _table("sources.yaml")
+    """name → PublicFile."""
+    table = _table()
     found = {}
     for name, row in table["files"].items():
-        urls = tuple(url.format(**table["places"]) for url in row["urls"])
-        found[name] = PublicFile(name, urls, **{key: row[key] for key in row if key != "urls"})
+        folder, _, base = name.rpartition("/")
+        urls = [f"{place}/{base}" for place in table["places"].get(folder, ())]
+        found[name] = PublicFile(name, **{**row, "urls": tuple(row.get("urls", urls))})
     return found
 
 
 @functools.lru_cache(maxsize=1)
-def _datasets() -> Dict[str, Dict[str, Dataset]]:
-    return {
-        kind: {name: _dataset(name, row) for name, row in rows.items()}
-        for kind, rows in _table("datasets.yaml").items()
-    }
+def datasets() -> Dict[str, Dataset]:
+    """name → Dataset, of every kind."""
+    table = _table()
+    return {name: _dataset(name, kind, row) for kind in KINDS for name, row in table[kind].items()}
 
 
-def translation_sets() -> Dict[str, Dataset]:
-    """name → Dataset of two languages."""
-    return _datasets()["translation"]
+def of_kind(kind: str) -> Dict[str, Dataset]:
+    """name → Dataset, of one of KINDS."""
+    return {name: dataset for name, dataset in datasets().items() if dataset.kind == kind}
 
 
-def language_modeling_sets() -> Dict[str, Dataset]:
-    """name → Dataset of one language."""
-    return _datasets()["language_modeling"]
-
-
-def classification_sets() -> Dict[str, Dataset]:
-    """name → Dataset of sentences with a class each."""
-    return _datasets()["classification"]
-
-
-def _dataset(name: str, row: Dict[str, Any]) -> Dataset:
+def _dataset(name: str, kind: str, row: Dict[str, Any]) -> Dataset:
     objects = {
         "splits": {split: tuple(map(_part, parts)) for split, parts in row.get("splits", {}).items()},
         "languages": tuple(row.get("languages", ())),
@@ -182,7 +184,7 @@ def _dataset(name: str, row: Dict[str, Any]) -> Dataset:
         "codes": _part(row["codes"]) if "codes" in row else None,
         "published": Published(**row["published"]) if "published" in row else None,
     }
-    return Dataset(name, **{**row, **objects})
+    return Dataset(name, kind, **{**row, **objects})
 
 
 def _part(row: Dict[str, Any]) -> Part:

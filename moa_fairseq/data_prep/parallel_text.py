@@ -5,17 +5,31 @@ from __future__ import annotations
 import contextlib
 import gzip
 import itertools
+import re
 import zlib
 from pathlib import Path
-from typing import Iterable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import IO, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.markup import MARKUP
 from moa_fairseq.errors import UserError
 
 # Longer lines are no sentences; they come from broken files and make tokenizers crawl.
 MAX_LINE_BYTES = 1_000_000
 # Begins what read_lines gives for a line that cannot be used; no good line holds a NUL.
 BAD = "\0"
+BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
+_SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
+_TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
+_TED_TAGS = re.compile("</?(?:title|description)>")
+
+
+@contextlib.contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """A file for reading, unpacked when it is named .gz. Raises UserError for a cut off or foreign gzip."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+            yield stream
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
 
 
 def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
@@ -24,54 +38,47 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
     A leading BOM and the carriage returns of DOS files are taken away. Only a line feed ends a line:
     other Unicode separators stay inside the text. Raises UserError with the line number for undecodable
     bytes, NULs and absurdly long lines, and for a truncated gzip. mark_bad: a line of the first three
-    kinds is given as BAD and its reason instead, to be dropped and counted.
+    kinds is given as BAD and its reason (one of BAD_LINES) instead, to be dropped and counted.
     """
-    with damaged_gzip(path), gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+    with open_bytes(path) as stream:
         for number, raw in enumerate(stream, start=1):
-            try:
-                yield _decode(raw, number)
-            except _BadLine as bad:
-                if not mark_bad:
-                    raise UserError(f"{path}, line {number}: {bad.story}") from None
-                yield BAD + bad.reason
+            if len(raw) > MAX_LINE_BYTES:
+                reason, story = LONG, f"{len(raw):,} bytes long; that is no sentence. Check the file."
+            elif b"\0" in raw:
+                reason, story = NUL, "holds a NUL byte; this is no UTF-8 text file."
+            else:
+                try:
+                    yield raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                    continue
+                except UnicodeDecodeError as error:
+                    place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
+                    remedy = "Convert the file, for example with iconv -f latin1 -t utf-8."
+                    reason, story = FOREIGN, f"{place} is not UTF-8. {remedy}"
+            if not mark_bad:
+                raise UserError(f"{path}, line {number}: {story}")
+            yield BAD + reason
 
 
-@contextlib.contextmanager
-def damaged_gzip(path: Path) -> Iterator[None]:
-    """Turn what Python raises for a cut off or foreign gzip file into a UserError."""
-    try:
-        yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
+def _segments(lines: Iterable[str]) -> Iterator[str]:
+    """The text of `<seg id="1"> … </seg>` lines; everything else is header. Entities stay as they are."""
+    return (_SEGMENT.sub("", line) for line in lines if "<seg id" in line)
 
 
-class _BadLine(Exception):
-    """A line that is no text. reason: in two words, for counting; story: with the remedy."""
-
-    def __init__(self, reason: str, story: str) -> None:
-        super().__init__(reason, story)
-        self.reason, self.story = reason, story
+def _ted_talks(lines: Iterable[str]) -> Iterator[str]:
+    """WIT3's training files: headers of a talk go, its title and description lose their tags."""
+    return (_TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS))
 
 
-def _decode(raw: bytes, number: int) -> str:
-    if len(raw) > MAX_LINE_BYTES:
-        story = f"{len(raw):,} bytes long; that is no sentence. Check the file."
-        raise _BadLine("line of a million bytes", story)
-    if b"\0" in raw:
-        raise _BadLine("NUL byte", "holds a NUL byte; this is no UTF-8 text file.")
-    try:
-        text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        story = (
-            f"byte {error.start + 1} of the line (0x{raw[error.start]:02x}) is not UTF-8. Convert the "
-            "file, for example with iconv -f latin1 -t utf-8."
-        )
-        raise _BadLine("not UTF-8", story) from error
-    return text.rstrip("\r\n")
+# What takes the lines of text out of the files that the evaluation campaigns publish.
+MARKUP: Dict[str, Callable[[Iterable[str]], Iterator[str]]] = {
+    "plain": iter,
+    "sgm": _segments,
+    "wit3": _ted_talks,
+}
 
 
 class Piece(NamedTuple):
-    """One file of text and how its lines are taken out of it (a key of markup.MARKUP)."""
+    """One file of text and how its lines are taken out of it (a key of MARKUP)."""
 
     path: Path
     markup: str = "plain"
@@ -89,35 +96,43 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
 
     Raises UserError when a pair of files is empty or differs in length.
     """
-    for source, target in files:
-        yield from _read_pair(source, target, mark_bad)
+    for one, other in files:
+        count, missing = 0, object()
+        lines = (one.lines(mark_bad), other.lines(mark_bad))
+        for source, target in itertools.zip_longest(*lines, fillvalue=missing):
+            if source is missing or target is missing:
+                rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
+                sizes = (count, rest) if source is missing else (rest, count)
+                check_equal((one.path, other.path), sizes)
+            count += 1
+            yield source, target
+        if not count:
+            raise UserError(f"{one.path} and {other.path} hold no line of text.")
 
 
-def _read_pair(one: Piece, other: Piece, mark_bad: bool) -> Iterator[Tuple[str, str]]:
-    missing = object()
-    lines = (one.lines(mark_bad), other.lines(mark_bad))
-    count = 0
-    for source, target in itertools.zip_longest(*lines, fillvalue=missing):
-        if source is missing or target is missing:
-            rest = 1 + sum(1 for _ in itertools.chain(*lines))
-            longer, shorter = (one, other) if target is missing else (other, one)
-            raise UserError(unequal(longer.path, count + rest, shorter.path, count))
-        count += 1
-        yield source, target
-    if not count:
-        raise UserError(f"{one.path} and {other.path} hold no line of text.")
+def check_equal(paths: Sequence[Path], lines: Sequence[int]) -> None:
+    """Raise UserError for two files that should be aligned and differ in length."""
+    (fewer, shorter), (more, longer) = sorted(zip(lines, paths))
+    if fewer != more:
+        raise UserError(
+            f"{longer} has {more:,} lines and {shorter} has {fewer:,}: parallel files must have one "
+            "translation per line. One of them is cut off or belongs to another edition."
+        )
 
 
-def unequal(longer: Path, more: int, shorter: Path, fewer: int) -> str:
-    """What to say of two files that should be aligned and are not."""
-    return (
-        f"{longer} has {more:,} lines and {shorter} has {fewer:,}: parallel files must have one translation "
-        "per line. One of them is cut off or belongs to another edition."
-    )
+def count_lines(path: Path) -> int:
+    """Lines of a file, gzip when named .gz; a last line without an end counts. Raises UserError."""
+    count, last = 0, b"\n"
+    with open_bytes(path) as stream:
+        while block := stream.read(1 << 20):
+            count += block.count(b"\n")
+            last = block[-1:]
+    return count + (last != b"\n")
 
 
-def chunks(items: Iterable, size: int) -> Iterator[List]:
-    """Lists of `size` items, the last one shorter."""
-    iterator = iter(items)
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
+def find_file(folder: Optional[Path], name: str) -> Optional[Path]:
+    """The file of that name in a folder (or of the last part of its name), as it stands, plain or .gz."""
+    places = [folder / name, folder / Path(name).name] if folder else []
+    plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]
+    packed = [place.with_name(f"{place.name}.gz") for place in plain]
+    return next((path for path in (*plain, *packed) if path.is_file()), None)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Callable, Dict
 
-from moa_fairseq.files import atomic_write, disk_errors
+from moa_fairseq.files import atomic_write, checksum, disk_errors
 
 MARK = "stage.json"
 RESUME = "unfinished"
+log = logging.getLogger(__name__)
 
 
 def build_folder(
-    folder: Path,
-    fingerprint: str,
-    build: Callable[[Path], Any],
-    say: Callable[[str], None],
-    resumable: bool = False,
+    folder: Path, fingerprint: str, build: Callable[[Path], Any], resumable: bool = False
 ) -> Any:
     """Make `folder` by `build(temporary folder)`, unless it was made before from the same fingerprint.
 
@@ -33,14 +31,20 @@ def build_folder(
     if mark and mark["fingerprint"] == fingerprint:
         damaged = [name for name, size in mark["files"].items() if _size(folder / name) != size]
         if not damaged:
-            say(f"{folder}: up to date")
+            log.info(f"{folder}: up to date")
             return mark["facts"]
-        say(f"{folder}: {damaged[0]} is missing or was changed; making it again")
+        log.info(f"{folder}: {damaged[0]} is missing or was changed; making it again")
     temporary = folder.with_name(folder.name + ".partial")
+    note = temporary / RESUME
     with disk_errors(folder):
-        _begin(temporary, fingerprint, resumable)
+        if not (resumable and note.is_file() and note.read_text(encoding="utf-8") == fingerprint):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            if resumable:
+                with atomic_write(note) as stream:
+                    stream.write(fingerprint)
         facts = build(temporary)
-        (temporary / RESUME).unlink(missing_ok=True)
+        note.unlink(missing_ok=True)
         files = {
             str(path.relative_to(temporary)): path.stat().st_size
             for path in sorted(temporary.rglob("*"))
@@ -52,16 +56,18 @@ def build_folder(
     return facts
 
 
-def _begin(temporary: Path, fingerprint: str, resumable: bool) -> None:
-    """An empty temporary folder, or the one that an interrupted build of the same thing left."""
-    note = temporary / RESUME
-    if resumable and note.is_file() and note.read_text(encoding="utf-8") == fingerprint:
-        return
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    if resumable:
-        with atomic_write(note) as stream:
-            stream.write(fingerprint)
+def _replace_folder(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; what was there is moved aside first and removed last."""
+    aside = old.with_name(old.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if old.exists():
+        os.replace(old, aside)
+    os.replace(new, old)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
 
 
 def read_mark(folder: Path) -> Dict[str, Any]:
@@ -103,35 +109,6 @@ class FileMemory:
                 json.dump(self.known, stream, indent=1)
         return entry[name]
 
-    def sha256(self, path: Path) -> str:
-        """Hexadecimal sha256 of a file; one of the remembered size and time stamp is not read again."""
-        return self.fact(path, "sha256", sha256_of)
-
-
-def digest_files(paths: Sequence[Path], memory: Path) -> Dict[str, str]:
-    """sha256 of each file by its name; files of the remembered size and time stamp are not read again."""
-    known = FileMemory(memory)
-    return {path.name: known.sha256(path) for path in paths}
-
-
-def _replace_folder(new: Path, old: Path) -> None:
-    """Rename `new` to `old`; what was there is moved aside first and removed last."""
-    aside = old.with_name(old.name + ".old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if old.exists():
-        os.replace(old, aside)
-    os.replace(new, old)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
+    def checksum(self, path: Path, algorithm: str = "sha256") -> str:
+        """As files.checksum; a file of the remembered size and time stamp is not read again."""
+        return self.fact(path, algorithm, lambda path: checksum(path, algorithm))

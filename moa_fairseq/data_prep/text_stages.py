@@ -5,21 +5,21 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import logging
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.data_prep.catalogue import HoldOut
 from moa_fairseq.data_prep.cleaning import Cleaning, clean
-from moa_fairseq.data_prep.parallel_text import BAD, PiecePair, chunks, read_pairs
+from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, read_pairs
 from moa_fairseq.data_prep.resumable_files import ResumableFiles, resumable_files
-from moa_fairseq.data_prep.workers import ordered_map
 from moa_fairseq.errors import UserError
 from moa_fairseq.text.pipeline import Step, apply_steps
+from moa_fairseq.text.workers import chunks, ordered_map
 
 Pair = Tuple[str, str]
-Say = Callable[[str], None]
 CHUNK = 2000
 # Chunks between two commits: what an interruption costs.
 COMMIT_EVERY = 25
@@ -27,6 +27,7 @@ COMMIT_EVERY = 25
 MOST_BAD = 0.01
 # fairseq parts tokens at any white space, BPE at blanks only. Blanks themselves stay as Moses prints them.
 _NOT_BLANK = re.compile(r"[^\S ]")
+log = logging.getLogger(__name__)
 
 
 class Chain(NamedTuple):
@@ -67,7 +68,7 @@ class Job(NamedTuple):
         return [self.split, *([self.hold_out.split] if self.hold_out else [])]
 
 
-def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int, say: Say) -> Dict[str, Any]:
+def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int) -> Dict[str, Any]:
     """Write `<split>.<lang>` into `folder` for each job, going on where an interrupted call stopped.
 
     Returns split → {"lines", "tokens_<lang>", and for a job's own split "read" and "dropped": reason →
@@ -83,17 +84,13 @@ def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int, s
             facts[job.split]["done"] = True
             files.commit({"facts": facts})
             for split in job.outputs:
-                say(describe(split, facts[split], languages))
+                fact = facts[split]
+                tokens = ", ".join(f"{fact[f'tokens_{lang}']:,} {lang} tokens" for lang in languages)
+                dropped = [f"; {count:,} dropped: {why}" for why, count in fact.get("dropped", {}).items()]
+                log.info(f"{split}: {fact['lines']:,} pairs, {tokens}{''.join(dropped)}")
     for fact in facts.values():
         fact.pop("done", None)
     return facts
-
-
-def describe(split: str, fact: Dict[str, Any], languages: Pair) -> str:
-    """One line about a split: pairs, tokens per language, and what was dropped."""
-    tokens = ", ".join(f"{fact[f'tokens_{language}']:,} {language} tokens" for language in languages)
-    dropped = "".join(f"; {count:,} dropped: {why}" for why, count in fact.get("dropped", {}).items())
-    return f"{split}: {fact['lines']:,} pairs, {tokens}{dropped}"
 
 
 def _run_job(job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, Any], workers: int) -> None:
@@ -115,7 +112,16 @@ def _run_job(job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, 
         own["dropped"] = dict(sorted(dropped.items()))
         if number % COMMIT_EVERY == 0:
             files.commit({"facts": facts})
-    _check(job, own)
+    names = " and ".join(str(piece.path) for piece in job.files[0])
+    bad = {why: count for why, count in own["dropped"].items() if why in BAD_LINES}
+    if sum(bad.values()) > MOST_BAD * own["read"]:
+        stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
+        raise UserError(
+            f"{names}: of {own['read']:,} pairs of lines too many are no text ({stories}). Is the file "
+            "whole, and UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
+        )
+    if not own["lines"]:
+        raise UserError(f"{names}: no pair with text on both sides is left of {own['read']:,}.")
 
 
 def _process_pairs(pairs: List[Pair], chain: Chain) -> List[Union[Pair, str]]:
@@ -132,19 +138,3 @@ def _write(pair: Pair, job: Job, languages: Pair, files: ResumableFiles, facts: 
     for text, language in zip(pair, languages):
         files.write(f"{split}.{language}", text)
         fact[f"tokens_{language}"] += len(text.split())
-
-
-def _check(job: Job, own: Dict[str, Any]) -> None:
-    names = " and ".join(str(piece.path) for piece in job.files[0])
-    bad = {why: count for why, count in own["dropped"].items() if why in BAD_LINES}
-    if sum(bad.values()) > MOST_BAD * own["read"]:
-        stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
-        raise UserError(
-            f"{names}: of {own['read']:,} pairs of lines too many are no text ({stories}). Is the file "
-            "whole, and UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
-        )
-    if not own["lines"]:
-        raise UserError(f"{names}: no pair with text on both sides is left of {own['read']:,}.")
-
-
-BAD_LINES = ("line of a million bytes", "NUL byte", "not UTF-8")

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.data_prep.prepare_classification import GROUPS
+from moa_fairseq.data_prep.listops import GROUPS
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches, device_for, load_trained
 

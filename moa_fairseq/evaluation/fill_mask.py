@@ -3,7 +3,7 @@
   moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save the file."
 
 Prints the most probable tokens with their probabilities. For models over GPT-2's byte-pair encoding (what
-`moa-fairseq gpt2-bpe` and the masked-LM recipes prepare); a token that begins a word carries its space.
+`moa-fairseq prepare *_gpt2bpe` and the masked-LM recipes make); a token that begins a word carries its space.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from fairseq.models.roberta.hub_interface import RobertaHubInterface
 from omegaconf import OmegaConf
 
-from moa_fairseq.data_prep.gpt2_files import obtain_gpt2_files
-from moa_fairseq.data_prep.prepare_text import bpe_files
+from moa_fairseq.data_prep.gpt2_files import bpe_files, obtain_gpt2_files
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
 
@@ -51,7 +50,7 @@ def load_hub(checkpoint: Path, data: Optional[Path] = None) -> RobertaHubInterfa
 
 def encoding_files(data: Path) -> Sequence[Path]:
     """encoder.json and vocab.bpe: those of a binarised folder, or fetched."""
-    return bpe_files(data) or obtain_gpt2_files([data], say=lambda line: None)[:2]
+    return bpe_files(data) or obtain_gpt2_files([data])[:2]
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.data_prep.prepare_text import read_manifest
+from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches, device_for, load_trained
 
@@ -142,7 +142,7 @@ def _warnings(facts: Optional[Dict[str, Any]], result: Masking, data: str, subse
     if not facts:
         return [
             f"{data} has no manifest.json that counts the words of {subset}: without it there is no "
-            f"word-level perplexity (moa-fairseq gpt2-bpe writes one)"
+            f"word-level perplexity (moa-fairseq prepare writes one)"
         ]
     found, expected = result.tokens[TEXT] + result.tokens[LINE_END], facts["subwords"] + facts["lines"]
     if found == expected:

@@ -25,6 +25,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
 from moa_fairseq.recipes.finetune import resolve
@@ -49,7 +50,6 @@ from moa_fairseq.recipes.row_data import lines_of, on_the_rows_data
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
-    is_binarised_data,
     plan_run,
     prepared_before,
     run_recipe,
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
         stage=args.stage if args.hydra is None else "all",
-        data=inside if inside and is_binarised_data(inside) else args.data,
+        data=inside if inside and is_binarised(inside) else args.data,
         save_dir=args.save_dir,
         restart=args.restart,
         record=_record_path(args),
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         return _plan(args, recipe, hardware, args.data or prepared_before(recipe, options))
     data = options.data or prepared_before(recipe, options)
-    known = data if data and is_binarised_data(data) else None
+    known = data if data and is_binarised(data) else None
     if args.hydra is not None and known is None:
         raise UserError(
             "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "

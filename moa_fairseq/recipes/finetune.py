@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any, Dict
 
-from moa_fairseq.data_prep.prepare import CODES
+from moa_fairseq.data_prep.translation import CODES
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.run_folder import RunState, is_whole, trained_checkpoint
 from moa_fairseq.recipes.schema import Data, Recipe

@@ -10,9 +10,8 @@ import math
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
 
-from moa_fairseq.data_prep.catalogue import language_modeling_sets, translation_sets
-from moa_fairseq.data_prep.prepare_text import MANIFEST
-from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
+from moa_fairseq.data_prep.catalogue import datasets
+from moa_fairseq.data_prep.manifest import MANIFEST
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.corpus_size import sentence_sizes
 from moa_fairseq.recipes.schema import Recipe
@@ -21,8 +20,6 @@ log = logging.getLogger(__name__)
 
 # The user's own files, which have no name to be known by.
 OWN = ("parallel", "binarised")
-# Text in another encoding has as many lines.
-_LINES_OF = {"wikitext103_gpt2bpe": "wikitext103_raw"}
 
 
 def on_the_rows_data(recipe: Recipe, folder: Path, lines: Mapping[str, int]) -> Recipe:
@@ -70,7 +67,7 @@ def _difference(recipe: Recipe, folder: Path, lines: Mapping[str, int]) -> Optio
     expected = _expected_lines(name, recipe.data.train_fraction or 1)
     for what, here, there in (
         ("lines", counted, expected),
-        ("words", _words(manifest), TEXT_SOURCES[name].words if name in TEXT_SOURCES else {}),
+        ("words", _words(manifest), datasets()[name].words if name in datasets() else {}),
     ):
         other = next((split for split in there if here.get(split, there[split]) != there[split]), None)
         if other:
@@ -81,8 +78,7 @@ def _difference(recipe: Recipe, folder: Path, lines: Mapping[str, int]) -> Optio
 
 
 def _expected_lines(name: str, fraction: float) -> Dict[str, int]:
-    datasets = {**translation_sets(), **language_modeling_sets()}
-    dataset = datasets.get(_LINES_OF.get(name, name))
+    dataset = datasets().get(name)
     expected = dict(dataset.expected) if dataset else {}
     if "train" in expected:
         expected["train"] = max(1, math.ceil(expected["train"] * fraction))

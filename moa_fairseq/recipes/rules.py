@@ -7,8 +7,7 @@ import re
 import reprlib
 from typing import Dict
 
-from moa_fairseq.data_prep.catalogue import classification_sets, translation_sets
-from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
+from moa_fairseq.data_prep import catalogue
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
@@ -128,10 +127,10 @@ def _check_kind(recipe: Recipe, file: str) -> None:
     """What a translation needs and a language model has no use for, and the other way round."""
     data, score, task = recipe.data, recipe.score, recipe.train.task
     wanted = {
-        MASKED_LM: tuple(TEXT_SOURCES),
+        MASKED_LM: tuple(catalogue.of_kind(catalogue.MASKED_LM)),
         CAUSAL_LM: LM_DATA,
-        CLASSIFICATION: tuple(classification_sets()),
-        TRANSLATION: tuple(translation_sets()),
+        CLASSIFICATION: tuple(catalogue.of_kind(catalogue.CLASSIFICATION)),
+        TRANSLATION: tuple(catalogue.of_kind(catalogue.TRANSLATION)),
     }
     if data.recipe not in (*wanted[recipe.kind], "binarised"):
         fail(file, "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}.")

@@ -12,15 +12,15 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import yaml
 
-from moa_fairseq.data_prep.binarised import is_binarised, is_classification
-from moa_fairseq.data_prep.prepare import Prepared, prepared_folder, require_source
-from moa_fairseq.data_prep.prepare_text import is_binarised_text
+from moa_fairseq.data_prep.binarised import Prepared, is_binarised
+from moa_fairseq.data_prep.inputs import require_source
+from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.batch import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware, device_environment
-from moa_fairseq.recipes.jobs import job_of, steps
-from moa_fairseq.recipes.jobs.shared import DataRequest, read_scores
+from moa_fairseq.recipes.jobs import steps
+from moa_fairseq.recipes.jobs.shared import read_scores
 from moa_fairseq.recipes.launch.sharing import HANDOVER_SECONDS, check_shared
 from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
@@ -76,18 +76,13 @@ def prepared_before(recipe: Recipe, options: Options) -> Optional[Path]:
     return Path(known["folder"]) if known and Path(known["folder"]).is_dir() else None
 
 
-def is_binarised_data(folder: Path) -> bool:
-    """True for a folder that fairseq-preprocess wrote to, for any kind of recipe."""
-    return is_binarised(folder) or is_binarised_text(folder) or is_classification(folder)
-
-
 def plan_run(recipe: Recipe, hardware: Hardware, options: Options) -> Run:
     """The run as far as it is known before its data is prepared; nothing is written."""
     folder = run_folder_of(recipe, options)
     run = Run(recipe, hardware, Path("DATA-BIN"), folder)
     source = run.state.get("prepare").get("source")
     given = options.data or (Path(source) if source else None)
-    if recipe.data.recipe == "binarised" or (given is not None and is_binarised_data(given)):
+    if recipe.data.recipe == "binarised" or (given is not None and is_binarised(given)):
         return dataclasses.replace(run, data=given or run.data)
     corpus = options.corpus_root if given is None and recipe.data.recipe in EMBEDDED else None
     root = prepared_folder(dataclasses.asdict(recipe.data), corpus or given, options.data_root)
@@ -219,9 +214,7 @@ def _prepare(run: Run, options: Options) -> Prepared:
     # Two runs of one data set may start together: the second one waits and finds everything done.
     with locked(root, patience=math.inf, say=log.info):
         downloads = options.data_root / "downloads"
-        prepared = job_of(recipe).prepare(
-            DataRequest(settings, recipe.splits, source, root, preprocess, downloads)
-        )
+        prepared = Preparation(settings, recipe.splits, source, root, preprocess, downloads).run()
     run.state.put(
         "prepare",
         folder=str(prepared.folder.resolve()),

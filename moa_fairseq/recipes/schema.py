@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, List, Optional
 
-from moa_fairseq.data_prep.catalogue import classification_sets, language_modeling_sets, translation_sets
-from moa_fairseq.data_prep.text_sources import TEXT_SOURCES
+from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING, datasets, of_kind
 
-LM_DATA = tuple(name for name, data in language_modeling_sets().items() if data.encoder != "none")
-DATA_RECIPES = (*translation_sets(), "binarised", *TEXT_SOURCES, *LM_DATA, *classification_sets())
+LM_DATA = tuple(name for name, data in of_kind(LANGUAGE_MODELING).items() if data.encoder != "none")
+DATA_RECIPES = ("binarised", *(name for name, data in datasets().items() if data.encoder != "none"))
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = (
     *("multi_bleu", "compound_split_bleu", "sacrebleu", "get_ende_bleu", "moa_release_bleu"),

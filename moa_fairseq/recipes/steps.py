@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import moa_fairseq
-from moa_fairseq.data_prep.prepare import Prepared
+from moa_fairseq.data_prep.binarised import Prepared
 from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write

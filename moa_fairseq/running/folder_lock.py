@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors
 
 PATIENCE_SECONDS = 5.0
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -20,7 +22,7 @@ def locked(
 ) -> Iterator[List[int]]:
     """Hold the folder's lock; yields the file descriptors that children must inherit to hold it too.
 
-    patience: seconds to wait for another holder; say: is told once that there is one.
+    patience: seconds to wait for another holder; say: is told once that there is one (else it is logged).
     Raises UserError when another run, or a child that outlived one, works in the folder.
     """
     with disk_errors(folder):
@@ -38,8 +40,7 @@ def locked(
 
         if not _acquired(attempt, 0):
             holder = f"Another run is at work in {folder} (process {stream.read().strip() or '?'})"
-            if say:
-                say(f"{holder}; waiting for it to finish")
+            (say or log.info)(f"{holder}; waiting for it to finish")
             if not _acquired(attempt, patience):
                 raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.")
         with disk_errors(folder):

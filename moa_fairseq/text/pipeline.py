@@ -1,10 +1,8 @@
 """Whole files through a chain of line functions, on several processes."""
 
-import multiprocessing
-from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import islice
-from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Sequence, Tuple
+import functools
+import itertools
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Tuple
 
 from moa_fairseq.text.normalize import (
     lowercase,
@@ -14,6 +12,7 @@ from moa_fairseq.text.normalize import (
     straight_apostrophe,
 )
 from moa_fairseq.text.tokenizer import tokenize
+from moa_fairseq.text.workers import chunks, ordered_map
 
 # A step is data, so that it can be written in a recipe and sent to another process.
 Step = Tuple[str, Dict[str, Any]]
@@ -45,25 +44,10 @@ def process_lines(lines: Iterable[str], steps: Sequence[Step], workers: int = 1)
     unknown = [name for name, _ in steps if name not in STEPS]
     if unknown:
         raise KeyError(f"unknown text steps {unknown}: choose from {sorted(STEPS)}")
-    if workers <= 1:
-        return (apply_steps(line, steps) for line in lines)
-    return _in_processes(iter(lines), list(steps), workers)
-
-
-def _in_processes(lines: Iterator[str], steps: List[Step], workers: int) -> Iterator[str]:
-    # Forked workers need not import torch again, which would take longer than most files.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-    pending: Deque[Future] = deque()
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(method)) as pool:
-        while True:
-            while len(pending) < 2 * workers:
-                batch = list(islice(lines, _BATCH))
-                if not batch:
-                    break
-                pending.append(pool.submit(_process_batch, batch, steps))
-            if not pending:
-                return
-            yield from pending.popleft().result()
+    batches = ordered_map(
+        functools.partial(_process_batch, steps=list(steps)), chunks(lines, _BATCH), workers, "text"
+    )
+    return itertools.chain.from_iterable(batches)
 
 
 def _process_batch(batch: List[str], steps: List[Step]) -> List[str]:

@@ -6,7 +6,7 @@ import zipfile
 import polib
 import pytest
 
-from moa_fairseq.corpus.packages import Package
+from moa_fairseq.corpus.fetch import Package
 
 
 def po_text(entries):

@@ -51,16 +51,12 @@ def options(tmp_path):
     return Options(tmp_path / "out", tmp_path / "cache", folder=tmp_path / "wheels", offline=True)
 
 
-def quiet(line):
-    pass
-
-
 def snapshot(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_outputs_are_parallel_complete_and_accounted_for(packages, options):
-    manifest = build(packages, options, quiet)
+    manifest = build(packages, options)
     total = 0
     for split in ("train", "valid", "test"):
         columns = [
@@ -85,18 +81,18 @@ def test_outputs_are_parallel_complete_and_accounted_for(packages, options):
 
 
 def test_a_second_run_reads_no_wheel_and_writes_nothing(packages, options, monkeypatch):
-    assert build(packages, options, quiet)["built"] is True
+    assert build(packages, options)["built"] is True
     before = snapshot(options.output)
     monkeypatch.setattr(build_module, "obtain", lambda *_: pytest.fail("a wheel was asked for"))
     monkeypatch.setattr(build_module, "atomic_write", lambda *_: pytest.fail("a file was written"))
-    assert build(packages, options, quiet)["built"] is False
+    assert build(packages, options)["built"] is False
     assert snapshot(options.output) == before
 
 
 @pytest.mark.parametrize("damage", ["grow", "truncate", "remove"])
 @pytest.mark.parametrize("name", ["train.de", "test.source", "SOURCES.json", "manifest.json", "valid.en"])
 def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, options, name, damage):
-    build(packages, options, quiet)
+    build(packages, options)
     before = snapshot(options.output)
     path = options.output / name
     data = path.read_bytes()
@@ -104,60 +100,61 @@ def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, options, name, 
         path.unlink()
     else:
         path.write_bytes(data[: len(data) // 2] if damage == "truncate" else data + b"x")
-    assert build(packages, options, quiet)["built"] is True
+    assert build(packages, options)["built"] is True
     assert snapshot(options.output) == before
 
 
 @pytest.mark.parametrize("damage", [b"", b"x\ty\n", b"# 0 0\n"])
 def test_damaged_pairs_of_a_package_are_read_anew(packages, options, damage):
-    build(packages, options, quiet)
+    build(packages, options)
     before = snapshot(options.output)
     kept = options.output / "packages" / "first.tsv"
     kept.write_bytes(damage if damage else kept.read_bytes()[:-20])
     (options.output / "train.en").unlink()
-    build(packages, options, quiet)
+    build(packages, options)
     assert snapshot(options.output) == before
 
 
 def test_two_folders_get_the_same_bytes(packages, options, tmp_path):
-    build(packages, options, quiet)
-    build(packages, options._replace(output=tmp_path / "again"), quiet)
+    build(packages, options)
+    build(packages, options._replace(output=tmp_path / "again"))
     assert snapshot(options.output) == snapshot(tmp_path / "again")
 
 
 def test_an_interrupted_build_goes_on_and_ends_the_same(packages, options, tmp_path, monkeypatch):
-    build(packages, options._replace(output=tmp_path / "whole"), quiet)
+    build(packages, options._replace(output=tmp_path / "whole"))
 
     def stop_after_one(line):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        build(packages, options, stop_after_one)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build_module.log, "info", stop_after_one)
+        build(packages, options)
     assert (options.output / "packages" / "first.tsv").exists()
     assert not (options.output / "train.en").exists()
     read = []
     original = build_module._load_rows
     monkeypatch.setattr(build_module, "_load_rows", lambda *args: read.append(original(*args)) or read[-1])
-    build(packages, options, quiet)
+    build(packages, options)
     assert [rows is not None for rows in read] == [True, False]
     assert snapshot(options.output) == snapshot(tmp_path / "whole")
 
 
 def test_a_changed_package_list_makes_the_build_stale(packages, options):
-    build(packages, options, quiet)
-    manifest = build(packages[:1], options, quiet)
+    build(packages, options)
+    manifest = build(packages[:1], options)
     assert manifest["built"] is True
     assert set(manifest["pairs"]) == {"first"}
 
 
-def test_a_missing_package_is_named_and_can_be_allowed(packages, options):
+def test_a_missing_package_is_named_and_can_be_allowed(packages, options, caplog):
     (options.folder / packages[1].file).unlink()
     with pytest.raises(PackageUnavailable, match=r"second 1\.0"):
-        build(packages, options, quiet)
-    lines = []
-    manifest = build(packages, options._replace(allow_missing=True), lines.append)
+        build(packages, options)
+    with caplog.at_level("INFO", "moa_fairseq.corpus"):
+        manifest = build(packages, options._replace(allow_missing=True))
     assert manifest["missing"] == ["second"]
-    assert any("second" in line and "left out" in line for line in lines)
+    assert any("second" in line and "left out" in line for line in caplog.messages)
     assert manifest["splits"]["train"]["pairs"] > 0
 
 
@@ -165,9 +162,9 @@ def test_a_corpus_with_missing_packages_is_completed_later(packages, options):
     wheel = options.folder / packages[1].file
     data = wheel.read_bytes()
     wheel.unlink()
-    build(packages, options._replace(allow_missing=True), quiet)
+    build(packages, options._replace(allow_missing=True))
     wheel.write_bytes(data)
-    manifest = build(packages, options, quiet)
+    manifest = build(packages, options)
     assert manifest["built"] is True
     assert manifest["missing"] == []
 
@@ -175,14 +172,14 @@ def test_a_corpus_with_missing_packages_is_completed_later(packages, options):
 def test_without_any_package_there_is_no_corpus(packages, options, tmp_path):
     empty = options._replace(folder=tmp_path, allow_missing=True)
     with pytest.raises(UserError, match="Not one of the packages"):
-        build(packages, empty, quiet)
+        build(packages, empty)
 
 
 def test_somebody_elses_corpus_is_not_overwritten(packages, options):
     options.output.mkdir()
     (options.output / "train.en").write_text("mine\n")
     with pytest.raises(UserError, match=r"train\.en.*--output"):
-        build(packages, options, quiet)
+        build(packages, options)
     assert snapshot(options.output) == {(options.output / "train.en").relative_to(options.output): b"mine\n"}
     with pytest.raises(UserError, match="is a file"):
-        build(packages, options._replace(output=options.output / "train.en"), quiet)
+        build(packages, options._replace(output=options.output / "train.en"))

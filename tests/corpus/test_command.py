@@ -28,7 +28,7 @@ def arguments(make_wheel, catalogue, tmp_path, monkeypatch):
 def test_summary_names_packages_splits_and_words(arguments, capsys):
     assert cli.main(arguments) == 0
     captured = capsys.readouterr()
-    assert "demo 1.0" in captured.err
+    assert "demo 1.0" in captured.out
     assert "22 unique pairs from 1 packages" in captured.out
     assert "train" in captured.out and "English words" in captured.out
     assert cli.main(arguments) == 0

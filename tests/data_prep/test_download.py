@@ -92,7 +92,7 @@ def source(server, *names, **pins):
 
 
 def fetch(server, folder, *names, **pins):
-    return download(source(server, *names, **pins), folder, lambda line: None)
+    return download(source(server, *names, **pins), folder)
 
 
 def test_whole(server, tmp_path):
@@ -218,7 +218,7 @@ def test_formats(server, tmp_path, name, kind):
     server.content = b"something else"
     wrong = replace(source(server, sha256=None), name=name)
     with pytest.raises(UserError, match=f"is no {kind} file"):
-        download(wrong, tmp_path, print)
+        download(wrong, tmp_path)
 
 
 def test_always_cut_off(server, tmp_path):
@@ -233,7 +233,7 @@ def test_nobody_answers(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     gone = PublicFile("file.gz", ("http://127.0.0.1:9/file.gz",))
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9/file\.gz: .*refused"):
-        download(gone, tmp_path, print)
+        download(gone, tmp_path)
 
 
 def test_a_page_that_asks_for_confirmation_is_confirmed(server, tmp_path):
@@ -241,8 +241,13 @@ def test_a_page_that_asks_for_confirmation_is_confirmed(server, tmp_path):
     assert server.requests[-1][0] == "/confirmed?id=7&confirm=t%26x"
 
 
-def test_google_drive():
-    assert module._address("gdrive:ABC").endswith("download?id=ABC&export=download&confirm=t")
+def test_google_drive(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        module, "_fetch", lambda url, part, pauses: (asked.append(url), part.path.write_text("x"))
+    )
+    assert download(PublicFile("x", ("gdrive:ABC",)), tmp_path).read_text() == "x"
+    assert asked[0].endswith("download?id=ABC&export=download&confirm=t")
     assert confirmation_address("<html>nothing</html>", "http://x/") is None
 
 
@@ -252,6 +257,6 @@ def test_full_disk(server, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_copy", full)
+    monkeypatch.setattr(module.shutil, "copyfileobj", full)
     with pytest.raises(UserError, match="disk is full"):
         fetch(server, tmp_path)

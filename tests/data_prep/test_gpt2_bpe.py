@@ -1,11 +1,9 @@
 """Encoding text: ids by hand, counts, several processes, and an interrupted run that goes on."""
 
-import json
-
 import pytest
 
 from moa_fairseq.data_prep import gpt2_bpe
-from moa_fairseq.data_prep.gpt2_bpe import _load_encoder, encode_file, encode_line
+from moa_fairseq.data_prep.gpt2_bpe import _load_encoder, encode_line, encode_texts
 
 
 @pytest.fixture
@@ -25,20 +23,28 @@ def test_encoding_loses_nothing(encoder):
         assert encoder.decode([int(token) for token in encode_line(text, encoder).split()]) == text
 
 
+def encode(folder, text, files, workers=1):
+    (folder / "text").write_text(text, encoding="utf-8")
+    (folder / "out").mkdir(exist_ok=True)
+    return encode_texts({"train": folder / "text"}, folder / "out", files, workers)["train"]
+
+
 def test_counts_and_empty_lines(tmp_path, toy_gpt2):
-    (tmp_path / "text").write_text(" \n the cat @-@ <unk> \n\nsat\n", encoding="utf-8")
-    facts = encode_file(tmp_path / "text", tmp_path / "ids", tmp_path / "parts", toy_gpt2)
-    lines = (tmp_path / "ids").read_text().split("\n")
+    facts = encode(tmp_path, " \n the cat @-@ <unk> \n\nsat\n", toy_gpt2)
+    lines = (tmp_path / "out" / "train").read_text().split("\n")
     assert [bool(line) for line in lines] == [False, True, False, True, False]
     subwords = sum(len(line.split()) for line in lines)
-    assert facts == {"lines": 4, "words": 5, "subwords": subwords, "unk": 1, "hyphen": 1}
-    assert not list((tmp_path / "parts").iterdir())
+    assert facts == {"file": "text", "lines": 4, "words": 5, "subwords": subwords, "unk": 1, "hyphen": 1}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train"]
+
+
+NUMBERED = "".join(f"the cat {number}\n" for number in range(10))
 
 
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path, toy_gpt2, monkeypatch):
-    (tmp_path / "text").write_text("".join(f"the cat {number}\n" for number in range(10)))
-    whole = tmp_path / "whole"
-    expected = encode_file(tmp_path / "text", whole, tmp_path / "p", toy_gpt2, processes=1, part_lines=3)
+    monkeypatch.setattr(gpt2_bpe, "CHUNK", 3)
+    (tmp_path / "calm").mkdir()
+    expected = encode(tmp_path / "calm", NUMBERED, toy_gpt2)
     encoded, real = [], gpt2_bpe.encode_line
 
     def counting(line, encoder):
@@ -48,25 +54,21 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, toy_gpt2, monkeypatch
         return real(line, encoder)
 
     monkeypatch.setattr(gpt2_bpe, "encode_line", counting)
-    arguments = (tmp_path / "text", tmp_path / "ids", tmp_path / "parts", toy_gpt2, 1, 3)
     with pytest.raises(KeyboardInterrupt):
-        encode_file(*arguments)
-    assert not (tmp_path / "ids").exists() and len(list((tmp_path / "parts").iterdir())) == 2
+        encode(tmp_path, NUMBERED, toy_gpt2)
     encoded.clear()
     monkeypatch.setattr(gpt2_bpe, "encode_line", lambda *both: (encoded.append(both[0]), real(*both))[1])
-    assert encode_file(*arguments) == expected
+    assert encode(tmp_path, NUMBERED, toy_gpt2) == expected
     assert encoded == [f"the cat {number}" for number in (6, 7, 8, 9)]
-    assert (tmp_path / "ids").read_bytes() == whole.read_bytes()
+    assert (tmp_path / "out" / "train").read_bytes() == (tmp_path / "calm" / "out" / "train").read_bytes()
 
 
 @pytest.mark.slow
-def test_several_processes_keep_the_order(tmp_path, toy_gpt2):
-    (tmp_path / "text").write_text("".join(f"the cat {number}\n" for number in range(10)))
+def test_several_processes_keep_the_order(tmp_path, toy_gpt2, monkeypatch):
+    monkeypatch.setattr(gpt2_bpe, "CHUNK", 2)
     results = []
-    for processes in (1, 2):
-        output = tmp_path / f"ids{processes}"
-        facts = encode_file(
-            tmp_path / "text", output, tmp_path / f"parts{processes}", toy_gpt2, processes, part_lines=4
-        )
-        results.append((json.dumps(facts), output.read_bytes()))
+    for workers in (1, 2):
+        (tmp_path / str(workers)).mkdir()
+        facts = encode(tmp_path / str(workers), NUMBERED, toy_gpt2, workers)
+        results.append((facts, (tmp_path / str(workers) / "out" / "train").read_bytes()))
     assert results[0] == results[1]

@@ -6,10 +6,8 @@ import os
 import pytest
 
 from moa_fairseq.data_prep import archives, bpe, monolingual, resumable_files, stage_folder, text_stages
-from moa_fairseq.data_prep.catalogue import language_modeling_sets, translation_sets
-from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.data_prep.prepare import Preparation
-from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
 from moa_fairseq.errors import UserError
 
 # (what is interrupted, its name, at which calls)
@@ -22,9 +20,9 @@ POINTS = [
     (bpe, "count_words", (1,)),
     (bpe, "learn_bpe", (1,)),
     (stage_folder, "_replace_folder", (1, 4, 6, 7, 8)),
-    (stage_folder, "sha256_of", (2, 6, 14)),
+    (stage_folder, "checksum", (2, 6, 14)),
 ]
-READING = ("sha256_of",)  # no disk fills up there
+READING = ("checksum",)  # no disk fills up there
 
 
 @pytest.fixture
@@ -36,13 +34,13 @@ def small_steps(monkeypatch):
 @pytest.fixture
 def preparation(tables, preprocess, tmp_path, small_steps):
     tables()
-    dataset = translation_sets()["wmt14_en_de"]
+    dataset = datasets()["wmt14_en_de"]
     settings = {"recipe": dataset.name, "source": "en", "target": "de", "bpe": 15, "lowercase": False}
     settings.update(joined_dictionary=True, flags={})
 
     def make(archives, name, binarise=preprocess):
         downloads = tmp_path / name / "downloads"
-        folders = (archives, tmp_path / name, binarise, lambda line: None, downloads)
+        folders = (archives, tmp_path / name, binarise, downloads)
         return Preparation(settings, ["train", "valid", "test"], *folders, workers=1)
 
     return make
@@ -143,9 +141,8 @@ def test_language_modeling(tables, miniature, preprocess, made, monkeypatch, tmp
     archive_folder = miniature(name)
 
     def run(folder):
-        store = Store(archive_folder, tmp_path / folder / "downloads", True, lambda line: None)
-        dataset = language_modeling_sets()[name]
-        MonolingualPreparation(dataset, store, tmp_path / folder, preprocess, lambda line: None, 1).run()
+        folders = (archive_folder, tmp_path / folder, preprocess, tmp_path / folder / "downloads")
+        Preparation({"recipe": name}, [], *folders, offline=True, workers=1).run()
 
     run("calm")
     for when in (1, 2):

@@ -19,7 +19,7 @@ def store(tables, tmp_path):
     tables()
 
     def make(at_hand=None, offline=True):
-        return Store(at_hand, tmp_path / "downloads", offline, lambda line: None)
+        return Store(at_hand, tmp_path / "downloads", offline)
 
     return make
 

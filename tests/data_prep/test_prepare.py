@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from moa_fairseq.data_prep.prepare import Preparation, prepared_folder, require_source
+from moa_fairseq.data_prep.inputs import require_source
+from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.running.command_line import flags
 
@@ -42,14 +43,10 @@ def raw(tmp_path):
 
 
 def run(raw, tmp_path, said=None, **settings):
-    return Preparation(
-        {**SETTINGS, **settings},
-        ["train", "valid", "test"],
-        raw,
-        tmp_path / "out",
-        preprocess,
-        (said if said is not None else []).append,
-    ).run()
+    if said is not None:
+        said.clear()
+    folders = (raw, tmp_path / "out", preprocess)
+    return Preparation({**SETTINGS, **settings}, ["train", "valid", "test"], *folders).run()
 
 
 def test_raw_to_binarised(raw, tmp_path):
@@ -63,12 +60,10 @@ def test_raw_to_binarised(raw, tmp_path):
     assert dictionaries[0] == dictionaries[1]
 
 
-def test_a_second_time_is_a_no_op_and_other_merges_keep_the_tokens(raw, tmp_path):
+def test_a_second_time_is_a_no_op_and_other_merges_keep_the_tokens(raw, tmp_path, said):
     first = run(raw, tmp_path)
-    said = []
     assert run(raw, tmp_path, said) == first
     assert len(said) == 3 and all("up to date" in line for line in said)
-    said = []
     assert run(raw, tmp_path, said, bpe=10).fingerprint != first.fingerprint
     assert [line for line in said if "up to date" in line] == [f"{tmp_path / 'out' / 'tokens'}: up to date"]
 
@@ -78,40 +73,32 @@ def test_without_bpe_the_tokens_are_binarised(raw, tmp_path):
     assert not (tmp_path / "out" / "bpe").exists()
 
 
-def test_a_crash_in_the_last_stage_keeps_the_first_ones(raw, tmp_path, monkeypatch):
+def test_a_crash_in_the_last_stage_keeps_the_first_ones(raw, tmp_path, said):
     def crash(values):
         raise KeyboardInterrupt
 
-    broken = Preparation(
-        SETTINGS, ["train", "valid", "test"], raw, tmp_path / "out", crash, lambda line: None
-    )
+    broken = Preparation(SETTINGS, ["train", "valid", "test"], raw, tmp_path / "out", crash)
     with pytest.raises(KeyboardInterrupt):
         broken.run()
     assert not (tmp_path / "out" / "binarised").exists()
-    said = []
     run(raw, tmp_path, said)
     assert sum("up to date" in line for line in said) == 2
 
 
 def test_a_finished_folder_can_be_given_as_data(raw, tmp_path):
     prepared = run(raw, tmp_path)
-    again = Preparation(
-        SETTINGS, ["train", "valid"], prepared.folder, tmp_path / "other", preprocess, print
-    ).run()
+    again = Preparation(SETTINGS, ["train", "valid"], prepared.folder, tmp_path / "other", preprocess).run()
     assert again.folder == prepared.folder
     assert again.sentences == {"train": 60, "valid": 5}
     (prepared.folder / "train.en-de.de.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"train\.en-de\.de\.bin"):
-        Preparation(
-            SETTINGS, ["train", "valid"], prepared.folder, tmp_path / "other", preprocess, print
-        ).run()
+        Preparation(SETTINGS, ["train", "valid"], prepared.folder, tmp_path / "other", preprocess).run()
 
 
-def test_pairs_with_an_empty_side_leave_the_training_text_only(raw, tmp_path):
+def test_pairs_with_an_empty_side_leave_the_training_text_only(raw, tmp_path, said):
     for name in ("train", "val"):
         path = raw / f"{name}.de"
         path.write_text("\n" + path.read_text(encoding="utf-8").split("\n", 1)[1], encoding="utf-8")
-    said = []
     assert run(raw, tmp_path, said).sentences == {"train": 59, "valid": 5, "test": 6}
     assert said[0].endswith("1 dropped: empty side")
 
@@ -139,7 +126,7 @@ def test_long_text_goes_through_several_processes(raw, tmp_path):
     lines = [f"satz {number} ." for number in range(6500)]
     for language in ("en", "de"):
         (raw / f"train.{language}").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    arguments = (["train", "valid", "test"], raw, tmp_path / "out", preprocess, lambda line: None)
+    arguments = (["train", "valid", "test"], raw, tmp_path / "out", preprocess)
     Preparation({**SETTINGS, "bpe": None}, *arguments, workers=2).run()
     assert (tmp_path / "out" / "tokens" / "train.de").read_text(encoding="utf-8").splitlines() == lines
 

@@ -12,8 +12,10 @@ from fairseq.data import Dictionary, data_utils
 from fairseq_cli import preprocess as program
 
 from moa_fairseq.cli import main
-from moa_fairseq.data_prep import obtain, prepare_text
-from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text, read_manifest
+from moa_fairseq.data_prep import obtain, one_language
+from moa_fairseq.data_prep.binarised import is_binarised
+from moa_fairseq.data_prep.manifest import read_manifest
+from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -25,14 +27,15 @@ SPLITS = ["train", "valid", "test"]
 
 
 @pytest.fixture
-def prepare(tmp_path, toy_gpt2, preprocess):
+def prepare(tmp_path, toy_gpt2, preprocess, monkeypatch, said):
     """prepare(source, recipe, **flags) → (Prepared, what was said)."""
 
+    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+
     def run(source, recipe="wikitext2_gpt2bpe", subsets=SPLITS, **flags):
-        said = []
+        said.clear()
         settings = {"recipe": recipe, "flags": flags}
-        arguments = (settings, subsets, source, tmp_path / "out", preprocess, said.append)
-        return TextPreparation(*arguments, gpt2_files=lambda folders, say: toy_gpt2).run(), said
+        return Preparation(settings, subsets, source, tmp_path / "out", preprocess).run(), list(said)
 
     return run
 
@@ -105,14 +108,17 @@ def test_raw_files_come_before_tokens_and_kinds_are_not_mixed(prepare, toy_wiki,
 
 
 def test_what_is_missing_is_named(prepare, tmp_path):
-    with pytest.raises(UserError, match=r"no data folder .*wiki\.train\.raw"):
-        prepare(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no data folder .*train\.txt"):
+        prepare(tmp_path / "nowhere", "text_gpt2bpe")
     (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"lacks train\.txt, valid\.txt"):
+        prepare(tmp_path / "empty", "text_gpt2bpe")
+    (tmp_path / "empty" / "wiki.valid.raw").write_text("x\n")
     with pytest.raises(UserError, match=r"lacks wiki\.train\.raw, wiki\.valid\.raw"):
         prepare(tmp_path / "empty")
     with pytest.raises(UserError, match="no subset test9"):
         prepare(tmp_path / "empty", subsets=["train", "test9"])
-    assert not is_binarised_text(tmp_path / "empty")
+    assert not is_binarised(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -123,10 +129,10 @@ def test_a_masked_language_model_needs_no_data_of_its_users(
 ):
     """`bash scripts/wikitext103_mlm_*.sh` without --data: what is in data/downloads is used, else fetched."""
     tables()
-    monkeypatch.setattr(prepare_text, "obtain_gpt2_files", lambda folders, say, offline: toy_gpt2)
+    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
     served = []
 
-    def serve(source, folder, say):
+    def serve(source, folder):
         served.append(source.name)
         target = folder / source.name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +162,7 @@ def test_prepare_takes_archives_in_a_folder_offline(
     tables, miniature, tmp_path, toy_gpt2, monkeypatch, capsys
 ):
     tables()
-    monkeypatch.setattr(prepare_text, "obtain_gpt2_files", lambda folders, say, offline: toy_gpt2)
+    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
     archives = miniature("wikitext103_raw")
     words = ["prepare", "wikitext103_gpt2bpe", "--from", str(archives), "--offline", "--workers", "1"]
     assert main([*words, str(tmp_path / "out")]) == 0
@@ -174,12 +180,20 @@ def test_prepare_takes_archives_in_a_folder_offline(
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path, toy_wiki, toy_gpt2, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_text, "obtain_gpt2_files", lambda folders, say, offline: toy_gpt2)
-    command = ["gpt2-bpe", "wikitext2_gpt2bpe", "--from", str(toy_wiki), "--output", str(tmp_path / "out")]
-    assert main(command) == 0
+def test_text_of_ones_own(tmp_path, toy_wiki, toy_gpt2, monkeypatch, capsys):
+    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    own = tmp_path / "own"
+    own.mkdir()
+    for path in toy_wiki.iterdir():
+        shutil.copyfile(path, own / path.name.replace("wiki.", ""))
+    words = ["prepare", "text_gpt2bpe", str(tmp_path / "out"), "--workers", "1"]
+    assert main(words) == 2 and "name its folder with --from" in capsys.readouterr().err
+    words += ["--from", str(own)]
+    assert main(words) == 0
     said = capsys.readouterr().out
-    assert "$ fairseq-preprocess --only-source" in said and said.rstrip().endswith("as --data")
-    assert main([*command, "--json"]) == 0
+    assert (
+        "$ fairseq-preprocess --only-source" in said and f"{tmp_path / 'out' / 'binarised'} is ready" in said
+    )
+    assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["folder"] == str(tmp_path / "out" / "binarised") and report["splits"]["test"]["lines"] == 40
+    assert report["recipe"] == "text_gpt2bpe" and report["splits"]["test"]["lines"] == 40

@@ -1,7 +1,7 @@
 """A random part of a training text."""
 
 from moa_fairseq.data_prep.parallel_text import Piece
-from moa_fairseq.data_prep.sampling import sample_pairs
+from moa_fairseq.data_prep.translation import sample_pairs
 
 
 def sample(folder, fraction, seed=1):
@@ -11,7 +11,7 @@ def sample(folder, fraction, seed=1):
         pairs.append(tuple(Piece(folder / f"{stem}.{language}") for language in ("en", "de")))
     for piece, sign in zip(pairs[0], ("", "-")):
         piece.path.write_text("".join(f"{sign}{number}\n" for number in range(100)))
-    facts = sample_pairs(*pairs, fraction, seed, lambda text: None)
+    facts = sample_pairs(*pairs, fraction, seed)
     english, german = ([int(x) for x in piece.path.read_text().split()] for piece in pairs[1])
     assert [-number for number in german] == english == sorted(english)
     assert facts == {"lines": len(english), "of": 100}

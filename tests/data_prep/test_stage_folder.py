@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from moa_fairseq.data_prep.stage_folder import build_folder, digest_files, fingerprint_of, read_mark
+from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of, read_mark
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors
 
@@ -19,10 +19,10 @@ def writer(text, calls):
     return build
 
 
-def test_built_once(tmp_path):
-    calls, said = [], []
+def test_built_once(tmp_path, said):
+    calls = []
     for _ in range(2):
-        assert build_folder(tmp_path / "x", "1", writer("a", calls), said.append) == {"text": "a"}
+        assert build_folder(tmp_path / "x", "1", writer("a", calls)) == {"text": "a"}
     assert calls == ["a"]
     assert said == [f"{tmp_path / 'x'}: up to date"]
 
@@ -32,24 +32,24 @@ def test_built_once(tmp_path):
 )
 def test_damage_is_found_and_mended(tmp_path, damage):
     calls = []
-    build_folder(tmp_path / "x", "1", writer("whole", calls), print)
+    build_folder(tmp_path / "x", "1", writer("whole", calls))
     damage(tmp_path / "x" / "file")
-    build_folder(tmp_path / "x", "1", writer("whole", calls), print)
+    build_folder(tmp_path / "x", "1", writer("whole", calls))
     assert len(calls) == 2
     assert (tmp_path / "x" / "file").read_text() == "whole"
 
 
 def test_a_failure_leaves_the_old_folder(tmp_path):
-    build_folder(tmp_path / "x", "1", writer("old", []), print)
+    build_folder(tmp_path / "x", "1", writer("old", []))
 
     def fail(folder):
         (folder / "file").write_text("new")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(UserError, match="disk is full"):
-        build_folder(tmp_path / "x", "2", fail, print)
+        build_folder(tmp_path / "x", "2", fail)
     assert (tmp_path / "x" / "file").read_text() == "old"
-    build_folder(tmp_path / "x", "2", writer("new", []), print)
+    build_folder(tmp_path / "x", "2", writer("new", []))
     assert (tmp_path / "x" / "file").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
 
@@ -60,7 +60,7 @@ def test_an_interrupt_leaves_nothing_that_looks_finished(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_folder(tmp_path / "x", "1", interrupt, print)
+        build_folder(tmp_path / "x", "1", interrupt)
     assert not (tmp_path / "x").exists()
     assert read_mark(tmp_path / "x.partial") == {}
 
@@ -73,10 +73,10 @@ def test_fingerprints_tell_values_apart():
 def test_digests_follow_the_content(tmp_path):
     path, memory = tmp_path / "a.txt", tmp_path / "memory.json"
     path.write_text("one")
-    first = digest_files([path], memory)
-    assert digest_files([path], memory) == first
+    first = FileMemory(memory).checksum(path)
+    assert FileMemory(memory).checksum(path) == first
     path.write_text("two")
-    assert digest_files([path], memory) != first
+    assert FileMemory(memory).checksum(path) != first
 
 
 def test_a_file_where_a_folder_should_be(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 import moa_fairseq
 from moa_fairseq.cli import main
-from moa_fairseq.data_prep.prepare_text import read_manifest
+from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.evaluation.masked_lm import LINE_END, TEXT, Masking, measure
 from moa_fairseq.evaluation.trained_model import load_trained
 

@@ -86,7 +86,7 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys, said):
     """Drawn data, a trained SwitchHead, its accuracy as a whole and by depth; a second run finds all done."""
     monkeypatch.chdir(tmp_path)
     sizes = {"train": 150, "valid": 20, "test": 35}
-    listops = catalogue.classification_sets()["listops"]
+    listops = catalogue.datasets()["listops"]
     monkeypatch.setitem(listops.generated, "sizes", sizes)
     recipe, run = load_recipe(classifier()), tmp_path / "run"
     path = run_recipe(recipe, CPU, CPU, Options(save_dir=run))

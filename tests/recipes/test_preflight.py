@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.cli import main
-from moa_fairseq.data_prep.prepare import Prepared
+from moa_fairseq.data_prep.binarised import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import preflight
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware

@@ -1,12 +1,11 @@
-"""What each kind of recipe does: a job lists the steps of a run, and prepares its data."""
+"""What each kind of recipe does: a job lists the steps of a run."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import List
 
 from moa_fairseq.recipes.jobs import causal_lm, classification, masked_lm, translation
-from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe
+from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 from moa_fairseq.recipes.steps import Run, Step
 
 JOBS = {
@@ -17,11 +16,6 @@ JOBS = {
 }
 
 
-def job_of(recipe: Recipe) -> ModuleType:
-    """The module with `steps(run)` and `prepare(...)` for a recipe."""
-    return JOBS[recipe.kind]
-
-
 def steps(run: Run) -> List[Step]:
     """All steps of a run, in order: what --dry-run prints and what a run carries out."""
-    return job_of(run.recipe).steps(run)
+    return JOBS[run.recipe.kind].steps(run)

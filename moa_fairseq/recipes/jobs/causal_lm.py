@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List
 
-from moa_fairseq.data_prep.binarised import monolingual_flags
-from moa_fairseq.data_prep.catalogue import language_modeling_sets
-from moa_fairseq.data_prep.obtain import Store
-from moa_fairseq.data_prep.prepare import Prepared, workers
-from moa_fairseq.data_prep.prepare_monolingual import MonolingualPreparation
-from moa_fairseq.data_prep.prepare_text import TextPreparation, is_binarised_text
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.jobs.shared import DataRequest, preparing
+from moa_fairseq.recipes.jobs.shared import preparing
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.steps import Run, Step, keep_scores
 from moa_fairseq.recipes.training import training_steps
 from moa_fairseq.running.command_line import flags, positional
-
-log = logging.getLogger(__name__)
 
 METRIC, BITS = "lm_ppl", "lm_bits"  # bits: of a token, which is a byte of enwik8
 _FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
@@ -37,22 +28,7 @@ _SETTINGS = (
 def steps(run: Run) -> List[Step]:
     """Preparation, training, average, an evaluation of each subset."""
     evaluations = (_evaluation(run, subset) for subset in run.recipe.subsets)
-    return [*preparing(run, _preprocess), *training_steps(run), *evaluations]
-
-
-def prepare(asked: DataRequest) -> Prepared:
-    """Carry out the data section that is asked for. Raises UserError."""
-    dataset = language_modeling_sets().get(asked.settings["recipe"])
-    if dataset is None or (asked.source is not None and is_binarised_text(asked.source)):
-        return TextPreparation(*asked[:5], log.info).run()  # uses it as it is
-    store = Store(asked.source, asked.downloads, say=log.info)
-    return MonolingualPreparation(dataset, store, asked.root, asked.preprocess, log.info).run()
-
-
-def _preprocess(run: Run) -> List[Mapping[str, Any]]:
-    data = language_modeling_sets()[run.recipe.data.recipe]
-    values = monolingual_flags(run.root / "text", run.data, data.subsets, workers())
-    return [{**values, **data.preprocess}]
+    return [*preparing(run), *training_steps(run), *evaluations]
 
 
 def _evaluation(run: Run, subset: str) -> Step:

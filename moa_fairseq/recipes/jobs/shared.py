@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List
 
+from moa_fairseq.data_prep.binarised import preprocess_calls
+from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.recipes.schema import HEADLINE_METRICS
@@ -13,30 +16,14 @@ from moa_fairseq.recipes.steps import Run, Step, keep_scores
 from moa_fairseq.running.command_line import REDIRECT, flags
 
 
-class DataRequest(NamedTuple):
-    """What a job prepares: the recipe's data section and the subsets that it needs.
-
-    source: the --data folder, if any. root: where the stages are kept. preprocess: runs fairseq-preprocess
-    with the given flags. downloads: where public files are kept.
-    """
-
-    settings: Mapping[str, Any]
-    subsets: Sequence[str]
-    source: Optional[Path]
-    root: Path
-    preprocess: Callable[[Mapping[str, Any]], None]
-    downloads: Path
-
-
-def preparing(run: Run, preprocess: Callable[[Run], List[Mapping[str, Any]]]) -> List[Step]:
-    """The commands of the preparation, none for data that is used as it is; what is between them runs here.
-
-    preprocess: the flags of each fairseq-preprocess of a run.
-    """
+def preparing(run: Run) -> List[Step]:
+    """The commands of the preparation, none for data used as it is; what is between them runs here."""
     if run.root is None:
         return []
     corpus = [["moa-fairseq", "corpus", "--output", str(run.corpus)]] if run.corpus else []
-    commands = [*corpus, *(["fairseq-preprocess", *flags(values)] for values in preprocess(run))]
+    settings = dataclasses.asdict(run.recipe.data)
+    calls = preprocess_calls(settings, datasets()[settings["recipe"]], run.root, run.data, run.recipe.splits)
+    commands = [*corpus, *(["fairseq-preprocess", *flags(values)] for values in calls)]
     return [Step(command[0], "prepare", command) for command in commands]
 
 

@@ -6,14 +6,11 @@ import dataclasses
 import logging
 import os
 import re
-from typing import Any, List, Mapping, Optional
+from typing import Any, List, Optional
 
-from moa_fairseq.data_prep.binarised import preprocess_flags
-from moa_fairseq.data_prep.catalogue import translation_sets
-from moa_fairseq.data_prep.prepare import Preparation, Prepared, workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.recipes.jobs.shared import DataRequest, preparing, scoring
+from moa_fairseq.recipes.jobs.shared import preparing, scoring
 from moa_fairseq.recipes.steps import Run, Step, stamp
 from moa_fairseq.recipes.training import training_steps
 from moa_fairseq.running.command_line import REDIRECT, flags, positional
@@ -25,24 +22,11 @@ def steps(run: Run) -> List[Step]:
     """Preparation, training, average; then the translation of each subset, and its scores."""
     subsets = run.recipe.subsets
     return [
-        *preparing(run, _preprocess),
+        *preparing(run),
         *training_steps(run),
         *(_generation(run, subset) for subset in subsets),
         *(_score(run, subset) for subset in subsets if run.recipe.score),
     ]
-
-
-def prepare(asked: DataRequest) -> Prepared:
-    """Carry out the data section that is asked for. Raises UserError."""
-    return Preparation(*asked[:5], log.info, asked.downloads).run()
-
-
-def _preprocess(run: Run) -> List[Mapping[str, Any]]:
-    data = run.recipe.data
-    text = "sample" if data.train_fraction not in (None, 1) else "bpe" if data.bpe or data.codes else "tokens"
-    extra = {**translation_sets()[data.recipe].preprocess, **data.flags}
-    pair, joined = (data.source, data.target), data.joined_dictionary
-    return [preprocess_flags(run.root / text, run.data, run.recipe.splits, pair, joined, workers(), extra)]
 
 
 def _generation(run: Run, subset: str) -> Step:

@@ -1,0 +1,105 @@
+"""`map` over several processes: results in order, a bounded number of batches in memory, a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import forkserver
+from typing import Any, Callable, Deque, Iterable, Iterator, List, Tuple
+
+from tqdm import tqdm
+
+# So few batches are done sooner than new processes have started.
+FEW = 3
+
+
+def default_workers() -> int:
+    """As many processes as there are processors, at most 8."""
+    return min(8, os.cpu_count() or 1)
+
+
+def ordered_map(
+    work: Callable[[List], Any], batches: Iterable[List], workers: int, label: str, done: int = 0
+) -> Iterator[Any]:
+    """Yield `work(batch)` for each batch, in order. work and the batches must be picklable.
+
+    workers: processes; 1, or few batches, stay in this one. label: of the progress bar, which counts
+    the items of the batches and begins at `done`.
+    """
+    batches = iter(batches)
+    first = list(itertools.islice(batches, FEW))
+    batches = itertools.chain(first, batches)
+    alone = workers <= 1 or len(first) < FEW
+    with tqdm(unit=" lines", desc=label, initial=done, disable=None, leave=False) as bar:
+        results = ((len(b), work(b)) for b in batches) if alone else _in_processes(work, batches, workers)
+        for size, result in results:
+            yield result
+            bar.update(size)
+
+
+def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iterator[Tuple[int, Any]]:
+    pending: Deque[Tuple[int, Future]] = deque()
+    with contextlib.ExitStack() as stack:
+        module = getattr(work, "func", work).__module__
+        pool = stack.enter_context(ProcessPoolExecutor(workers, _context(module), _ignore_interrupt))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        while True:
+            for batch in itertools.islice(batches, 3 * workers - len(pending)):
+                with _interrupt_later():
+                    pending.append((len(batch), pool.submit(work, batch)))
+            if not pending:
+                return
+            size, future = pending.popleft()
+            yield size, future.result()
+
+
+def _context(module: str) -> multiprocessing.context.BaseContext:
+    """Processes that do not come out of this one: forking one that has started threads can hang for ever.
+
+    A fork server is begun once, loads the module with the work once, and then makes workers in no time.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    with _interrupt_later(signal.SIG_IGN):  # the server inherits what is done about Ctrl-C
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
+    """Hold Ctrl-C back to the end of the block: a worker half begun would outlive its pool, and complain.
+
+    meanwhile: another way to take it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not (callable(before) or meanwhile):
+        yield
+        return
+    received: List[Any] = []
+    signal.signal(signal.SIGINT, meanwhile or (lambda *event: received.append(event)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        before(*received[0])
+
+
+def _ignore_interrupt() -> None:
+    """Ctrl-C is the parent's to handle; the pool ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def chunks(items: Iterable, size: int) -> Iterator[List]:
+    """Lists of `size` items, the last one shorter."""
+    iterator = iter(items)
+    while chunk := list(itertools.islice(iterator, size)):
+        yield chunk
