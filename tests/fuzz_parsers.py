@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gzip
 import io
 import json
@@ -29,7 +30,7 @@ from moa_fairseq.recipes import result, runner, training
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.jobs.causal_lm import read_report
 from moa_fairseq.recipes.jobs.shared import read_scores
-from moa_fairseq.recipes.loading import build, load_recipe, to_mapping
+from moa_fairseq.recipes.loading import build, load_recipe
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.steps import Run
 from moa_fairseq.recipes.train_log import TrainLog, prune, summarise
@@ -230,7 +231,7 @@ def parse_recipe(place: Path) -> None:
     data = (place / "input").read_bytes()
     path = (place / "input").rename(place / "input.yaml")
     choice = sum(data)
-    to_mapping(load_recipe(path))
+    dataclasses.asdict(load_recipe(path))
     key = OVERRIDES[choice % len(OVERRIDES)]
     with contextlib.suppress(UserError):
         load_recipe(path, [f"{key}={YAML_TEXTS[choice % len(YAML_TEXTS)]}"])

@@ -7,33 +7,16 @@ from __future__ import annotations
 
 from typing import Any, Dict, Mapping
 
-EXECUTION_FLAGS = frozenset(
-    {
-        # how processes talk and what each of them holds
-        "ddp-backend",
-        "ddp-comm-hook",
-        "bucket-cap-mb",
-        "gradient-as-bucket-view",
-        "find-unused-parameters",
-        "heartbeat-timeout",
-        "zero-sharding",
-        "cpu-offload",
-        "no-reshard-after-forward",
-        "fp32-reduce-scatter",
-        "min-params-to-wrap",
-        # memory against time
-        "checkpoint-activations",
-        "memory-efficient-fp16",
-        "memory-efficient-bf16",
-        "fp16-no-flatten-grads",
-        "fp16-init-scale",
-        "fp16-scale-window",
-        # data loading and logs
-        "num-workers",
-        "data-buffer-size",
-        "tensorboard-logdir",
-        "wandb-project",
-    }
+EXECUTION_FLAGS = (
+    # how processes talk and what each of them holds
+    *("ddp-backend", "ddp-comm-hook", "bucket-cap-mb", "gradient-as-bucket-view", "find-unused-parameters"),
+    *("heartbeat-timeout", "zero-sharding", "cpu-offload", "no-reshard-after-forward", "fp32-reduce-scatter"),
+    "min-params-to-wrap",
+    # memory against time
+    *("checkpoint-activations", "memory-efficient-fp16", "memory-efficient-bf16", "fp16-no-flatten-grads"),
+    *("fp16-init-scale", "fp16-scale-window"),
+    # data loading and logs
+    *("num-workers", "data-buffer-size", "tensorboard-logdir", "wandb-project"),
 )
 # How often a checkpoint is written; part of the experiment where these are the ones that are averaged.
 INTERVAL_FLAGS = frozenset({"save-interval-updates", "keep-interval-updates"})

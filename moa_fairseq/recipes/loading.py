@@ -27,25 +27,18 @@ _NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError,
 
 # What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
 FAITHFUL = (
-    "train.max_tokens",
-    "train.min_tokens",
-    "train.seed",
-    "train.precision",
-    "train.keep_last_epochs",
-    "train.log_interval",
-    "generate.max_tokens",
-    "score.headline",
-    "pretrained",
+    *("train.max_tokens", "train.min_tokens", "train.seed", "train.precision", "train.keep_last_epochs"),
+    *("train.log_interval", "generate.max_tokens", "score.headline", "pretrained"),
 )
 
 
 def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
     """Read, merge and check one recipe file.
 
-    path: a YAML file; its `base:` (a file beside it, which may not have a base itself) is merged
-    under it, key by key; a null takes a key of the base away. overrides: `section.key=value`
-    strings, the value in YAML, applied last; with one that is not in FAITHFUL the recipe reproduces
-    nothing. Raises UserError naming file and key.
+    path: a YAML file; its `base:` (a file beside it, or a list of them, which may have no base themselves)
+    is merged under it key by key, a later base over an earlier one; a null takes a key away. overrides:
+    `section.key=value` strings, the value in YAML, applied last; with one that is not in FAITHFUL the recipe
+    reproduces nothing. Raises UserError naming file and key.
     """
     try:
         return _load(Path(path), overrides)
@@ -76,11 +69,6 @@ def _load(path: Path, overrides: Sequence[str]) -> Recipe:
         recipe = dataclasses.replace(recipe, reproduces=None)  # another experiment than the row stands for
     check(recipe, file)
     return recipe
-
-
-def to_mapping(recipe: Recipe) -> Dict[str, Any]:
-    """The plain mapping of a resolved recipe, defaults included; what recipe.yaml in a run folder holds."""
-    return dataclasses.asdict(recipe)
 
 
 def deep_merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
@@ -122,16 +110,17 @@ def did_you_mean(name: str, known: Any) -> str:
 
 def _with_base(path: Path) -> Dict[str, Any]:
     mapping = _read_yaml(path)
-    if "base" not in mapping:
-        return mapping
-    name = mapping.pop("base")
-    if not isinstance(name, str) or Path(name).name != name or not (path.parent / name).is_file():
-        fail(str(path), "base", f"there is no file {reprlib.repr(name)} beside it.")
-    base_path = path.parent / name
-    base = _read_yaml(base_path)
-    if "base" in base:
-        fail(str(path), "base", f"{base_path} has a base itself; only one level is allowed.")
-    return deep_merge(base, mapping)
+    names = mapping.pop("base", [])
+    merged: Dict[str, Any] = {}
+    for name in names if isinstance(names, list) else [names]:
+        inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+        if not inside or not (path.parent / name).is_file():
+            fail(str(path), "base", f"there is no file {reprlib.repr(name)} beside it.")
+        base = _read_yaml(path.parent / name)
+        if "base" in base:
+            fail(str(path), "base", f"{path.parent / name} has a base itself; only one level is allowed.")
+        merged = deep_merge(merged, base)
+    return deep_merge(merged, mapping) if names else mapping
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -145,7 +145,7 @@ def check_train_command(command: List[str]) -> argparse.Namespace:
     argv, sys.argv = sys.argv, ["fairseq-train"]
     try:
         with contextlib.redirect_stderr(complaint):
-            return options.parse_args_and_arch(options.get_training_parser(), input_args=command[1:])
+            args = options.parse_args_and_arch(options.get_training_parser(), input_args=command[1:])
     except SystemExit as error:
         text = complaint.getvalue().strip().splitlines()
         raise UserError(f"fairseq-train does not accept the recipe's flags: {_shorten(text)}") from error
@@ -153,6 +153,13 @@ def check_train_command(command: List[str]) -> argparse.Namespace:
         raise UserError(f"fairseq-train does not accept the recipe's flags: {error}") from error
     finally:
         sys.argv = argv
+    per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
+    if per_token and experts and per_token > experts:
+        raise UserError(
+            f"model.experts_per_token: K = {per_token} experts per token cannot be chosen from E = {experts} "
+            f"(model.num_experts, where the recipe does not say it {args.arch}): lower K or raise E."
+        )
+    return args
 
 
 def full_config(args: argparse.Namespace) -> Any:

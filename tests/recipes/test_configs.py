@@ -6,16 +6,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.loading import deep_merge, load_recipe
 from moa_fairseq.recipes.preflight import check_train_command
 from moa_fairseq.recipes.runner import Options, planned_commands
 from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 NAMES = [path.stem for path in CONFIGS]
 EVALUATION = {
     TRANSLATION: "fairseq-generate",
@@ -75,6 +76,31 @@ def test_numbers_of_the_headers_are_those_that_were_measured():
                 minutes = [run["train_seconds"] / 60 for run in measured[path.stem]]
                 assert any(abs(found - int(number)) < 0.6 for found in minutes), f"{path.name}: {line}"
     assert checked >= 4
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_a_config_restates_nothing_of_its_bases(path):
+    """But the paper's cell and a model's sizes, which are read as a whole."""
+
+    def restated(own, base, prefix=""):
+        for key, value in own.items():
+            if isinstance(value, dict) and isinstance(base.get(key), dict):
+                yield from restated(value, base[key], f"{prefix}{key}.")
+            elif key in base and base[key] == value:
+                yield prefix + key
+
+    own = yaml.safe_load(path.read_text(encoding="utf-8"))
+    names, base = own.pop("base", []), {}
+    for name in names if isinstance(names, list) else [names]:
+        base = deep_merge(base, yaml.safe_load((path.parent / name).read_text(encoding="utf-8")))
+    whole = ("reproduces.", "model.num_experts", "model.experts_per_token", "model.expert_dim")
+    assert [key for key in restated(own, base) if not key.startswith(whole)] == []
+
+
+def test_every_part_is_a_base_of_several():
+    text = [path.read_text(encoding="utf-8") for path in CONFIGS]
+    for part in (ROOT / "configs" / "parts").glob("*.yaml"):
+        assert sum(f"parts/{part.name}" in config for config in text) >= 2, part.name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)

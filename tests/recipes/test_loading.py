@@ -1,9 +1,12 @@
 """Recipe files: what is accepted, what is refused, and that the message names file and key."""
 
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.loading import deep_merge, load_recipe
 
@@ -27,7 +30,6 @@ def test_a_valid_recipe_keeps_its_values(small, write_config):
         ("train", "max_tokens", 0, ["train.max_tokens", "at least 1"]),
         ("train", "precision", "fp8", ["train.precision", "bf16"]),
         ("train", "criterion", None, ["train.criterion", "must be text"]),
-        ("model", "num_experts", 4, ["model.experts_per_token", "is missing"]),
         ("model", "flags", {"encoder_layers": 2}, ["model.flags.encoder_layers", "encoder-layers"]),
         ("train", "flags", {"update-freq": 2}, ["train.flags.update-freq", "effective_batch_tokens"]),
         ("train", "flags", {"fp16": True}, ["train.flags.fp16", "train.precision"]),
@@ -53,16 +55,23 @@ def test_bad_values_are_refused_by_name(small, write_config, section, key, value
         assert word in str(error.value)
 
 
-def test_more_experts_per_token_than_experts(small, write_config):
-    small["model"].update(num_experts=4, experts_per_token=8, expert_dim=16)
-    with pytest.raises(UserError, match=r"K = 8 .* E = 4"):
-        load_recipe(write_config(small))
+@pytest.mark.parametrize(("sizes", "printed"), [((4, 8), "K = 8 .* E = 4"), ((None, 9), "K = 9 .* E = 8")])
+def test_more_experts_per_token_than_experts(small, write_config, tmp_path, sizes, printed, capsys):
+    """Also where the arch, and not the recipe, says E; before anything is prepared."""
+    small["model"].update(arch="moa_transformer_tiny", num_experts=sizes[0], experts_per_token=sizes[1])
+    for side in ("encoder", "decoder"):
+        del small["model"]["flags"][f"{side}-attention-heads"]
+    small["train"]["criterion"] = "label_smoothed_cross_entropy_with_routing"
+    line = ["recipe", str(write_config(small)), "--gpus", "0", "--save-dir", str(tmp_path / "run")]
+    for more in ([], ["--dry-run"]):
+        assert main([*line, *more]) == 2
+        assert re.search(rf"model\.experts_per_token: {printed}", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_mixture_arch_must_state_its_sizes(small, write_config):
+def test_an_arch_says_its_sizes_itself(small, write_config):
     small["model"]["arch"] = "moa_transformer_tiny"
-    with pytest.raises(UserError, match=r"model\.num_experts"):
-        load_recipe(write_config(small))
+    assert load_recipe(write_config(small)).model.num_experts is None
 
 
 def test_training_needs_an_end(small, write_config):
@@ -96,6 +105,23 @@ def test_base_is_merged_key_by_key_and_null_takes_away(small, write_config):
     assert recipe.train.flags == {"label-smoothing": 0.1, "lr": 0.5, "num-workers": 0}
     assert recipe.average is None
     assert recipe.data.bpe == 50
+
+
+def test_a_later_base_lies_over_an_earlier_one(small, write_config, tmp_path):
+    write_config(small)
+    (tmp_path / "configs" / "parts").mkdir()
+    part = {"train": {"flags": {"lr": 0.2, "clip-norm": 0.1}}, "average": None}
+    (tmp_path / "configs" / "parts" / "loud.yaml").write_text(yaml.safe_dump(part))
+    child = {
+        "base": ["small.yaml", "parts/loud.yaml"],
+        "experiment": "child",
+        "train": {"flags": {"lr": 0.5}},
+    }
+    recipe = load_recipe(write_config(child))
+    flags = {"label-smoothing": 0.1, "optimizer": "adam", "lr": 0.5, "num-workers": 0, "clip-norm": 0.1}
+    assert recipe.train.flags == flags and recipe.average is None
+    with pytest.raises(UserError, match=r"base: there is no file 'parts/lost\.yaml'"):
+        load_recipe(write_config({**child, "base": ["small.yaml", "parts/lost.yaml"]}))
 
 
 def test_base_of_a_base_is_refused(small, write_config):

@@ -55,7 +55,6 @@ def masked(write_config):
         ({"score": {"subsets": []}}, ["score.subsets", "at least one"]),
         ({"score": {"flags": {"subset": "test"}}}, ["score.flags.subset", "score.subsets"]),
         ({"train": {"task": "translation"}}, ["data.recipe", "translation"]),
-        ({"model": {"num_experts": None}}, ["model.num_experts", "is missing"]),
     ],
 )
 def test_contradictions_are_refused_by_name(masked, changes, words):

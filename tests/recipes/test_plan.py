@@ -24,7 +24,7 @@ from moa_fairseq.recipes.preflight import check_train_command, full_config
 from moa_fairseq.recipes.runner import Options, planned_commands
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from moa_fairseq.recipes.steps import Run
 from moa_fairseq.recipes.training import train_settings
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 V100S, A100S = assumed_hardware("V100", 8), assumed_hardware("A100", 8)
 TWO_CPUS = Hardware(world=find_world(0, 2, 0, "head", {}))
 

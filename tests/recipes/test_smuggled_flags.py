@@ -77,7 +77,7 @@ def test_a_folder_named_like_a_flag_is_one(small, write_config, tmp_path, monkey
     state = {"prepare": {"folder": data.name, "sentences": {}, "fingerprint": "x", "source": None}}
     (folder / "state.json").write_text(json.dumps(state))
     recipe = load_recipe(write_config(small))
-    options = Options(data=prepared_before(recipe, folder), save_dir=folder)
+    options = Options(data=prepared_before(recipe, Options(save_dir=folder)), save_dir=folder)
     for command in planned_commands(recipe, Hardware(), options):
         assert "--user-dir=trap" not in command
         assert command[0] not in ("fairseq-train", "fairseq-generate") or command[1].endswith(f"/{data.name}")
