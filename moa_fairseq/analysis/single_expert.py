@@ -183,6 +183,7 @@ def _evaluate(part: stages.Run, prepared: Prepared, subset: str) -> Dict[str, An
 
 def _report(run: TrainedRun, subset: str, scores: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
     """The scores and their differences to the mixture's; every number of each evaluation in `metrics`."""
+    assert run.recipe.score is not None  # `open_run` has looked
     metric = run.recipe.score.headline
     values = {name: metrics[metric] for name, metrics in scores.items()}
     mixture = values[MIXTURE]

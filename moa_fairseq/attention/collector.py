@@ -8,6 +8,7 @@ import contextlib
 from contextvars import ContextVar
 from typing import Iterator, List, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from moa_fairseq.attention.routing import RoutingDecision
@@ -69,7 +70,7 @@ def padding_of_queries(
     mask = next((mask for mask in candidates if mask is not None), None)
     if mask is None or mask.shape != (batch, tgt_len):
         return None
-    return mask.to(bool)
+    return mask.to(torch.bool)
 
 
 @contextlib.contextmanager

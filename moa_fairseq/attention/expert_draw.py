@@ -80,7 +80,7 @@ class ExpertDraw:
 
 def _fraction(key: Tensor) -> Tensor:
     """The leading bits as a number in [0, 1), float32."""
-    return ((key >> (64 - _BITS)) & (2**_BITS - 1)).to(torch.float32) / 2**_BITS
+    return ((key >> (64 - _BITS)) & ((1 << _BITS) - 1)).to(torch.float32) / (1 << _BITS)
 
 
 def _scramble(key: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class _Router(nn.Module):
     """What both routers have: sizes, the choice of the K most probable heads, and the decision."""
 
     reads_queries = False  # or: is given the queries of every head in place of the attention's input
+    every_head: Tensor  # a buffer: 0, 1, …, h − 1
 
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
         super().__init__()

@@ -31,8 +31,9 @@ class Observer(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, *args, **kwargs)
         for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = before[name].to(buffer.device)
+            wide = before[name]
+            if buffer is not None and wide is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = wide.to(buffer.device)
         return self
 
     def forget(self) -> None:

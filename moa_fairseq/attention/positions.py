@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Dict, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class RotaryPositions(Positions):
     Raises UserError for an odd D.
     """
 
+    speed: Tensor  # a buffer [D / 2]: the angle per position
+
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
         if head_dim % 2:
@@ -53,7 +55,7 @@ class RotaryPositions(Positions):
                 "one: choose an even head dimension."
             )
         speed = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        self.register_buffer("speed", speed, persistent=False)  # [D / 2]
+        self.register_buffer("speed", speed, persistent=False)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
         carried = k.size(2) - q.size(2)
@@ -67,7 +69,7 @@ class RotaryPositions(Positions):
         cos, sin = angle.cos(), angle.sin()
         return _turned(q, cos, sin), _turned(k, cos, sin)
 
-    def _apply(self, fn, *args, **kwargs):
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RotaryPositions":
         speed = self.speed
         super()._apply(fn, *args, **kwargs)
         self.speed = speed.to(self.speed.device)  # a cast of the model must not round the angles
@@ -150,7 +152,8 @@ class RelativePositions(Positions):
             return scores
         length = scores.size(3)
         rows = scores.flatten(2).narrow(2, tgt_len - 1, tgt_len * (length - 1))
-        return rows.unflatten(2, (tgt_len, length - 1))[..., :key_length]
+        by_query: Tensor = rows.unflatten(2, (tgt_len, length - 1))
+        return by_query[..., :key_length]
 
     def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
         distances = queries + keys - 1
@@ -161,7 +164,8 @@ class RelativePositions(Positions):
 
     def _by_key_head(self, q: Tensor) -> Tensor:
         """[B, H, T, D] → [B, H / G, G, T, D]: query head h reads key head h mod G."""
-        return q.unflatten(1, (-1, self.key_heads))
+        by_key_head: Tensor = q.unflatten(1, (-1, self.key_heads))
+        return by_key_head
 
 
 @functools.lru_cache(maxsize=8)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class RoutingSums:
     @classmethod
     def by_kind(cls, decisions: Sequence[RoutingDecision]) -> List["RoutingSums"]:
         """One of each kind of decision; `order` then counts over all of `decisions`."""
-        kinds: Dict[Tuple, List[int]] = defaultdict(list)
+        kinds: Dict[Tuple[object, ...], List[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
             sizes = (d.probs.size(1), d.expert_index.size(1), d.groups, d.shared)
             kind = (*sizes, d.probs.dtype, d.auxiliary)
@@ -211,12 +211,13 @@ class RoutingSums:
         with full_precision(self._kept.device.type):
             pairs = zip(self._runs, self._kept.split(sizes), torch.cat(columns, 1).split(sizes))
             sums = [kept.view(*run, 1).mT @ rows.view(*run, -1) for run, kept, rows in pairs]
-        return _beside(sums).squeeze(1).split([column.size(1) for column in columns], 1)
+        return torch.split(_beside(sums).squeeze(1), [column.size(1) for column in columns], 1)
 
 
 def entropies(probs: Tensor) -> Tensor:
     """In nats: probs [..., E] → [...]. The gradient at a probability of 0 is large, but finite."""
-    return -torch.special.xlogy(probs, probs.clamp_min(torch.finfo(probs.dtype).tiny)).sum(-1)
+    terms: Tensor = torch.special.xlogy(probs, probs.clamp_min(torch.finfo(probs.dtype).tiny))
+    return -terms.sum(-1)
 
 
 class _SquaredLogSumExp(Function):
@@ -227,7 +228,7 @@ class _SquaredLogSumExp(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         if padding is not None:
             x = x.masked_fill(padding[:, None, None], 0.0)
         log_probs = torch.log_softmax(x, -1)
@@ -238,7 +239,7 @@ class _SquaredLogSumExp(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
         log_probs, lse = ctx.saved_tensors
         scale = lse * (grad * (2.0 / lse.size(1))).unsqueeze(1)
         return log_probs.exp() * scale.unsqueeze(-1), None

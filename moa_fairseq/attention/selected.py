@@ -47,8 +47,8 @@ def attend_selected(
     blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)
 
     mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
-    per_query = mask is not None and mask.size(2) > 1
-    if per_query:  # a row of the mask for each row of the blocks
+    mask_rows = None
+    if mask is not None and mask.size(2) > 1:  # a row of the mask for each row of the blocks
         owner = owner if mask.size(0) > 1 else owner % tgt_len
         mask_rows = mask.reshape(-1, mask.size(-1))
     parts, start = [], 0
@@ -56,7 +56,7 @@ def attend_selected(
         if width:
             end = start + batch * width
             own = mask
-            if per_query:
+            if mask_rows is not None:
                 own = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
             block = blocks[start:end].view(batch, 1, width, dim)
             keys, values = k[:, head : head + 1], v[:, head : head + 1]

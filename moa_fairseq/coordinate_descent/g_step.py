@@ -84,9 +84,9 @@ class GStep:
 def loss_scale(optimizer: Any) -> float:
     """What a fairseq optimizer multiplies the loss by before backward: 1 but in fp16 and --amp."""
     scaler = getattr(optimizer, "scaler", None)
-    if isinstance(optimizer, AMPOptimizer):
-        return float(scaler.get_scale())
-    return float(scaler.loss_scale) if scaler is not None else 1.0
+    if scaler is None:
+        return 1.0
+    return float(scaler.get_scale() if isinstance(optimizer, AMPOptimizer) else scaler.loss_scale)
 
 
 @contextlib.contextmanager

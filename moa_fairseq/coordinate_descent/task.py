@@ -27,7 +27,7 @@ left, and its G steps are ordinary updates of mixed experts by fairseq's own opt
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
@@ -45,12 +45,24 @@ from moa_fairseq.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
+    from fairseq.tasks import FairseqTask as Extended
+
+    Steps = str
+    GateOptimizer = str
+    Method = str
+else:
+    Extended = object
+    Steps = ChoiceEnum(["alternate", "none"])
+    GateOptimizer = ChoiceEnum(["sgd", "fairseq"])
+    Method = ChoiceEnum(METHODS)
+
 
 @dataclass
 class BlockCoordinateDescentConfig:
     """Flags of every task with block coordinate descent; mixed into the config of a fairseq task."""
 
-    bcd: ChoiceEnum(["alternate", "none"]) = field(
+    bcd: Steps = field(
         default="alternate",
         metadata={
             "help": "update gates and experts in turn, experts being drawn (alternate: MAE Algorithm 3), "
@@ -60,7 +72,7 @@ class BlockCoordinateDescentConfig:
     bcd_g_every: int = field(
         default=5, metadata={"help": "take G steps in every Nth epoch; F steps are always taken"}
     )
-    gate_optimizer: ChoiceEnum(["sgd", "fairseq"]) = field(
+    gate_optimizer: GateOptimizer = field(
         default="sgd",
         metadata={
             "help": "what updates the gates in joint training (--bcd none): plain SGD with --gate-lr, "
@@ -76,7 +88,7 @@ class BlockCoordinateDescentConfig:
             "parameters of --optimizer)"
         },
     )
-    finetune: ChoiceEnum(METHODS) = field(
+    finetune: Method = field(
         default="all",
         metadata={
             "help": "what is updated: all or ftall: everything; ftg_plus: gates and output projections; ftg: "
@@ -86,7 +98,7 @@ class BlockCoordinateDescentConfig:
     )
 
 
-class BlockCoordinateDescent:
+class BlockCoordinateDescent(Extended):
     """The two kinds of steps. Precedes the fairseq task it extends.
 
     Every model of `mae_*` architectures can be trained. One with uniform gates (UNI-MAE) has no G steps.

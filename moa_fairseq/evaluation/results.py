@@ -10,7 +10,7 @@ import statistics
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
@@ -213,7 +213,7 @@ def _computed(row: dict, column: str, about: dict, paper: float) -> Cell:
 @cache
 def _count(
     arch: str, vocab_size: int, src_len: int, tgt_len: int, embeddings: str, flags: Tuple[str, ...]
-) -> Dict[str, int]:
+) -> Dict[str, Any]:
     from moa_fairseq.evaluation.complexity import as_json, complexity
 
     return as_json(complexity(arch, vocab_size, src_len, tgt_len, embeddings, flags))

@@ -44,7 +44,7 @@ def device_for(cpu: bool) -> torch.device:
 
 
 def batches(
-    task: Any, model: nn.Module, subset: str, max_tokens: int, device: torch.device
+    task: Any, model: Any, subset: str, max_tokens: int, device: torch.device
 ) -> Iterable[Dict[str, Any]]:
     """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
     try:

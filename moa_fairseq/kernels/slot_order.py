@@ -135,14 +135,15 @@ class Pieces:
     def owner(self, slots_each: int) -> Tuple[Tensor, ...]:
         """`SlotOrder.owner`, a tensor per piece."""
         if slots_each not in self._owners:
-            self._owners[slots_each] = self._order.owner(slots_each).split(self._lengths)
+            self._owners[slots_each] = torch.split(self._order.owner(slots_each), self._lengths)
         return self._owners[slots_each]
 
     def column(self, gate: Optional[Tensor]) -> Sequence[Optional[Tensor]]:
         """gate [S] or None → [rows of the piece, 1] or None, one per piece."""
         if gate is None:
             return [None] * len(self.experts)
-        return gate.index_select(0, self._order.order).unsqueeze(1).split(self._lengths)
+        sorted_gate = gate.index_select(0, self._order.order).unsqueeze(1)
+        return torch.split(sorted_gate, self._lengths)
 
 
 @dataclass(frozen=True)

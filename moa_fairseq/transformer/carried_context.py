@@ -37,13 +37,15 @@ class CarriedContext:
         some, at the end of the batch); any other number begins anew.
         """
         kept = self._kept.pop(training, None)
-        follows = kept is not None and chunk == kept.chunk + 1 and batch <= kept.inputs[0].size(1)
-        self._before = [inputs[:, :batch] for inputs in kept.inputs] if follows else None
+        self._before = None
+        if kept is not None and chunk == kept.chunk + 1 and batch <= kept.inputs[0].size(1):
+            self._before = [inputs[:, :batch] for inputs in kept.inputs]
         self._now = []
 
     def end(self, chunk: int, training: bool) -> None:
         """Keep what the pass read."""
-        self._kept[training] = _Kept(chunk, self._now)
+        if self._now is not None:
+            self._kept[training] = _Kept(chunk, self._now)
         self._before = self._now = None
 
     def abandon(self) -> None:

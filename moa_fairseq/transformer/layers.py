@@ -1,7 +1,7 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
 import functools
-from typing import Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import torch
 import torch.utils.checkpoint
@@ -21,11 +21,19 @@ from moa_fairseq.transformer.families import build_attention, build_sigma_moe
 _BEAM = "beam"  # of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
 
 
-class MixtureFeedForward:
+if TYPE_CHECKING:
+    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Extended
+else:
+    Extended = object
+
+
+class MixtureFeedForward(Extended):
     """A layer whose feed-forward may be a mixture of experts. Precedes a layer of fairseq's.
 
     A mixture stands in the place of fc1; fc2, and what fairseq's layer does between the two, do nothing then.
     """
+
+    activation_fn: Any
 
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
@@ -110,7 +118,8 @@ class _Known(Tensor):
     What is computed of it is an ordinary tensor.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    known: Any
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def of(cls, tensor: Tensor, known: Any) -> "_Known":

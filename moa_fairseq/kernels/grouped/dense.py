@@ -1,6 +1,6 @@
 """K = E and one slot per narrow row: every token meets every expert in one ordinary GEMM without gathers."""
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,14 @@ class _IntoModel(Function):
     """
 
     @staticmethod
-    def forward(ctx, slots: Tensor, gate: Tensor, weight: Tensor, uses_triton: bool) -> Tensor:
+    def forward(ctx: Any, slots: Tensor, gate: Tensor, weight: Tensor, uses_triton: bool) -> Tensor:
         ctx.save_for_backward(slots, gate, weight)
         ctx.uses_triton = uses_triton
         return _beside(_gated(slots, gate), weight) @ weight.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         slots, gate, weight = ctx.saved_tensors
         grad_slots = grad_gate = grad_weight = gated = None
         grad = grad.contiguous()  # once, not in each of the products
@@ -67,4 +67,5 @@ def into_model(slots: Tensor, weight: Tensor, gate: Optional[Tensor], uses_trito
         return _beside(slots, weight) @ weight.flatten(0, 1)
     if not torch.is_grad_enabled():
         return _beside(_gated(slots, gate), weight) @ weight.flatten(0, 1)
-    return _IntoModel.apply(slots, gate, weight, uses_triton)
+    out: Tensor = _IntoModel.apply(slots, gate, weight, uses_triton)
+    return out

@@ -27,7 +27,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def on(tensor: Tensor) -> ContextManager:
+def on(tensor: Tensor) -> ContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -38,7 +38,7 @@ def _tf32(tensor: Tensor) -> bool:
     settings = torch.backends.cuda.matmul
     # torch ≥ 2.9 refuses to read allow_tf32 once the newer setting was used; it reflects the old one
     precision = getattr(settings, "fp32_precision", None)
-    return settings.allow_tf32 if precision is None else precision == "tf32"
+    return bool(settings.allow_tf32 if precision is None else precision == "tf32")
 
 
 def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
@@ -53,7 +53,7 @@ def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
 
 
 def experts_pow2(experts: int) -> int:
-    return max(16, triton.next_power_of_2(experts))
+    return max(16, int(triton.next_power_of_2(experts)))
 
 
 def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, cache: int) -> int:
@@ -112,11 +112,13 @@ def products(
     with on(rows):
         for first in range(0, full, width):
             now = min(width, full - first)
+
+            def grid(meta: Dict[str, Any], columns: int = now) -> Tuple[int, ...]:
+                return ((count // meta["BLOCK_M"] + num_experts) * cdiv(columns, meta["BLOCK_N"]),)
+
             start(
                 kernels.product_kernel,
-                lambda meta, now=now: (
-                    (count // meta["BLOCK_M"] + num_experts) * cdiv(now, meta["BLOCK_N"]),
-                ),
+                grid,
                 first_column=first,
                 OUTER=now,
                 **arguments,
