@@ -34,7 +34,7 @@ class FamilySettings(abc.ABC):
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention[Any]":
         """The attention of a layer of width embed_dim.
 
-        num_heads: what the model has been told for dense attention; causal: whether it stands in a decoder,
+        num_heads: what the model's flags say of dense attention; causal: whether it stands in a decoder,
         where nothing may look at later queries; role: further arguments of `MixtureAttention`.
         Raises UserError for impossible settings.
         """
@@ -144,19 +144,19 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
 
     @abc.abstractmethod
     def kept_elements(self) -> int:
-        """Numbers that a token leaves behind for the backward pass, attention weights aside."""
+        """How many numbers per token are kept for the backward pass, attention weights not counted."""
 
     def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
         """What SwitchHead's authors count for this layer and a chunk of so many tokens (arXiv 2312.07987).
 
         "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
-        print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: of tokens that are looked at,
-        2 with a carried one. None for a setting for which they have no formula.
+        print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
+        attended to, 2 with a carried one. None for a setting for which they have no formula.
         """
         return None
 
     def restore_initialization(self) -> None:
-        """For models that draw every nn.Linear anew, as BERT does: routers and experts have their own way."""
+        """Draw routers and experts anew, for models that first do so with every nn.Linear (as BERT does)."""
         for child in self.children():
             reset = getattr(child, "reset_parameters", None)
             if reset is not None and not isinstance(child, nn.Linear):
@@ -228,7 +228,9 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         heads, weights = self.attend_heads(
             q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias
         )
-        out = self.project_output(heads, decision).transpose(0, 1)  # the residual sum reads it as it lies
+        out = self.project_output(heads, decision).transpose(
+            0, 1
+        )  # no copy: the residual sum reads any layout
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out, weights

@@ -13,16 +13,16 @@ IncrementalState = Dict[str, Cache]
 
 _instances = itertools.count()
 _OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask")
-_SHARED = "beam"  # an entry [beam, 0] that says: the keys' rows are sentences of so many hypotheses each
+_SHARED = "beam"  # an entry [beam, 0]: where it is, a row of the keys serves all hypotheses of a sentence
 
 
 class CachedAttention(nn.Module):
     """An attention module whose keys and values live in the incremental state while generating.
 
     Entries: prev_key and prev_value [B, H, S, D] (one head when it is shared), prev_key_padding_mask
-    [B, S] or None, and what a family adds, its rows first. B counts hypotheses (sentences × beam); of the
-    keys it counts sentences in cross-attention during a beam search: all hypotheses of a sentence read the
-    same source.
+    [B, S] or None, and what a family adds, [B, ...]. B is the number of hypotheses (sentences × beam). In
+    cross-attention during a beam search the keys' B is the number of sentences: all hypotheses of a sentence
+    read the same source.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class CachedAttention(nn.Module):
         self._state_key = f"mixture_attention.{next(_instances)}"
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        """A copy (copy.deepcopy, pickle) has keys and values of its own, and without a path a name."""
+        """A copy (copy.deepcopy, pickle) gets its own entry in the state, hence its own keys and values."""
         super().__setstate__(state)
         self._state_key = f"mixture_attention.{next(_instances)}"
 
@@ -69,7 +69,7 @@ class CachedAttention(nn.Module):
     def share_among_beam(
         self, cache: Cache, memory: Tensor, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """The encoder's output [B, S, C] and padding [B, S] once per sentence if `hypotheses` tells a beam.
+        """The encoder's output [B, S, C] and padding [B, S] once per sentence inside a `hypotheses` block.
 
         Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
         """

@@ -57,7 +57,7 @@ def only_padding(key_padding_mask: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
     """Padding as an additive mask [B, 1, 1, S], and the values [B, G, S, D] with zeros where it is.
 
     Blocked scores are very small instead of −inf, so that a sentence of padding only has a softmax; it then
-    adds up zeros. Two passes over what is small, where `merge_masks` takes ten.
+    adds up zeros. That is two passes over small tensors; `merge_masks` takes ten.
     """
     padding = key_padding_mask.to(torch.bool)[:, None, None, :]
     mask = torch.empty(padding.shape, dtype=v.dtype, device=v.device)
@@ -114,12 +114,12 @@ def attend(
 
 
 def _processors(q: Tensor) -> int:
-    """How many there are to keep busy; 0 on a CPU, where a thread takes what there is."""
+    """How many multiprocessors a GPU has to keep busy; 0 on a CPU."""
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
-    """Keys and values for each query head; of one key head it is a view."""
+    """Keys and values repeated for each query head; views where there is one key head."""
     heads, groups = q.size(1), k.size(1)
     if groups == heads:
         return k, v
@@ -157,7 +157,7 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
 def _attend_with_weights(
     q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], blind: Optional[Tensor], dropout: float
 ) -> Tuple[Tensor, Tensor]:
-    """The same, written out, since torch's attention keeps the weights to itself."""
+    """The same, written out: torch's attention does not return the weights."""
     scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))
     if mask is not None:
         scores = scores + mask
@@ -173,7 +173,7 @@ _RIGHT_PADDED = "_moa_fairseq_right_padded"
 
 
 def mark_causal(mask: Tensor) -> Tensor:
-    """Say of an attn_mask [T, T] that it blocks the future and nothing else: fast kernels want to know.
+    """Mark an attn_mask [T, T] that blocks the future and nothing else: fast kernels make use of it.
 
     The mark is a hint on this tensor object; where it gets lost, the mask itself still holds.
     """
@@ -182,15 +182,15 @@ def mark_causal(mask: Tensor) -> Tensor:
 
 
 def is_causal(mask: Optional[Tensor]) -> bool:
-    """Whether `mark_causal` was said of this mask."""
+    """Whether this mask has the mark of `mark_causal`."""
     return bool(getattr(mask, _CAUSAL, False))
 
 
 def _is_causal_only(q: Tensor, attn_mask: Optional[Tensor], key_padding_mask: Optional[Tensor]) -> bool:
-    """Whether the flag `is_causal` says all: the flash kernels of GPUs take it, and no mask.
+    """Whether torch's flag `is_causal` can replace the masks: flash kernels of GPUs take it, but no mask.
 
-    With padding at the ends of sentences alone, no real query sees any; what queries that are padding get
-    then is not zero but unspecified, and nothing may depend on it.
+    Padding that stands only at the ends of sentences is hidden from every real query by causality. The
+    results of padded queries are then unspecified instead of zero; nothing may depend on them.
     """
     if not is_causal(attn_mask) or not q.is_cuda:
         return False

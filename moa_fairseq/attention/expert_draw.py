@@ -11,7 +11,7 @@ of those that any draw must make; beside it the same for one number and the cumu
     MAE-6, untrained                                   15 % (1.4)    50 % (4.2)
     MAE-6 after 180 updates, 60 of them with G steps   32 % (1.4)    81 % (4.2)
 
-Cumulated probabilities of 28 experts (MAE-6) have more borders that move; the race does not mind.
+Cumulated probabilities of 28 experts (MAE-6) have more borders that move; this does not affect the race.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 # A plain stack, no ContextVar: activation checkpointing recomputes layers in autograd's own threads on a
-# GPU, and those see the context variables of nobody. The recomputation must find the same draw.
+# GPU, which see no context variables. The recomputation must find the same draw.
 _active: List["ExpertDraw"] = []
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the constants of splitmix64, as signed numbers

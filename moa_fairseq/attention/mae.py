@@ -1,4 +1,4 @@
-"""MAE, a mixture of attentive experts (arXiv 2005.06537): experts are the heads but t, weighted by a gate."""
+"""MAE, a mixture of attentive experts (arXiv 2005.06537): experts of all heads but t, weighted by a gate."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -36,7 +36,9 @@ class MAESettings(FamilySettings):
         },
     )
     gate_hidden_dim: int = field(default=256, metadata={"help": "hidden size of the gate's MLP"})
-    gate_dropout: float = field(default=0.1, metadata={"help": "dropout after its first layer"})
+    gate_dropout: float = field(
+        default=0.1, metadata={"help": "dropout after the first layer of the gate's MLP"}
+    )
     gate_window: Optional[int] = field(
         default=None,
         metadata={
@@ -48,10 +50,10 @@ class MAESettings(FamilySettings):
         metadata={
             "choices": NORMS,
             "help": "batch normalisation of a gate's input while the gate is updated: by the running "
-            "statistics of earlier updates, which leaks nothing and departs from the paper (earlier), or "
+            "statistics of earlier updates, a departure from the paper by which nothing leaks (earlier), or "
             "by the batch's own, as the paper has it (batch: encoders only; in decoders a batch's "
-            "statistics would tell a gate of later tokens, so they stay with earlier). Drawing experts and "
-            "evaluation use running statistics always",
+            "statistics would tell a gate of later tokens, so their gates always use earlier). Experts are "
+            "drawn and models evaluated with running statistics in either case",
         },
     )
     mae_evaluate_with: str = field(
@@ -62,7 +64,7 @@ class MAESettings(FamilySettings):
             "alone, or one random expert in each module; for trained models by --model-overrides",
         },
     )
-    mae_evaluate_seed: int = field(default=1, metadata={"help": "which random experts these are"})
+    mae_evaluate_seed: int = field(default=1, metadata={"help": "seed of --mae-evaluate-with random-expert"})
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttentiveExperts":
         return MixtureOfAttentiveExperts(

@@ -73,7 +73,7 @@ class MoASettings(FamilySettings):
         default=0.0,
         metadata={
             "help": "balance loads without a gradient: after each update an expert's selection bias moves "
-            "by so much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
+            "by this much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
         },
     )
     expert_backend: str = field(
@@ -85,7 +85,7 @@ class MoASettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttention":
-        """K experts attend, and masks hide the future: num_heads and causal are of no matter here."""
+        """num_heads and causal are unused: the heads are the K chosen experts, and masks hide the future."""
         return MixtureOfAttention(
             embed_dim,
             num_experts=self.num_experts,
@@ -201,10 +201,11 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def _in_one_product(self, key: Tensor) -> bool:
-        """Whether keys and values are worth one product: laying their weights side by side costs less.
+        """Whether one matrix product for keys and values together is faster than one for each.
 
-        That is a copy of the weights at each call, as much as a step of generation reads altogether. Whoever
-        hooks into a projection or replaces it, adapters say, is left alone.
+        One product needs a copy of both weights side by side at each call. That pays for many rows, but not
+        for a step of generation, which reads little else than the weights. Projections that something has
+        replaced or hooked into (an adapter, for example) are called one by one.
         """
         if key.size(0) * key.size(1) < _ROWS_OF_ONE_PRODUCT:
             return False
@@ -230,7 +231,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
     def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
         if self.key_heads != 1 or not isinstance(self.positions, RelativePositions):
             return None
-        n, d, C, T, k = self.num_heads, self.head_dim, chunks, length, 2  # their script's k does not follow n
+        n, d, C, T, k = self.num_heads, self.head_dim, chunks, length, 2  # their script has k = 2 for every n
         width, experts = self.embed_dim, self.num_experts
         macs = 2 * C * n * d * T**2 + (2 * n + 2) * d * width * T + n * k * d * T
         macs += experts * width * T + 2 * C * d * width * T

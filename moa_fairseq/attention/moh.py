@@ -63,7 +63,7 @@ class MoHSettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfHeads":
-        """Masks hide the future: causal is a hint of what they cost."""
+        """causal is only used to estimate costs (--moh-skip auto): masks hide the future."""
         return MixtureOfHeads(
             embed_dim,
             num_heads,
@@ -86,7 +86,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
     later token may choose any of them. A head that a token did not choose has no query, no row of
     attention and no product with W_O there (skip "always"), or all of that with a weight of zero ("never");
     "auto" takes what is faster, or leaves them out of the attention alone. The results are the same.
-    causal: of a self-attention, that its masks will hide the future; only "auto" asks.
+    causal: whether the masks of this self-attention hide the future; only "auto" uses it.
     scaling: of the learned router's gates, see `SharedAndRoutedRouter`. router: "learned", "query-norm", or a
     module. Head weights stand slot by slot: the shared heads, then those chosen, the most probable first.
     Raises UserError for impossible numbers of heads.

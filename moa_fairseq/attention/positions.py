@@ -1,4 +1,4 @@
-"""Positions inside of attention: how far apart a query and a key stand, for any family to take."""
+"""Positions inside of attention, for every family: how far apart a query and a key are."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from moa_fairseq.errors import UserError
 
 
 class Positions(nn.Module):
-    """What a self-attention asks about positions; this one knows none.
+    """What a self-attention asks about positions; this base class adds none.
 
     Queries stand at first_query, first_query + 1, …; keys at 0, 1, …, counted from the first cached or
     carried one.
@@ -19,7 +19,7 @@ class Positions(nn.Module):
 
     @classmethod
     def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "Positions":
-        """Those of an attention of width embed_dim with so many heads of keys."""
+        """The positions of an attention of width embed_dim whose keys have key_heads heads."""
         return cls(head_dim)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ class RelativePositions(Positions):
 def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, inference: bool) -> Tensor:
     """R of the distances from the largest down to the smallest, [L, dim]: all layers use the same.
 
-    inference: whether torch's inference mode is on; its tensors are of no use outside of it.
+    inference: whether torch's inference mode is on; its tensors cannot be used outside of it.
     """
     distance = torch.arange(largest, smallest - 1, -1, device=device, dtype=torch.float64)
     speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)

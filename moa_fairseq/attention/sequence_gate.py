@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.observers import Observer
 
-# Of the flag --gate-norm: by what a gate that learns normalises its inputs.
+# Choices of --gate-norm: the statistics by which a gate that learns normalises its inputs.
 NORMS = ("earlier", "batch")
 # Weight of an update in the running statistics. Measured on Multi30k (MAE-7 tiny, batches of 2,048 tokens,
 # the first 240 updates): what they miss is drift, not noise. The squared distance of the running means from

@@ -60,7 +60,7 @@ class SwitchHeadSettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
-        """The heads are --switchhead-heads, and masks hide the future: num_heads, causal do not matter."""
+        """num_heads and causal are unused: --switchhead-heads says the heads, and masks hide the future."""
         return SwitchHeadAttention(
             embed_dim,
             num_heads=self.switchhead_heads,
@@ -152,7 +152,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         return SigmoidTopKRouter(*sizes, init_scale=self.init_scale, side=side, auxiliary=False)
 
     def reset_parameters(self) -> None:
-        """Matrices; routers initialise themselves."""
+        """Draw the projections anew; routers initialise themselves."""
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             model_dim = projection.weight.size(-1)
             nn.init.normal_(projection.weight, std=self.init_scale / math.sqrt(model_dim))

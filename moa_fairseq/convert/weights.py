@@ -77,17 +77,17 @@ def _taken(state: State, attention: MixtureAttention) -> State:
 
 
 def _into_heads(attention: MixtureOfHeads, old: State) -> Optional[str]:
-    """MoH: the same weights. Even gates shall be 1: W_O takes up what the paper's scaling makes of them."""
+    """MoH: the same weights, but W_O is divided by the even gates, which the paper's scaling makes small."""
     router, routed = attention.router, attention.num_heads - attention.shared_heads
     everyone = attention.routed_per_token == routed
     if not router.reads_queries:
-        if everyone:  # no choice for which tokens would have to differ
+        if everyone:  # where heads are chosen, even logits would be ties
             nn.init.zeros_(router.projection.weight)
         attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(attention.head_dim)
     if everyone:
         return None
     active = attention.active_heads
-    return f"{active} of {attention.num_heads} heads work for a token, and what the others said is left out."
+    return f"{active} of {attention.num_heads} heads work for a token, and the others' results are left out."
 
 
 def _even_gates(attention: MixtureOfHeads) -> Tensor:

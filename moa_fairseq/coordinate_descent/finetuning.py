@@ -11,7 +11,7 @@ from moa_fairseq.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Of the flag --finetune. all: every parameter, as without fine-tuning.
+# Choices of --finetune. all: every parameter, as without fine-tuning.
 METHODS = ("all", "ftg", "ftg_plus", "ftall")
 
 
@@ -27,7 +27,7 @@ def updated_by(model: nn.Module, method: str) -> List[Tensor]:
 
 
 def freeze_rest(model: nn.Module, method: str) -> None:
-    """Leave gradients to what a method updates. Raises UserError for a model without gates to fine-tune."""
+    """Freeze all that a method does not update. Raises UserError for a model without gates to fine-tune."""
     if method in ("all", "ftall"):
         return
     if not gates_of(model):

@@ -150,7 +150,7 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
 
 
 def _abouts(table: dict, row: dict, column: str) -> List[dict]:
-    """Where our number comes from: the column's description, changed by what the row says of its own.
+    """Where our number comes from: the column's description, with the changes that the row makes to it.
 
     Further ones follow for the metrics that are compared with the same printed number.
     """

@@ -129,7 +129,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)"
     )
-    group.add_argument("--cpu", action="store_true", help="leave the GPU alone")
+    group.add_argument("--cpu", action="store_true", help="do not use a GPU")
     masked_lm.add_arguments(parser)
 
 

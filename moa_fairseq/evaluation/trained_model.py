@@ -61,5 +61,5 @@ def batches(
 
 
 def shortened(error: Exception) -> str:
-    """fairseq and torch put hundreds of parameter names into one message: its beginning tells."""
+    """The beginning of an error message: fairseq's and torch's can list hundreds of parameter names."""
     return " ".join(str(error).split())[:300]

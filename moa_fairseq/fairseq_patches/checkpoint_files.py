@@ -53,7 +53,7 @@ def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
 
 
 def refuse_irregular(path: Union[str, Path]) -> None:
-    """Raises UserError for what is there and no file: a named pipe would hang, a device fill the memory."""
+    """Raises UserError if the path is no regular file: a pipe would hang, a device fill the memory."""
     if not os.path.lexists(path):
         return
     try:

@@ -35,12 +35,12 @@ class SlotOrder:
 
     @classmethod
     def from_index(cls, expert_index: Tensor, num_experts: int, in_order: bool = False) -> "SlotOrder":
-        """Of the chosen experts `expert_index` [N, K] int64, each below num_experts."""
+        """The order of the chosen experts `expert_index` [N, K] int64, each below num_experts."""
         return cls(expert_index, num_experts, in_order)
 
     @property
     def slots(self) -> int:
-        """S"""
+        """S = N·K."""
         return self._expert_index.numel()
 
     @property
@@ -51,7 +51,7 @@ class SlotOrder:
         return self._expert
 
     def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
-        """Let `sort` find order and offsets, unless they are known; it may decline by None."""
+        """Let `sort` compute (order, offsets) unless they are known; None leaves it to torch."""
         if self._order_and_offsets is None:
             self._order_and_offsets = sort(self)
 

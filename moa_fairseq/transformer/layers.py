@@ -113,9 +113,9 @@ def _finish_layer(layer: nn.Module, cfg: Any) -> nn.Module:
 
 
 class _Known(Tensor):
-    """A tensor about which fairseq's encoder need not ask the device again; all else is as ever.
+    """A tensor with the answer to a question for which fairseq's encoder would wait for the device.
 
-    What is computed of it is an ordinary tensor.
+    known: the answer. All else is as for other tensors, and results computed from it are ordinary ones.
     """
 
     known: Any
@@ -174,9 +174,9 @@ class MixtureEncoder(TransformerEncoderBase):
     def reorder_encoder_out(
         self, encoder_out: Dict[str, List[Tensor]], new_order: Tensor
     ) -> Dict[str, List[Tensor]]:
-        """fairseq's; an order that repeats every sentence for the hypotheses of a beam leaves a mark.
+        """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
 
-        fairseq's generator tells no Transformer of its beam, and this order is the same knowledge.
+        fairseq's generator does not tell the model the size of the beam: it shows in this order alone.
         """
         sentences = encoder_out["encoder_out"][0].size(1)
         result = super().reorder_encoder_out(encoder_out, new_order)
@@ -193,9 +193,9 @@ class MixtureDecoder(TransformerDecoderBase):
     context: Optional[CarriedContext] = None
 
     def carry_context(self, chunks: int) -> None:
-        """Look at so many chunks before the present one, wherever `forward` is told the number of a chunk.
+        """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
 
-        0: at none. Raises UserError where positions are embeddings, which begin anew with each chunk.
+        0: to none. Raises UserError where positions are embeddings, which begin anew with each chunk.
         """
         if chunks and self.embed_positions is not None:
             raise UserError(

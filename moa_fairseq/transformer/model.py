@@ -98,8 +98,8 @@ class MixtureModel(Extended):
         """fairseq's hook: after each update, what its modules observed enters their statistics.
 
         The model is told the number of updates after every update, and once more before every micro-batch;
-        only a new number ends an update. Nothing is pending after one in which nothing was observed, and in
-        one in which something was, all workers have something, so all of them meet here.
+        only a new number ends an update. In each update either all workers observe something or none does;
+        so all of them meet here, or none.
         """
         super().set_num_updates(num_updates)
         if num_updates != self._updates_seen:

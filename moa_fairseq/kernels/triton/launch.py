@@ -60,8 +60,8 @@ def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, 
     """How many of `width` columns `products` computes per step for `count` slots that are to be summed.
 
     All, if the buffer just about fits the second-level cache of so many bytes, from which it is read again;
-    else the experts' own width, in whole tiles, so that it is no larger than the slots. There is nothing in
-    between: each width is tuned for itself, and batches of many sizes should not tune many times.
+    else the experts' own width, in whole tiles, so that the buffer is no larger than the slots. There is no
+    width in between: each width is tuned separately, and batches of many sizes should not tune many times.
     """
     if 4 * count * width * element_size <= 5 * cache:
         return width
@@ -195,10 +195,10 @@ def gate_grads(
 
 
 def rows_per_chunk(count: int, num_experts: int, tiles: int, processors: int) -> int:
-    """Into chunks of how many rows a sum over an expert's share of `count` rows is cut.
+    """How many rows a chunk has, where a sum over an expert's rows is cut into chunks; count: rows of all.
 
-    Tiles of all experts nearly fill the processors: only an expert with four times its share is cut. Else
-    so that there are about two programs per processor.
+    Where the tiles of all experts nearly fill the processors, only an expert with more than four times the
+    average share is cut. Elsewhere chunks are so small that each processor has about two programs.
     """
     if 2 * num_experts * tiles >= processors:
         rows = 4 * cdiv(count, num_experts)
