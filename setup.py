@@ -36,7 +36,7 @@ setup(
         "fairseq": ["ve-fairseq==0.12.3"],
         "triton": ["triton>=2.1; platform_system == 'Linux'"],
         "safetensors": ["safetensors>=0.4"],
-        "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6"],
+        "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
     },
     entry_points={"console_scripts": ["moa-fairseq=moa_fairseq.cli:main"]},
     zip_safe=False,

@@ -311,6 +311,6 @@ def install() -> None:
     foreign_settings.install(SafeTorch("torch"))
     fairseq_workers.install()
     if not hasattr(numpy, "compat"):
-        numpy.compat = types.SimpleNamespace(long=int)
+        vars(numpy)["compat"] = types.SimpleNamespace(long=int)
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_user_errors

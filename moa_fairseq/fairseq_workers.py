@@ -1,7 +1,7 @@
 """What training with several processes needs of fairseq; `fairseq_compat.install()` installs it.
 
-1. torchrun's processes train together or not at all. Where fairseq takes the number of processes to be 1 (on
-   a CPU, or with one GPU per machine) it ignores torchrun and trains as many *independent* models as
+1. torchrun's processes train one model together. Where fairseq takes the number of processes to be 1 (on a
+   CPU, or with one GPU per machine) it ignores torchrun and trains as many *independent* models as
    there are processes, all writing the same files. That is refused here; with --distributed-world-size
    torchrun works on CPUs too, where fairseq divides by the number of GPUs.
 2. A training may go on with another number of processes. fairseq keeps the place in an epoch as a number
@@ -58,8 +58,11 @@ def torchrun_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def _together_or_not_at_all(infer_init_method: Callable) -> Callable:
-    """Wrap the step that finds out how the processes meet."""
+def _refusing_separate_trainings(infer_init_method: Callable) -> Callable:
+    """Wrap the step that finds out how processes connect.
+
+    Refuses to start when torchrun started several processes that would each train a model of their own.
+    """
 
     @functools.wraps(infer_init_method)
     def wrapped(cfg: Any, force_distributed: bool = False) -> None:
@@ -93,7 +96,7 @@ def _on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def _saying_the_place_of_all(state_dict: Callable) -> Callable:
+def _saving_the_place_of_all_processes(state_dict: Callable) -> Callable:
     """Wrap what an epoch's iterator saves: also how many processes shared how many batches."""
 
     @functools.wraps(state_dict)
@@ -107,7 +110,7 @@ def _saying_the_place_of_all(state_dict: Callable) -> Callable:
     return wrapped
 
 
-def _finding_the_place_of_all(load_state_dict: Callable) -> Callable:
+def _restoring_the_place_of_all_processes(load_state_dict: Callable) -> Callable:
     """Wrap what an epoch's iterator restores: the place is converted to this number of processes."""
 
     @functools.wraps(load_state_dict)
@@ -158,7 +161,7 @@ def _from_any_place(init: Callable) -> Callable:
     return wrapped
 
 
-def _with_workers_of_its_own(next_epoch_itr: Callable) -> Callable:
+def _starting_new_data_workers(next_epoch_itr: Callable) -> Callable:
     """Wrap the step to the next epoch: where the data set hears of it, its workers are started anew.
 
     A new loader also has the order that is asked for; the one of the last epoch goes on as the
@@ -196,10 +199,10 @@ def install() -> None:
     if not isinstance(distributed_utils.torch, _PeerTorch):
         distributed_utils.torch = _PeerTorch("torch")
     for owner, name, wrap in (
-        (distributed_utils, "infer_init_method", _together_or_not_at_all),
-        (iterators.EpochBatchIterator, "state_dict", _saying_the_place_of_all),
-        (iterators.EpochBatchIterator, "load_state_dict", _finding_the_place_of_all),
-        (iterators.EpochBatchIterator, "next_epoch_itr", _with_workers_of_its_own),
+        (distributed_utils, "infer_init_method", _refusing_separate_trainings),
+        (iterators.EpochBatchIterator, "state_dict", _saving_the_place_of_all_processes),
+        (iterators.EpochBatchIterator, "load_state_dict", _restoring_the_place_of_all_processes),
+        (iterators.EpochBatchIterator, "next_epoch_itr", _starting_new_data_workers),
         (iterators.GroupedIterator, "__init__", _from_any_place),
         (LRUCacheDataset, "set_epoch", _forgetting_the_last_epoch),
     ):

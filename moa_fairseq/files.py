@@ -40,7 +40,7 @@ def atomic_write(
     if path.exists() and not path.is_file():
         # a folder, or a device such as /dev/null: renaming onto it would replace it
         raise UserError(f"Cannot write {path}: it exists and is no ordinary file. Choose another name.")
-    text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
+    encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if temporary is None:
@@ -52,7 +52,7 @@ def atomic_write(
     except OSError as error:
         raise as_user_error(error, path) from error
     try:
-        with os.fdopen(handle, mode, **text) as stream:
+        with os.fdopen(handle, mode, encoding=encoding, newline=newline) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())

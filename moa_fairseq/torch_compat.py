@@ -25,4 +25,5 @@ def full_precision(device_type: str) -> ContextManager:
 def is_compiling() -> bool:
     """Whether this code is being traced by `torch.compile`; an old torch does not say."""
     compiler = getattr(torch, "compiler", None)
-    return hasattr(compiler, "is_compiling") and compiler.is_compiling()
+    asks = getattr(compiler, "is_compiling", None)
+    return asks is not None and bool(asks())

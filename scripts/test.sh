@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, then runs lint and tests, side by side on up to four cores. Arguments go to pytest:
+# Sets up, then runs lint, type checks and tests, side by side on up to four cores. Arguments go to pytest:
 #   bash scripts/test.sh tests/kernels -x
 set -euo pipefail
 
@@ -12,6 +12,11 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
     -r scripts/requirements-triton.txt || echo "test.sh: no Triton for this platform; its tests will be skipped"
 fi
 "$python" -m ruff check moa_fairseq tests benchmarks setup.py
+if "$python" -c 'import sys, torch; sys.exit(not torch.__version__.startswith("2.13."))'; then
+  "$python" -m mypy
+else
+  echo "test.sh: types are not checked: torch's own differ between versions, and these fit torch 2.13"
+fi
 for script in scripts/*.sh data-prep/*.sh; do bash -n "$script"; done
 cores=$(nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them

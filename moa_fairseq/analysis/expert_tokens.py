@@ -111,7 +111,7 @@ def words(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
         if symbol is not None and symbol.endswith(CONTINUES):
             continue
         if symbol is not None:
-            parts = [part[: -len(CONTINUES)] for part in symbols[start:position]]
+            parts = [part[: -len(CONTINUES)] for part in symbols[start:position] if part]
             yield "".join([*parts, symbol]), list(range(start, position + 1))
         start = position + 1
 
@@ -246,7 +246,7 @@ def measure_expert_tokens(
             tokens = torch.where(hidden, sample["target"], tokens)
             masked_out += int((hidden & tokens.ge(dictionary.nspecial)).sum())
         counter.add([_symbols(row, dictionary) for row in tokens.tolist()], experts, hidden)
-    if not counter.occurrences:
+    if module is None or not counter.occurrences:
         raise UserError(f"The subset {subset} of {data} holds no words.")
     lists = counter.indicative(top, min_count)
     counted = sum(counter.occurrences.values())

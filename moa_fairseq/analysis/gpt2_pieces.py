@@ -34,7 +34,8 @@ class Gpt2Pieces:
 
     def words(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
         """(word, positions of its pieces); words that the sample's beginning or end may cut are left out."""
-        spelled, positions, begun = "", [], not self.cut_samples
+        positions: List[int] = []
+        spelled, begun = "", not self.cut_samples
         for position, symbol in enumerate(symbols):
             piece = None if symbol is None else self._spelled(symbol)
             if positions and (piece is None or piece.startswith(_SPACE)):

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -86,7 +86,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     earlier = last = 0.0  # seconds of the processes before this one; the latest `wall` of this one
     unique = {json.dumps(record): record for record in read_records(file)}
     for record in unique.values():
-        shown = int(finite(record["epoch"])) >= from_epoch
+        shown = (finite(record["epoch"]) or 0) >= from_epoch
         if f"valid_{metric}" in record and shown:
             _append(curve.valid, record.get("valid_num_updates"), now, record[f"valid_{metric}"])
         elif metric in record and "num_updates" in record:
@@ -148,7 +148,7 @@ def draw_learning_curves(
 
 
 def _draw_curve(panel: Axes, curve: LearningCurve, colour: str, x: Callable[[Point], float]) -> None:
-    looks = {
+    looks: Dict[str, Dict[str, Any]] = {
         "training": {"linewidth": 0.8, "alpha": 0.45},
         "validation": {"linewidth": 1.8, "marker": "o", "markersize": 3.5},
     }

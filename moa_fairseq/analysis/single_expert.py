@@ -153,6 +153,7 @@ def _part(run: TrainedRun, name: str, subset: str, model_overrides: Dict[str, An
 
 def _report(run: TrainedRun, subset: str, scores: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
     """The scores and their differences to the mixture's; every number of each evaluation in `metrics`."""
+    assert run.recipe.score is not None  # `open_run` has looked
     metric = run.recipe.score.headline
     values = {name: metrics[metric] for name, metrics in scores.items()}
     mixture = values[MIXTURE]

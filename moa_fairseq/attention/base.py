@@ -1,7 +1,8 @@
 """What every mixture of attention heads shares: fairseq's attention call, written once."""
 
 import abc
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
 
 
+@dataclass
 class FamilySettings(abc.ABC):
     """The base of a family's settings: a dataclass whose fields are its flags.
 
@@ -29,19 +31,22 @@ class FamilySettings(abc.ABC):
     """
 
     @abc.abstractmethod
-    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention":
+    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention[Any]":
         """The attention of a layer of width embed_dim.
 
-        num_heads: what the model has been told for dense attention; causal: whether it stands in a decoder,
+        num_heads: what the model's flags say of dense attention; causal: whether it stands in a decoder,
         where nothing may look at later queries; role: further arguments of `MixtureAttention`.
         Raises UserError for impossible settings.
         """
 
-    def check(self, attentions: Sequence["MixtureAttention"]) -> None:  # noqa: B027 (few have a word to say)
+    def check(self, attentions: Sequence["MixtureAttention[Any]"]) -> None:  # noqa: B027 (most have nothing to check)
         """Look at all attentions of a model. Raises UserError where they make no sense together."""
 
 
-class MixtureAttention(CachedAttention, abc.ABC):
+Decision = TypeVar("Decision", bound=Optional[RoutingDecision])
+
+
+class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     """A drop-in for fairseq's `MultiheadAttention` whose heads are chosen or weighted token by token.
 
     A family supplies `route`, `project_queries`, `project_keys_values`, `project_output`, and its cost:
@@ -85,21 +90,19 @@ class MixtureAttention(CachedAttention, abc.ABC):
         self._path = path
 
     @abc.abstractmethod
-    def route(
-        self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]
-    ) -> Optional[RoutingDecision]:
+    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> Decision:
         """Decide about queries x [B, T, C]; padding [B, T], True = padding. cache: of earlier steps.
 
         None where a setting of the family leaves nothing to decide about queries.
         """
 
     @abc.abstractmethod
-    def project_queries(self, x: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
+    def project_queries(self, x: Tensor, decision: Decision) -> Tensor:
         """x [B, T, C] → queries [B, H, T, D]."""
 
     @abc.abstractmethod
     def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: Optional[RoutingDecision], padding: Optional[Tensor]
+        self, key: Tensor, value: Tensor, decision: Decision, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor]:
         """key [B, S, kdim], value [B, S, vdim] → keys and values [B, G, S, D], G dividing H.
 
@@ -111,7 +114,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decision: RoutingDecision,
+        decision: Decision,
         attn_mask: Optional[Tensor],
         key_padding_mask: Optional[Tensor],
         need_weights: bool,
@@ -121,7 +124,7 @@ class MixtureAttention(CachedAttention, abc.ABC):
         return attend(q, k, v, attn_mask, key_padding_mask, self._dropout_now, need_weights, bias)
 
     @abc.abstractmethod
-    def project_output(self, heads: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
+    def project_output(self, heads: Tensor, decision: Decision) -> Tensor:
         """Attention results [B, H, T, D] → [B, T, C]."""
 
     @abc.abstractmethod
@@ -141,22 +144,23 @@ class MixtureAttention(CachedAttention, abc.ABC):
 
     @abc.abstractmethod
     def kept_elements(self) -> int:
-        """Numbers that a token leaves behind for the backward pass, attention weights aside."""
+        """How many numbers per token are kept for the backward pass, attention weights not counted."""
 
     def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
         """What SwitchHead's authors count for this layer and a chunk of so many tokens (arXiv 2312.07987).
 
         "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
-        print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: of tokens that are looked at,
-        2 with a carried one. None for a setting for which they have no formula.
+        print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
+        attended to, 2 with a carried one. None for a setting for which they have no formula.
         """
         return None
 
     def restore_initialization(self) -> None:
-        """For models that draw every nn.Linear anew, as BERT does: routers and experts have their own way."""
+        """Draw routers and experts anew, for models that first do so with every nn.Linear (as BERT does)."""
         for child in self.children():
-            if not isinstance(child, nn.Linear) and hasattr(child, "reset_parameters"):
-                child.reset_parameters()
+            reset = getattr(child, "reset_parameters", None)
+            if reset is not None and not isinstance(child, nn.Linear):
+                reset()
 
     def forward(
         self,
@@ -205,10 +209,12 @@ class MixtureAttention(CachedAttention, abc.ABC):
                     if key_padding_mask is not None:
                         key_padding_mask = F.pad(key_padding_mask.bool(), before)
             else:
-                key = key.transpose(0, 1)
+                value = key if self.encoder_decoder_attention else value
+                assert key is not None and value is not None, "no keys are given, and none are cached"
+                key, value = key.transpose(0, 1), value.transpose(0, 1)
                 if self.encoder_decoder_attention and cache is not None and static_kv:
                     key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
-                value = key if self.encoder_decoder_attention else value.transpose(0, 1)
+                    value = key
             k, v = self.project_keys_values(key, value, decision, key_padding_mask)
             if self.positions is not None:
                 key_length = cached + k.size(2)
@@ -218,10 +224,13 @@ class MixtureAttention(CachedAttention, abc.ABC):
         if cache is not None:
             k, v = extend_cache(cache, k, v, static_kv)
             key_padding_mask = extend_padding(cache, key_padding_mask, k.size(0), k.size(2), static_kv)
+        assert k is not None and v is not None  # keys that are cached come with a cache
         heads, weights = self.attend_heads(
             q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias
         )
-        out = self.project_output(heads, decision).transpose(0, 1)  # the residual sum reads it as it lies
+        out = self.project_output(heads, decision).transpose(
+            0, 1
+        )  # no copy: the residual sum reads any layout
         if weights is not None:
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out, weights
@@ -229,10 +238,11 @@ class MixtureAttention(CachedAttention, abc.ABC):
     @property
     def _dropout_now(self) -> float:
         module = self.dropout_module
-        return module.p if self.training or getattr(module, "apply_during_inference", False) else 0.0
+        drops = self.training or getattr(module, "apply_during_inference", False)
+        return float(getattr(module, "p", 0.0)) if drops else 0.0
 
 
-def name_attentions(model: nn.Module) -> List[MixtureAttention]:
+def name_attentions(model: nn.Module) -> List[MixtureAttention[Any]]:
     """Tell every mixture its path in `model`, such as "encoder.layers.0.self_attn"; returns them all."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureAttention)}
     for name, attention in found.items():

@@ -13,16 +13,16 @@ IncrementalState = Dict[str, Cache]
 
 _instances = itertools.count()
 _OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask")
-_SHARED = "beam"  # an entry [beam, 0] that says: the keys' rows are sentences of so many hypotheses each
+_SHARED = "beam"  # an entry [beam, 0]: where it is, a row of the keys serves all hypotheses of a sentence
 
 
 class CachedAttention(nn.Module):
     """An attention module whose keys and values live in the incremental state while generating.
 
     Entries: prev_key and prev_value [B, H, S, D] (one head when it is shared), prev_key_padding_mask
-    [B, S] or None, and what a family adds, its rows first. B counts hypotheses (sentences × beam); of the
-    keys it counts sentences in cross-attention during a beam search: all hypotheses of a sentence read the
-    same source.
+    [B, S] or None, and what a family adds, [B, ...]. B is the number of hypotheses (sentences × beam). In
+    cross-attention during a beam search the keys' B is the number of sentences: all hypotheses of a sentence
+    read the same source.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class CachedAttention(nn.Module):
         self._state_key = f"mixture_attention.{next(_instances)}"
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        """A copy (copy.deepcopy, pickle) has keys and values of its own, and without a path a name."""
+        """A copy (copy.deepcopy, pickle) gets its own entry in the state, hence its own keys and values."""
         super().__setstate__(state)
         self._state_key = f"mixture_attention.{next(_instances)}"
 
@@ -55,9 +55,10 @@ class CachedAttention(nn.Module):
         if not cache:
             return incremental_state
         order_of_keys: Optional[Tensor] = new_order
-        if _SHARED in cache:
-            beam = cache[_SHARED].size(0)
-            same = cache["prev_key"].size(0) * beam == new_order.numel()
+        shared, keys = cache.get(_SHARED), cache.get("prev_key")
+        if shared is not None and keys is not None:
+            beam = shared.size(0)
+            same = keys.size(0) * beam == new_order.numel()
             order_of_keys = None if same else new_order[::beam] // beam
         for name, tensor in cache.items():
             order = order_of_keys if name in _OF_KEYS else new_order
@@ -68,7 +69,7 @@ class CachedAttention(nn.Module):
     def share_among_beam(
         self, cache: Cache, memory: Tensor, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """The encoder's output [B, S, C] and padding [B, S] once per sentence if `hypotheses` tells a beam.
+        """The encoder's output [B, S, C] and padding [B, S] once per sentence inside a `hypotheses` block.
 
         Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
         """
@@ -90,13 +91,15 @@ def extend_cache(
 ) -> Tuple[Tensor, Tensor]:
     """The keys and values of all steps so far, [B, H, S, D]; the cache is updated in place.
 
-    static: keys and values that were cached once (of the encoder) are returned as they are.
+    static: keys and values that were cached once (of the encoder) are returned as they are. Without any to
+    add, those of the cache are returned.
     """
-    if cache.get("prev_key") is not None:
-        if static:
-            return cache["prev_key"], cache["prev_value"]
-        k = torch.cat([cache["prev_key"], k], dim=2)
-        v = torch.cat([cache["prev_value"], v], dim=2)
+    keys, values = cache.get("prev_key"), cache.get("prev_value")
+    if k is None or v is None or (static and keys is not None):
+        assert keys is not None and values is not None, "an attention without keys"
+        return keys, values
+    if keys is not None and values is not None:
+        k, v = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
     cache["prev_key"], cache["prev_value"] = k, v
     return k, v
 
@@ -111,17 +114,15 @@ def extend_padding(
     previous = cache.get("prev_key_padding_mask")
     if static and "prev_key_padding_mask" in cache:  # of the same keys
         return previous
-    if previous is not None or key_padding_mask is not None:
-        known = previous if previous is not None else key_padding_mask
-        if previous is None:
-            before = known.new_zeros(batch, length - key_padding_mask.size(1), dtype=torch.bool)
-            parts = [before, key_padding_mask.bool()]
+    if previous is not None:
+        step = length - previous.size(1)
+        if key_padding_mask is None:
+            new = previous.new_zeros(batch, step, dtype=torch.bool)
         else:
-            step = length - previous.size(1)
-            new = known.new_zeros(batch, step, dtype=torch.bool)
-            parts = [previous.bool(), new if key_padding_mask is None else key_padding_mask.bool()[:, -step:]]
-            if step == 0:
-                parts = parts[:1]
-        key_padding_mask = torch.cat(parts, dim=1)
+            new = key_padding_mask.bool()[:, key_padding_mask.size(1) - step :]
+        key_padding_mask = torch.cat([previous.bool(), new], dim=1)
+    elif key_padding_mask is not None:
+        before = key_padding_mask.new_zeros(batch, length - key_padding_mask.size(1), dtype=torch.bool)
+        key_padding_mask = torch.cat([before, key_padding_mask.bool()], dim=1)
     cache["prev_key_padding_mask"] = key_padding_mask
     return key_padding_mask

@@ -1,4 +1,4 @@
-"""What is known beside a forward pass: decisions that were made, padded queries, hypotheses of a beam.
+"""What travels beside a forward pass: the routers' decisions, the padding of queries, the size of a beam.
 
 fairseq's attention returns two results and takes no query padding; rather than widen that interface
 and copy every layer above it, decisions travel beside the pass. Nothing stays on a module.
@@ -8,6 +8,7 @@ import contextlib
 from contextvars import ContextVar
 from typing import Iterator, List, Optional, Tuple
 
+import torch
 from torch import Tensor
 
 from moa_fairseq.attention.routing import RoutingDecision
@@ -58,8 +59,8 @@ def padding_of_queries(
     """The padding of an attention's queries, bool [B, T], or None.
 
     given: the caller's own; else what the innermost `query_padding` block declares; else key_padding,
-    which an attention passes on when its keys are its queries. One of another shape is none, but for the
-    caller's own: ValueError.
+    which an attention passes on when its keys are its queries. A declared mask of another shape is ignored;
+    a caller's own raises ValueError.
     """
     if given is not None and given.shape != (batch, tgt_len):
         raise ValueError(
@@ -69,12 +70,12 @@ def padding_of_queries(
     mask = next((mask for mask in candidates if mask is not None), None)
     if mask is None or mask.shape != (batch, tgt_len):
         return None
-    return mask.to(bool)
+    return mask.to(torch.bool)
 
 
 @contextlib.contextmanager
 def hypotheses(per_sentence: int) -> Iterator[None]:
-    """Declare that each sentence of an encoder's output stands so many times in a row inside the block."""
+    """Declare that inside the block an encoder's output repeats each sentence per_sentence times in a row."""
     token = _hypotheses.set(per_sentence)
     try:
         yield

@@ -29,8 +29,6 @@ def merge_masks(
     A blind row (a sentence of padding only) would be 0/0 in the softmax: it is opened here, and the
     caller writes zeros over it.
     """
-    if attn_mask is None and key_padding_mask is None:
-        return None, None
     additive = blocked = None
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
@@ -39,7 +37,9 @@ def merge_masks(
             additive = attn_mask.to(dtype)[None, None]
             blocked = torch.isneginf(additive)
     if key_padding_mask is None:
-        return additive if additive is not None else _additive(blocked, dtype), None
+        if additive is None and blocked is not None:
+            additive = _additive(blocked, dtype)
+        return additive, None
     padding = key_padding_mask.to(torch.bool)[:, None, None, :]
     blocked = padding if blocked is None else blocked | padding
     blind = blocked.all(-1, keepdim=True)
@@ -57,7 +57,7 @@ def only_padding(key_padding_mask: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
     """Padding as an additive mask [B, 1, 1, S], and the values [B, G, S, D] with zeros where it is.
 
     Blocked scores are very small instead of −inf, so that a sentence of padding only has a softmax; it then
-    adds up zeros. Two passes over what is small, where `merge_masks` takes ten.
+    adds up zeros. That is two passes over small tensors; `merge_masks` takes ten.
     """
     padding = key_padding_mask.to(torch.bool)[:, None, None, :]
     mask = torch.empty(padding.shape, dtype=v.dtype, device=v.device)
@@ -94,9 +94,10 @@ def attend(
         return out, None if weights is None else weights.reshape(batch, heads, tgt_len, -1)
     if bias is None and not need_weights and _is_causal_only(q, attn_mask, key_padding_mask):
         return F.scaled_dot_product_attention(q, *_copied(q, k, v), dropout_p=dropout, is_causal=True), None
+    mask: Optional[Tensor]
+    blind: Optional[Tensor] = None
     if attn_mask is None and key_padding_mask is not None and not need_weights:
         mask, v = only_padding(key_padding_mask, v)
-        blind = None
     else:
         mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
     if bias is not None:
@@ -104,20 +105,21 @@ def attend(
     if need_weights and blind is None and mask is not None:  # attn_mask or bias alone may block a whole row
         blind = torch.isneginf(mask).all(-1, keepdim=True)
         mask = mask.masked_fill(blind, 0.0)
+    weights = None
     if need_weights:
         out, weights = _attend_with_weights(q, *_copied(q, k, v), mask, blind, dropout)
     else:
-        out, weights = _shared_head_attention(q, k, v, mask, dropout), None
+        out = _shared_head_attention(q, k, v, mask, dropout)
     return (out if blind is None else out.masked_fill(blind, 0.0)), weights
 
 
 def _processors(q: Tensor) -> int:
-    """How many there are to keep busy; 0 on a CPU, where a thread takes what there is."""
+    """How many multiprocessors a GPU has to keep busy; 0 on a CPU."""
     return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
-    """Keys and values for each query head; of one key head it is a view."""
+    """Keys and values repeated for each query head; views where there is one key head."""
     heads, groups = q.size(1), k.size(1)
     if groups == heads:
         return k, v
@@ -135,14 +137,15 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
     """
     batch, heads, tgt_len, dim = q.shape
     groups = k.size(1)
-    per_head = mask is not None and mask.size(1) > 1
-    per_query = mask is not None and mask.size(2) > 1
+    sharing = heads // groups
+    copies = heads == groups
+    if mask is not None and not copies:
+        copies = mask.size(1) > 1 or (mask.size(2) > 1 and mask.numel() * sharing > q.numel())
     few = tgt_len >= _KEY_BLOCK and batch * groups * -(-k.size(2) // _KEY_BLOCK) < _processors(q)
-    if heads == groups or per_head or few or (per_query and mask.numel() * (heads // groups) > q.numel()):
+    if copies or few:
         k, v = _copied(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    sharing = heads // groups
-    if per_query:
+    if mask is not None and mask.size(2) > 1:
         mask = mask.repeat_interleave(sharing, dim=2)
     q = q.view(batch, sharing, groups, tgt_len, dim) if groups > 1 else q.unsqueeze(2)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, groups, tgt_len * sharing, dim)
@@ -154,7 +157,7 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
 def _attend_with_weights(
     q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], blind: Optional[Tensor], dropout: float
 ) -> Tuple[Tensor, Tensor]:
-    """The same, written out, since torch's attention keeps the weights to itself."""
+    """The same, written out: torch's attention does not return the weights."""
     scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))
     if mask is not None:
         scores = scores + mask
@@ -170,7 +173,7 @@ _RIGHT_PADDED = "_moa_fairseq_right_padded"
 
 
 def mark_causal(mask: Tensor) -> Tensor:
-    """Say of an attn_mask [T, T] that it blocks the future and nothing else: fast kernels want to know.
+    """Mark an attn_mask [T, T] that blocks the future and nothing else: fast kernels make use of it.
 
     The mark is a hint on this tensor object; where it gets lost, the mask itself still holds.
     """
@@ -179,15 +182,15 @@ def mark_causal(mask: Tensor) -> Tensor:
 
 
 def is_causal(mask: Optional[Tensor]) -> bool:
-    """Whether `mark_causal` was said of this mask."""
-    return getattr(mask, _CAUSAL, False)
+    """Whether this mask has the mark of `mark_causal`."""
+    return bool(getattr(mask, _CAUSAL, False))
 
 
 def _is_causal_only(q: Tensor, attn_mask: Optional[Tensor], key_padding_mask: Optional[Tensor]) -> bool:
-    """Whether the flag `is_causal` says all: the flash kernels of GPUs take it, and no mask.
+    """Whether torch's flag `is_causal` can replace the masks: flash kernels of GPUs take it, but no mask.
 
-    With padding at the ends of sentences alone, no real query sees any; what queries that are padding get
-    then is not zero but unspecified, and nothing may depend on it.
+    Padding that stands only at the ends of sentences is hidden from every real query by causality. The
+    results of padded queries are then unspecified instead of zero; nothing may depend on them.
     """
     if not is_causal(attn_mask) or not q.is_cuda:
         return False
@@ -202,4 +205,4 @@ def is_right_padded(key_padding_mask: Tensor) -> bool:
         padding = key_padding_mask.to(torch.bool)
         known = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
         setattr(key_padding_mask, _RIGHT_PADDED, known and not bool(padding[:, :1].any()))
-    return getattr(key_padding_mask, _RIGHT_PADDED)
+    return bool(getattr(key_padding_mask, _RIGHT_PADDED))

@@ -5,11 +5,10 @@ from typing import Any, Optional, Tuple
 
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import MixtureAttention
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.base import Decision, MixtureAttention
 
 
-class DenseHeadsAttention(MixtureAttention):
+class DenseHeadsAttention(MixtureAttention[Decision]):
     """A mixture over the heads of fairseq's attention, with its parameters and their names (MAE, MoH).
 
     A subclass calls `reset_parameters` when it has built its router.
@@ -40,7 +39,7 @@ class DenseHeadsAttention(MixtureAttention):
             nn.init.zeros_(self.out_proj.bias)
 
     def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
+        self, key: Tensor, value: Tensor, decision: Decision, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor]:
         return self._split(self.k_proj(key)), self._split(self.v_proj(value))
 

@@ -11,7 +11,7 @@ of those that any draw must make; beside it the same for one number and the cumu
     MAE-6, untrained                                   15 % (1.4)    50 % (4.2)
     MAE-6 after 180 updates, 60 of them with G steps   32 % (1.4)    81 % (4.2)
 
-Cumulated probabilities of 28 experts (MAE-6) have more borders that move; the race does not mind.
+Cumulated probabilities of 28 experts (MAE-6) have more borders that move; this does not affect the race.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 # A plain stack, no ContextVar: activation checkpointing recomputes layers in autograd's own threads on a
-# GPU, and those see the context variables of nobody. The recomputation must find the same draw.
+# GPU, which see no context variables. The recomputation must find the same draw.
 _active: List["ExpertDraw"] = []
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the constants of splitmix64, as signed numbers
@@ -80,7 +80,7 @@ class ExpertDraw:
 
 def _fraction(key: Tensor) -> Tensor:
     """The leading bits as a number in [0, 1), float32."""
-    return ((key >> (64 - _BITS)) & (2**_BITS - 1)).to(torch.float32) / 2**_BITS
+    return ((key >> (64 - _BITS)) & ((1 << _BITS) - 1)).to(torch.float32) / (1 << _BITS)
 
 
 def _scramble(key: Tensor) -> Tensor:

@@ -29,13 +29,15 @@ def running_mean(
     if window is None:
         totals = rows.cumsum(1)
         if cache is not None:
-            if cache.get("gate_total") is not None:
-                totals = totals + cache["gate_total"].unsqueeze(1)
+            before = cache.get("gate_total")
+            if before is not None:
+                totals = totals + before.unsqueeze(1)
             cache["gate_total"] = totals[:, -1]
         return _divide(totals)
-    if cache is not None and cache.get("gate_rows") is not None:
-        rows = torch.cat([cache["gate_rows"], rows], dim=1)
     if cache is not None:
+        before = cache.get("gate_rows")
+        if before is not None:
+            rows = torch.cat([before, rows], dim=1)
         cache["gate_rows"] = rows[:, -window:]
     sums = rows.cumsum(1)
     if sums.size(1) > window:

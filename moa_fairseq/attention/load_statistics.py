@@ -9,7 +9,7 @@ from moa_fairseq.attention.routing import RoutingDecision, RoutingSums
 
 
 def load_statistics(routed: Union[RoutingDecision, RoutingSums]) -> Dict[str, Tensor]:
-    """About the share of the batch's slots that each expert got, padding excluded: [M], a decision's scalar.
+    """Statistics of the share of slots that each expert got, padding excluded: [M], scalars for one decision.
 
     load_entropy: in nats, log E when even. max_load, min_load: the largest and smallest share
     (1/E when even). dead_experts: how many got no token of this batch.

@@ -14,7 +14,7 @@ from moa_fairseq.attention.routing import RoutingDecision, RoutingSums, entropie
 Loss = Callable[[Union[RoutingDecision, RoutingSums]], Tensor]
 
 
-def _of_sums(loss: Callable[[RoutingSums], Tensor]) -> Loss:
+def _also_of_one_decision(loss: Callable[[RoutingSums], Tensor]) -> Loss:
     """Let a loss of RoutingSums take a single decision as well."""
 
     @functools.wraps(loss)
@@ -24,7 +24,7 @@ def _of_sums(loss: Callable[[RoutingSums], Tensor]) -> Loss:
     return either
 
 
-@_of_sums
+@_also_of_one_decision
 def load_balance_loss(routed: RoutingSums) -> Tensor:
     """L_a = E · Σ_i f_i · P_i, f and P normalised to sum 1 (MoA Eq. 13-15); with groups, their mean.
 
@@ -35,7 +35,7 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
     return (routed.load * routed.shares(routed.mass)).sum((1, 2)) * (experts / groups)
 
 
-@_of_sums
+@_also_of_one_decision
 def head_balance_loss(routed: RoutingSums) -> Tensor:
     """L_b = Σ_i P_i · f_i over the routed heads (MoH Eq. 7-8), f_i being the share of tokens that choose i.
 
@@ -45,13 +45,13 @@ def head_balance_loss(routed: RoutingSums) -> Tensor:
     return ((routed.counts / tokens) * (routed.mass / tokens)).sum(1)
 
 
-@_of_sums
+@_also_of_one_decision
 def released_head_balance_loss(routed: RoutingSums) -> Tensor:
     """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even."""
     return routed.counts.size(1) * head_balance_loss(routed)
 
 
-@_of_sums
+@_also_of_one_decision
 def mutual_information_loss(routed: RoutingSums) -> Tensor:
     """−I(E; X) = H(E|X) − H(E) in nats (SUT, arXiv 2310.07096, Eq. 8); with groups, their mean.
 
@@ -62,7 +62,7 @@ def mutual_information_loss(routed: RoutingSums) -> Tensor:
     return routed.mean_entropy - entropies(routed.mean_probs) / routed.groups
 
 
-@_of_sums
+@_also_of_one_decision
 def entropy_loss(routed: RoutingSums) -> Tensor:
     """−H(E) in nats, of the mean softmax over tokens (σ-MoE, arXiv 2310.10837, §5); with groups, their mean.
 
@@ -71,7 +71,7 @@ def entropy_loss(routed: RoutingSums) -> Tensor:
     return -entropies(routed.mean_softmax) / routed.groups
 
 
-@_of_sums
+@_also_of_one_decision
 def z_loss(routed: RoutingSums) -> Tensor:
     """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
 
@@ -80,7 +80,7 @@ def z_loss(routed: RoutingSums) -> Tensor:
     return routed.squared_lse / routed.tokens.clamp_min(1.0)
 
 
-@_of_sums
+@_also_of_one_decision
 def no_loss(routed: RoutingSums) -> Tensor:
     """Zeros: nothing evens out the loads."""
     return torch.zeros_like(routed.tokens)

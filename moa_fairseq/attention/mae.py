@@ -1,4 +1,4 @@
-"""MAE, a mixture of attentive experts (arXiv 2005.06537): experts are the heads but t, weighted by a gate."""
+"""MAE, a mixture of attentive experts (arXiv 2005.06537): experts of all heads but t, weighted by a gate."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -36,7 +36,9 @@ class MAESettings(FamilySettings):
         },
     )
     gate_hidden_dim: int = field(default=256, metadata={"help": "hidden size of the gate's MLP"})
-    gate_dropout: float = field(default=0.1, metadata={"help": "dropout after its first layer"})
+    gate_dropout: float = field(
+        default=0.1, metadata={"help": "dropout after the first layer of the gate's MLP"}
+    )
     gate_window: Optional[int] = field(
         default=None,
         metadata={
@@ -48,10 +50,10 @@ class MAESettings(FamilySettings):
         metadata={
             "choices": NORMS,
             "help": "batch normalisation of a gate's input while the gate is updated: by the running "
-            "statistics of earlier updates, which leaks nothing and departs from the paper (earlier), or "
+            "statistics of earlier updates, a departure from the paper by which nothing leaks (earlier), or "
             "by the batch's own, as the paper has it (batch: encoders only; in decoders a batch's "
-            "statistics would tell a gate of later tokens, so they stay with earlier). Drawing experts and "
-            "evaluation use running statistics always",
+            "statistics would tell a gate of later tokens, so their gates always use earlier). Experts are "
+            "drawn and models evaluated with running statistics in either case",
         },
     )
     mae_evaluate_with: str = field(
@@ -62,7 +64,7 @@ class MAESettings(FamilySettings):
             "alone, or one random expert in each module; for trained models by --model-overrides",
         },
     )
-    mae_evaluate_seed: int = field(default=1, metadata={"help": "which random experts these are"})
+    mae_evaluate_seed: int = field(default=1, metadata={"help": "seed of --mae-evaluate-with random-expert"})
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttentiveExperts":
         return MixtureOfAttentiveExperts(
@@ -80,8 +82,9 @@ class MAESettings(FamilySettings):
             **role,
         )
 
-    def check(self, attentions: Sequence[MixtureAttention]) -> None:
-        gates = [attention.gate for attention in attentions if attention.gate is not None]
+    def check(self, attentions: Sequence[MixtureAttention[Any]]) -> None:
+        mixtures = [one for one in attentions if isinstance(one, MixtureOfAttentiveExperts)]
+        gates = [mixture.gate for mixture in mixtures if mixture.gate is not None]
         if self.gate_norm == "batch" and gates and all(gate.norm.statistics != "batch" for gate in gates):
             raise UserError(
                 "--gate-norm batch has no meaning for this model: all of its gates are causal, and a "
@@ -90,7 +93,7 @@ class MAESettings(FamilySettings):
             )
 
 
-class MixtureOfAttentiveExperts(DenseHeadsAttention):
+class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
     """Σ_i g_i(X; φ) · f_i(X; θ) (MAE Eq. 6), a drop-in for fairseq's attention with the same parameters.
 
     Expert i leaves out a set D_i of t = dropped_heads of the h heads: f_i = h/(h−t) · Σ_{j ∉ D_i} H_j
@@ -110,6 +113,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
     evaluate_with, evaluate_seed: outside of training, a single expert in the mixture's place (see
     `single_expert`). Raises UserError for an impossible number of heads or dropped heads.
     """
+
+    dropped: Tensor  # a buffer [E, h]: 1 where an expert leaves out a head, row i being D_i
 
     def __init__(
         self,
@@ -137,8 +142,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         for expert, heads in enumerate(subsets):
             dropped[expert, list(heads)] = 1.0
         self.num_experts, self.scale = len(subsets), num_heads / (num_heads - dropped_heads)
-        self.register_buffer("dropped", dropped, persistent=False)  # [E, h], row i: D_i
-        self.gate = None
+        self.register_buffer("dropped", dropped, persistent=False)
+        self.gate: Optional[SequenceGate] = None
         if gate == "learned":
             norm = "earlier" if causal else gate_norm  # a causal gate must not hear of later positions
             self.gate = SequenceGate(embed_dim, self.num_experts, gate_hidden_dim, gate_dropout, norm)
@@ -178,7 +183,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         left_out = decision.probs @ dropped if decision.chooses_all else dropped[decision.expert_index[:, 0]]
         weight = self.scale * (1.0 - left_out).view(batch, -1, self.num_heads, 1)  # [B, T or 1, h, 1]
         heads = heads.transpose(1, 2) * weight.to(heads.dtype)
-        return self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))
+        out: Tensor = self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))
+        return out
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         gate = 0

@@ -73,7 +73,7 @@ class MoASettings(FamilySettings):
         default=0.0,
         metadata={
             "help": "balance loads without a gradient: after each update an expert's selection bias moves "
-            "by so much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
+            "by this much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
         },
     )
     expert_backend: str = field(
@@ -85,7 +85,7 @@ class MoASettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttention":
-        """K experts attend, and masks hide the future: num_heads and causal are of no matter here."""
+        """num_heads and causal are unused: the heads are the K chosen experts, and masks hide the future."""
         return MixtureOfAttention(
             embed_dim,
             num_experts=self.num_experts,
@@ -103,7 +103,7 @@ class MoASettings(FamilySettings):
         )
 
 
-class MixtureOfAttention(MixtureAttention):
+class MixtureOfAttention(MixtureAttention[RoutingDecision]):
     """y_t = Σ_{i ∈ G(q_t)} w_{i,t} · E_i(q_t, K, V) (MoA Eq. 6), a drop-in for fairseq's attention.
 
     A router (Eq. 7-9) picks K of E experts per query token. An expert has its own query projection
@@ -178,10 +178,13 @@ class MixtureOfAttention(MixtureAttention):
                 nn.init.zeros_(projection.bias)
 
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:
-        return self.router(x.view(-1, self.embed_dim), None if padding is None else padding.reshape(-1))
+        rows = x.view(-1, self.embed_dim)
+        decision: RoutingDecision = self.router(rows, None if padding is None else padding.reshape(-1))
+        return decision
 
     def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
-        q = self.q_experts(x.view(-1, self.embed_dim), decision, self.experts_per_token, slots_per_sum=1)
+        rows = x.view(-1, self.embed_dim)
+        q: Tensor = self.q_experts(rows, decision, self.experts_per_token, slots_per_sum=1)
         return q.view(*x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)
 
     def project_keys_values(
@@ -192,14 +195,17 @@ class MixtureOfAttention(MixtureAttention):
             weight = torch.cat([self.k_proj.weight, self.v_proj.weight])
             bias = None if self.k_proj.bias is None else torch.cat([self.k_proj.bias, self.v_proj.bias])
             both = F.linear(key, weight, bias).view(*shape[:2], 2, *shape[2:])
-            return tuple(projected.transpose(1, 2) for projected in both.unbind(2))
-        return tuple(p(x).view(shape).transpose(1, 2) for p, x in ((self.k_proj, key), (self.v_proj, value)))
+            k, v = both.unbind(2)
+        else:
+            k, v = self.k_proj(key).view(shape), self.v_proj(value).view(shape)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
     def _in_one_product(self, key: Tensor) -> bool:
-        """Whether keys and values are worth one product: laying their weights side by side costs less.
+        """Whether one matrix product for keys and values together is faster than one for each.
 
-        That is a copy of the weights at each call, as much as a step of generation reads altogether. Whoever
-        hooks into a projection or replaces it, adapters say, is left alone.
+        One product needs a copy of both weights side by side at each call. That pays for many rows, but not
+        for a step of generation, which reads little else than the weights. Projections that something has
+        replaced or hooked into (an adapter, for example) are called one by one.
         """
         if key.size(0) * key.size(1) < _ROWS_OF_ONE_PRODUCT:
             return False
@@ -209,7 +215,7 @@ class MixtureOfAttention(MixtureAttention):
         batch, _, tgt_len, _ = heads.shape
         width = self.heads_per_expert * self.expert_dim
         slots = heads.transpose(1, 2).reshape(-1, width)
-        out = self.out_experts(
+        out: Tensor = self.out_experts(
             slots, decision, slots_per_row=1, slots_per_sum=self.experts_per_token, gate=decision.gate
         )
         return out.view(batch, tgt_len, self.embed_dim)
@@ -225,7 +231,7 @@ class MixtureOfAttention(MixtureAttention):
     def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
         if self.key_heads != 1 or not isinstance(self.positions, RelativePositions):
             return None
-        n, d, C, T, k = self.num_heads, self.head_dim, chunks, length, 2  # their script's k does not follow n
+        n, d, C, T, k = self.num_heads, self.head_dim, chunks, length, 2  # their script has k = 2 for every n
         width, experts = self.embed_dim, self.num_experts
         macs = 2 * C * n * d * T**2 + (2 * n + 2) * d * width * T + n * k * d * T
         macs += experts * width * T + 2 * C * d * width * T

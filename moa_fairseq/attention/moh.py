@@ -63,7 +63,7 @@ class MoHSettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfHeads":
-        """Masks hide the future: causal is a hint of what they cost."""
+        """causal is only used to estimate costs (--moh-skip auto): masks hide the future."""
         return MixtureOfHeads(
             embed_dim,
             num_heads,
@@ -78,7 +78,7 @@ class MoHSettings(FamilySettings):
         )
 
 
-class MixtureOfHeads(DenseHeadsAttention):
+class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
     """Σ_i g_i · H^i · W_O^i (MoH Eq. 4), a drop-in for fairseq's attention with the same parameters.
 
     Of the h heads h_s = shared_heads work for every token, and K = routed_per_token of the others, which a
@@ -86,7 +86,7 @@ class MixtureOfHeads(DenseHeadsAttention):
     later token may choose any of them. A head that a token did not choose has no query, no row of
     attention and no product with W_O there (skip "always"), or all of that with a weight of zero ("never");
     "auto" takes what is faster, or leaves them out of the attention alone. The results are the same.
-    causal: of a self-attention, that its masks will hide the future; only "auto" asks.
+    causal: whether the masks of this self-attention hide the future; only "auto" uses it.
     scaling: of the learned router's gates, see `SharedAndRoutedRouter`. router: "learned", "query-norm", or a
     module. Head weights stand slot by slot: the shared heads, then those chosen, the most probable first.
     Raises UserError for impossible numbers of heads.
@@ -128,7 +128,7 @@ class MixtureOfHeads(DenseHeadsAttention):
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> HeadDecision:
         rows = x.view(-1, self.embed_dim)
         queries = self.q_proj(rows) if self.router.reads_queries else None
-        decision = self.router(
+        decision: HeadDecision = self.router(
             rows if queries is None else queries, None if padding is None else padding.reshape(-1)
         )
         decision.skips, decision.skips_output = self._skips(x)
@@ -145,8 +145,18 @@ class MixtureOfHeads(DenseHeadsAttention):
             return False, False
         if self.skip == "always":
             return True, True
-        heads = (self.shared_heads, choosable, self.routed_per_token, self.head_dim)
-        return skipping_pays(*x.shape, *heads, self.causal, x.device.type)
+        batch, tgt_len, _ = x.shape
+        return skipping_pays(
+            batch,
+            tgt_len,
+            self.embed_dim,
+            self.shared_heads,
+            choosable,
+            self.routed_per_token,
+            self.head_dim,
+            self.causal,
+            x.device.type,
+        )
 
     def project_queries(self, x: Tensor, decision: HeadDecision) -> Tensor:
         """[B, H, T, D]; where heads are skipped the slots' queries instead, [B, h_s + K, T, D]."""
@@ -212,13 +222,15 @@ class MixtureOfHeads(DenseHeadsAttention):
         rows = heads.transpose(1, 2)
         if not decision.skips:
             weight = decision.head_weight.to(rows.dtype).view(batch, tgt_len, self.num_heads, 1)
-            return self.out_proj((rows * weight).reshape(batch, tgt_len, self.embed_dim))
+            out: Tensor = self.out_proj((rows * weight).reshape(batch, tgt_len, self.embed_dim))
+            return out
         gate = decision.gate.view(batch, tgt_len, -1, 1)
         if not decision.skips_output:
             slots = (rows * gate.to(rows.dtype)).reshape(-1, self.active_heads, self.head_dim)
             index = decision.expert_index.unsqueeze(-1).expand_as(slots)
             every = slots.new_zeros(slots.size(0), self.num_heads, self.head_dim).scatter(1, index, slots)
-            return self.out_proj(every.view(batch, tgt_len, self.embed_dim))
+            out = self.out_proj(every.view(batch, tgt_len, self.embed_dim))
+            return out
         shared, width = self.shared_heads, self.shared_heads * self.head_dim
         always = (rows[:, :, :shared] * gate[:, :, :shared].to(rows.dtype)).reshape(batch, tgt_len, width)
         routed = project(

@@ -62,7 +62,8 @@ def check_heads(num_heads: int, shared_heads: int, routed_per_token: int) -> Non
 class _Router(nn.Module):
     """What both routers have: sizes, the choice of the K most probable heads, and the decision."""
 
-    reads_queries = False  # or: is given the queries of every head in place of the attention's input
+    reads_queries = False  # True: `forward` takes the queries of every head, not the attention's input
+    every_head: Tensor  # a buffer: 0, 1, …, h − 1
 
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
         super().__init__()
@@ -72,7 +73,7 @@ class _Router(nn.Module):
         self.register_buffer("every_head", torch.arange(num_heads), persistent=False)
 
     def _chosen(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """Of probabilities [N, routed]: the K largest in the order of heads if all, and which they are."""
+        """Probabilities [N, routed heads] → (the K largest, their heads), [N, K]; unsorted if K is all."""
         if self.routed_per_token == self.routed_heads:
             return probs, self.every_head[: self.routed_heads].expand(probs.size(0), -1)
         return probs.topk(self.routed_per_token, dim=-1)
@@ -85,7 +86,7 @@ class _Router(nn.Module):
         logits: List[Tensor],
         padding_mask: Optional[Tensor],
     ) -> HeadDecision:
-        """Of the shared and the routed heads' parts."""
+        """Put together from parts, in each list those of the shared heads and those of the routed heads."""
         shared_index = self.every_head[: self.shared_heads].expand(routed_index.size(0), -1)
         gate = torch.cat(gates, 1)
         if padding_mask is not None:
@@ -96,7 +97,7 @@ class _Router(nn.Module):
             torch.cat(probs, 1),
             torch.cat(logits, 1),
             self.num_heads,
-            # without routed heads there is no load to even out, and one that is even by itself does no harm
+            # Without routed heads all count as routed: losses and statistics then see an even load.
             shared=self.shared_heads if self.routed_heads else 0,
             padding_mask=padding_mask,
         )

@@ -1,4 +1,4 @@
-"""Modules that keep statistics over updates: what an update shows them counts once it has been made."""
+"""Modules that keep statistics over updates: what they see during an update counts after it."""
 
 import contextlib
 from typing import Callable, Iterator, List, Optional, Sequence
@@ -31,8 +31,9 @@ class Observer(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, *args, **kwargs)
         for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = before[name].to(buffer.device)
+            wide = before[name]
+            if buffer is not None and wide is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = wide.to(buffer.device)
         return self
 
     def forget(self) -> None:
@@ -65,7 +66,7 @@ def absorb_pending(
 
 @contextlib.contextmanager
 def forgetting(observers: Sequence[Observer]) -> Iterator[None]:
-    """What is observed inside the block does not count (but has been pending: workers still meet)."""
+    """Drop what is observed inside the block. `has_pending` stays set, so that all workers still meet."""
     before = [observer.pending.clone() for observer in observers]
     yield
     for observer, pending in zip(observers, before):

@@ -1,8 +1,8 @@
-"""Positions inside of attention: how far apart a query and a key stand, for any family to take."""
+"""Positions inside of attention, for every family: how far apart a query and a key are."""
 
 import functools
 import math
-from typing import Dict, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from moa_fairseq.errors import UserError
 
 
 class Positions(nn.Module):
-    """What a self-attention asks about positions; this one knows none.
+    """What a self-attention asks about positions; this base class adds none.
 
     Queries stand at first_query, first_query + 1, …; keys at 0, 1, …, counted from the first cached or
     carried one.
@@ -19,7 +19,7 @@ class Positions(nn.Module):
 
     @classmethod
     def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "Positions":
-        """Those of an attention of width embed_dim with so many heads of keys."""
+        """The positions of an attention of width embed_dim whose keys have key_heads heads."""
         return cls(head_dim)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
@@ -45,6 +45,8 @@ class RotaryPositions(Positions):
     Raises UserError for an odd D.
     """
 
+    speed: Tensor  # a buffer [D / 2]: the angle per position
+
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
         if head_dim % 2:
@@ -53,7 +55,7 @@ class RotaryPositions(Positions):
                 "one: choose an even head dimension."
             )
         speed = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        self.register_buffer("speed", speed, persistent=False)  # [D / 2]
+        self.register_buffer("speed", speed, persistent=False)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
         carried = k.size(2) - q.size(2)
@@ -67,7 +69,7 @@ class RotaryPositions(Positions):
         cos, sin = angle.cos(), angle.sin()
         return _turned(q, cos, sin), _turned(k, cos, sin)
 
-    def _apply(self, fn, *args, **kwargs):
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RotaryPositions":
         speed = self.speed
         super()._apply(fn, *args, **kwargs)
         self.speed = speed.to(self.speed.device)  # a cast of the model must not round the angles
@@ -150,7 +152,8 @@ class RelativePositions(Positions):
             return scores
         length = scores.size(3)
         rows = scores.flatten(2).narrow(2, tgt_len - 1, tgt_len * (length - 1))
-        return rows.unflatten(2, (tgt_len, length - 1))[..., :key_length]
+        by_query: Tensor = rows.unflatten(2, (tgt_len, length - 1))
+        return by_query[..., :key_length]
 
     def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
         distances = queries + keys - 1
@@ -161,14 +164,15 @@ class RelativePositions(Positions):
 
     def _by_key_head(self, q: Tensor) -> Tensor:
         """[B, H, T, D] → [B, H / G, G, T, D]: query head h reads key head h mod G."""
-        return q.unflatten(1, (-1, self.key_heads))
+        by_key_head: Tensor = q.unflatten(1, (-1, self.key_heads))
+        return by_key_head
 
 
 @functools.lru_cache(maxsize=8)
 def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, inference: bool) -> Tensor:
     """R of the distances from the largest down to the smallest, [L, dim]: all layers use the same.
 
-    inference: whether torch's inference mode is on; its tensors are of no use outside of it.
+    inference: whether torch's inference mode is on; its tensors cannot be used outside of it.
     """
     distance = torch.arange(largest, smallest - 1, -1, device=device, dtype=torch.float64)
     speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)

@@ -1,6 +1,6 @@
 """Routers: modules that turn token vectors into a RoutingDecision."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from moa_fairseq.torch_compat import full_precision
 RENORMALIZATIONS = ("detached", "full", "none")
 ACTIVATIONS = ("softmax", "sigmoid")
 _INIT_STD = 0.02
+
+Routed = Tuple[Tensor, Tensor, Tensor, Tensor]  # logits, probs, gate, index
 
 
 class TopKRouter(Observer):
@@ -32,6 +34,9 @@ class TopKRouter(Observer):
     All of it runs in float32, whatever the model's dtype or autocast.
     Raises UserError unless 1 ≤ K ≤ E and renormalize and activation are known.
     """
+
+    every_expert: Tensor  # a buffer: 0, 1, …, E − 1
+    selection_bias: Tensor  # a buffer [E], where there is a bias_rate
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class TopKRouter(Observer):
         """Move the biases by the loads [E] of an update, over all workers."""
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
-    def _in_one_kernel(self, x: Tensor, padding_mask: Optional[Tensor]):
+    def _in_one_kernel(self, x: Tensor, padding_mask: Optional[Tensor]) -> Optional[Routed]:
         """(logits, probs, gate, index), or None where there is more to do than the kernel does."""
         is_noisy = self.noise_projection is not None and self.training
         if self.activation != "softmax" or self.bias_rate or self.projection.bias is not None or is_noisy:
@@ -119,8 +124,8 @@ class TopKRouter(Observer):
         routed = top_k_routing(x, weight, per_token, self.renormalize, padding_mask, self.backend)
         if routed is None:
             return None
-        *decided, index = routed
-        return (*decided, self.every_expert.expand(x.size(0), -1) if index is None else index)
+        logits, probs, gate, index = routed
+        return logits, probs, gate, self.every_expert.expand(x.size(0), -1) if index is None else index
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = wide_linear(x, self.projection.weight, self.projection.bias)
@@ -129,7 +134,8 @@ class TopKRouter(Observer):
             logits = logits + torch.randn_like(logits) * spread
         return logits
 
-    def _choose(self, probs: Tensor):
+    def _choose(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
+        """(gate, index), both [N, K]."""
         if self.experts_per_token == self.num_experts:  # nothing is chosen, all gates stay as they are
             return probs, self.every_expert.expand(probs.size(0), -1)
         if self.bias_rate:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ class RoutingDecision:
     probs        [N, E] float32  routing probabilities (MoA Eq. 7)
     logits       [N, E] float32  before the softmax
     num_experts  E, all groups together
-    groups       equal parts of experts and slots that are routed apart, one after the other (the heads of
-                 SwitchHead): slots of group g hold experts of group g
-    shared       the first so many slots always hold the first so many experts (MoH): nothing is decided
-                 there, and losses and statistics leave them out
+    groups       into how many equal parts experts and slots fall that are routed independently (SwitchHead:
+                 one for each head); slots of group g hold experts of group g
+    shared       how many experts are always chosen (MoH): they are the first ones, they stand in the first
+                 slots, and losses and statistics leave them out
     side         "queries", or "keys" where the tokens are those that keys and values are made of
     scope        "tokens", or "sequences" where a sequence has one decision
     padding_mask [N] bool, or None when there is none; True marks padding
@@ -47,7 +47,7 @@ class RoutingDecision:
     _slot_order: Optional[SlotOrder] = field(default=None, init=False, repr=False, compare=False)
 
     def __getitem__(self, index: int) -> Tensor:
-        """[0] is the gate: torch's backward hooks, with which fairseq looks for NaN, ask an output for it."""
+        """Item 0 is the gate: torch's backward hooks (fairseq's search for NaN) take item 0 of an output."""
         return (self.gate,)[index]
 
     @property
@@ -95,8 +95,8 @@ class RoutingSums:
 
     @classmethod
     def by_kind(cls, decisions: Sequence[RoutingDecision]) -> List["RoutingSums"]:
-        """One of each kind of decision; `order` then counts over all of `decisions`."""
-        kinds: Dict[Tuple, List[int]] = defaultdict(list)
+        """One object for each kind of decision; `order` then holds places in all of `decisions`."""
+        kinds: Dict[Tuple[object, ...], List[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
             sizes = (d.probs.size(1), d.expert_index.size(1), d.groups, d.shared)
             kind = (*sizes, d.probs.dtype, d.auxiliary)
@@ -190,7 +190,7 @@ class RoutingSums:
             d.probs.new_zeros(d.probs.size(0), dtype=torch.bool) if d.padding_mask is None else d.padding_mask
             for d in self._decisions
         ]
-        return _beside(masks)
+        return _concatenated(masks)
 
     @cached_property
     def _kept(self) -> Tensor:
@@ -198,25 +198,26 @@ class RoutingSums:
 
     def _rows(self, name: str) -> Tensor:
         """The rows of all decisions, routed experts only: [ΣN, E]."""
-        rows = _beside([getattr(d, name) for d in self._decisions])
+        rows = _concatenated([getattr(d, name) for d in self._decisions])
         return rows[:, self._decisions[0].shared :]
 
     def _over_tokens(self, columns: List[Tensor]) -> Tuple[Tensor, ...]:
         """Each [ΣN, W] summed over the real tokens of each decision, [M, W], and how many these are, [M, 1].
 
-        It is one product for all columns and all decisions about as many tokens.
+        One matrix product serves all columns, and all decisions about the same number of tokens.
         """
         columns = [*columns, self._kept.unsqueeze(1)]  # Σ kept² = Σ kept
         sizes = [decisions * tokens for decisions, tokens in self._runs]
         with full_precision(self._kept.device.type):
             pairs = zip(self._runs, self._kept.split(sizes), torch.cat(columns, 1).split(sizes))
             sums = [kept.view(*run, 1).mT @ rows.view(*run, -1) for run, kept, rows in pairs]
-        return _beside(sums).squeeze(1).split([column.size(1) for column in columns], 1)
+        return torch.split(_concatenated(sums).squeeze(1), [column.size(1) for column in columns], 1)
 
 
 def entropies(probs: Tensor) -> Tensor:
     """In nats: probs [..., E] → [...]. The gradient at a probability of 0 is large, but finite."""
-    return -torch.special.xlogy(probs, probs.clamp_min(torch.finfo(probs.dtype).tiny)).sum(-1)
+    terms: Tensor = torch.special.xlogy(probs, probs.clamp_min(torch.finfo(probs.dtype).tiny))
+    return -terms.sum(-1)
 
 
 class _SquaredLogSumExp(Function):
@@ -227,7 +228,7 @@ class _SquaredLogSumExp(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, padding: Optional[Tensor]) -> Tensor:
         if padding is not None:
             x = x.masked_fill(padding[:, None, None], 0.0)
         log_probs = torch.log_softmax(x, -1)
@@ -238,13 +239,13 @@ class _SquaredLogSumExp(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
         log_probs, lse = ctx.saved_tensors
         scale = lse * (grad * (2.0 / lse.size(1))).unsqueeze(1)
         return log_probs.exp() * scale.unsqueeze(-1), None
 
 
-def _beside(tensors: List[Tensor]) -> Tensor:
+def _concatenated(tensors: List[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
@@ -262,6 +263,6 @@ def _chosen(decisions: Sequence[RoutingDecision]) -> Tensor:
     The sums over tokens are then a product: no thousands of atomic additions to a few addresses.
     """
     shared = decisions[0].shared
-    index = _beside([d.expert_index for d in decisions])[:, shared:]
+    index = _concatenated([d.expert_index for d in decisions])[:, shared:]
     chosen = decisions[0].probs.new_zeros(index.size(0), decisions[0].num_experts - shared)
     return chosen.scatter_(1, index - shared if shared else index, 1.0)

@@ -25,9 +25,9 @@ def attend_selected(
     (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `core.attend`, [T, S] and
     [B, S] → [N·K, D]. A query without any key gets zeros.
 
-    Heads are taken one after the other. Those queries of a head that are there stand in a block
-    [B, M, D], M being the most that a sequence has, so that a head whose work is even over the batch
-    computes little else.
+    Heads are computed one after the other. The queries that chose a head form a block [B, M, D], M being
+    the largest number of them in one sequence; shorter rows are filled up. Little is wasted where all
+    sequences have about as many.
     """
     (batch, heads, _, dim), (_, columns, tgt_len, _) = k.shape, q.shape
     per_token, slots = order.per_token, order.expert.numel()
@@ -41,14 +41,14 @@ def attend_selected(
     place = first.index_select(0, cell) + rank  # of each sorted slot among the blocks' rows
     widths = longest.tolist()  # the one place that waits for a GPU
     rows = batch * sum(widths)
-    owner = token.new_zeros(rows).index_copy_(0, place, token)  # rows that no slot has show token 0
+    owner = token.new_zeros(rows).index_copy_(0, place, token)  # rows without a slot point to token 0
     column = order.order % per_token + (columns - per_token)
     source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
     blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)
 
     mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
-    per_query = mask is not None and mask.size(2) > 1
-    if per_query:  # a row of the mask for each row of the blocks
+    mask_rows = None
+    if mask is not None and mask.size(2) > 1:  # a row of the mask for each row of the blocks
         owner = owner if mask.size(0) > 1 else owner % tgt_len
         mask_rows = mask.reshape(-1, mask.size(-1))
     parts, start = [], 0
@@ -56,7 +56,7 @@ def attend_selected(
         if width:
             end = start + batch * width
             own = mask
-            if per_query:
+            if mask_rows is not None:
                 own = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
             block = blocks[start:end].view(batch, 1, width, dim)
             keys, values = k[:, head : head + 1], v[:, head : head + 1]
@@ -71,16 +71,20 @@ def attend_selected(
     return out.masked_fill(blind, 0.0)
 
 
-# When leaving heads out beats computing them all, in multiply-accumulates, from CPU times of one core at
-# width 512 (8 heads of 64, 128 to 2048 tokens, forward alone and with backward; benchmarks/moh.py). Gathering
-# costs so much per number of a head that works (attention), per number of a token's width for each chosen
-# head (projections), and per key of a chosen head's row where masks differ between queries; each head is a
-# step. A GPU's numbers are estimates: its arithmetic is cheaper against its memory, and its steps wait for
-# the host.
-_GATHERED = {"cpu": 750, "cuda": 2000}
-_GATHERED_WIDE = {"cpu": 150, "cuda": 400}
-_GATHERED_MASK = {"cpu": 36, "cuda": 100}
-_STEP = {"cpu": 1.5e6, "cuda": 6.4e7}
+# What leaving heads out costs, in multiply-accumulates: it pays where it saves more. The CPU's numbers come
+# from times of one core at width 512 (8 heads of 64, 128 to 2048 tokens, forward alone and with backward;
+# benchmarks/moh.py). A GPU's are estimates: its arithmetic is cheaper against its memory, and its steps wait
+# for the host.
+_GATHERED = {
+    "cpu": 750,
+    "cuda": 2000,
+}  # attention: for each of the D numbers of a head that works for a token
+_GATHERED_WIDE = {
+    "cpu": 150,
+    "cuda": 400,
+}  # projections: for each of a token's C numbers and each chosen head
+_GATHERED_MASK = {"cpu": 36, "cuda": 100}  # for each key and chosen head, where masks differ between queries
+_STEP = {"cpu": 1.5e6, "cuda": 6.4e7}  # for each head
 
 
 def skipping_pays(
@@ -96,9 +100,9 @@ def skipping_pays(
 ) -> Tuple[bool, bool]:
     """Whether to leave unchosen heads out of the attention, and then also out of the projections.
 
-    Of B sequences of T tokens, in a layer of width C where each token takes per_token of `choosable` heads of
-    size D, beside the `shared` ones; causal: masks differ between queries. A sequence's keys are taken to be
-    as many as its queries.
+    For B = batch sequences of T = tgt_len tokens in a layer of width C = model_dim. Each token uses per_token
+    of the `choosable` heads of size D = head_dim, and the `shared` ones. causal: masks differ between
+    queries. A sequence is taken to have as many keys as queries.
     """
     narrow, wide, mask, step = (
         cost.get(device, cost["cpu"]) for cost in (_GATHERED, _GATHERED_WIDE, _GATHERED_MASK, _STEP)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.observers import Observer
 
-# Of the flag --gate-norm: by what a gate that learns normalises its inputs.
+# Choices of --gate-norm: the statistics by which a gate that learns normalises its inputs.
 NORMS = ("earlier", "batch")
 # Weight of an update in the running statistics. Measured on Multi30k (MAE-7 tiny, batches of 2,048 tokens,
 # the first 240 updates): what they miss is drift, not noise. The squared distance of the running means from
@@ -42,13 +42,19 @@ class GateNorm(nn.BatchNorm1d, Observer):
     which becomes a moving average once updates are many.
     """
 
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
     def __init__(self, num_features: int, statistics: str = "earlier"):
         super().__init__(num_features, momentum=MOMENTUM)
         self.statistics = statistics
         # Σ x̂ [C], Σ x̂² [C] and the count, x̂ being normalised already: sums of unit size lose no digits
         self.register_buffer("pending", torch.zeros(2 * num_features + 1), persistent=False)
 
-    def forward(self, x: Tensor, real: Optional[Tensor] = None, observe=False, own=False) -> Tensor:
+    def forward(
+        self, x: Tensor, real: Optional[Tensor] = None, observe: bool = False, own: bool = False
+    ) -> Tensor:
         """Normalise x [N, C]. observe: count the rows in, or those where real [N] bool is true.
 
         own: this pass trains the gate, so "batch" takes the statistics of x.
@@ -70,7 +76,7 @@ class GateNorm(nn.BatchNorm1d, Observer):
 
     @torch.no_grad()
     def _add_up(self, x: Tensor, real: Optional[Tensor]) -> None:
-        unit = (x - self.running_mean) / (self.running_var + self.eps).sqrt()
+        unit = (x - self.running_mean) / torch.sqrt(self.running_var + self.eps)
         count = unit.new_full((1,), unit.size(0))
         if real is not None:
             unit = unit * real.unsqueeze(-1)
@@ -86,9 +92,9 @@ class GateNorm(nn.BatchNorm1d, Observer):
         sums = torch.where(sums.isfinite().all(), sums, torch.zeros_like(sums))
         count = sums[-1]
         mean, square = (sums[:-1] / count.clamp_min(1.0)).chunk(2)
-        spread = (self.running_var + self.eps).sqrt()
+        spread = torch.sqrt(self.running_var + self.eps)
         self.num_batches_tracked += (count > 0).long()
-        weight = (1.0 / (self.num_batches_tracked + 1)).clamp_min(self.momentum) * (count > 0)
+        weight = (1.0 / (self.num_batches_tracked + 1)).clamp_min(MOMENTUM) * (count > 0)
         variance = (square - mean.square()).clamp_min(0.0) * spread.square()
         self.running_mean += weight * mean * spread
         self.running_var += weight * (variance - self.running_var)
@@ -144,7 +150,8 @@ class SequenceGate(nn.Module):
                 return tensor.to(moved.device)
             return moved
 
-        return super()._apply(keeping_precision, *args, **kwargs)
+        super()._apply(keeping_precision, *args, **kwargs)
+        return self
 
 
 def gates_of(model: nn.Module) -> List[SequenceGate]:

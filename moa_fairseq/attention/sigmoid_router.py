@@ -31,6 +31,8 @@ class SigmoidTopKRouter(nn.Module):
     Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
     """
 
+    first_expert: Tensor  # a buffer [H, 1]: the number of each head's first expert
+
     def __init__(
         self,
         model_dim: int,
@@ -57,7 +59,7 @@ class SigmoidTopKRouter(nn.Module):
         self.side, self.auxiliary = side, auxiliary
         self.projection = nn.Linear(model_dim, groups * num_experts, bias=False)
         first = torch.arange(groups).unsqueeze(1) * num_experts
-        self.register_buffer("first_expert", first, persistent=False)  # [H, 1]
+        self.register_buffer("first_expert", first, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

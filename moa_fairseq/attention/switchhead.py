@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS
 
 PROJECTIONS = "vkqo"
+Projection = Union[ExpertLinear, nn.Linear]
 
 
 @dataclass
@@ -59,7 +60,7 @@ class SwitchHeadSettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
-        """The heads are --switchhead-heads, and masks hide the future: num_heads, causal do not matter."""
+        """num_heads and causal are unused: --switchhead-heads says the heads, and masks hide the future."""
         return SwitchHeadAttention(
             embed_dim,
             num_heads=self.switchhead_heads,
@@ -74,7 +75,7 @@ class SwitchHeadSettings(FamilySettings):
         )
 
 
-class SwitchHeadAttention(MixtureAttention):
+class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
     """Attention with one map per head h and mixtures of experts around it (SwitchHead §2.2).
 
     The source side decides about keys and values, the destination side about queries and outputs:
@@ -137,7 +138,7 @@ class SwitchHeadAttention(MixtureAttention):
         self.source_router = self._router(kdim, "keys") if has_own else None
         self.reset_parameters()
 
-    def _projection(self, letter: str, model_dim: int) -> nn.Module:
+    def _projection(self, letter: str, model_dim: int) -> Projection:
         into = "model" if letter == "o" else "experts"
         if letter in self.experts:
             sizes = (model_dim, self.head_dim) if into == "experts" else (self.head_dim, model_dim)
@@ -151,13 +152,13 @@ class SwitchHeadAttention(MixtureAttention):
         return SigmoidTopKRouter(*sizes, init_scale=self.init_scale, side=side, auxiliary=False)
 
     def reset_parameters(self) -> None:
-        """Matrices; routers initialise themselves."""
+        """Draw the projections anew; routers initialise themselves."""
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             model_dim = projection.weight.size(-1)
             nn.init.normal_(projection.weight, std=self.init_scale / math.sqrt(model_dim))
         width = self.num_heads * self.head_dim
         nn.init.normal_(self.out_proj.weight, std=self.init_scale / math.sqrt(width))
-        if self.positions is not None and hasattr(self.positions, "projection"):
+        if isinstance(self.positions, RelativePositions):
             std = self.init_scale / math.sqrt(self.embed_dim)
             nn.init.normal_(self.positions.projection.weight, std=std)
 
@@ -170,7 +171,9 @@ class SwitchHeadAttention(MixtureAttention):
     ) -> Optional[RoutingDecision]:
         if self.router is None:
             return None
-        return self.router(x.reshape(-1, x.size(2)), None if padding is None else padding.reshape(-1))
+        rows = x.reshape(-1, x.size(2))
+        decision: RoutingDecision = self.router(rows, None if padding is None else padding.reshape(-1))
+        return decision
 
     def project_queries(self, x: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
         return self._into_heads("q", self.q_proj, x, decision)
@@ -178,13 +181,14 @@ class SwitchHeadAttention(MixtureAttention):
     def project_keys_values(
         self, key: Tensor, value: Tensor, decision: Optional[RoutingDecision], padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor]:
-        source = None
-        if self.shares_selection and decision.expert_index.size(0) == key.size(0) * key.size(1):
+        source: Optional[RoutingDecision] = None
+        router = self.router if self.shares_selection else self.source_router
+        tokens = key.size(0) * key.size(1)
+        if self.shares_selection and decision is not None and decision.gate.size(0) == tokens:
             source = decision  # without a carried context, keys are the queries' tokens
-        elif self.shares_selection or self.source_router is not None:
+        elif router is not None:
             if padding is not None:
                 padding = padding[:, -key.size(1) :].reshape(-1).bool()
-            router = self.source_router or self.router
             source = router(key.reshape(-1, key.size(2)), padding)
             source.side = "keys"
             record(self.name, source)
@@ -196,18 +200,21 @@ class SwitchHeadAttention(MixtureAttention):
     def project_output(self, heads: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
         batch, num_heads, tgt_len, head_dim = heads.shape
         heads = heads.transpose(1, 2)
-        if "o" not in self.experts:
-            return self.out_proj(heads.reshape(batch, tgt_len, -1))
-        rows = heads.reshape(-1, head_dim)
-        slots = num_heads * self.experts_per_token
-        out = self.out_proj(rows, decision, self.experts_per_token, slots, gate=decision.gate)
+        out: Tensor
+        if "o" in self.experts and decision is not None:
+            rows = heads.reshape(-1, head_dim)
+            slots = num_heads * self.experts_per_token
+            out = self.out_proj(rows, decision, self.experts_per_token, slots, gate=decision.gate)
+        else:
+            out = self.out_proj(heads.reshape(batch, tgt_len, -1))
         return out.view(batch, tgt_len, self.embed_dim)
 
     def _into_heads(
-        self, letter: str, projection: nn.Module, x: Tensor, decision: Optional[RoutingDecision]
+        self, letter: str, projection: Projection, x: Tensor, decision: Optional[RoutingDecision]
     ) -> Tensor:
         """x [B, T, C] → [B, H, T, D]"""
-        if letter in self.experts:
+        heads: Tensor
+        if letter in self.experts and decision is not None:
             slots = self.num_heads * self.experts_per_token
             rows = x.reshape(-1, x.size(2))
             heads = projection(rows, decision, slots, self.experts_per_token, gate=decision.gate)

@@ -57,17 +57,21 @@ def read(path: Path) -> Checkpoint:
             "first (without --use-sharded-state)."
         )
     model, cfg, args = (state.get(key) for key in ("model", "cfg", "args"))
-    tensors = isinstance(model, dict) and model and all(isinstance(v, Tensor) for v in model.values())
-    if not tensors or not all(isinstance(name, str) for name in model):
+    if not isinstance(model, dict) or not _is_model(model):
         raise UserError(f"{path} is no fairseq checkpoint: it holds no model.")
     if isinstance(args, argparse.Namespace):
         return Checkpoint(model, {"model": args}, is_old=True)
     group = cfg.get("model") if isinstance(cfg, dict) else None
-    if not isinstance(group, (dict, argparse.Namespace)):
+    if cfg is None or not isinstance(group, (dict, argparse.Namespace)):
         raise UserError(
             f"{path} does not say which model it holds (there is no cfg.model): it is not fairseq's."
         )
     return Checkpoint(model, cfg)
+
+
+def _is_model(model: Dict[Any, Any]) -> bool:
+    named = all(isinstance(name, str) and isinstance(value, Tensor) for name, value in model.items())
+    return bool(model) and named
 
 
 def write(checkpoint: Checkpoint, path: Path, file_format: str) -> None:

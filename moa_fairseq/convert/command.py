@@ -159,9 +159,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="binarised data: print the loss before and after"
     )
-    parser.add_argument("--subset", default="valid", help="of the data (valid)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="of a batch of the data (2048)")
-    parser.add_argument("--max-batches", type=int, default=50, metavar="N", help="so many batches of it (50)")
+    parser.add_argument("--subset", default="valid", help="which part of the data (valid)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens in a batch of the data (2048)")
+    parser.add_argument(
+        "--max-batches", type=int, default=50, metavar="N", help="use at most N batches of it (50)"
+    )
     family = parser.add_argument_group("flags of the new family")
     fields: Dict[str, dataclasses.Field] = {}
     for name in TARGETS[:-1]:

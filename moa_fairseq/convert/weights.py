@@ -46,7 +46,8 @@ def fill(model: nn.Module, dense: State, load: Callable[[nn.Module, State], None
     load(model, weights) takes what is there by name. Returns None if the result computes the same function,
     or why it does not. Raises UserError where the two do not fit.
     """
-    attentions, reasons = name_attentions(model), []
+    attentions = name_attentions(model)
+    reasons: List[Optional[str]] = []
     state = dict(dense)
     old = {attention.name: _taken(state, attention) for attention in attentions}
     load(model, state)
@@ -76,17 +77,17 @@ def _taken(state: State, attention: MixtureAttention) -> State:
 
 
 def _into_heads(attention: MixtureOfHeads, old: State) -> Optional[str]:
-    """MoH: the same weights. Even gates shall be 1: W_O takes up what the paper's scaling makes of them."""
+    """MoH: the same weights, but W_O is divided by the even gates, which the paper's scaling makes small."""
     router, routed = attention.router, attention.num_heads - attention.shared_heads
     everyone = attention.routed_per_token == routed
     if not router.reads_queries:
-        if everyone:  # no choice for which tokens would have to differ
+        if everyone:  # where heads are chosen, even logits would be ties
             nn.init.zeros_(router.projection.weight)
         attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(attention.head_dim)
     if everyone:
         return None
     active = attention.active_heads
-    return f"{active} of {attention.num_heads} heads work for a token, and what the others said is left out."
+    return f"{active} of {attention.num_heads} heads work for a token, and the others' results are left out."
 
 
 def _even_gates(attention: MixtureOfHeads) -> Tensor:
@@ -138,11 +139,12 @@ def _into_moa(attention: MixtureOfAttention, old: State) -> Optional[str]:
         if biased:
             bias = old[f"{name}.bias"]
             projection.bias.copy_(bias if own else split(bias).mean(0))
-    if biased:
-        attention.q_experts.bias.copy_(split(old["q_proj.bias"]).repeat(copies, 1))
-        attention.out_experts.bias.copy_(old["out_proj.bias"].expand(experts, -1))
+    q_bias, out_bias = attention.q_experts.bias, attention.out_experts.bias
+    if q_bias is not None and out_bias is not None:
+        q_bias.copy_(split(old["q_proj.bias"]).repeat(copies, 1))
+        out_bias.copy_(old["out_proj.bias"].expand(experts, -1))
     if attention.experts_per_token == experts:
-        nn.init.zeros_(attention.router.projection.weight)
+        nn.init.zeros_(attention.router.get_parameter("projection.weight"))
     return None if own else _SHARED_KEYS
 
 

@@ -3,8 +3,7 @@
 import logging
 from typing import List
 
-from torch import nn
-from torch.nn import Parameter
+from torch import Tensor, nn
 
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
@@ -12,15 +11,15 @@ from moa_fairseq.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Of the flag --finetune. all: every parameter, as without fine-tuning.
+# Choices of --finetune. all: every parameter, as without fine-tuning.
 METHODS = ("all", "ftg", "ftg_plus", "ftall")
 
 
-def updated_by(model: nn.Module, method: str) -> List[Parameter]:
+def updated_by(model: nn.Module, method: str) -> List[Tensor]:
     """What a method updates: gates φ (ftg); gates and the weights W of Eq. 4 (ftg_plus); all."""
     if method in ("all", "ftall"):
-        return list(model.parameters())
-    gates = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+        return [*model.parameters()]
+    gates: List[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
     if method == "ftg":
         return gates
     modules = (module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts))
@@ -28,7 +27,7 @@ def updated_by(model: nn.Module, method: str) -> List[Parameter]:
 
 
 def freeze_rest(model: nn.Module, method: str) -> None:
-    """Leave gradients to what a method updates. Raises UserError for a model without gates to fine-tune."""
+    """Freeze all that a method does not update. Raises UserError for a model without gates to fine-tune."""
     if method in ("all", "ftall"):
         return
     if not gates_of(model):

@@ -7,7 +7,7 @@ from typing import Any, Optional
 def too_short_for_a_g_epoch(trainer: Any, every: int) -> Optional[str]:
     """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None.
 
-    trainer: fairseq's, with its training data loaded. Early stopping (--patience) is not foreseen.
+    trainer: fairseq's, with its training data loaded. Early stopping (--patience) is not taken into account.
     """
     limits = trainer.cfg.optimization
     ends = []

@@ -20,8 +20,8 @@ class GStep:
 
     trainer: fairseq's. lr, clip_norm: of the gates' SGD (no clipping if clip_norm is 0). In fp16 the
     loss is scaled as fairseq scales it in that update; should the gates' gradients overflow
-    nevertheless, the step is tried again at half the scale, so that what happens depends on nothing that
-    a checkpoint does not hold. The gates and their gradients are in float32 always.
+    nevertheless, the step is tried again at half the scale. That scale is not kept, so that a restart from a
+    checkpoint takes the same steps. The gates and their gradients are in float32 always.
     """
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
@@ -84,9 +84,9 @@ class GStep:
 def loss_scale(optimizer: Any) -> float:
     """What a fairseq optimizer multiplies the loss by before backward: 1 but in fp16 and --amp."""
     scaler = getattr(optimizer, "scaler", None)
-    if isinstance(optimizer, AMPOptimizer):
-        return float(scaler.get_scale())
-    return float(scaler.loss_scale) if scaler is not None else 1.0
+    if scaler is None:
+        return 1.0
+    return float(scaler.get_scale() if isinstance(optimizer, AMPOptimizer) else scaler.loss_scale)
 
 
 @contextlib.contextmanager

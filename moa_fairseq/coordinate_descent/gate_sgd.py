@@ -70,5 +70,5 @@ def sgd_step(
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
     factor = (clip_norm / (norm + 1e-6)).clamp_max(1.0) if clip_norm else 1.0
     for parameter, gradient in zip(parameters, gradients):
-        parameter -= lr * factor * gradient
+        parameter.sub_(lr * factor * gradient)
     return norm

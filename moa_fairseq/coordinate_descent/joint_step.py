@@ -33,7 +33,7 @@ class JointStep:
         self.sample_size = 0.0
 
     def begin(self) -> None:
-        """Forget what an update left that was not made."""
+        """Forget what is left of an update that was not completed."""
         self.sample_size = 0.0
         for parameter in self.parameters:
             parameter.grad = None

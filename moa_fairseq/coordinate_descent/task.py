@@ -10,7 +10,7 @@ How it sits in fairseq:
   of the first micro-batch draws from gates that have been updated with the last one. So the plugin has
   the trainer announce each update with all of its micro-batches (`before_update`), and the G step is
   carried out there: forward passes with mixed experts, gradients with respect to the gates alone
-  (`torch.autograd.grad`: no expert's .grad is touched, Adam never hears of it), summed over
+  (`torch.autograd.grad`: no expert's .grad is touched, and Adam takes no part), summed over
   micro-batches and workers, divided by the sample size, one plain SGD step.
 * Nothing has to be remembered but the parameters and the gates' running statistics, which G and F steps
   add to: SGD has no state, epochs are fairseq's, and a draw is a function of seed, update number,
@@ -18,16 +18,16 @@ How it sits in fairseq:
 
 Joint training (`--bcd none`: NOBCD) moves gates and experts along the gradients of one and the same backward
 passes: the gates by plain SGD (see `_joint_step`), the rest by fairseq's optimizer; with `--gate-optimizer
-fairseq` that one has all.
+fairseq` it updates all of them.
 
-Fine-tuning (MAE §5.2) freezes parameters and is else the same. FTG updates gates only: no F step is
+Fine-tuning (MAE §5.2) freezes parameters and is otherwise the same. FTG updates gates only: no F step is
 left, and its G steps are ordinary updates of mixed experts by fairseq's own optimizer, `--optimizer sgd`.
 """
 
 import contextlib
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
@@ -45,12 +45,24 @@ from moa_fairseq.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
+    from fairseq.tasks import FairseqTask as Extended
+
+    Steps = str
+    GateOptimizer = str
+    Method = str
+else:
+    Extended = object
+    Steps = ChoiceEnum(["alternate", "none"])
+    GateOptimizer = ChoiceEnum(["sgd", "fairseq"])
+    Method = ChoiceEnum(METHODS)
+
 
 @dataclass
 class BlockCoordinateDescentConfig:
     """Flags of every task with block coordinate descent; mixed into the config of a fairseq task."""
 
-    bcd: ChoiceEnum(["alternate", "none"]) = field(
+    bcd: Steps = field(
         default="alternate",
         metadata={
             "help": "update gates and experts in turn, experts being drawn (alternate: MAE Algorithm 3), "
@@ -60,7 +72,7 @@ class BlockCoordinateDescentConfig:
     bcd_g_every: int = field(
         default=5, metadata={"help": "take G steps in every Nth epoch; F steps are always taken"}
     )
-    gate_optimizer: ChoiceEnum(["sgd", "fairseq"]) = field(
+    gate_optimizer: GateOptimizer = field(
         default="sgd",
         metadata={
             "help": "what updates the gates in joint training (--bcd none): plain SGD with --gate-lr, "
@@ -76,7 +88,7 @@ class BlockCoordinateDescentConfig:
             "parameters of --optimizer)"
         },
     )
-    finetune: ChoiceEnum(METHODS) = field(
+    finetune: Method = field(
         default="all",
         metadata={
             "help": "what is updated: all or ftall: everything; ftg_plus: gates and output projections; ftg: "
@@ -86,7 +98,7 @@ class BlockCoordinateDescentConfig:
     )
 
 
-class BlockCoordinateDescent:
+class BlockCoordinateDescent(Extended):
     """The two kinds of steps. Precedes the fairseq task it extends.
 
     Every model of `mae_*` architectures can be trained. One with uniform gates (UNI-MAE) has no G steps.
@@ -109,7 +121,7 @@ class BlockCoordinateDescent:
 
     @property
     def optimizer_remedy(self) -> str:
-        """What fits the optimizer of a checkpoint that was saved with the gates elsewhere."""
+        """The flag that lets a run go on from a checkpoint whose optimizer updated other parameters."""
         if str(self.cfg_of_bcd.bcd) != "none":
             return ""
         if self.steps_jointly:
@@ -134,7 +146,7 @@ class BlockCoordinateDescent:
         own = self.cfg_of_bcd
         if own.bcd_g_every < 1:
             raise UserError(
-                f"--bcd-g-every {own.bcd_g_every}: G steps are taken every so many epochs, 1 or more."
+                f"--bcd-g-every {own.bcd_g_every} must be at least 1: G steps are taken in every Nth epoch."
             )
         model = super().build_model(cfg, from_checkpoint)
         if not any(isinstance(module, MixtureOfAttentiveExperts) for module in model.modules()):

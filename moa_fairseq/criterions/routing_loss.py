@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Tuple
 
 import torch
 from fairseq.dataclass import ChoiceEnum
@@ -19,12 +19,26 @@ from moa_fairseq.transformer.logged_values import logged, mean_values
 _PREFIX = "router/"
 _ROUND = 4
 
+if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
+    from fairseq.criterions import FairseqCriterion as Extended
+
+    BalanceLoss = str
+    Reduction = str
+    Scale = str
+    Detail = str
+else:
+    Extended = object
+    BalanceLoss = ChoiceEnum(list(BALANCE_LOSSES))
+    Reduction = ChoiceEnum(["sum", "mean"])
+    Scale = ChoiceEnum(["sample-size", "none"])
+    Detail = ChoiceEnum(["summary", "modules"])
+
 
 @dataclass
 class RoutingLossConfig:
     """Flags of every criterion with routing; mixed into the config of a fairseq criterion."""
 
-    balance_loss: ChoiceEnum(list(BALANCE_LOSSES)) = field(
+    balance_loss: BalanceLoss = field(
         default="moa",
         metadata={
             "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or E times "
@@ -39,24 +53,24 @@ class RoutingLossConfig:
     z_loss_coef: float = field(
         default=0.001, metadata={"help": "coefficient β of the router z-loss (MoA Eq. 16, 17)"}
     )
-    aux_loss_reduce: ChoiceEnum(["sum", "mean"]) = field(
+    aux_loss_reduce: Reduction = field(
         default="sum",
         metadata={"help": "add the auxiliary losses of all modules up (MoA Eq. 17), or take their mean"},
     )
-    aux_loss_scale: ChoiceEnum(["sample-size", "none"]) = field(
+    aux_loss_scale: Scale = field(
         default="sample-size",
         metadata={
             "help": "the model's loss is a sum over sample_size tokens: 'sample-size' multiplies the "
             "auxiliary term by it (Eq. 17); 'none' adds it as it is, as MoA's released code does"
         },
     )
-    router_log: ChoiceEnum(["summary", "modules"]) = field(
+    router_log: Detail = field(
         default="summary",
         metadata={"help": "log router statistics averaged over all modules, or of each module as well"},
     )
 
 
-class RoutingLossMixin:
+class RoutingLossMixin(Extended):
     """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion it extends.
 
     The auxiliary term is added in training only: validation loss and perplexity are the model's.

@@ -56,7 +56,7 @@ class RunningSum:
         self.models += 1
 
     def mean(self) -> State:
-        """The average, float32 for every floating-point type but float64. Ends the sum's life."""
+        """The average, in float32 or float64. The sum cannot be used afterwards."""
         for total in self._sums.values():
             if total.is_floating_point():
                 total.div_(self.models)

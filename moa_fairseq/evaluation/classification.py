@@ -19,7 +19,7 @@ from moa_fairseq.evaluation.trained_model import batches, device_for, load_train
 def guesses(
     model: nn.Module, task: Any, subset: str, head: str, max_tokens: int, device: torch.device
 ) -> Tensor:
-    """Whether the class of each sentence is guessed, in the order of the data: [N] bool on the CPU.
+    """Whether the class of each sentence is predicted correctly, in the order of the data: [N] bool (CPU).
 
     Raises UserError for a subset that does not exist, and where sentences are too long for the model.
     """

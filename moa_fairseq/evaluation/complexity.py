@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 
@@ -98,7 +98,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         cost.parameters[part_of(owner, modules[owner])] += parameter.numel()
-    unknown, told = set(), set()  # told: modules whose cost the attention around them has stated
+    unknown: Set[str] = set()
+    told: Set[nn.Module] = set()  # the attention around these modules has stated their cost
     for name, module in modules.items():
         queries = tokens_seen(name, src_len, tgt_len)
         keys = src_len if _is_cross(name) else queries
@@ -119,8 +120,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             continue
         elif type(module).__name__ == "MultiheadAttention":
             cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
-        elif linear_macs(module) is not None:
-            cost.macs[part_of(name, module)] += linear_macs(module) * queries
+        elif (macs_per_token := linear_macs(module)) is not None:
+            cost.macs[part_of(name, module)] += macs_per_token * queries
         elif _has_uncounted_matrix(module):
             unknown.add(type(module).__name__)
     cost.not_counted = sorted(unknown)
@@ -160,7 +161,7 @@ def linear_macs(module: nn.Module) -> Optional[int]:
         return module.in_features * module.out_features
     # Both multiply by the tied embedding itself. Of an adaptive softmax every band counts.
     if type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
-        return module.weight.numel()
+        return module.get_parameter("weight").numel()
     return None
 
 

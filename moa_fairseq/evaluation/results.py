@@ -10,7 +10,7 @@ import statistics
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
@@ -150,7 +150,7 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
 
 
 def _abouts(table: dict, row: dict, column: str) -> List[dict]:
-    """Where our number comes from: the column's description, changed by what the row says of its own.
+    """Where our number comes from: the column's description, with the changes that the row makes to it.
 
     Further ones follow for the metrics that are compared with the same printed number.
     """
@@ -213,7 +213,7 @@ def _computed(row: dict, column: str, about: dict, paper: float) -> Cell:
 @cache
 def _count(
     arch: str, vocab_size: int, src_len: int, tgt_len: int, embeddings: str, flags: Tuple[str, ...]
-) -> Dict[str, int]:
+) -> Dict[str, Any]:
     from moa_fairseq.evaluation.complexity import as_json, complexity
 
     return as_json(complexity(arch, vocab_size, src_len, tgt_len, embeddings, flags))

@@ -55,7 +55,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import classification, masked_lm
@@ -74,7 +74,7 @@ class Material(NamedTuple):
     raw_references: Optional[List[List[str]]]
     lang: str
     detokenized: bool
-    meta: Dict[str, object]
+    meta: Dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)"
     )
-    group.add_argument("--cpu", action="store_true", help="leave the GPU alone")
+    group.add_argument("--cpu", action="store_true", help="do not use a GPU")
     masked_lm.add_arguments(parser)
 
 
@@ -198,7 +198,9 @@ def join_subwords(line: str, kind: str) -> str:
 def _doubts(material: Material, chains: Sequence[str]) -> List[str]:
     """Warnings about sides that are not what the chains are made for."""
     given = RUNNING if material.detokenized else ""
-    wants = {name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains}
+    wants: Dict[str, Sequence[str]] = {
+        name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains
+    }
     references = [line for reference in material.references for line in reference]
     return doubts(wants, {"hypotheses": material.hypotheses, "references": references})
 
@@ -224,7 +226,7 @@ def _from_log(args: argparse.Namespace) -> Material:
                 f"{log.ids[-1]} (from 0): it is not the reference of this test set."
             )
         raw = [[lines[i] for i in log.ids]]
-    meta = {
+    meta: Dict[str, Any] = {
         "input": str(args.log),
         "lines": len(log.ids),
         "hypothesis_lines": "D" if decoded else "H",
@@ -273,7 +275,7 @@ def _from_files(args: argparse.Namespace) -> Material:
     wanted = args.remove_bpe or "none"
     joined, kind = _joined(hypotheses, wanted)
     joined_references = [_joined(reference, wanted) for reference in references]
-    meta = {
+    meta: Dict[str, Any] = {
         "input": str(args.hypothesis),
         "references": [str(path) for path in args.reference],
         "lines": len(hypotheses),

@@ -8,7 +8,7 @@ import difflib
 import io
 import logging
 from types import SimpleNamespace
-from typing import Iterator, List, Sequence
+from typing import Any, Iterator, List, Sequence, Tuple
 
 import torch
 from fairseq import options
@@ -85,7 +85,7 @@ def _build(args: argparse.Namespace, task: SimpleNamespace) -> BaseFairseqModel:
 @contextlib.contextmanager
 def _without_bert_initialisation() -> Iterator[None]:
     """RoBERTa draws its weights on the CPU and copies them, which the meta device cannot."""
-    modules = (fairseq_roberta, masked_lm)
+    modules: Tuple[Any, ...] = (fairseq_roberta, masked_lm)
     real = fairseq_roberta.init_bert_params
     for module in modules:
         module.init_bert_params = lambda weights: None

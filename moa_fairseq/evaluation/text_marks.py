@@ -1,4 +1,4 @@
-"""What a text shows of itself: left-over subwords, whether it is tokenised, what is unknown in it."""
+"""What can be seen in a text: subwords that are left over, whether it is tokenised, unknown words."""
 
 import re
 from typing import Dict, List, Sequence

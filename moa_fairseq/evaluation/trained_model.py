@@ -44,7 +44,7 @@ def device_for(cpu: bool) -> torch.device:
 
 
 def batches(
-    task: Any, model: nn.Module, subset: str, max_tokens: int, device: torch.device
+    task: Any, model: Any, subset: str, max_tokens: int, device: torch.device
 ) -> Iterable[Dict[str, Any]]:
     """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
     try:
@@ -61,5 +61,5 @@ def batches(
 
 
 def shortened(error: Exception) -> str:
-    """fairseq and torch put hundreds of parameter names into one message: its beginning tells."""
+    """The beginning of an error message: fairseq's and torch's can list hundreds of parameter names."""
     return " ".join(str(error).split())[:300]

@@ -53,7 +53,7 @@ def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
 
 
 def refuse_irregular(path: Union[str, Path]) -> None:
-    """Raises UserError for what is there and no file: a named pipe would hang, a device fill the memory."""
+    """Raises UserError if the path is no regular file: a pipe would hang, a device fill the memory."""
     if not os.path.lexists(path):
         return
     try:
@@ -150,9 +150,12 @@ def restricted_pickle() -> types.ModuleType:
             raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
 
     module = types.ModuleType("moa_fairseq_restricted_pickle")
-    module.Unpickler = Unpickler
-    module.load = lambda stream, **options: Unpickler(stream, **options).load()
-    module.__dict__.update({name: getattr(pickle, name) for name in ("UnpicklingError", "HIGHEST_PROTOCOL")})
+    vars(module).update(
+        Unpickler=Unpickler,
+        load=lambda stream, **options: Unpickler(stream, **options).load(),
+        UnpicklingError=pickle.UnpicklingError,
+        HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL,
+    )
     return module
 
 
@@ -166,7 +169,7 @@ class SafeTorch(types.ModuleType):
     def load(source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
         name = str(getattr(source, "name", source))
         if isinstance(source, (str, os.PathLike)):
-            refuse_irregular(source)
+            refuse_irregular(Path(source))
             with open(source, "rb") as stream:
                 return _safe_load(stream, name, map_location=map_location, **options)
         return _safe_load(source, name, map_location=map_location, **options)

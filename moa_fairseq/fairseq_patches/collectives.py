@@ -72,8 +72,8 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -
 def with_a_time_limit(fairseqs_distributed_main: Callable) -> Callable:
     """Put `distributed_main` in the place of fairseq's.
 
-    It is no wrapper with fairseq's name: spawned processes find it by its own, and so import this package
-    before they meet.
+    It is not a wrapper of that name: spawned processes import a function from the module that defines it, and
+    so import this package before they connect.
     """
     _fairseqs["distributed_main"] = fairseqs_distributed_main
     return distributed_main
@@ -92,8 +92,8 @@ def watching_later(wrapper: Callable) -> Callable:
 def _silent_ranks() -> List[int]:
     """The ranks that do not say within ANSWER_SECONDS that their collective has failed, too.
 
-    They say so in the store by which the processes met. Process 0 holds it: if the store does not answer,
-    it is the silent one.
+    The processes say so in the store through which they connected. Process 0 holds it: if the store does not
+    answer, process 0 is the silent one.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     silent = [0]

@@ -32,8 +32,9 @@ def forget_outputs(state: Any) -> Any:
     """Take the OUTPUTS out of a checkpoint's configuration, in place; returns the checkpoint."""
     if not isinstance(state, dict):
         return state
-    configuration = state.get("cfg") if isinstance(state.get("cfg"), dict) else {}
-    for part in (state.get("args"), *configuration.values()):
+    configuration = state.get("cfg")
+    groups = configuration.values() if isinstance(configuration, dict) else ()
+    for part in (state.get("args"), *groups):
         settings = vars(part) if isinstance(part, argparse.Namespace) else part
         if isinstance(settings, dict):
             settings.update({name: None for name in OUTPUTS if name in settings})
@@ -75,8 +76,8 @@ def install(safe_torch: types.ModuleType) -> None:
     """Give fairseq's tokenizers local files only, and `safe_torch` to all that loads a file with torch."""
     for name in LOAD_WITH_TORCH:
         if name in sys.modules:
-            sys.modules[name].torch = safe_torch
+            vars(sys.modules[name])["torch"] = safe_torch
     local_files = _LocalFiles(sys.modules["fairseq.file_utils"])
     for name, module in list(sys.modules.items()):
         if name.startswith("fairseq.data.encoders.") and hasattr(module, "file_utils"):
-            module.file_utils = local_files
+            vars(module)["file_utils"] = local_files

@@ -51,8 +51,10 @@ def _value(node: ast.expr, budget: list) -> Any:
     if isinstance(node, _CONTAINERS):
         kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
         return kind(_value(item, budget) for item in node.elts)
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        return {_value(k, budget): _value(v, budget) for k, v in zip(node.keys, node.values)}
+    if isinstance(node, ast.Dict):
+        keys = [key for key in node.keys if key is not None]  # None: a mapping to unpack, **other
+        if len(keys) == len(node.values):
+            return {_value(k, budget): _value(v, budget) for k, v in zip(keys, node.values)}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         value = _value(node.operand, budget)
         return -value if isinstance(node.op, ast.USub) else +value
@@ -98,7 +100,7 @@ def _name_of(text: str, frame: Optional[types.FrameType]) -> str:
     return "of the configuration"
 
 
-def _settings(variables: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _settings(variables: Mapping[str, Any]) -> Iterator[Mapping[Any, Any]]:
     yield variables
     for value in variables.values():
         for holder in (value, *_own(value, "cfg", "args")):
@@ -122,4 +124,4 @@ def install() -> None:
         if name == "__main__":
             name = getattr(running, "name", "")
         if name.partition(".")[0] in ("fairseq", "fairseq_cli") and isinstance(module, types.ModuleType):
-            module.eval = literal
+            vars(module)["eval"] = literal

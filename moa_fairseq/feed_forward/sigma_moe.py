@@ -91,7 +91,7 @@ class SigmaMoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal, as if all experts were one feed-forward of E·D inner units; the router has its own way."""
+        """Normal weights, as for one feed-forward of E·D inner units; the router initialises itself."""
         nn.init.normal_(self.up.weight, std=self.init_scale / math.sqrt(self.embed_dim))
         inner = self.down.num_experts * self.down.d_in
         nn.init.normal_(self.down.weight, std=self.init_scale / math.sqrt(inner))
@@ -113,7 +113,7 @@ class SigmaMoE(nn.Module):
         return out.view(tgt_len, batch, self.embed_dim)
 
     def kept_elements(self) -> int:
-        """Numbers that a token leaves behind for the backward pass."""
+        """How many numbers per token are kept for the backward pass."""
         # logits, inner units (of relu the results alone), the output
         return self.up.num_experts + self.experts_per_token * self.up.d_out + self.embed_dim
 

@@ -97,9 +97,7 @@ def project(
     fan = Fan(order, _is_into_experts(into), slots_per_row, slots_per_sum)
     _check(rows, weight, gate, fan)
     autocast = autocast_dtype(rows.device.type)
-    if (
-        autocast is not None
-    ):  # what an ordinary matmul would be given; a custom Function is not cast by itself
+    if autocast is not None:  # as for an ordinary matmul: torch does not cast for a custom Function
         rows, weight = rows.to(autocast), weight.to(autocast)
     if gate is not None:
         gate = gate.reshape(-1)

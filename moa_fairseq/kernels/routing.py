@@ -1,6 +1,6 @@
 """What a router computes: logits in float32 that keep no copy of their input, and all of it in one kernel."""
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ class _WideProduct(Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         if _HAS_WIDE_MM and x.is_cuda and x.dtype == weight.dtype and torch.version.hip is None:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -33,12 +33,14 @@ class _WideProduct(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
         x, weight = ctx.saved_tensors
         return _product_grads(ctx, grad.to(x.dtype) if x.dtype == weight.dtype else grad, x, weight)
 
 
-def _product_grads(ctx, grad: Tensor, x: Tensor, weight: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+def _product_grads(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """Gradients of x and weight from the logits' `grad` [N, E]."""
     grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
     grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -48,19 +50,19 @@ def _product_grads(ctx, grad: Tensor, x: Tensor, weight: Tensor) -> Tuple[Option
 def wide_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """F.linear in float32 or wider, whatever the dtypes: x [N, C], weight [E, C], bias [E] → [N, E]."""
     if x.dtype in _HALF:
-        logits = _WideProduct.apply(x, weight)
+        logits: Tensor = _WideProduct.apply(x, weight)
         return logits if bias is None else logits + bias.float()
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return F.linear(x, weight, bias)
 
 
 class _Route(Function):
-    """x, weight → (logits, probs, gate, index), as `top_k_routing`."""
+    """x, weight → (logits, probs, gate, index), as `top_k_routing`; gate None where it is probs."""
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
-    ) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+        ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
         from moa_fairseq.kernels.triton import launch_routing
 
         found = launch_routing.route(x, weight, per_token, renormalize != "none", padding)
@@ -74,14 +76,26 @@ class _Route(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logits, grad_probs, grad_gate, _) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
         from moa_fairseq.kernels.triton import launch_routing
 
+        grad_logits, grad_probs, grad_gate, _ = grads
         if grad_logits is None and grad_probs is None and grad_gate is None:
             return (None,) * 5
         x, weight, probs, index, padding = ctx.saved_tensors
-        grads = (grad_logits, grad_probs, grad_gate)
-        grad = launch_routing.route_grad(*grads, probs, index, padding, *ctx.options, x.dtype)
+        per_token, normalizes, detached = ctx.options
+        grad = launch_routing.route_grad(
+            grad_logits,
+            grad_probs,
+            grad_gate,
+            probs,
+            index,
+            padding,
+            per_token,
+            normalizes,
+            detached,
+            x.dtype,
+        )
         return (*_product_grads(ctx, grad, x, weight), None, None, None)
 
 

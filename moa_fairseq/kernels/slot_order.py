@@ -35,12 +35,12 @@ class SlotOrder:
 
     @classmethod
     def from_index(cls, expert_index: Tensor, num_experts: int, in_order: bool = False) -> "SlotOrder":
-        """Of the chosen experts `expert_index` [N, K] int64, each below num_experts."""
+        """The order of the chosen experts `expert_index` [N, K] int64, each below num_experts."""
         return cls(expert_index, num_experts, in_order)
 
     @property
     def slots(self) -> int:
-        """S"""
+        """S = N·K."""
         return self._expert_index.numel()
 
     @property
@@ -51,7 +51,7 @@ class SlotOrder:
         return self._expert
 
     def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
-        """Let `sort` find order and offsets, unless they are known; it may decline by None."""
+        """Let `sort` compute (order, offsets) unless they are known; None leaves it to torch."""
         if self._order_and_offsets is None:
             self._order_and_offsets = sort(self)
 
@@ -135,14 +135,15 @@ class Pieces:
     def owner(self, slots_each: int) -> Tuple[Tensor, ...]:
         """`SlotOrder.owner`, a tensor per piece."""
         if slots_each not in self._owners:
-            self._owners[slots_each] = self._order.owner(slots_each).split(self._lengths)
+            self._owners[slots_each] = torch.split(self._order.owner(slots_each), self._lengths)
         return self._owners[slots_each]
 
     def column(self, gate: Optional[Tensor]) -> Sequence[Optional[Tensor]]:
         """gate [S] or None → [rows of the piece, 1] or None, one per piece."""
         if gate is None:
             return [None] * len(self.experts)
-        return gate.index_select(0, self._order.order).unsqueeze(1).split(self._lengths)
+        sorted_gate = gate.index_select(0, self._order.order).unsqueeze(1)
+        return torch.split(sorted_gate, self._lengths)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ from torch import Tensor
 
 from moa_fairseq.kernels import SlotOrder, project, routing, triton, validation
 
+# N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
+Shape = Tuple[int, int, int, int, int, int, float]
+Inputs = Tuple[Dict[str, Tensor], Tensor, Tensor]  # leaves, upstream gradient, expert index
+
 # use → into, slots per row and per sum of H heads with k experts each, whether gated
 _USES: Dict[str, Tuple[str, Callable[[int, int], Tuple[int, int]], bool]] = {
     "MoA queries": ("experts", lambda heads, k: (heads * k, 1), False),
@@ -26,15 +30,17 @@ _USES: Dict[str, Tuple[str, Callable[[int, int], Tuple[int, int]], bool]] = {
     "SwitchHead source": ("experts", lambda heads, k: (heads * k, k), True),
     "SwitchHead destination": ("model", lambda heads, k: (k, heads * k), True),
 }
-# N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
-_SHAPES = {
+_SHAPES: Dict[str, Shape] = {
     "one token": (1, 64, 5, 2, 32, 2, 0.0),
     "sizes of no tile": (397, 136, 7, 3, 72, 2, 0.0),
     "a layer": (2048, 512, 32, 8, 128, 1, 0.0),
     "a layer of wide experts": (1500, 512, 16, 4, 256, 1, 0.3),
     "one hot expert": (1700, 256, 16, 1, 128, 2, 1.0),
 }
-_SMALL = {"one token": (1, 12, 5, 2, 4, 2, 0.0), "sizes of no tile": (21, 19, 3, 2, 13, 2, 0.5)}
+_SMALL: Dict[str, Shape] = {
+    "one token": (1, 12, 5, 2, 4, 2, 0.0),
+    "sizes of no tile": (21, 19, 3, 2, 13, 2, 0.5),
+}
 
 
 def _configurations(sample: Tensor) -> Iterator[Dict[Any, Any]]:
@@ -47,9 +53,7 @@ def _configurations(sample: Tensor) -> Iterator[Dict[Any, Any]]:
             yield {kernel: config}
 
 
-def _inputs(
-    shape: Tuple, use: str, dtype: torch.dtype, device: str
-) -> Tuple[Dict[str, Tensor], Tensor, Tensor]:
+def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
     """(leaves, upstream gradient, expert index), in float64 but rounded to `dtype`."""
     tokens, model_dim, experts, k, dim, heads, skew = shape
     g = torch.Generator().manual_seed(tokens + experts)
@@ -72,14 +76,23 @@ def _inputs(
     return leaves, upstream, index.view(tokens, heads * k).to(device)
 
 
-def _run(shape: Tuple, use: str, inputs: Tuple, dtype: torch.dtype, backend: str) -> Dict[str, Tensor]:
+def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: str) -> Dict[str, Tensor]:
     leaves, upstream, index = inputs
     leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
     into, slots, _ = _USES[use]
     per_row, per_sum = slots(shape[5], shape[3])
     order = SlotOrder.from_index(index, leaves["weight"].size(0))
-    fan = dict(into=into, slots_per_row=per_row, slots_per_sum=per_sum, backend=backend)
-    out = project(order=order, **leaves, **fan)
+    out = project(
+        leaves["rows"],
+        order,
+        leaves["weight"],
+        into=into,
+        slots_per_row=per_row,
+        slots_per_sum=per_sum,
+        gate=leaves.get("gate"),
+        bias=leaves["bias"],
+        backend=backend,
+    )
     grads = torch.autograd.grad(out, list(leaves.values()), upstream.to(dtype))
     return {"output": out.detach(), **dict(zip(leaves, grads))}
 
@@ -140,7 +153,9 @@ def _check_routing(device: str) -> Iterator[Tuple[str, List[str]]]:
         for dtype in (torch.float32, torch.float64):
             leaves = [leaf.to(dtype).requires_grad_() for leaf in (x, weight)]
             if dtype == torch.float32:
-                found = routing.top_k_routing(*leaves, per_token, "detached", None, "triton")
+                found = routing.top_k_routing(leaves[0], leaves[1], per_token, "detached", None, "triton")
+                if found is None:
+                    raise RuntimeError("the routing kernel does not take float32")
                 logits, _, gate, index = found
             else:
                 logits = leaves[0] @ leaves[1].t()

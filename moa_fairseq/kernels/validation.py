@@ -1,7 +1,7 @@
 """Whether the Triton kernels were checked on this machine: a file that `validate` writes, `auto` reads.
 
-A compiler's error shows on one kind of GPU with one version of Triton, and silently. So the file holds for
-one GPU, torch, Triton and text of the kernels, and lies in the user's cache folder.
+A compiler's mistake is silent, and concerns one kind of GPU with one version of Triton. So the file is valid
+for one GPU, torch, Triton and source text of the kernels. It lies in the user's cache folder.
 """
 
 import datetime
@@ -19,7 +19,7 @@ COMMAND = "python -m moa_fairseq.kernels.validate"
 
 @cache
 def machine() -> Dict[str, str]:
-    """What a validation holds for."""
+    """What a validation is valid for."""
     import triton
 
     digest = hashlib.sha256()

@@ -48,10 +48,10 @@ def flags(values: Mapping[str, Any]) -> List[str]:
 
 
 def smuggled(value: Any) -> Optional[str]:
-    """Why a flag's value must not be put on a command line, or None.
+    """Why a flag's value must not be put on a command line, or None if it may.
 
-    An item of a list stands alone there, so that a program would take '--user-dir' for a flag, which runs
-    Python code. Numbers below zero are no flags.
+    An item of a list is a word of its own there. One that begins with a dash would be read as a flag, and
+    --user-dir, for example, runs Python code. Negative numbers are not taken for flags.
     """
     items = value if isinstance(value, (list, tuple)) else []
     flag = next((i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None)

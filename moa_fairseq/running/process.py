@@ -101,8 +101,8 @@ class Executor:
                 preexec_fn=_die_with_parent(),
             )
             self._note(process.pid)
-            with _ended_with_us(process):
-                for raw in process.stdout:
+            with _ended_with_us(process) as lines:
+                for raw in lines:
                     record.write(raw)
                     if on_line:
                         on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
@@ -167,10 +167,14 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen) -> Iterator[None]:
-    """Whatever ends the block ends the child too: gently first, so that it can finish what it writes."""
+def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
+    """Whatever ends the block ends the child too: gently first, so that it can finish what it writes.
+
+    Gives the child's standard output.
+    """
+    assert process.stdout is not None, "the child was started without a pipe"
     try:
-        yield
+        yield process.stdout
     finally:
         if process.poll() is None:
             with _undisturbed():

@@ -129,12 +129,15 @@ _UNICODE_TRANSLATION = str.maketrans(_UNICODE_PUNCTUATION)
 def _normalization_rules(lang: str, edition: str) -> List[Rule]:
     if edition not in EDITIONS:
         raise UserError(f"No edition {edition!r} of Moses' scripts: choose one of {', '.join(EDITIONS)}.")
-    rows = _BRACKETS_AND_COLONS + _QUOTES_AND_DASHES + _SINGLE_QUOTES[edition]
-    rows = rows + _GUILLEMETS_AND_NO_BREAK_SPACES
+    rows: List[Tuple[str, Optional[str], str]] = []
+    rows += _BRACKETS_AND_COLONS
+    rows += _QUOTES_AND_DASHES
+    rows += _SINGLE_QUOTES[edition]
+    rows += _GUILLEMETS_AND_NO_BREAK_SPACES
     if lang == "en":
-        rows = rows + _COMMA_BEFORE_QUOTE
+        rows += _COMMA_BEFORE_QUOTE
     elif lang not in ("cs", "cz"):
-        rows = rows + _COMMA_AFTER_QUOTE
+        rows += _COMMA_AFTER_QUOTE
     mark = "," if lang in ("de", "es", "cz", "cs", "fr") else "."
     rows = [*rows, ("\u00a0", "(\\d)\u00a0(\\d)", rf"\g<1>{mark}\g<2>")]
     return [

@@ -11,7 +11,7 @@ def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Ma
     """Register `--arch arch` of a registered model.
 
     values: of flags (as in the args namespace), which hold unless the user gives others; body: fairseq's
-    function that gives all flags that are left a value.
+    function that gives every other flag its value.
     """
 
     def architecture(args: Any) -> None:

@@ -17,7 +17,7 @@ class CarriedContext:
 
     As in Transformer-XL (Dai et al., arXiv 1901.02860, §3.2): h̃ = [SG(h_τ) ∘ h_{τ+1}] makes keys and values.
     Training and evaluation have a text each, so that a validation in the middle of an epoch disturbs
-    nothing. It lives outside of the model's state: a training that goes on in the middle of an epoch
+    nothing. It is not part of the model's state: a training that is resumed in the middle of an epoch
     begins with a chunk without context, as an epoch does.
     """
 
@@ -33,17 +33,19 @@ class CarriedContext:
     def begin(self, chunk: int, training: bool, batch: int) -> None:
         """The next pass reads chunk number `chunk` of `batch` texts.
 
-        What was kept is given to it where it is the chunk before, of the same texts (the last chunk may lack
-        some, at the end of the batch); any other number begins anew.
+        It gets what was kept if that is the chunk before it, of the same texts (the last chunk may lack texts
+        at the end of the batch). Otherwise it begins without a context.
         """
         kept = self._kept.pop(training, None)
-        follows = kept is not None and chunk == kept.chunk + 1 and batch <= kept.inputs[0].size(1)
-        self._before = [inputs[:, :batch] for inputs in kept.inputs] if follows else None
+        self._before = None
+        if kept is not None and chunk == kept.chunk + 1 and batch <= kept.inputs[0].size(1):
+            self._before = [inputs[:, :batch] for inputs in kept.inputs]
         self._now = []
 
     def end(self, chunk: int, training: bool) -> None:
         """Keep what the pass read."""
-        self._kept[training] = _Kept(chunk, self._now)
+        if self._now is not None:
+            self._kept[training] = _Kept(chunk, self._now)
         self._before = self._now = None
 
     def abandon(self) -> None:

@@ -1,7 +1,7 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
 import functools
-from typing import Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import torch
 import torch.utils.checkpoint
@@ -21,11 +21,19 @@ from moa_fairseq.transformer.families import build_attention, build_sigma_moe
 _BEAM = "beam"  # of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
 
 
-class MixtureFeedForward:
+if TYPE_CHECKING:
+    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Extended
+else:
+    Extended = object
+
+
+class MixtureFeedForward(Extended):
     """A layer whose feed-forward may be a mixture of experts. Precedes a layer of fairseq's.
 
     A mixture stands in the place of fc1; fc2, and what fairseq's layer does between the two, do nothing then.
     """
+
+    activation_fn: Any
 
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
@@ -105,12 +113,13 @@ def _finish_layer(layer: nn.Module, cfg: Any) -> nn.Module:
 
 
 class _Known(Tensor):
-    """A tensor about which fairseq's encoder need not ask the device again; all else is as ever.
+    """A tensor with the answer to a question for which fairseq's encoder would wait for the device.
 
-    What is computed of it is an ordinary tensor.
+    known: the answer. All else is as for other tensors, and results computed from it are ordinary ones.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    known: Any
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def of(cls, tensor: Tensor, known: Any) -> "_Known":
@@ -165,9 +174,9 @@ class MixtureEncoder(TransformerEncoderBase):
     def reorder_encoder_out(
         self, encoder_out: Dict[str, List[Tensor]], new_order: Tensor
     ) -> Dict[str, List[Tensor]]:
-        """fairseq's; an order that repeats every sentence for the hypotheses of a beam leaves a mark.
+        """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
 
-        fairseq's generator tells no Transformer of its beam, and this order is the same knowledge.
+        fairseq's generator does not tell the model the size of the beam: it shows in this order alone.
         """
         sentences = encoder_out["encoder_out"][0].size(1)
         result = super().reorder_encoder_out(encoder_out, new_order)
@@ -184,9 +193,9 @@ class MixtureDecoder(TransformerDecoderBase):
     context: Optional[CarriedContext] = None
 
     def carry_context(self, chunks: int) -> None:
-        """Look at so many chunks before the present one, wherever `forward` is told the number of a chunk.
+        """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
 
-        0: at none. Raises UserError where positions are embeddings, which begin anew with each chunk.
+        0: to none. Raises UserError where positions are embeddings, which begin anew with each chunk.
         """
         if chunks and self.embed_positions is not None:
             raise UserError(

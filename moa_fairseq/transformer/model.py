@@ -1,7 +1,7 @@
 """What every model with mixtures does before fairseq builds it, and after each update."""
 
 import argparse
-from typing import Any, ClassVar, Dict, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Dict, Optional, TypeVar
 
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +19,14 @@ POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
 _HINTS = {"offload_activations": " (--checkpoint-activations works)"}
 
 
-class MixtureModel:
+if TYPE_CHECKING:
+    from fairseq.models import BaseFairseqModel as Extended
+else:
+    Extended = object
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class MixtureModel(Extended):
     """Precedes the fairseq model that it extends.
 
     attention_family: a name of FAMILIES. default_arch: the architecture whose values hold
@@ -67,7 +74,8 @@ class MixtureModel:
         Raises UserError for a refused option.
         """
         if isinstance(args, DictConfig):
-            args = argparse.Namespace(**OmegaConf.to_container(args, resolve=True))
+            settings: Any = OmegaConf.to_container(args, resolve=True)
+            args = argparse.Namespace(**settings)
         ARCH_CONFIG_REGISTRY[cls.default_arch](args)
         args.attention_family = cls.attention_family
         _set_positions(args)
@@ -78,7 +86,7 @@ class MixtureModel:
         return args
 
     @classmethod
-    def finished(cls, model: nn.Module, args: argparse.Namespace) -> nn.Module:
+    def finished(cls, model: Model, args: argparse.Namespace) -> Model:
         """Name the attentions of a model that has just been built, and check them."""
         settings_of(args).check(name_attentions(model))
         for name, module in model.named_modules():
@@ -90,8 +98,8 @@ class MixtureModel:
         """fairseq's hook: after each update, what its modules observed enters their statistics.
 
         The model is told the number of updates after every update, and once more before every micro-batch;
-        only a new number ends an update. Nothing is pending after one in which nothing was observed, and in
-        one in which something was, all workers have something, so all of them meet here.
+        only a new number ends an update. In each update either all workers observe something or none does;
+        so all of them meet here, or none.
         """
         super().set_num_updates(num_updates)
         if num_updates != self._updates_seen:

@@ -52,7 +52,7 @@ def test_forward_and_every_gradient_equal_the_loop(shape, use, backend):
 
 def walk_by(name, monkeypatch):
     walks, constants = WALKS[name]
-    if walks[1] is sorted_rows and sorted_rows.GROUPED_MM is None:
+    if walks[1] is sorted_rows and not sorted_rows.HAS_GROUPED_MM:
         pytest.skip("no grouped_mm in this torch")
     monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
     for constant in constants:
@@ -62,7 +62,7 @@ def walk_by(name, monkeypatch):
 def takes_on_cpu(shape):
     """sorted_rows is not chosen on a CPU, but newer torch has its product there, too."""
     tokens, model_dim, _, _, dim, *_ = shape
-    return sorted_rows.GROUPED_MM is not None and tokens > 0 and model_dim % 4 == dim % 4 == 0
+    return sorted_rows.HAS_GROUPED_MM and tokens > 0 and model_dim % 4 == dim % 4 == 0
 
 
 @pytest.mark.parametrize("walk", WALKS)
@@ -234,7 +234,7 @@ def test_grouped_mm_is_called_only_where_it_is_a_kernel(major, is_bf16, taken, m
         is_cuda = True
 
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(sorted_rows, "GROUPED_MM", lambda *_: None)
+    monkeypatch.setattr(sorted_rows, "HAS_GROUPED_MM", True)
     properties = type("Properties", (), {"major": major})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     dtype = torch.bfloat16 if is_bf16 else torch.float16

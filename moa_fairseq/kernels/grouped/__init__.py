@@ -5,8 +5,7 @@ kernel for the device and dtype, `every_expert` (one GEMM, then a choice) where 
 else `expert_loop`. Beside them stands `dense`, for K = E.
 """
 
-from types import ModuleType
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 from torch import Tensor
 from torch.autograd import Function
@@ -40,8 +39,8 @@ def prefers_every_expert(weight: Tensor, fan: Fan) -> bool:
     return every_expert_pays(fan.slots // fan.per_wide, fan.per_wide, weight)
 
 
-def _walk(rows: Tensor, weight: Tensor, fan: Fan) -> Tuple[ModuleType, ModuleType]:
-    """(what has `forward` and `backward`, what they walk with)"""
+def _walk(rows: Tensor, weight: Tensor, fan: Fan) -> Tuple[Any, Any]:
+    """(module with `forward` and `backward`, module of the products that they are made of)"""
     if prefers_every_expert(weight, fan):
         return slotwise, every_expert
     return (slotwise, sorted_rows) if sorted_rows.takes(rows, weight) else (expert_loop, expert_loop)
@@ -52,16 +51,17 @@ class _Project(Function):
 
     @staticmethod
     def forward(
-        ctx, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan
     ) -> Tensor:
         ctx.fan = fan
         ctx.save_for_backward(rows, weight, bias, gate)
         runner, walk = _walk(rows, weight, fan)
-        return runner.forward(rows, weight, bias, gate, fan, walk)
+        sums: Tensor = runner.forward(rows, weight, bias, gate, fan, walk)
+        return sums
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         saved = ctx.saved_tensors  # once: checkpointing recomputes at each access
         runner, walk = _walk(saved[0], saved[1], ctx.fan)
         return (*runner.backward(grad, *saved, ctx.fan, ctx.needs_input_grad[:4], walk), None)
@@ -71,4 +71,5 @@ def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional
     """As reference.project."""
     if is_compiling() and prefers_every_expert(weight, fan):
         fan.order.cells(fan.per_wide)  # torch.compile lets nothing out of a Function that is to be kept
-    return _Project.apply(rows, weight, bias, gate, fan)
+    sums: Tensor = _Project.apply(rows, weight, bias, gate, fan)
+    return sums

@@ -1,6 +1,6 @@
 """K = E and one slot per narrow row: every token meets every expert in one ordinary GEMM without gathers."""
 
-from typing import Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,14 @@ class _IntoModel(Function):
     """
 
     @staticmethod
-    def forward(ctx, slots: Tensor, gate: Tensor, weight: Tensor, uses_triton: bool) -> Tensor:
+    def forward(ctx: Any, slots: Tensor, gate: Tensor, weight: Tensor, uses_triton: bool) -> Tensor:
         ctx.save_for_backward(slots, gate, weight)
         ctx.uses_triton = uses_triton
-        return _beside(_gated(slots, gate), weight) @ weight.flatten(0, 1)
+        return _by_token(_gated(slots, gate), weight) @ weight.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         slots, gate, weight = ctx.saved_tensors
         grad_slots = grad_gate = grad_weight = gated = None
         grad = grad.contiguous()  # once, not in each of the products
@@ -47,7 +47,7 @@ class _IntoModel(Function):
                 grad_slots.mul_(gate.unsqueeze(1))
         if ctx.needs_input_grad[2]:
             gated = _gated(slots, gate) if gated is None else gated
-            grad_weight = (_beside(gated, weight).t() @ grad).view_as(weight)
+            grad_weight = (_by_token(gated, weight).t() @ grad).view_as(weight)
         return grad_slots, grad_gate, grad_weight, None
 
 
@@ -56,7 +56,7 @@ def _gated(slots: Tensor, gate: Tensor) -> Tensor:
     return torch.mul(slots, gate.unsqueeze(1), out=torch.empty_like(slots))
 
 
-def _beside(slots: Tensor, weight: Tensor) -> Tensor:
+def _by_token(slots: Tensor, weight: Tensor) -> Tensor:
     """[N·E, D] → [N, E·D]"""
     return slots.reshape(-1, weight.size(0) * weight.size(1))
 
@@ -64,7 +64,8 @@ def _beside(slots: Tensor, weight: Tensor) -> Tensor:
 def into_model(slots: Tensor, weight: Tensor, gate: Optional[Tensor], uses_triton: bool = False) -> Tensor:
     """slots [N·E, D], weight [E, D, C], gate [N·E] → [N, C]. A gate in another dtype stays in it."""
     if gate is None:
-        return _beside(slots, weight) @ weight.flatten(0, 1)
+        return _by_token(slots, weight) @ weight.flatten(0, 1)
     if not torch.is_grad_enabled():
-        return _beside(_gated(slots, gate), weight) @ weight.flatten(0, 1)
-    return _IntoModel.apply(slots, gate, weight, uses_triton)
+        return _by_token(_gated(slots, gate), weight) @ weight.flatten(0, 1)
+    out: Tensor = _IntoModel.apply(slots, gate, weight, uses_triton)
+    return out

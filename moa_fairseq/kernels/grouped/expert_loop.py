@@ -58,7 +58,7 @@ def backward(
 ) -> List[Optional[Tensor]]:
     """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
     pieces, matrices = fan.order.pieces, weight if fan.into_experts else weight.transpose(1, 2)
-    grad_rows = _target(rows, *rows.shape, fan.slots_per_row) if needs[0] else None
+    grad_rows = _target(rows, rows.size(0), rows.size(1), fan.slots_per_row) if needs[0] else None
     grad_weight = torch.empty_like(weight) if needs[1] else None
     grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
     grad_shares: List[Tensor] = []
@@ -74,7 +74,7 @@ def backward(
         inputs = rows.index_select(0, source) if needs[3] else None
         if needs[0] or needs[3]:
             product = upstream @ matrices[expert]
-            if needs[3]:
+            if inputs is not None:
                 shares = (product * inputs).sum(1)
                 grad_shares.append(shares if bias is None else shares + upstream @ bias[expert])
             if grad_rows is not None:
@@ -86,16 +86,18 @@ def backward(
         if share is not None and narrow is not None:
             narrow.mul_(share)
         is_first, previous = expert != previous, expert
-        if grad_weight is not None and is_first:
-            torch.mm(narrow.t(), wide, out=grad_weight[expert])
-        elif grad_weight is not None:
-            grad_weight[expert].addmm_(narrow.t(), wide)
-        if grad_bias is not None and is_first:
-            torch.sum(narrow, 0, out=grad_bias[expert])
-        elif grad_bias is not None:
-            grad_bias[expert] += narrow.sum(0)
+        if grad_weight is not None and narrow is not None and wide is not None:
+            if is_first:
+                torch.mm(narrow.t(), wide, out=grad_weight[expert])
+            else:
+                grad_weight[expert].addmm_(narrow.t(), wide)
+        if grad_bias is not None and narrow is not None:
+            if is_first:
+                torch.sum(narrow, 0, out=grad_bias[expert])
+            else:
+                grad_bias[expert] += narrow.sum(0)
     grad_gate = None
-    if needs[3]:
+    if needs[3] and gate is not None:
         grad_gate = torch.empty_like(gate)
         if grad_shares:
             grad_gate.index_copy_(0, fan.order.order, torch.cat(grad_shares))

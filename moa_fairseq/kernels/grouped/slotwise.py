@@ -10,8 +10,7 @@ products come from a `walk`: `every_expert` or `sorted_rows`. Both have
     bias_grad(placed, weight, fan)          Σ_{s of e} slots[s], [E, D]
 """
 
-from types import ModuleType
-from typing import List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -35,11 +34,13 @@ def _added(slots: Tensor, slots_each: int) -> Tensor:
 
 
 def forward(
-    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan, walk: ModuleType
+    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan, walk: Any
 ) -> Tensor:
     """As reference.project."""
     if not fan.into_experts:
-        return walk.into_model(walk.place(_spread(rows, gate, fan.per_narrow), weight, fan), weight, fan)
+        placed = walk.place(_spread(rows, gate, fan.per_narrow), weight, fan)
+        sums: Tensor = walk.into_model(placed, weight, fan)
+        return sums
     slots = walk.into_experts(rows, weight, bias, fan)
     return _added(slots if gate is None else slots.mul_(gate.unsqueeze(1)), fan.per_narrow)
 
@@ -52,7 +53,7 @@ def backward(
     gate: Optional[Tensor],
     fan: Fan,
     needs: Sequence[bool],
-    walk: ModuleType,
+    walk: Any,
 ) -> List[Optional[Tensor]]:
     """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
     grad_rows = grad_weight = grad_bias = grad_gate = None

@@ -6,7 +6,7 @@ reduction. What has the model's width is made in steps, of rows or of columns, n
 The functions are those that `slotwise` describes.
 """
 
-from typing import Callable, Iterator, Optional, Tuple
+from typing import Iterator, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 
-GROUPED_MM: Optional[Callable] = getattr(F, "grouped_mm", None)
+HAS_GROUPED_MM = hasattr(F, "grouped_mm")
 _ALIGNMENT = 16  # bytes; grouped_mm demands strides that are multiples of it
 _FREE_ELEMENTS = 8 * 2**20  # a buffer of this size is never cut: launches would cost more than it does
 _UNIT = 128  # rows or columns of a step are a multiple of it
@@ -22,7 +22,7 @@ _UNIT = 128  # rows or columns of a step are a multiple of it
 
 def takes(rows: Tensor, weight: Tensor) -> bool:
     """Whether grouped_mm accepts rows [M, I] times weight [E, O, I] transposed, and gains by it."""
-    if GROUPED_MM is None or rows.dtype != weight.dtype or rows.size(0) == 0:
+    if not HAS_GROUPED_MM or rows.dtype != weight.dtype or rows.size(0) == 0:
         return False
     if not rows.is_cuda or rows.dtype != torch.bfloat16:
         return False  # elsewhere it is a loop that synchronises: no gain over ours
@@ -45,7 +45,7 @@ def into_experts(wide: Tensor, weight: Tensor, bias: Optional[Tensor], fan: Fan)
     owner, parts = order.owner(fan.per_wide), []
     for start, end in _steps(fan.slots, wide.size(1), fan.slots * weight.size(1) // wide.size(1)):
         ends = order.offsets if end - start == fan.slots else (order.offsets - start).clamp(0, end - start)
-        parts.append(GROUPED_MM(wide.index_select(0, owner[start:end]), matrices, offs=ends))
+        parts.append(F.grouped_mm(wide.index_select(0, owner[start:end]), matrices, offs=ends))
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
     if bias is not None:
         rows = rows + bias.index_select(0, _expert_of_position(order))
@@ -61,7 +61,7 @@ def into_model(placed: Tensor, weight: Tensor, fan: Fan) -> Tensor:
     """[S, D] in expert order → [S / per_wide, C], in steps of columns."""
     parts = []
     for start, end in _steps(weight.size(2), fan.slots, weight.size(1)):
-        rows = GROUPED_MM(placed, weight[:, :, start:end], offs=fan.order.offsets)
+        rows = F.grouped_mm(placed, weight[:, :, start:end], offs=fan.order.offsets)
         rows = rows.index_select(0, fan.order.inverse)
         parts.append(rows.view(-1, fan.per_wide, end - start).sum(1))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -72,7 +72,7 @@ def weight_grad(placed: Tensor, wide: Tensor, weight: Tensor, fan: Fan) -> Tenso
     owner, parts = fan.order.owner(fan.per_wide), []
     for start, end in _steps(weight.size(2), fan.slots, weight.size(1)):
         rows = wide[:, start:end].index_select(0, owner)
-        parts.append(GROUPED_MM(placed.t(), rows, offs=fan.order.offsets))
+        parts.append(F.grouped_mm(placed.t(), rows, offs=fan.order.offsets))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 

@@ -95,10 +95,14 @@ def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional
         order.sort_by(sorted_slots)
     routing = (order.expert, order.order, order.offsets)
     run = expert_project if compiles else _Project.apply
-    return run(rows, weight, bias, gate, *routing, fan.into_experts, fan.slots_per_row, fan.slots_per_sum)
+    sums: Tensor = run(
+        rows, weight, bias, gate, *routing, fan.into_experts, fan.slots_per_row, fan.slots_per_sum
+    )
+    return sums
 
 
 _MOST_EXPERTS = 512  # that the routing kernels hold at once
+_Function = Callable[..., Any]
 
 
 def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
@@ -117,7 +121,7 @@ def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> Tuple[Tensor, Te
     return launch_routing.gate_slots(slots, gate, product)
 
 
-def _operator(name: str, run: Callable, shapes: Callable) -> Callable:
+def _operator(name: str, run: _Function, shapes: _Function) -> Any:
     """`run` as an operator; `shapes` makes its outputs uncomputed."""
     if not hasattr(torch.library, "custom_op"):
         return run
@@ -220,10 +224,10 @@ def _grad_bias_shapes(
 
 
 class _Parts(NamedTuple):
-    products: Callable
-    gate_grads: Callable
-    grad_weight: Callable
-    grad_bias: Callable
+    products: _Function
+    gate_grads: _Function
+    grad_weight: _Function
+    grad_bias: _Function
 
 
 _PLAIN = _Parts(_products, _gate_grads, _grad_weight, _grad_bias)

@@ -27,7 +27,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def on(tensor: Tensor) -> ContextManager:
+def on(tensor: Tensor) -> ContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -38,7 +38,7 @@ def _tf32(tensor: Tensor) -> bool:
     settings = torch.backends.cuda.matmul
     # torch ≥ 2.9 refuses to read allow_tf32 once the newer setting was used; it reflects the old one
     precision = getattr(settings, "fp32_precision", None)
-    return settings.allow_tf32 if precision is None else precision == "tf32"
+    return bool(settings.allow_tf32 if precision is None else precision == "tf32")
 
 
 def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
@@ -53,15 +53,15 @@ def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
 
 
 def experts_pow2(experts: int) -> int:
-    return max(16, triton.next_power_of_2(experts))
+    return max(16, int(triton.next_power_of_2(experts)))
 
 
 def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, cache: int) -> int:
     """How many of `width` columns `products` computes per step for `count` slots that are to be summed.
 
     All, if the buffer just about fits the second-level cache of so many bytes, from which it is read again;
-    else the experts' own width, in whole tiles, so that it is no larger than the slots. There is nothing in
-    between: each width is tuned for itself, and batches of many sizes should not tune many times.
+    else the experts' own width, in whole tiles, so that the buffer is no larger than the slots. There is no
+    width in between: each width is tuned separately, and batches of many sizes should not tune many times.
     """
     if 4 * count * width * element_size <= 5 * cache:
         return width
@@ -112,11 +112,13 @@ def products(
     with on(rows):
         for first in range(0, full, width):
             now = min(width, full - first)
+
+            def grid(meta: Dict[str, Any], columns: int = now) -> Tuple[int, ...]:
+                return ((count // meta["BLOCK_M"] + num_experts) * cdiv(columns, meta["BLOCK_N"]),)
+
             start(
                 kernels.product_kernel,
-                lambda meta, now=now: (
-                    (count // meta["BLOCK_M"] + num_experts) * cdiv(now, meta["BLOCK_N"]),
-                ),
+                grid,
                 first_column=first,
                 OUTER=now,
                 **arguments,
@@ -193,10 +195,10 @@ def gate_grads(
 
 
 def rows_per_chunk(count: int, num_experts: int, tiles: int, processors: int) -> int:
-    """Into chunks of how many rows a sum over an expert's share of `count` rows is cut.
+    """How many rows a chunk has, where a sum over an expert's rows is cut into chunks; count: rows of all.
 
-    Tiles of all experts nearly fill the processors: only an expert with four times its share is cut. Else
-    so that there are about two programs per processor.
+    Where the tiles of all experts nearly fill the processors, only an expert with more than four times the
+    average share is cut. Elsewhere chunks are so small that each processor has about two programs.
     """
     if 2 * num_experts * tiles >= processors:
         rows = 4 * cdiv(count, num_experts)

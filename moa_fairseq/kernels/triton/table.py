@@ -6,9 +6,12 @@ launch, and from then on its choice is passed to the kernel itself.
 """
 
 import threading
-from typing import Any, Callable, Dict, Hashable
+from typing import Any, Callable, Dict, Hashable, List, Tuple, Union
 
 from torch import Tensor
+
+# how many programs: numbers, or a function of the launch's constants
+Grid = Union[Tuple[int, ...], Callable[[Dict[str, Any]], Tuple[int, ...]]]
 
 # the autotuner times, and says which one it took, in two steps
 _tuning = threading.RLock()
@@ -27,7 +30,8 @@ def options(config: Any) -> Dict[str, Any]:
 
 def _kind(kernel: Any, arguments: Dict[str, Any]) -> Hashable:
     """What the choice may depend on: sizes known to the compiler, classes of sizes, dtypes, the device."""
-    device, parts = None, [id(kernel)]
+    device = None
+    parts: List[Hashable] = [id(kernel)]
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             device = value.device
@@ -37,7 +41,7 @@ def _kind(kernel: Any, arguments: Dict[str, Any]) -> Hashable:
     return (*parts, device)
 
 
-def start(kernel: Any, grid: Callable, **arguments: Any) -> None:
+def start(kernel: Any, grid: Grid, **arguments: Any) -> None:
     """Run a kernel; a tuned one is timed at the first launch of its kind."""
     if not hasattr(kernel, "configs"):
         kernel[grid](**arguments)

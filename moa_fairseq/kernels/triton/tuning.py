@@ -8,7 +8,7 @@ kept on disk beside the compiled kernels. Under the interpreter there is nothing
 import inspect
 import os
 from functools import cache
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 import triton
@@ -28,9 +28,9 @@ def rows_class(rows: int, num_experts: int) -> int:
     return next((size for size in ROW_CLASSES if average <= size), ROW_CLASSES[-1])
 
 
-def shared_limit(capability: Any) -> int:
+def shared_limit(capability: Tuple[int, int]) -> int:
     """Bytes of shared memory that a block may use on a GPU of this compute capability (major, minor)."""
-    return 1024 * _SHARED_KIB.get(tuple(capability), _OTHER_SHARED_KIB)
+    return 1024 * _SHARED_KIB.get(capability, _OTHER_SHARED_KIB)
 
 
 @cache
@@ -40,7 +40,7 @@ def _limit_of(device: torch.device) -> int:
     return shared_limit(torch.cuda.get_device_capability(device))
 
 
-def _configs(names: str, *choices: tuple) -> List[triton.Config]:
+def _configs(names: str, *choices: Tuple[int, ...]) -> List[triton.Config]:
     keys = names.split()
     return [
         triton.Config(dict(zip(keys, sizes)), num_warps=warps, num_stages=stages)
@@ -90,7 +90,8 @@ gate_configs = [
 
 def shared_bytes(config: triton.Config, element_size: int) -> int:
     """Upper bound of the shared memory of the tiles that a configuration keeps in flight, in bytes."""
-    sizes, in_flight = config.kwargs, config.num_stages
+    sizes: Dict[str, int] = config.kwargs
+    in_flight: int = config.num_stages
     if "BLOCK_R" in sizes:
         elements = sizes["BLOCK_R"] * (sizes["BLOCK_D"] + sizes["BLOCK_C"])
         in_flight = 1 + max(1, (in_flight - 1) // 2)
@@ -131,7 +132,7 @@ def prune_outer(configs: List[triton.Config], named: Dict[str, Any], **meta: Any
     return _not_above(configs, "BLOCK_C", known.get("MODEL_DIM", 128))
 
 
-def autotune(configs: List[triton.Config], prune: Callable, key: List[str]) -> Callable:
+def autotune(configs: List[triton.Config], prune: Callable[..., List[triton.Config]], key: List[str]) -> Any:
     """`triton.autotune` over `configs`, its outcome cached on disk where this Triton can.
 
     Under the interpreter the one configuration is simply set: some autotuners ask for a GPU even then.
