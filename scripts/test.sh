@@ -11,7 +11,8 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
   "$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: \
     -r scripts/requirements-triton.txt || echo "test.sh: no Triton for this platform; its tests will be skipped"
 fi
-"$python" -m ruff check moa_fairseq tests benchmarks setup.py
+"$python" -m ruff check .
+"$python" -m ruff format --check .
 for script in scripts/*.sh data-prep/*.sh; do bash -n "$script"; done
 cores=$(nproc 2>/dev/null || echo 2)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them
