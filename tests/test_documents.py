@@ -186,6 +186,18 @@ def test_what_is_generated_is_fresh():
         assert sum(f"<!-- {part}:begin -->" in text for text in DOCUMENTS.values()) == 1
 
 
+def test_the_architecture_names_the_rooms_and_files_that_there_are():
+    package, text = ROOT / "moa_fairseq", DOCUMENTS["ARCHITECTURE.md"]
+    rooms = {
+        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    spans = set(re.findall(r"`([^`\n]+)`", text))
+    named = {span.rstrip("/").removesuffix(".py") for span in spans}
+    assert not rooms - {"__init__"} - named
+    files = {span for span in spans if re.fullmatch(r"[\w/]+\.py", span)}
+    assert not [file for file in files if not list(package.glob(f"**/{file}"))]
+
+
 def test_the_toy_family_has_the_size_that_is_told():
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests" / "toy_family").glob("*.py"))
     for document in ("CONTRIBUTING.md", "docs/own-models.md"):
