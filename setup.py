@@ -1,23 +1,26 @@
 """Package metadata; the code lives in moa_fairseq/."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+# The one place of the version; importing the package would need torch.
+SOURCE = (HERE / "moa_fairseq" / "__init__.py").read_text(encoding="utf-8")
 
 setup(
     name="moa_fairseq",
-    version="0.1.0",
+    version=re.search(r'^__version__ = "(.+)"$', SOURCE, re.M).group(1),
     description="Mixtures of attention heads (MoA, MAE, SwitchHead, MoH) as a fairseq plugin",
     long_description=(HERE / "README.md").read_text(encoding="utf-8")
     if (HERE / "README.md").exists()
     else "",
     long_description_content_type="text/markdown",
     license="MIT",
-    python_requires=">=3.9",
+    python_requires=">=3.11,<3.13",  # as scripts/setup.sh: fairseq has wheels for these
     packages=find_packages(include=["moa_fairseq", "moa_fairseq.*"]),
-    package_data={"moa_fairseq": ["**/*.json", "**/*.yaml"]},
+    package_data={"moa_fairseq": ["**/*.json", "**/*.yaml", "py.typed"]},
     install_requires=[
         "torch>=2.1",
         "sacrebleu>=2.4,<3",
@@ -32,7 +35,7 @@ setup(
         "tensorboardX>=2.6,<3",
     ],
     extras_require={
-        # A working fairseq of your own (a build of its main branch) serves as well: see the README.
+        # A working fairseq of your own (a build of its main branch) serves as well: see docs/fairseq.md.
         "fairseq": ["ve-fairseq==0.12.3"],
         "triton": ["triton>=2.1; platform_system == 'Linux'"],
         "safetensors": ["safetensors>=0.4"],

@@ -195,44 +195,45 @@ def patches() -> List[Patch]:
     return [
         Patch(
             *(checkpoint_utils, "load_checkpoint_to_cpu", checkpoint_files.from_regular_files),
-            "A named pipe under a checkpoint's name hangs, a device fills the memory.",
+            "Reading a named pipe that has a checkpoint's name would hang; reading a device would fill the "
+            "memory.",
             files + "test_what_is_no_file_is_refused_before_it_is_opened",
         ),
         Patch(
             *(Trainer, "load_checkpoint", checkpoint_files.resuming_from_regular_files),
-            "fairseq begins anew where checkpoint_last.pt is anything but a file.",
+            "fairseq starts a new training, without a word, where checkpoint_last.pt is not a regular file.",
             files + "test_training_does_not_begin_anew_beside_what_is_no_file",
         ),
         Patch(
             *(checkpoint_utils, "torch_persistent_save", checkpoint_files.writing_whole),
-            "fairseq renames what was neither checked nor brought to the disk; its second attempt goes on "
-            "behind the rest of the first.",
+            "fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, "
+            "its second attempt appends to the rest of the first.",
             files + "test_a_disk_that_is_full_for_a_moment",
         ),
         Patch(
             *(checkpoint_utils.PathManager, "copy", checkpoint_files.copying_whole),
-            "checkpoint_last.pt and checkpoint_best.pt are overwritten in place: a full disk or a kill in "
+            "fairseq overwrites checkpoint_last.pt and checkpoint_best.pt in place: a full disk or a kill at "
             "that moment would leave half a checkpoint to resume from.",
             files + "test_a_fault_while_a_checkpoint_is_copied",
         ),
         Patch(
             *(checkpoint_utils, "save_checkpoint", checkpoint_files.never_asynchronous),
-            "Asynchronous writing works under the final name and leaves checkpoint_last.pt out.",
+            "Asynchronous writing writes under the final name, and never writes checkpoint_last.pt.",
             files + "test_asynchronous_writing_is_taken_back",
         ),
         Patch(
             *(FastaDataset, "_build_index", foreign_settings.quoting_the_path),
-            "The path of a data set stands unquoted in a shell command.",
+            "fairseq puts the path of a data set into a shell command without quoting it.",
             "fairseq_patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing",
         ),
         Patch(
             *(distributed_utils, "distributed_main", collectives.with_a_time_limit),
-            "A process that hangs makes the others wait for half an hour, and nobody says for whom.",
+            "When a process hangs, the others wait for half an hour and never say for whom.",
             "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named",
         ),
         Patch(
             *(distributed_fairseq_model, "DistributedTimeoutWrapper", collectives.watching_later),
-            "It interrupts the process just before the message that names the rank.",
+            "It would interrupt the process just before the message that names the rank.",
             "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named",
         ),
         Patch(
@@ -248,7 +249,8 @@ def patches() -> List[Patch]:
         ),
         Patch(
             *(AMPOptimizer, "clip_grad_norm", cpu_autocast.stopping_at_what_is_not_finite),
-            "On the CPU torch's scaler is switched off, and NaN in --amp's gradients an AttributeError.",
+            "On the CPU torch's gradient scaler is off, and NaN in the gradients under --amp was an "
+            "AttributeError.",
             "fairseq_patches/test_cpu_autocast.py::test_nan_on_the_cpu_ends_a_training_as_without_amp",
         ),
         Patch(
@@ -272,21 +274,21 @@ def patches() -> List[Patch]:
         Patch(
             *(Trainer, "train_step", _announcing_updates),
             "fairseq shows a task one micro-batch at a time; a task with `before_update(trainer, samples)` "
-            "sees all of an update before it begins. And the model hears of an update when it has been made, "
-            "so that what it keeps per update is complete in a checkpoint that is saved in between, and free "
-            "of what an update observed that overflowed.",
+            "now sees a whole update before it begins. The model is told when an update has been made, so "
+            "that a checkpoint saved between updates is complete and holds nothing of an update that "
+            "overflowed.",
             "tasks/test_bcd.py::test_a_whole_update_is_a_g_step_and_then_an_f_step",
         ),
         Patch(
             *(FairseqTask, "train_step", _not_observing_fillers),
-            "A worker that has no micro-batch left runs an old one again, for its shape: routers and gates "
-            "would count it.",
+            "A worker that has no micro-batch left runs an old one again, only to take part; routers and "
+            "gates would count its tokens.",
             "tasks/test_observed_updates.py::test_routers_count_what_an_update_was_made_of",
         ),
         Patch(
             *(Trainer, "load_checkpoint", _explaining_optimizers),
-            "An optimizer for other parameters than those being trained ends in torch's ValueError, or fits "
-            "by chance.",
+            "A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded "
+            "wrongly where the sizes fit by chance.",
             "test_resume.py::test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
         ),
     ]

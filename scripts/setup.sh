@@ -55,7 +55,7 @@ if has torch; then
   echo "setup.sh: keeping $("$python" -c 'import torch; print("torch", torch.__version__)')"
 else
   echo "setup.sh: installing $torch_pin"
-  install "$torch_pin" || fail "pip could not install $torch_pin: see the README (V100s need another build)."
+  install "$torch_pin" || fail "pip could not install $torch_pin: see docs/troubleshooting.md (V100s need another build)."
 fi
 
 if has fairseq && ! "$python" -m pip show -q ve-fairseq 2>/dev/null; then

@@ -11,7 +11,8 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
   "$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: \
     -r scripts/requirements-triton.txt || echo "test.sh: no Triton for this platform; its tests will be skipped"
 fi
-"$python" -m ruff check moa_fairseq tests benchmarks setup.py
+"$python" -m ruff check .
+"$python" -m ruff format --check .
 if "$python" -c 'import sys, torch; sys.exit(not torch.__version__.startswith("2.13."))'; then
   "$python" -m mypy
 else

@@ -15,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Mapping
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.results import load_comparison
-from moa_fairseq.evaluation.results_markdown import render
+from moa_fairseq.evaluation.results_markdown import render, render_headlines
 from moa_fairseq.files import atomic_write
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+# Of a generated part of a document, by its name.
+BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 
 
 def default_results() -> Path:
@@ -31,16 +33,22 @@ def default_results() -> Path:
     return beside if beside.is_dir() else Path("results")
 
 
-def with_results(readme: str, table: str) -> str:
-    """`readme` with everything between the two result markers replaced by `table`.
+def fill(text: str, parts: Mapping[str, str]) -> str:
+    """`text` with everything between the markers of each of the named parts replaced by that part.
 
-    Raises UserError unless both markers stand in the text once, in order.
+    A document need not have all parts. Raises UserError when it has none of them, or when a part's two
+    markers do not stand in it once each, in order.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise UserError(f"The table goes between one line {BEGIN} and one line {END}: the file lacks them.")
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{table.strip()}\n\n{END}{after}"
+    found = [name for name in parts if any(marker.format(name) in text for marker in (BEGIN, END))]
+    for name in found or parts:
+        begin, end = BEGIN.format(name), END.format(name)
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise UserError(
+                f"The text goes between one line {begin} and one line {end}: the file lacks them."
+            )
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{parts[name].strip()}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to FILE")
     parser.add_argument(
         "--update-readme",
-        nargs="?",
+        nargs="*",
         type=Path,
-        const=Path("README.md"),
         metavar="FILE",
-        help=f"rewrite what stands between {BEGIN} and {END} in FILE (README.md)",
+        help="rewrite the tables between the markers in each FILE (default: README.md, results/README.md): "
+        f"all of them between {BEGIN.format('results')} and {END.format('results')}, the rows that papers/ "
+        "calls headlines between the same markers of the name headlines",
     )
 
 
@@ -73,17 +82,19 @@ def run(args: argparse.Namespace) -> int:
     if args.markdown:
         with atomic_write(args.markdown) as stream:
             stream.write(markdown)
-    if args.update_readme:
-        _update(args.update_readme, markdown)
-    if not (args.json or args.markdown or args.update_readme):
+    if args.update_readme is not None:
+        parts = {"results": markdown, "headlines": render_headlines(comparison)}
+        for path in args.update_readme or (results.parent / "README.md", results / "README.md"):
+            _update(path, parts)
+    if not (args.json or args.markdown or args.update_readme is not None):
         print(markdown, end="")
     return 0
 
 
-def _update(path: Path, markdown: str) -> None:
+def _update(path: Path, parts: Mapping[str, str]) -> None:
     try:
-        readme = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--update-readme {path}: {error.strerror}.") from error
     with atomic_write(path) as stream:
-        stream.write(with_results(readme, markdown))
+        stream.write(fill(text, parts))

@@ -52,12 +52,16 @@ class Cell:
 
 @dataclass
 class Row:
-    """One line of a table: its cells, the architecture counted and the runs that stand for it."""
+    """One line of a table: its cells, the architecture counted and the runs that stand for it.
+
+    headline: what its score measures, for the rows that README.md shows.
+    """
 
     row: str
     arch: Optional[str]
     cells: List[Cell]
     runs: List[dict] = field(default_factory=list)
+    headline: Optional[str] = None
 
 
 @dataclass
@@ -142,7 +146,7 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
             for column, value in row["values"].items()
             for about in _abouts(table, row, column)
         ]
-        rows.append(Row(_label(row), row.get("arch"), cells, stands_for))
+        rows.append(Row(_label(row), row.get("arch"), cells, stands_for, row.get("headline")))
     notes = table.get("notes", [])
     return Table(
         paper["paper"], paper["title"], paper["citation"], table["table"], table["caption"], notes, rows

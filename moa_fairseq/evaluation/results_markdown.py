@@ -1,4 +1,4 @@
-"""The comparison as Markdown: the text between the README's result markers."""
+"""The comparison as Markdown: the generated parts of results/README.md and of README.md."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ OTHER_SCORES = {
     "sacrebleu": "sacreBLEU",
     "valid_ppl": "Valid ppl",
 }
+PAPERS = {"moa": "MoA", "mae": "MAE", "switchhead": "SwitchHead", "moh": "MoH"}
 # Columns that only appear where a run has them.
 FURTHER_SCORES = {
     "moa_release_bleu": "moa-release",
@@ -51,6 +52,36 @@ def render(comparison: Comparison) -> str:
     if comparison.other:
         blocks += ["### Other runs", _other(comparison.other), _evidence(comparison.other)]
     return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def render_headlines(comparison: Comparison) -> str:
+    """One table: the papers' rows that results/papers calls headlines, then the runs of no row."""
+    lines = [
+        _headline(f"{row.row} ({PAPERS.get(table.paper, table.paper)}, Table {table.table})", row)
+        for table in comparison.tables
+        for row in table.rows
+        if row.headline
+    ]
+    lines += [_small_run(run) for run in comparison.other]
+    head = ["Model or experiment", "Measure", "Paper", "Here", "Parameters: paper", "here"]
+    return _grid(head, lines, left=2)
+
+
+def _headline(name: str, row: Row) -> List[str]:
+    score = next(cell for cell in row.cells if cell.status != COMPUTED)
+    counts = next((cell for cell in row.cells if cell.quantity == "parameters"), None)
+    parameters = ["", ""] if counts is None else _count_fields(counts, False)[:2]
+    return [name, row.headline or "", str(score.paper), _ours(score), *parameters]
+
+
+def _small_run(run: dict) -> List[str]:
+    metrics = run["metrics"]
+    names = {**OTHER_SCORES, **FURTHER_SCORES}
+    key = run.get("headline") or next((name for name in names if name in metrics), "")
+    score = run.get("status") or ("" if metrics.get(key) is None else f"{metrics[key]:.2f}")
+    epochs = "" if run.get("epochs") is None else f", {run['epochs']} epochs"
+    parameters = "" if run.get("parameters") is None else f"{run['parameters'] / 1e6:.1f}M"
+    return [f"`{run['experiment']}`", f"{names.get(key, key)}{epochs}", "", score, "", parameters]
 
 
 def _scores(table: Table) -> str:

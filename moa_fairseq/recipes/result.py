@@ -6,12 +6,12 @@ import dataclasses
 import datetime
 import json
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Optional
 
+import moa_fairseq
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number
@@ -126,7 +126,7 @@ def versions() -> Dict[str, Optional[str]]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "fairseq": _version("ve-fairseq") or _version("fairseq"),
-        "moa_fairseq": _version("moa-fairseq") or _source_version(),
+        "moa_fairseq": moa_fairseq.__version__,
     }
 
 
@@ -163,10 +163,3 @@ def _version(distribution: str) -> Optional[str]:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _source_version() -> Optional[str]:
-    """The version in setup.py, for a source tree that is not installed."""
-    setup = Path(__file__).resolve().parents[2] / "setup.py"
-    match = re.search(r'version="([^"]+)"', setup.read_text(encoding="utf-8")) if setup.is_file() else None
-    return match.group(1) if match else None

@@ -1,4 +1,4 @@
-"""The command lines that README.md, data-prep/*.sh and `prepare --help` print, word by word."""
+"""The command lines that data-prep/README.md, data-prep/*.sh and `prepare --help` print, word by word."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ HELP = re.compile(r"^  moa-fairseq prepare (.*?)(?:  +#.*)?$", re.MULTILINE)
 
 def lines():
     """Every documented line as words, its optional parts present, a metavariable as it stands."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = (ROOT / "data-prep" / "README.md").read_text("utf-8")
     found = [(name, rest) for name, rest in SCRIPT.findall(text)]
     ((_, own),) = SCRIPT.findall((ROOT / "data-prep" / "_prepare.sh").read_text("utf-8"))
     found += [(script.stem, own) for script in SCRIPTS]
@@ -36,7 +36,7 @@ def test_a_documented_line_is_understood(words):
 
 
 def test_there_is_a_line_with_everything_before_out():
-    readme = (ROOT / "README.md").read_text("utf-8")
+    readme = (ROOT / "data-prep" / "README.md").read_text("utf-8")
     assert re.search(r"data-prep/wmt14_en_de\.sh \[--from DIR\] \[--offline\].* \[OUT\]", readme)
     assert any(line[1:4] == ["--from", "DIR", "--offline"] and line[-1] == "OUT" for line in lines())
 
@@ -47,3 +47,9 @@ def test_out_may_stand_anywhere(place):
     words.insert(place + (place > 0), "out")
     name_first = build_parser(["prepare"]).parse_args(["prepare", "enwik8", *words])
     assert name_first.output == Path("out") and name_first.workers == 3 and name_first.offline
+
+
+def test_every_data_set_stands_in_the_readme_with_its_script():
+    readme = (ROOT / "data-prep" / "README.md").read_text("utf-8")
+    rows = set(re.findall(r"^\| `data-prep/(\w+)\.sh` \|", readme, re.MULTILINE))
+    assert rows == {script.stem for script in SCRIPTS}

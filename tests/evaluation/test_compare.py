@@ -1,13 +1,12 @@
-"""Matching runs with printed rows, the Markdown, the README's table, and the shipped data."""
+"""Matching runs with printed rows, the Markdown, the documents' tables, and the shipped data."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.compare import BEGIN, END, default_results, with_results
+from moa_fairseq.evaluation.compare import BEGIN, END, default_results, fill
 from moa_fairseq.evaluation.results import load_comparison
 from moa_fairseq.evaluation.results_markdown import render
 from moa_fairseq.evaluation.skeleton import task_of
@@ -38,6 +37,7 @@ PAPER = {
     ],
 }
 ROW = {"paper": "p", "table": "1", "row": "Ours"}
+FIRST, LAST = BEGIN.format("results"), END.format("results")
 
 
 def run(experiment="a_moa", reproduces=ROW, bleu=21.25, **more):
@@ -46,10 +46,11 @@ def run(experiment="a_moa", reproduces=ROW, bleu=21.25, **more):
 
 @pytest.fixture
 def results(tmp_path):
-    (tmp_path / "papers").mkdir()
-    (tmp_path / "papers" / "p.json").write_text(json.dumps(PAPER))
-    (tmp_path / "measured").mkdir()
-    return tmp_path
+    folder = tmp_path / "results"
+    for name in ("papers", "measured"):
+        (folder / name).mkdir(parents=True)
+    (folder / "papers" / "p.json").write_text(json.dumps(PAPER))
+    return folder
 
 
 def test_a_printed_number_keeps_its_decimal(results):
@@ -168,22 +169,41 @@ def test_json(results, capsys):
 
 def test_markdown_file_and_readme(results, tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nmore\n")
+    readme.write_text(f"# Title\n\n{FIRST}\nold\n{LAST}\n\nmore\n")
     markdown = tmp_path / "out" / "table.md"
     flags = ["--results", str(results), "--markdown", str(markdown), "--update-readme", str(readme)]
     assert main(["compare", *flags]) == 0
     text = readme.read_text()
-    assert text.startswith(f"# Title\n\n{BEGIN}\n\n### A Paper") and text.endswith(f"{END}\n\nmore\n")
+    assert text.startswith(f"# Title\n\n{FIRST}\n\n### A Paper") and text.endswith(f"{LAST}\n\nmore\n")
     assert "old" not in text
     assert markdown.read_text().strip() in text
     assert main(["compare", *flags]) == 0
     assert readme.read_text() == text
 
 
-@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+def test_a_document_has_the_parts_that_it_has_room_for(results):
+    """Without a name: README.md with the headlines and results/README.md with everything."""
+    for paper in (results / "papers").glob("*.json"):
+        content = json.loads(paper.read_text())
+        content["tables"][0]["rows"][0]["headline"] = "BLEU, a test set"
+        paper.write_text(json.dumps(content))
+    record(results, run(), run("quickstart_moa", None))
+    short, whole = results.parent / "README.md", results / "README.md"
+    short.write_text("a\n" + BEGIN.format("headlines") + "\n" + END.format("headlines") + "\nb\n")
+    whole.write_text(f"{FIRST}\n{LAST}\n")
+    assert main(["compare", "--results", str(results), "--update-readme"]) == 0
+    assert "### A Paper" in whole.read_text() and "### A Paper" not in short.read_text()
+    rows = [line for line in short.read_text().splitlines() if line.startswith("| ")]
+    assert (
+        len(rows) == 4 and rows[2].startswith("| Ours (") and "BLEU, a test set | 20.0 | 21.25 |" in rows[2]
+    )
+    assert rows[3].startswith("| `quickstart_moa` | ")
+
+
+@pytest.mark.parametrize("text", ["", FIRST, f"{LAST}\n{FIRST}", f"{FIRST}{FIRST}{LAST}"])
 def test_a_readme_without_its_markers_is_left_alone(text):
     with pytest.raises(UserError, match="results:begin"):
-        with_results(text, "table")
+        fill(text, {"results": "table"})
 
 
 @pytest.mark.parametrize(
@@ -335,8 +355,3 @@ def row_of(table, name):
         for about, row in ROWS
         if (about["paper"], about["table"], row["row"]) == ("switchhead", table, name)
     )
-
-
-def test_the_readme_holds_the_current_table():
-    readme = Path(default_results().parent / "README.md").read_text(encoding="utf-8")
-    assert readme == with_results(readme, render(load_comparison(default_results())))

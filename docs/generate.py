@@ -1,0 +1,269 @@
+"""Writes the generated parts of the documents: tables of results, experiments, flags and patches.
+
+    python docs/generate.py            rewrite what is out of date
+    python docs/generate.py --check    only say what is out of date; exit status 1 if anything is
+
+A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; all else is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import enum
+import io
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Tuple
+
+from fairseq.models import ARCH_MODEL_INV_REGISTRY
+
+import moa_fairseq
+from moa_fairseq.analysis.command import KINDS
+from moa_fairseq.cli import VERBS
+from moa_fairseq.cli import main as cli_main
+from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
+from moa_fairseq.criterions.routing_loss import RoutingLossConfig
+from moa_fairseq.evaluation.compare import fill
+from moa_fairseq.evaluation.results import load_comparison
+from moa_fairseq.evaluation.results_markdown import (
+    FURTHER_SCORES,
+    OTHER_SCORES,
+    PAPERS,
+    render,
+    render_headlines,
+)
+from moa_fairseq.fairseq_compat import patches
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
+from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
+from moa_fairseq.transformer.families import FAMILIES
+from moa_fairseq.transformer.model import POSITIONS
+
+ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "results/README.md", "configs/README.md", "docs/flags.md", "docs/fairseq.md")
+
+# The experiments of a name that begins so, under one heading.
+GROUPS = {
+    "quickstart": "The quickstart: the embedded English-German corpus",
+    "multi30k": "Multi30k English-German",
+    "iwslt14": "IWSLT14",
+    "wmt14_ende": "WMT14 English-German",
+    "wmt14_enfr": "WMT14 English-French",
+    "wikitext103_mlm": "WikiText-103, masked language models",
+    "wikitext103_lm": "WikiText-103, causal language models",
+    "wikitext2_mlm": "WikiText-2, masked language models",
+    "wikitext2_lm": "WikiText-2, causal language models",
+    "enwik8": "enwik8, language models of characters",
+    "listops": "ListOps, classification",
+    "": "Others",
+}
+
+
+def parts() -> Dict[str, str]:
+    """Every generated part by its name, as Markdown."""
+    comparison = load_comparison(ROOT / "results")
+    return {
+        "results": render(comparison),
+        "headlines": render_headlines(comparison),
+        "experiments": experiments(),
+        "flags": flags(),
+        "architectures": architectures(),
+        "verbs": verbs(),
+        "patches": patch_table(),
+    }
+
+
+def grid(head: List[str], lines: List[List[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def experiments() -> str:
+    """A row per configs/*.yaml: what it is, its command, machine, time, estimated hours and result."""
+    runs = defaultdict(list)
+    for path in sorted((ROOT / "results" / "measured").glob("*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        runs[run["experiment"]].append((path, run))
+    groups: Dict[str, List[List[str]]] = {title: [] for title in GROUPS.values()}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        title = next(title for prefix, title in GROUPS.items() if path.stem.startswith(prefix))
+        groups[title].append(_experiment(path, runs[path.stem]))
+    head = ["Experiment", "What it trains", "Command", "Machine", "Time", "A100 hours, estimated", "Result"]
+    return "\n\n".join(f"### {title}\n\n{grid(head, lines)}" for title, lines in groups.items() if lines)
+
+
+def _experiment(path: Path, runs: List[Tuple[Path, dict]]) -> List[str]:
+    recipe = load_recipe(path, [])
+    machine, time = machine_and_time(path)
+    if runs:
+        machine = "; ".join(dict.fromkeys(run["hardware"] for _, run in runs))
+        time = "; ".join(f"{run['train_seconds'] / 60:.0f} min" for _, run in runs)
+    results = [_result(file, run) for file, run in runs]
+    printed = recipe.reproduces
+    if printed:
+        paper = PAPERS.get(printed.paper, printed.paper)
+        source = printed.table if printed.table.startswith("README") else f"Table {printed.table}"
+        results = [f"paper: {printed.value} ({paper}, {source})", *(results or ["not run"])]
+    script = f"`bash scripts/{path.stem}.sh`"
+    name = f"[{path.stem}]({path.name})"
+    return [name, recipe.summary, script, machine, time, hours(path), "; ".join(results) or "not run"]
+
+
+def _result(file: Path, run: dict) -> str:
+    metric = run["headline"]
+    name = {**OTHER_SCORES, **FURTHER_SCORES}.get(metric, metric)
+    budget = f" after {run['epochs']} epochs" if not run.get("reproduces") else ""
+    return f"[{run['metrics'][metric]:.2f}](../results/measured/{file.name}) {name}{budget}"
+
+
+def hours(path: Path) -> str:
+    """Of training on one A100, as `--plan` estimates them; "" where the data's size is not known."""
+    words = ["recipe", path, "--plan", "--json", "--gpus", 1, "--device-name", "A100"]
+    nothing_prepared = ["--save-dir", ROOT / "runs" / "none"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = cli_main([str(word) for word in words + nothing_prepared])
+    if status != 0:
+        raise SystemExit(f"moa-fairseq recipe {path} --plan failed")
+    estimate = json.loads(printed.getvalue())["hardware"][0].get("hours")
+    if estimate is None:
+        return ""
+    return f"{estimate:,.0f}" if estimate >= 10 else f"{estimate:.1f}" if estimate >= 0.1 else "< 0.1"
+
+
+def machine_and_time(path: Path) -> Tuple[str, str]:
+    """What the comment at the top of a recipe says of both; "as NAME" is looked up there."""
+    comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8")).group()
+    found = re.search(r"# Hardware( and time)?: (.*(?:\n#   .*)*)", comment)
+    if not found:
+        return "", "not measured"
+    text = re.sub(r"\n#\s*", " ", found.group(2))
+    if found.group(1):
+        return text.rstrip("."), ""
+    machine, _, time = text.partition(" Time")
+    machine = machine.strip().rstrip(".")
+    other = re.fullmatch(r"as (\w+)", machine)
+    if other:
+        machine = machine_and_time(path.with_name(f"{other.group(1)}.yaml"))[0]
+    return machine, time.partition(": ")[2].rstrip(".")
+
+
+def flags() -> str:
+    """A table of flags for each family, and for what goes with all of them."""
+    sections = [(f"`--arch {name}_*`", settings) for name, settings in FAMILIES.items()]
+    sections += [
+        ("σ-MoE, in the feed-forward of any family", SigmaMoESettings),
+        ("Criteria with routing: `--criterion *_with_routing`", RoutingLossConfig),
+        (
+            "Block coordinate descent: `--task translation_bcd`, `language_modeling_bcd`",
+            BlockCoordinateDescentConfig,
+        ),
+        ("Carried context: `--task language_modeling_truncated_bptt`", TruncatedBPTTConfig),
+    ]
+    head = ["Flag", "Default", "Meaning"]
+    tables = [f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections]
+    positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; how tokens know where they stand"]
+    return "\n\n".join([*tables, f"### Every architecture here\n\n{grid(head, [positions])}"])
+
+
+def _flags(settings: Any) -> Iterator[List[str]]:
+    fairseqs = {field.name for base in settings.__bases__ for field in _fields(base)}
+    for field in _fields(settings):
+        if field.name in fairseqs or "help" not in field.metadata:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        negated = f", `--no-{flag[2:]}`" if settings in FAMILIES.values() and field.default is False else ""
+        choices = field.metadata.get("choices") or (
+            list(field.type) if isinstance(field.type, enum.EnumMeta) else _annotated_choices(settings, field)
+        )
+        text = (f"{_choices(choices)}; " if choices else "") + field.metadata["help"]
+        default = "off" if field.default is False else "–" if field.default is None else f"`{field.default}`"
+        yield [f"`{flag}`{negated}", default, text.replace("|", "\\|")]
+
+
+def _fields(settings: Any) -> Tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+
+
+def _annotated_choices(settings: Any, field: dataclasses.Field) -> List[str]:
+    """The choices of a fairseq flag, whose type is an enum."""
+    kind = settings.__annotations__.get(field.name)
+    return [str(member.value) for member in kind] if isinstance(kind, enum.EnumMeta) else []
+
+
+def _choices(values: Any) -> str:
+    return " ".join(f"`{value}`" for value in values)
+
+
+def architectures() -> str:
+    """Every `--arch` that the plugin registers, by the model it belongs to."""
+    from fairseq.models import MODEL_REGISTRY
+
+    lines = [
+        [f"`{model}`", " ".join(f"`{arch}`" for arch in archs if arch != model) or "–"]
+        for model, archs in sorted(ARCH_MODEL_INV_REGISTRY.items())
+        if MODEL_REGISTRY[model].__module__.startswith("moa_fairseq.")
+    ]
+    dense = sorted(
+        arch
+        for model, archs in ARCH_MODEL_INV_REGISTRY.items()
+        if not MODEL_REGISTRY[model].__module__.startswith("moa_fairseq.")
+        for arch in archs
+        if _registered_here(arch)
+    )
+    if dense:
+        lines.append(["of fairseq's own models", " ".join(f"`{arch}`" for arch in dense)])
+    return grid(["Model", "Architectures"], lines)
+
+
+def _registered_here(arch: str) -> bool:
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    return ARCH_CONFIG_REGISTRY[arch].__module__.startswith("moa_fairseq.")
+
+
+def verbs() -> str:
+    """The verbs of `moa-fairseq`, and what can be analysed."""
+    lines = [[f"`moa-fairseq {verb}`", summary] for verb, (_, summary) in VERBS.items()]
+    lines += [[f"`moa-fairseq analyze {kind.NAME}`", kind.SUMMARY] for kind in KINDS]
+    return grid(["Command", "What it does"], lines)
+
+
+def patch_table() -> str:
+    """The table of `moa_fairseq.fairseq_compat.patches`: what is changed, why, and the test."""
+    lines = []
+    for patch in patches():
+        owner = getattr(patch.owner, "__qualname__", None) or patch.owner.__name__.removeprefix("fairseq.")
+        file, _, test = patch.test.partition("::")
+        link = f"[{test}](../tests/{file})"
+        lines.append([f"`{owner}.{patch.name}`", patch.reason.replace("|", "\\|"), link])
+    return grid(["What is changed", "Why", "Test"], lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    made, stale = parts(), []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        fresh = fill(text, made)
+        if fresh != text:
+            stale.append(name)
+            if not args.check:
+                with atomic_write(path) as stream:
+                    stream.write(fresh)
+    print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

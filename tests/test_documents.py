@@ -1,0 +1,204 @@
+"""What the documents say can be typed, what they link to is there, what is generated is fresh."""
+
+import argparse
+import functools
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import options
+
+from moa_fairseq.analysis.command import KINDS
+from moa_fairseq.cli import VERBS, build_parser, main
+from moa_fairseq.evaluation.compare import fill
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("benchmarks", "configs", "data-prep", "docs", "results")
+PATHS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+
+# Of other programs, and of a scorer of fairseq's that translation does not use.
+OTHERS_FLAGS = {"--help", "--wer-args"}
+
+
+def blocks(document, language):
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENTS[document], re.S)
+
+
+def shell_lines():
+    """(document, words) of every line in a bash block; a continued line is one."""
+    for document in DOCUMENTS:
+        for text in blocks(document, "bash"):
+            for line in text.replace("\\\n", " ").replace("${m}", "moa").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):  # of the environment
+                    words.pop(0)
+                if words:
+                    yield pytest.param(document, words, id=f"{document}: {' '.join(words)}"[:110])
+
+
+@functools.cache
+def known_flags():
+    """Every flag of fairseq's commands with the plugin, of moa-fairseq's verbs, and of the scripts."""
+    known = set(OTHERS_FLAGS)
+    trainings = (
+        ("moa_transformer_base", "translation", "label_smoothed_cross_entropy_with_routing"),
+        ("mae_transformer_base", "translation_bcd", "label_smoothed_cross_entropy"),
+        ("mae_transformer_lm_wiki103", "language_modeling_bcd", "adaptive_loss_with_routing"),
+        ("moh_transformer_base", "translation", "cross_entropy_with_routing"),
+        ("moa_roberta_8k8e128d", "masked_lm", "masked_lm_with_routing"),
+        ("switchhead_lm_47m", "language_modeling_truncated_bptt", "cross_entropy_with_routing"),
+    )
+    names = set()
+    for arch, task, criterion in trainings:
+        words = ["data", "--arch", arch, "--task", task, "--criterion", criterion]
+        for optimizer in (["--optimizer", "adam"], ["--optimizer", "sgd", "--lr-scheduler", "inverse_sqrt"]):
+            names |= set(vars(options.parse_args_and_arch(options.get_training_parser(), words + optimizer)))
+    generation = [
+        options.get_generation_parser(),
+        options.get_interactive_generation_parser(),
+        options.get_eval_lm_parser(),
+        options.get_preprocessing_parser(),
+    ]
+    parsers = [*generation, *(build_parser([verb]) for verb in VERBS)]
+    while parsers:
+        for action in parsers.pop()._actions:
+            known |= {flag for flag in action.option_strings if flag.startswith("--")}
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*.py")]
+    for script in scripts:
+        known |= set(re.findall(r"--[a-z][\w-]*", script.read_text(encoding="utf-8")))
+    flags = {name.replace("_", "-") for name in names}
+    return known | {f"--{flag}" for flag in flags} | {f"--no-{flag}" for flag in flags}
+
+
+def slug(heading):
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_linked_or_named_is_there(document):
+    text = DOCUMENTS[document]
+    missing = []
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = (ROOT / document).parent / file if file else ROOT / document
+        if not target.exists():
+            missing.append(link)
+        elif anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
+            missing += [] if anchor in map(slug, headings) else [link]
+    named = set(
+        re.findall(r"(?<![\w/.-])((?:scripts|data-prep|benchmarks|docs|tests)/[\w/-]+\.(?:sh|py))", text)
+    )
+    missing += [name for name in named if not (re.search("[A-Z]", name) or (ROOT / name).exists())]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_verbs_are_verbs(document):
+    text = DOCUMENTS[document]
+    for verb, kind in re.findall(r"moa-fairseq (?:--user-dir \S+ )?([a-z][\w-]*)(?: ([a-z][\w-]*))?", text):
+        assert verb in VERBS, f"moa-fairseq {verb}"
+        assert verb != "analyze" or kind in {"", *(known.NAME for known in KINDS)}, f"analyze {kind}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    assert stop.value.code == 0 and "usage: moa-fairseq" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_flags_are_flags(document):
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", DOCUMENTS[document]))
+    assert flags <= known_flags(), flags - known_flags()
+
+
+@pytest.mark.parametrize("document, words", shell_lines())
+def test_a_line_is_understood_by_its_program(document, words):
+    if "--help" in words:
+        return
+    if words[0] == "moa-fairseq":
+        build_parser(words[1:]).parse_args(words[1:])
+    elif words[0] in ("bash", "sbatch"):
+        script = next(word for word in words[1:] if word.endswith(".sh"))
+        rest = words[words.index(script) + 1 :]
+        assert (ROOT / script).is_file()
+        name = rest.pop(0) if script.startswith("scripts/launch/") else Path(script).stem
+        if (ROOT / "configs" / f"{name}.yaml").is_file():
+            build_parser(["recipe"]).parse_args(["recipe", name, *rest])
+        else:
+            assert not script.startswith("scripts/launch/"), name
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
+    else:
+        assert words[0].startswith("fairseq-") or words[0] in ("source", "pip"), words[0]
+
+
+def test_dry_run_lines_print_commands():
+    lines = [line.values[1] for line in shell_lines() if "--dry-run" in line.values[1]]
+    assert lines
+    for words in {tuple(words): words for words in lines}.values():
+        config = ROOT / "configs" / f"{Path(words[1]).stem}.yaml"
+        command = [sys.executable, "-m", "moa_fairseq.cli", "recipe", str(config), *words[2:]]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0 and "$ fairseq-train" in done.stdout, done.stderr
+
+
+def test_the_python_examples_train():
+    for document, rows in (("README.md", 80), ("docs/own-models.md", 80)):
+        namespace = {}
+        (example,) = blocks(document, "python")
+        exec(example, namespace)
+        ((_, decision),) = namespace["decisions"]
+        assert decision.expert_index.shape == (rows, 8) and decision.num_experts == 32
+        namespace["loss"].backward()
+    block = namespace["Block"](32)
+    x = torch.randn(5, 2, 32)
+    assert block(x, torch.zeros(2, 5, dtype=torch.bool)).shape == x.shape
+
+
+def test_the_readme_is_short():
+    lines = DOCUMENTS["README.md"].splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_what_is_generated_is_fresh():
+    """`python docs/generate.py` rewrites what is not. One test, because the parts take a while to make."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert {name for name, text in DOCUMENTS.items() if ":begin -->" in text} == set(generate.DOCUMENTS)
+    parts = generate.parts()
+    stale = [name for name in generate.DOCUMENTS if fill(DOCUMENTS[name], parts) != DOCUMENTS[name]]
+    assert not stale, "out of date: run python docs/generate.py"
+    for part in parts:
+        assert sum(f"<!-- {part}:begin -->" in text for text in DOCUMENTS.values()) == 1
+
+
+def test_the_architecture_names_the_rooms_and_files_that_there_are():
+    package, text = ROOT / "moa_fairseq", DOCUMENTS["ARCHITECTURE.md"]
+    rooms = {
+        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    spans = set(re.findall(r"`([^`\n]+)`", text))
+    named = {span.rstrip("/").removesuffix(".py") for span in spans}
+    assert not rooms - {"__init__"} - named
+    files = {span for span in spans if re.fullmatch(r"[\w/]+\.py", span)}
+    assert not [file for file in files if not list(package.glob(f"**/{file}"))]
+
+
+def test_the_toy_family_has_the_size_that_is_told():
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests" / "toy_family").glob("*.py"))
+    for document in ("CONTRIBUTING.md", "docs/own-models.md"):
+        assert re.findall(r"(\d+)\s+lines", DOCUMENTS[document])[0] == str(lines)
