@@ -51,11 +51,11 @@ def extract(archive: Path, wanted: Collection[Sequence[str]], folder: Path) -> D
             with atomic_write(folder / name, "wb") as output:
                 _copy(stream, output, size, posixpath.basename(name))
             found[name] = size
-    missing = [group for group in wanted if not found.keys() & set(group)]
+    missing = ", ".join(" or ".join(group) for group in wanted if not found.keys() & set(group))
     if missing:
-        what = ", ".join(" or ".join(group) for group in missing)
-        raise UserError(f"{archive} does not contain {what}: it is another archive than the recipe knows.")
-    return {_first(group, found): found[_first(group, found)] for group in wanted}
+        raise UserError(f"{archive} does not contain {missing}: it is another archive than the recipe knows.")
+    first = [next(name for name in group if name in found) for group in wanted]
+    return {name: found[name] for name in first}
 
 
 @contextlib.contextmanager
@@ -73,10 +73,6 @@ def archive_errors(archive: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
-
-
-def _first(group: Sequence[str], found: Dict[str, int]) -> str:
-    return next(name for name in group if name in found)
 
 
 def _members(archive: Path, names: Collection[str]) -> Iterator[Member]:

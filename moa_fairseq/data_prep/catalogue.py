@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import yaml
 
@@ -22,8 +22,7 @@ SIDES = ("src", "ref")
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
 
-@dataclasses.dataclass(frozen=True)
-class PublicFile:
+class PublicFile(NamedTuple):
     """One file on the internet. name: where it is kept, below the folder of downloads; see datasets.yaml."""
 
     name: str
@@ -40,8 +39,7 @@ class PublicFile:
         return self.size or self.about or 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One text of a split: a member of an archive (the first of `members` that is there), or a `file`."""
 
     archive: str = ""
@@ -52,19 +50,17 @@ class Part:
     def named(self, lang: str = "", side: str = "") -> Part:
         """The same part with {lang} and {side} filled in."""
         members = tuple(member.format(lang=lang, side=side) for member in self.members)
-        return dataclasses.replace(self, members=members, file=self.file.format(lang=lang, side=side))
+        return self._replace(members=members, file=self.file.format(lang=lang, side=side))
 
 
-@dataclasses.dataclass(frozen=True)
-class HoldOut:
+class HoldOut(NamedTuple):
     """Every n-th line of the training text becomes another split."""
 
     split: str
     every: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """md5 of each file of the segmented text, for a pair of languages (either way round) and its merges."""
 
     languages: Tuple[str, ...]
@@ -177,15 +173,13 @@ def of_kind(kind: str) -> Dict[str, Dataset]:
 
 
 def _dataset(name: str, kind: str, row: Dict[str, Any]) -> Dataset:
-    objects = {
-        "splits": {split: tuple(map(_part, parts)) for split, parts in row.get("splits", {}).items()},
-        "languages": tuple(row.get("languages", ())),
-        "hold_out": HoldOut(**row["hold_out"]) if "hold_out" in row else None,
-        "codes": _part(row["codes"]) if "codes" in row else None,
-        "published": Published(**row["published"]) if "published" in row else None,
-    }
+    def part(row: Dict[str, Any]) -> Part:
+        return Part(**{**row, "members": tuple(row.get("members", ()))})
+
+    makers = {"hold_out": HoldOut, "published": Published}
+    objects = {key: make(**row[key]) for key, make in makers.items() if key in row}
+    objects["splits"] = {split: tuple(map(part, parts)) for split, parts in row.get("splits", {}).items()}
+    objects["languages"] = tuple(row.get("languages", ()))
+    if "codes" in row:
+        objects["codes"] = part(row["codes"])
     return Dataset(name, kind, **{**row, **objects})
-
-
-def _part(row: Dict[str, Any]) -> Part:
-    return Part(**{**row, "members": tuple(row.get("members", ()))})

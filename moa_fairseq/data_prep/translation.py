@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import math
@@ -93,7 +92,7 @@ def _tokenise(job: Preparation, dataset: Dataset, texts: Mapping[str, List[Piece
         splits.append(Job(split, files, chain, dataset.hold_out if train else None, lenient=train))
     memory = job.memory()
     described = [
-        [split.split, split.chain, split.hold_out and dataclasses.astuple(split.hold_out)]
+        [split.split, split.chain, split.hold_out]
         + [[piece.markup, memory.checksum(piece.path)] for pair in split.files for piece in pair]
         for split in splits
     ]

@@ -6,7 +6,6 @@ import hashlib
 import http.server
 import re
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -216,7 +215,7 @@ def test_what_is_not_the_file_is_refused(server, tmp_path, names, pins, words):
 @pytest.mark.parametrize(("name", "kind"), [("file.gz", "gzip"), ("file.zip", "zip"), ("file.tar", "tar")])
 def test_formats(server, tmp_path, name, kind):
     server.content = b"something else"
-    wrong = replace(source(server, sha256=None), name=name)
+    wrong = source(server, sha256=None)._replace(name=name)
     with pytest.raises(UserError, match=f"is no {kind} file"):
         download(wrong, tmp_path)
 

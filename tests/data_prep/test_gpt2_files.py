@@ -1,6 +1,5 @@
 """The files of GPT-2's encoding: where they are looked for, and that nothing but the pinned ones is used."""
 
-import dataclasses
 import hashlib
 import zipfile
 
@@ -28,7 +27,7 @@ def pins(monkeypatch):
     real = catalogue.public_files()
     for name, content in CONTENT.items():
         digest = hashlib.sha256(content).hexdigest()
-        pinned = dataclasses.replace(real[f"{FOLDER}/{name}"], sha256=digest)
+        pinned = real[f"{FOLDER}/{name}"]._replace(sha256=digest)
         monkeypatch.setitem(real, f"{FOLDER}/{name}", pinned)
 
 
