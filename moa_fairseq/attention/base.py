@@ -209,12 +209,15 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
                     if key_padding_mask is not None:
                         key_padding_mask = F.pad(key_padding_mask.bool(), before)
             else:
-                value = key if self.encoder_decoder_attention else value
-                assert key is not None and value is not None, "no keys are given, and none are cached"
-                key, value = key.transpose(0, 1), value.transpose(0, 1)
-                if self.encoder_decoder_attention and cache is not None and static_kv:
-                    key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
-                    value = key
+                assert key is not None, "no keys are given, and none are cached"
+                key = key.transpose(0, 1)
+                if self.encoder_decoder_attention:
+                    if cache is not None and static_kv:
+                        key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
+                    value = key  # the same object: one product may then give keys and values
+                else:
+                    assert value is not None, "keys are given without values"
+                    value = value.transpose(0, 1)
             k, v = self.project_keys_values(key, value, decision, key_padding_mask)
             if self.positions is not None:
                 key_length = cached + k.size(2)

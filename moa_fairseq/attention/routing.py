@@ -149,9 +149,7 @@ class RoutingSums:
     @property
     def mean_softmax(self) -> Tensor:
         """The mean over tokens of the softmax of each group's logits, [M, E]."""
-        logits = self._rows("logits")
-        if self._padding is not None:
-            logits = logits.masked_fill(self._padding.unsqueeze(1), 0.0)
+        logits = self._real_rows("logits")
         probs = torch.softmax(logits.unflatten(1, (self.groups, -1)), dim=-1)
         total, tokens = self._over_tokens([probs.flatten(1)])
         return total / tokens.clamp_min(1.0)
@@ -164,7 +162,7 @@ class RoutingSums:
     @cached_property
     def _sums(self) -> Tuple[Tensor, ...]:
         logits = self._rows("logits").unflatten(1, (self.groups, -1))
-        columns = [self._rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
+        columns = [self._real_rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
         if self._decisions[0].chooses_all:
             mass, squares, tokens = self._over_tokens(columns)
             counts = tokens.expand_as(mass)
@@ -174,7 +172,7 @@ class RoutingSums:
 
     @cached_property
     def _entropies(self) -> Tuple[Tensor, Tensor]:
-        probs = self._rows("probs").unflatten(1, (self.groups, -1))
+        probs = self._real_rows("probs").unflatten(1, (self.groups, -1))
         probs = probs / (probs.sum(-1, keepdim=True) + torch.finfo(probs.dtype).tiny)
         entropy = entropies(probs).mean(-1, keepdim=True)
         *sums, tokens = self._over_tokens([entropy, probs.flatten(1)])
@@ -200,6 +198,11 @@ class RoutingSums:
         """The rows of all decisions, routed experts only: [ΣN, E]."""
         rows = _concatenated([getattr(d, name) for d in self._decisions])
         return rows[:, self._decisions[0].shared :]
+
+    def _real_rows(self, name: str) -> Tensor:
+        """`_rows`, with zeros for padding: a NaN there would stay one in a sum, times zero or not."""
+        rows = self._rows(name)
+        return rows if self._padding is None else rows.masked_fill(self._padding.unsqueeze(1), 0.0)
 
     def _over_tokens(self, columns: List[Tensor]) -> Tuple[Tensor, ...]:
         """Each [ΣN, W] summed over the real tokens of each decision, [M, W], and how many these are, [M, 1].

@@ -132,7 +132,13 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         decides = {
             side: bool(set(sides) & set(letters)) for side, sides in (("keys", "vk"), ("queries", "qo"))
         }
-        self.shares_selection = shared_selection and self.self_attention and all(decides.values())
+        if shared_selection and not all(decides.values()):
+            raise UserError(
+                f"--switchhead-shared-selection shares one choice of experts between keys and values (v, k) "
+                f"and queries and outputs (q, o), but --switchhead-experts {experts} has experts on one side "
+                f"at most: leave the flag out, or name experts of both sides, such as vo."
+            )
+        self.shares_selection = shared_selection and self.self_attention
         self.router = self._router(embed_dim, "queries") if decides["queries"] else None
         has_own = decides["keys"] and not self.shares_selection
         self.source_router = self._router(kdim, "keys") if has_own else None

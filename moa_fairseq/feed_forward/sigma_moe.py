@@ -72,6 +72,11 @@ class SigmaMoE(nn.Module):
         backend: str = "auto",
     ):
         super().__init__()
+        if num_experts < 1:
+            raise UserError(
+                f"--sigma-moe-num-experts {num_experts} must be a positive number, or 0 for an ordinary "
+                "feed-forward."
+            )
         if expert_dim < 1:
             raise UserError(f"--sigma-moe-expert-dim must be a positive number, not {expert_dim}.")
         check_init_scale("sigma-moe", init_scale)

@@ -1,9 +1,10 @@
 import math
 
+import pytest
 import torch
 
 from moa_fairseq.attention.load_statistics import load_statistics
-from moa_fairseq.attention.losses import load_balance_loss, mutual_information_loss, z_loss
+from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, mutual_information_loss, z_loss
 from moa_fairseq.attention.routing import RoutingDecision
 
 
@@ -53,6 +54,24 @@ def test_padding_is_ignored_whatever_it_contains():
         assert torch.equal(padded.expert_counts, plain.expert_counts)
         z_loss(padded).backward()
         assert torch.isfinite(logits.grad).all() and (logits.grad[6:] == 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in BALANCE_LOSSES if name != "none"])
+def test_no_balance_loss_sees_padded_rows_that_are_not_a_number(name):
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(9, 4, generator=g)
+    padding = torch.tensor([False] * 6 + [True] * 3)
+    plain, padded = decide(logits[:6], 2), decide(logits, 2, padding)
+    padded.logits = logits.masked_fill(padding.unsqueeze(1), math.nan)
+    padded.probs = padded.probs.masked_fill(padding.unsqueeze(1), math.nan).requires_grad_()
+    plain.probs.requires_grad_()
+    loss = BALANCE_LOSSES[name]
+    torch.testing.assert_close(loss(padded), loss(plain))
+    if name != "entropy":  # a function of the logits
+        loss(padded).backward()
+        loss(plain).backward()
+        torch.testing.assert_close(padded.probs.grad[:6], plain.probs.grad)
+        assert (padded.probs.grad[6:] == 0).all()
 
 
 def test_padding_only_gives_zero_not_nan():

@@ -295,3 +295,14 @@ def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
     monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 0)
     module.v_proj.register_forward_hook(lambda *_: None)
     assert not module._in_one_product(x), "a hook is not passed by"
+
+
+def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):
+    """`project_keys_values` then makes one product of them, where that pays."""
+    module, seen = build(encoder_decoder_attention=True), []
+    project = module.project_keys_values
+    monkeypatch.setattr(
+        module, "project_keys_values", lambda k, v, *rest: (seen.append(k is v), project(k, v, *rest))[1]
+    )
+    module(torch.randn(3, 2, C), torch.randn(5, 2, C), torch.randn(5, 2, C))
+    assert seen == [True]

@@ -285,6 +285,8 @@ def test_memory_does_not_grow_with_k():
         (dict(experts="vv"), "--switchhead-experts 'vv'"),
         (dict(experts=""), "--switchhead-experts ''"),
         (dict(num_heads=0), "--switchhead-heads"),
+        (dict(experts="vk", shared_selection=True), "--switchhead-shared-selection.*experts vk"),
+        (dict(experts="none", shared_selection=True, self_attention=True), "--switchhead-shared-selection"),
         (dict(kdim=8, vdim=9), "two inputs"),
         (dict(init_scale=-1.0), "--switchhead-init-scale -1.0"),
         (dict(init_scale=float("nan")), "--switchhead-init-scale nan"),
