@@ -120,10 +120,8 @@ def measure_attention(
     found: Dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Module) and hasattr(module, "ever_training"):
-            module.ever_training = (
-                True  # else fairseq's encoder calls torch's fused layer, which tells no weights
-            )
+        if hasattr(module, "ever_training"):  # else fairseq's encoder calls torch's fused layer: no weights
+            vars(module)["ever_training"] = True
         if not isinstance(module, (MixtureAttention, MultiheadAttention)):
             continue
         if isinstance(module, MultiheadAttention):

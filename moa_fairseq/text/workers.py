@@ -89,7 +89,7 @@ def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if received:
+    if received and callable(before):
         before(*received[0])
 
 
