@@ -85,6 +85,7 @@ _GATHERED_WIDE = {
 }  # projections: for each of a token's C numbers and each chosen head
 _GATHERED_MASK = {"cpu": 36, "cuda": 100}  # for each key and chosen head, where masks differ between queries
 _STEP = {"cpu": 1.5e6, "cuda": 6.4e7}  # for each head
+_LEAST_SAVING = 0.05  # of the layer: less is not worth the risk of the estimate's error
 
 
 def skipping_pays(
@@ -112,5 +113,7 @@ def skipping_pays(
     attention -= mask * per_token * tgt_len if causal else 0
     attention -= step * choosable / (batch * tgt_len)
     projections = (2 * left_out - wide * per_token) * model_dim
-    pays = attention + max(projections, 0) > 0
+    heads = shared + choosable
+    whole = 2 * heads * head_dim * (tgt_len + 2 * model_dim)  # scores and sums, four projections
+    pays = attention + max(projections, 0) > _LEAST_SAVING * whole
     return pays, pays and projections > 0

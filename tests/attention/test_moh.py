@@ -200,6 +200,7 @@ def test_the_choice_follows_the_work():
         return skipping_pays(batch, length, per_token=per_token, causal=causal, **sizes)
 
     assert choice(32, 128, 5) == (False, False)  # little attention to save
+    assert choice(1, 4096, 5) == (False, False)  # 3 % of the layer is within the error of the estimate
     assert choice(2, 2048, 4) == (True, False)
     assert choice(2, 2048, 4, causal=True) == (False, False)  # rows of a mask have to be gathered
     assert choice(4, 1024, 2) == (True, True)
