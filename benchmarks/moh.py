@@ -85,6 +85,7 @@ def draw(rows: List[Dict[str, Any]], args: Any) -> Figure:
             panel.axhline(1.0, color="#666666", linewidth=0.8)
             panel.set(title=f"{kind}{', causal' if causal else ''}", xscale="log")
             panel.set_xticks(sorted({r["length"] for r in rows}), sorted({r["length"] for r in rows}))
+            panel.set_xticks([], minor=True)
             panel.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel("skipped ÷ masked")
     panels[0][0].legend(frameon=False)
