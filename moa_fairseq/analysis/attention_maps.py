@@ -33,7 +33,7 @@ from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.trained_model import device_for, load_trained, shortened
+from moa_fairseq.evaluation.trained_model import device_for, load_subset, load_trained
 
 NAME = "attention-maps"
 SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
@@ -107,11 +107,7 @@ def measure_attention(
 
     Raises UserError for a subset or a sentence that does not exist, and a model without such attention.
     """
-    try:
-        task.load_dataset(subset)
-    except (OSError, RuntimeError, KeyError, AssertionError) as error:
-        raise UserError(f"--subset {subset}: {shortened(error)}") from error
-    dataset = task.dataset(subset)
+    dataset = load_subset(task, subset)
     if not 0 <= sentence < len(dataset):
         raise UserError(f"--sentence {sentence}: {subset} has sentences 0 to {len(dataset) - 1:,}.")
     sample = dataset.collater([dataset[sentence]])
@@ -144,11 +140,9 @@ def measure_attention(
     source, target = _symbols(task, sample["net_input"])
     maps = []
     for name, weights in found.items():
-        path = name.split(".")
-        cross, decoder = path[-1] == "encoder_attn", path[0] == "decoder"
-        queries, keys = (target or source if decoder else source), (target or source if decoder else source)
-        if cross:
-            keys = source
+        # The decoder of a language model reads the source tokens.
+        queries = target if target and name.startswith("decoder.") else source
+        keys = source if name.endswith(".encoder_attn") else queries
         own = [decision for named, decision in decisions if named == name and decision.scope == "tokens"]
         gates = {decision.side: _gates(decision) for decision in own}
         groups = own[0].groups if own else 1

@@ -43,17 +43,23 @@ def device_for(cpu: bool) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
 
 
-def batches(
-    task: Any, model: Any, subset: str, max_tokens: int, device: torch.device
-) -> Iterable[Dict[str, Any]]:
-    """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
+def load_subset(task: Any, subset: str) -> Any:
+    """fairseq's data set of a subset. Raises UserError if there is no such subset."""
     try:
         task.load_dataset(subset)
     except (OSError, RuntimeError, KeyError, AssertionError) as error:
         raise UserError(f"--subset {subset}: {shortened(error)}") from error
+    return task.dataset(subset)
+
+
+def batches(
+    task: Any, model: Any, subset: str, max_tokens: int, device: torch.device
+) -> Iterable[Dict[str, Any]]:
+    """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
+    dataset = load_subset(task, subset)
     limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)
     iterator = task.get_batch_iterator(
-        task.dataset(subset), max_tokens=max_tokens, max_positions=limits, ignore_invalid_inputs=True
+        dataset, max_tokens=max_tokens, max_positions=limits, ignore_invalid_inputs=True
     )
     for sample in iterator.next_epoch_itr(shuffle=False):
         if sample:

@@ -212,7 +212,7 @@ def _prepare(run: Run, options: Options) -> Prepared:
         run.executor.run(command, root / "preprocess.log")
 
     # Two runs of one data set may start together: the second one waits and finds everything done.
-    with locked(root, patience=math.inf, say=log.info):
+    with locked(root, patience=math.inf):
         downloads = options.data_root / "downloads"
         prepared = Preparation(settings, recipe.splits, source, root, preprocess, downloads).run()
     run.state.put(
