@@ -127,14 +127,17 @@ def _read(path: Path, keys: tuple) -> dict:
 
 
 def _read_run(path: Path) -> dict:
-    """One result.json, every value of the kind that the tables need."""
+    """One result.json, every value of the kind that the tables need.
+
+    "name" is added: an experiment may have been run more than once, and each run has a file or a folder.
+    """
     data = _read(path, ("experiment", "metrics"))
     check_kinds(data, _RUN, str(path), _REMEDY, required=("experiment", "metrics"))
     kinds = {name: TEXT if name.endswith("_signature") else NUMBER for name in data["metrics"]}
     check_kinds(data["metrics"], kinds, f"{path}: metrics", _REMEDY)
     if (data.get("status") or "not run") not in STATUSES:
         raise UserError(f"{path}: status {data['status'][:40]!r} is none of {', '.join(STATUSES)}.")
-    return data
+    return {"name": path.stem if path.stem != "result" else path.absolute().parent.name, **data}
 
 
 def _table(paper: dict, table: dict, runs: List[dict]) -> Table:

@@ -81,7 +81,7 @@ def _small_run(run: dict) -> List[str]:
     score = run.get("status") or ("" if metrics.get(key) is None else f"{metrics[key]:.2f}")
     epochs = "" if run.get("epochs") is None else f", {run['epochs']} epochs"
     parameters = "" if run.get("parameters") is None else f"{run['parameters'] / 1e6:.1f}M"
-    return [f"`{run['experiment']}`", f"{names.get(key, key)}{epochs}", "", score, "", parameters]
+    return [f"`{run['name']}`", f"{names.get(key, key)}{epochs}", "", score, "", parameters]
 
 
 def _scores(table: Table) -> str:
@@ -134,7 +134,7 @@ def _runs(table: Table) -> List[dict]:
 
 def _evidence(runs: List[dict]) -> str:
     """How each number came about: a score never travels alone."""
-    return "\n".join(f"- `{run['experiment']}`: {', '.join(_facts(run))}" for run in runs)
+    return "\n".join(f"- `{run['name']}`: {', '.join(_facts(run))}" for run in runs)
 
 
 def _facts(run: dict) -> List[str]:
@@ -157,7 +157,7 @@ def _other(runs: List[dict]) -> str:
     present = {key for run in runs for key in run["metrics"]}
     extra = {key: name for key, name in FURTHER_SCORES.items() if key in present}
     columns = {**OTHER_SCORES, **extra}
-    head = ["Experiment", *columns.values(), "#Params", "Training"]
+    head = ["Run", *columns.values(), "#Params", "Training"]
     return _grid(head, [_other_fields(run, list(columns)) for run in runs], left=1)
 
 
@@ -168,7 +168,7 @@ def _other_fields(run: dict, columns: List[str]) -> List[str]:
         scores[0] = run["status"]
     parameters, seconds = run.get("parameters"), run.get("train_seconds")
     return [
-        run["experiment"],
+        run["name"],
         *scores,
         "" if parameters is None else f"{parameters / 1e6:.1f}M",
         "" if seconds is None else _duration(seconds),

@@ -60,7 +60,7 @@ def test_a_printed_number_keeps_its_decimal(results):
 
 def record(results, *runs):
     for number, measured in enumerate(runs):
-        (results / "measured" / f"{number}.json").write_text(json.dumps(measured))
+        (results / "measured" / f"{measured['experiment']}_{number}.json").write_text(json.dumps(measured))
     return load_comparison(results)
 
 
@@ -111,9 +111,8 @@ def test_a_score_by_two_chains_gets_two_lines(results):
     metrics = [cell["quantity"] for cell in comparison.as_json()["tables"][0]["rows"][0]["cells"]]
     assert metrics == ["parameters", "multi_bleu", "moa_release_bleu", "multi_bleu"]
     comparison = record(results, {**both, "reproduces": None})
-    assert "| Experiment | multi-bleu | compound-split | sacreBLEU | Valid ppl | moa-release |" in render(
-        comparison
-    )
+    head = "| Run | multi-bleu | compound-split | sacreBLEU | Valid ppl | moa-release |"
+    assert head in render(comparison)
 
 
 @pytest.mark.parametrize("status", ["OOM", "diverged", "running"])
@@ -131,8 +130,8 @@ def test_runs_for_no_row_stand_apart(results):
     comparison = record(results, other)
     assert [each["experiment"] for each in comparison.other] == ["quickstart_moa"]
     text = render(comparison)
-    assert "| quickstart_moa | 7.50 |  |  |  | 1.2M | 1.5 min |" in text
-    assert f"- `quickstart_moa`: subset test, seed 3, commit 0123456789-dirty, `{signature}`" in text
+    assert "| quickstart_moa_0 | 7.50 |  |  |  | 1.2M | 1.5 min |" in text
+    assert f"- `quickstart_moa_0`: subset test, seed 3, commit 0123456789-dirty, `{signature}`" in text
 
 
 def test_a_changed_run_of_a_known_experiment_does_not_stand_for_the_row(results):
@@ -197,7 +196,7 @@ def test_a_document_has_the_parts_that_it_has_room_for(results):
     assert (
         len(rows) == 4 and rows[2].startswith("| Ours (") and "BLEU, a test set | 20.0 | 21.25 |" in rows[2]
     )
-    assert rows[3].startswith("| `quickstart_moa` | ")
+    assert rows[3].startswith("| `quickstart_moa_1` | ")
 
 
 @pytest.mark.parametrize("text", ["", FIRST, f"{LAST}\n{FIRST}", f"{FIRST}{FIRST}{LAST}"])
