@@ -98,7 +98,8 @@ def _scores(table: Table) -> str:
 def _score_name(row: Row, cell: Cell) -> str:
     """The column, and by which chain where the printed number is compared with more than one."""
     shared = sum(other.column == cell.column for other in row.cells) > 1
-    chain = {**OTHER_SCORES, **FURTHER_SCORES}.get(cell.quantity, cell.quantity)
+    chain = cell.quantity or ""
+    chain = {**OTHER_SCORES, **FURTHER_SCORES}.get(chain, chain)
     return f"{cell.column} ({chain})" if shared else cell.column
 
 
@@ -120,12 +121,13 @@ def _costs(table: Table) -> str:
 
 def _count_fields(cell: Optional[Cell], plain: bool) -> List[str]:
     """Paper, ours, difference, and for MACs every matrix product counted once."""
-    if cell is None:
+    if cell is None or cell.ours is None or cell.difference is None:
         return [""] * (4 if plain else 3)
     percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
     decimals = max(1, len(f"{cell.paper / 1e6:g}".partition(".")[2]))
     fields = [f"{cell.paper / 1e6:g}M", f"{cell.ours / 1e6:.{decimals}f}M", f"{percent:+.1f} %"]
-    return fields + ([f"{cell.plain / 1e6:.1f}M"] if plain else [])
+    counted = "" if cell.plain is None else f"{cell.plain / 1e6:.1f}M"
+    return [*fields, counted] if plain else fields
 
 
 def _runs(table: Table) -> List[dict]:
