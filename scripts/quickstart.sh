@@ -3,7 +3,7 @@
 # dense Transformer and a small mixture of attention heads of like cost on it, translates the test set with
 # both and compares. Two CPU cores, at most 20 minutes; interrupted and run again, it goes on where it was.
 #
-#   bash scripts/quickstart.sh [--set KEY=VALUE ...]   e.g. --set train.max_epoch=8, for both models
+#   bash scripts/quickstart.sh [--set KEY=VALUE ...]   e.g. --set train.seed=2, for both models
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
