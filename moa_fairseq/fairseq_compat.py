@@ -189,7 +189,13 @@ def patches() -> List[Patch]:
     from fairseq.tasks.fairseq_task import FairseqTask
     from fairseq.trainer import Trainer
 
-    from moa_fairseq.fairseq_patches import checkpoint_files, collectives, cpu_autocast, foreign_settings
+    from moa_fairseq.fairseq_patches import (
+        architectures,
+        checkpoint_files,
+        collectives,
+        cpu_autocast,
+        foreign_settings,
+    )
 
     compat, files = "test_fairseq_compat.py::", "fairseq_patches/test_checkpoint_files.py::"
     return [
@@ -284,6 +290,11 @@ def patches() -> List[Patch]:
             "A worker that has no micro-batch left runs an old one again, only to take part; routers and "
             "gates would count its tokens.",
             "tasks/test_observed_updates.py::test_routers_count_what_an_update_was_made_of",
+        ),
+        Patch(
+            *(Trainer, "load_checkpoint", architectures.naming_what_differs),
+            "fairseq says that the architectures do not match, and not in which setting.",
+            "test_resume.py::test_another_architecture_is_refused_and_overwrites_nothing",
         ),
         Patch(
             *(Trainer, "load_checkpoint", _explaining_optimizers),

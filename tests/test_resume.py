@@ -122,5 +122,5 @@ def test_another_architecture_is_refused_and_overwrites_nothing(fairseq, toy_dat
     before = (tmp_path / "checkpoint_last.pt").read_bytes()
     done = fairseq.train(toy_data, tmp_path, arch="transformer", check=False)
     assert done.returncode != 0
-    assert "ensure that the architectures match" in done.stderr
+    assert "--arch was moa_transformer_tiny and is transformer" in done.stderr.splitlines()[-1]
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
