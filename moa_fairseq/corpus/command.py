@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Dict
 
-from moa_fairseq.corpus.build import Options, build
-from moa_fairseq.corpus.fetch import default_cache, load_packages
+from moa_fairseq.corpus.build import Options, build, load_packages
+from moa_fairseq.data_prep.gpt2_files import default_cache
 from moa_fairseq.errors import UserError
 
 DEFAULT_OUTPUT = Path("data/embedded_en_de")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--from {args.folder} is not a folder.")
     started = time.monotonic()
     options = Options(
-        args.output, args.cache or default_cache(), args.folder, args.offline, args.allow_missing
+        args.output, args.cache or default_cache() / "wheels", args.folder, args.offline, args.allow_missing
     )
     manifest = build(load_packages(), options)
     summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2), **manifest}

@@ -31,7 +31,12 @@ class PublicFile(NamedTuple):
     sha256: Optional[str] = None
     md5: Optional[str] = None
     about: Optional[int] = None
-    gone: str = ""
+    remedy: str = ""
+
+    @property
+    def pinned(self) -> bool:
+        """True where a checksum tells in the end whether a download is the file."""
+        return bool(self.sha256 or self.md5)
 
     @property
     def bytes(self) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-import shutil
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep.archives import archive_errors
+from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.binarised import DICTIONARY, is_binarised
 from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part, datasets
 from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, count_lines, find_file
@@ -99,7 +98,10 @@ def find_text(source: Path, dataset: Dataset, subsets: Sequence[str], unpacked: 
         )
     kinds = [{split: stem.format(split=split) for split in dataset.splits} for stem in dataset.stems]
     if source.is_file() and zipfile.is_zipfile(source):
-        _unpack(source, {name for kind in kinds for name in kind.values()}, unpacked)
+        stat, names = source.stat(), {name for kind in kinds for name in kind.values()}
+        mark = fingerprint_of(source.name, stat.st_size, stat.st_mtime_ns)
+        # Whatever folder in it they stand in.
+        build_folder(unpacked, mark, lambda new: extract(source, names, new, lambda path: Path(path).name))
         source = unpacked
     elif not source.is_dir():
         raise UserError(f"There is no data folder {source}. {dataset.bring}")
@@ -109,23 +111,6 @@ def find_text(source: Path, dataset: Dataset, subsets: Sequence[str], unpacked: 
             return {split: path for split, path in files.items() if path}
     missing = ", ".join(kinds[0][subset] for subset in subsets)
     raise UserError(f"The data folder {source} lacks {missing}. {dataset.bring}")
-
-
-def _unpack(archive: Path, wanted: Sequence[str], unpacked: Path) -> None:
-    """Write the archive's text files, whatever folder in it they stand in, to `unpacked` by their names."""
-    stat = archive.stat()
-
-    def build(new: Path) -> List[str]:
-        with zipfile.ZipFile(archive) as package:
-            for member in package.infolist():
-                name = PurePosixPath(member.filename).name
-                if name in wanted and not (new / name).exists():
-                    with package.open(member) as content, open(new / name, "wb") as stream:
-                        shutil.copyfileobj(content, stream, 1 << 20)
-        return sorted(path.name for path in new.iterdir())
-
-    with archive_errors(archive):
-        build_folder(unpacked, fingerprint_of(archive.name, stat.st_size, stat.st_mtime_ns), build)
 
 
 # --- pairs of files ---------------------------------------------------------------------------------

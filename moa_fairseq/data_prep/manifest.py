@@ -11,9 +11,8 @@ from typing import Any, Dict, List, Mapping
 
 import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
-from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
+from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark, write_json
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
 
 MANIFEST = "manifest.json"
 TOOLS = (
@@ -64,8 +63,7 @@ def write_manifest(
         "published": _published(root, settings, dataset, memory),
         "tools": tool_versions(),
     }
-    with atomic_write(root / MANIFEST) as stream:
-        json.dump(manifest, stream, indent=1, ensure_ascii=False)
+    write_json(root / MANIFEST, manifest)
     return manifest
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from moa_fairseq.data_prep.gpt2_files import ENCODER, NUMERIC_ORDER, ROBERTA_ORD
 from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.data_prep.manifest import MANIFEST, write_manifest
 from moa_fairseq.data_prep.obtain import Store
-from moa_fairseq.data_prep.stage_folder import fingerprint_of
+from moa_fairseq.data_prep.stage_folder import fingerprint_of, write_json
 from moa_fairseq.files import atomic_write
 
 if TYPE_CHECKING:
@@ -106,9 +105,7 @@ def masked_lm(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     def finish(new: Path) -> None:
         for name in (ENCODER, VOCAB):
             shutil.copyfile(job.root / "bpe" / name, new / name)
-        with atomic_write(new / MANIFEST) as stream:
-            json.dump({"recipe": dataset.name, **facts}, stream, indent=1)
-            stream.write("\n")
+        write_json(new / MANIFEST, {"recipe": dataset.name, **facts})
 
     mark = fingerprint_of("binarised-text", 1, extra, mark)
     prepared = job.binarise(dataset, list(facts["splits"]), mark, finish)

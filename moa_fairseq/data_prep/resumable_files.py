@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import IO, Any, Dict, Iterator, Sequence
 
-from moa_fairseq.files import atomic_write
+from moa_fairseq.data_prep.stage_folder import file_size, saved_json, write_json
 
 PROGRESS = "progress.json"
 
@@ -35,26 +34,23 @@ class ResumableFiles:
             stream.flush()
             os.fsync(stream.fileno())
             sizes[name] = os.fstat(stream.fileno()).st_size
-        with atomic_write(self.folder / PROGRESS) as note:
-            json.dump({"sizes": sizes, "state": state}, note)
+        write_json(self.folder / PROGRESS, {"sizes": sizes, "state": state})
         self.state = state
 
 
 @contextlib.contextmanager
 def resumable_files(folder: Path, names: Sequence[str]) -> Iterator[ResumableFiles]:
     """Open files in `folder` for appending, cut back to the last commit; tidy up when the block ends well."""
-    try:
-        note = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-        whole = all((folder / name).stat().st_size >= note["sizes"][name] for name in names)
-    except (OSError, ValueError, KeyError):
-        whole = False
-    sizes, state = (note["sizes"], note["state"]) if whole else (dict.fromkeys(names, 0), {})
+    note = saved_json(folder / PROGRESS)
+    sizes, state = note.get("sizes", {}), note.get("state", {})
+    if not all(file_size(folder / name) >= sizes.get(name, 0) for name in names):
+        sizes, state = {}, {}
     with contextlib.ExitStack() as stack:
         streams = {}
         for name in names:
             path = folder / name
             path.touch()
-            os.truncate(path, sizes[name])
+            os.truncate(path, sizes.get(name, 0))
             streams[name] = stack.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
         yield ResumableFiles(folder, streams, state)
     (folder / PROGRESS).unlink(missing_ok=True)

@@ -12,11 +12,11 @@ from moa_fairseq.errors import UserError
 
 # (what is interrupted, its name, at which calls)
 POINTS = [
-    (archives, "_copy", (1, 2)),
+    (archives, "atomic_write", (1, 2)),
     (text_stages.Chain, "apply", (1, 35, 77, 113, 117, 120, 140, 200, 232)),
     (text_stages, "_write", (1, 64, 111)),
     (resumable_files.ResumableFiles, "commit", (1, 3, 9, 12)),
-    (resumable_files, "atomic_write", (2,)),
+    (resumable_files, "write_json", (2,)),
     (bpe, "count_words", (1,)),
     (bpe, "learn_bpe", (1,)),
     (stage_folder, "_replace_folder", (1, 4, 6, 7, 8)),
