@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.binarised import DICTIONARY, is_binarised
 from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part, datasets
-from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, count_lines, find_file
+from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, find_file
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
 
@@ -90,12 +90,6 @@ def find_text(source: Path, dataset: Dataset, subsets: Sequence[str], unpacked: 
     source: a folder or a .zip (its files are unpacked into the folder `unpacked`). Splits that are not
     required are taken where they exist. Raises UserError that says what is missing and what to bring.
     """
-    unknown = [subset for subset in subsets if subset not in dataset.splits]
-    if unknown:
-        raise UserError(
-            f"The data has no subset {', '.join(unknown)} (score.subsets); it has "
-            f"{', '.join(dataset.splits)}."
-        )
     kinds = [{split: stem.format(split=split) for split in dataset.splits} for stem in dataset.stems]
     if source.is_file() and zipfile.is_zipfile(source):
         stat, names = source.stat(), {name for kind in kinds for name in kind.values()}
@@ -122,8 +116,8 @@ def split_parts(
     """The parts of each split for the settings' pair of languages.
 
     A data set of text files that lies in the user's folder must lie there whole: of splits that are
-    not `required` those are taken whose files are both there. Raises UserError for languages or
-    subsets that the data set does not have, and one that lists all files that are missing.
+    not `required` those are taken whose files are both there. Raises UserError for languages
+    that the data set does not have, and one that lists all files that are missing.
     """
     languages = (settings["source"], settings["target"])
     strange = [language for language in languages if dataset.languages and language not in dataset.languages]
@@ -131,12 +125,6 @@ def split_parts(
         raise UserError(
             f"{dataset.name} has no language {', '.join(strange)} (data.source, data.target): choose two of "
             f"{', '.join(dataset.languages)}."
-        )
-    unknown = [split for split in required if split not in dataset.subsets]
-    if unknown:
-        raise UserError(
-            f"The data has no subset {', '.join(unknown)} (generate.subsets); {dataset.name} has "
-            f"{', '.join(dataset.subsets)}."
         )
     parts = {
         split: tuple([part.named(*names) for part in rows] for names in zip(languages, SIDES))
@@ -163,17 +151,12 @@ def split_parts(
     return found
 
 
-def brought_tokens(dataset: Dataset, folder: Path, languages: Pair) -> bool:
-    """True when a folder given for a data set of archives holds tokenised text of the user's own instead."""
-    return dataset.archives and all(find_file(folder, f"train.{language}") for language in languages)
-
-
-def check_lengths(texts: Dict[str, List[PiecePair]], memory: FileMemory) -> None:
+def check_lengths(texts: Mapping[str, Sequence[PiecePair]], memory: FileMemory) -> None:
     """Raise UserError for two plain files of different length, before the first line is processed."""
-    for pair in itertools.chain.from_iterable(texts.values()):
-        if all(piece.markup == "plain" for piece in pair):
-            paths = [piece.path for piece in pair]
-            check_equal(paths, [memory.fact(path, "lines", count_lines) for path in paths])
+    for one, other in itertools.chain.from_iterable(texts.values()):
+        sizes = memory.lines(one), memory.lines(other)
+        if None not in sizes:
+            check_equal((one.path, other.path), sizes)
 
 
 def check_looks(files: Sequence[PiecePair], languages: Pair, segmenting: bool) -> None:

@@ -7,10 +7,11 @@ import json
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Sequence
 
 import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
+from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark, write_json
 from moa_fairseq.errors import UserError
 
@@ -26,7 +27,7 @@ def write_manifest(
     root: Path,
     settings: Mapping[str, Any],
     sources: Mapping[str, Any],
-    texts: Mapping[str, Any],
+    texts: Mapping[str, Sequence[Piece]],
     dataset: Dataset,
 ) -> Dict[str, Any]:
     """Write `root/manifest.json` about the stage folders below `root`; returns its content.
@@ -50,7 +51,17 @@ def write_manifest(
         "licence": dataset.licence,
         "download_bytes": sum(file.bytes for file in dataset.files(languages)),
         "sources": dict(sorted(sources.items())),
-        "texts": texts,
+        "texts": {
+            split: [
+                {
+                    "file": piece.path.name,
+                    "sha256": memory.checksum(piece.path),
+                    "lines": memory.lines(piece),
+                }
+                for piece in pieces
+            ]
+            for split, pieces in texts.items()
+        },
         "stages": {name: mark["facts"] for name, mark in stages.items() if mark},
         "lines": {
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.data_prep.catalogue import Dataset, Part, PublicFile, public_files
@@ -42,12 +42,12 @@ class Store:
         optional: Sequence[Part] = (),
         announced: Optional[Dataset] = None,
         root: Path = Path(),
-    ) -> List[Optional[Piece]]:
-        """The text files of parts and then of optional ones, in order; archives are fetched when needed.
+    ) -> Dict[Part, Piece]:
+        """The text files of parts and of optional ones; archives are fetched when needed.
 
-        For an optional part alone no archive is fetched: it may be None. announced: the data set whose terms
-        are said before a download, whose stages will be in `root`. Raises UserError for a file that cannot
-        be had, or is not the right one.
+        For an optional part alone no archive is fetched: it may be missing. announced: the data set
+        whose terms are said before a download, whose stages will be in `root`. Raises UserError for a file
+        that cannot be had, or is not the right one.
         """
         # Two data sets may be prepared at a time, and share archives.
         with locked(self.downloads, math.inf):
@@ -66,10 +66,11 @@ class Store:
                 texts.update(
                     dict.fromkeys(inside, path) if inside[0].file else self._unpack(name, path, inside)
                 )
-        return [
-            path and Piece(path, "sgm" if path.suffix in (".sgm", ".xml") else part.markup)
-            for part, path in ((part, texts[part]) for part in (*parts, *optional))
-        ]
+        return {
+            part: Piece(path, "sgm" if path.suffix in (".sgm", ".xml") else part.markup)
+            for part, path in texts.items()
+            if path
+        }
 
     def _text_at_hand(self, part: Part) -> Optional[Path]:
         """The extracted text in the user's folder, by its name in the archive or the last part of it."""

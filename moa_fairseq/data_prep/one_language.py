@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 
 def language_modeling(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     """Carry out the stages of text in a vocabulary of its own: (model →) text (→ binarised)."""
-    parts, memory = dataset.parts(), job.memory()
-    pieces = dict(zip(parts, store.pieces(parts, (), dataset, job.root)))
+    memory, pieces = job.memory(), store.pieces(dataset.parts(), (), dataset, job.root)
     texts = {split: [pieces[part] for part in rows] for split, rows in dataset.splits.items()}
     digests = {split: [memory.checksum(piece.path) for piece in rows] for split, rows in texts.items()}
     mark = fingerprint_of("monolingual", 1, dataset.encoder, digests, dict(dataset.byte_splits))
@@ -60,11 +59,7 @@ def language_modeling(job: Preparation, dataset: Dataset, store: Store) -> Prepa
     if dataset.encoder != "none":
         mark = fingerprint_of("binarised", 2, dict(dataset.preprocess), mark)
         prepared = job.binarise(dataset, dataset.subsets, mark)
-    read = {
-        split: [{"file": piece.path.name, "sha256": memory.checksum(piece.path)} for piece in rows]
-        for split, rows in texts.items()
-    }
-    write_manifest(job.root, {"recipe": dataset.name}, store.origins, read, dataset)
+    write_manifest(job.root, {"recipe": dataset.name}, store.origins, texts, dataset)
     return prepared
 
 
@@ -76,7 +71,7 @@ def masked_lm(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
         texts = inputs.find_text(job.source, dataset, job.subsets, job.root / "text")
     else:
         pieces = store.pieces(dataset.parts(), (), dataset, job.root)
-        texts = {split: piece.path for split, piece in zip(dataset.splits, pieces)}
+        texts = {split: piece.path for split, piece in zip(dataset.splits, pieces.values())}
         facts["sources"] = store.origins
     files, memory = obtain_gpt2_files([job.source] if job.source else [], offline=job.offline), job.memory()
     pinned = {

@@ -8,7 +8,7 @@ import itertools
 import re
 import zlib
 from pathlib import Path
-from typing import IO, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import IO, Callable, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 
@@ -59,21 +59,15 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
             yield BAD + reason
 
 
-def _segments(lines: Iterable[str]) -> Iterator[str]:
-    """The text of `<seg id="1"> … </seg>` lines; everything else is header. Entities stay as they are."""
-    return (_SEGMENT.sub("", line) for line in lines if "<seg id" in line)
-
-
-def _ted_talks(lines: Iterable[str]) -> Iterator[str]:
-    """WIT3's training files: headers of a talk go, its title and description lose their tags."""
-    return (_TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS))
-
-
 # What takes the lines of text out of the files that the evaluation campaigns publish.
-MARKUP: Dict[str, Callable[[Iterable[str]], Iterator[str]]] = {
+MARKUP: Dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
     "plain": iter,
-    "sgm": _segments,
-    "wit3": _ted_talks,
+    # `<seg id="1"> … </seg>`; everything else is header. Entities stay as they are.
+    "sgm": lambda lines: (_SEGMENT.sub("", line) for line in lines if "<seg id" in line),
+    # WIT3's training files: headers of a talk go, its title and description lose their tags.
+    "wit3": lambda lines: (
+        _TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS)
+    ),
 }
 
 
@@ -122,12 +116,8 @@ def check_equal(paths: Sequence[Path], lines: Sequence[int]) -> None:
 
 def count_lines(path: Path) -> int:
     """Lines of a file, gzip when named .gz; a last line without an end counts. Raises UserError."""
-    count, last = 0, b"\n"
     with open_bytes(path) as stream:
-        while block := stream.read(1 << 20):
-            count += block.count(b"\n")
-            last = block[-1:]
-    return count + (last != b"\n")
+        return sum(1 for _ in stream)
 
 
 def find_file(folder: Optional[Path], name: str) -> Optional[Path]:

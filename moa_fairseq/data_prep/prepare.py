@@ -25,8 +25,10 @@ from moa_fairseq.data_prep.catalogue import (
     datasets,
 )
 from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.parallel_text import find_file
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.data_prep.translation import translation
+from moa_fairseq.errors import UserError
 from moa_fairseq.text.workers import default_workers
 
 KINDS = {
@@ -68,6 +70,17 @@ class Preparation:
             sentences = check_binarised(self.source, self.languages, self.subsets, self._joined)
             return Prepared(self.source, sentences, given_fingerprint(self.source))
         dataset = self.dataset or datasets()[self.settings["recipe"]]
+        own = [f"train.{language}" for language in self.languages] if dataset.archives else []
+        if own and all(find_file(self.source, name) for name in own):
+            what = " and ".join(own)
+            log.info(f"{self.source} holds {what}: taken as tokenised and cleaned; what is left is BPE")
+            dataset = datasets()["parallel"]
+        unknown = ", ".join(subset for subset in self.subsets if subset not in dataset.subsets)
+        if unknown:
+            raise UserError(
+                f"The data has no subset {unknown} (generate.subsets, score.subsets); {dataset.name} has "
+                f"{', '.join(dataset.subsets)}."
+            )
         store = Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
         return KINDS[dataset.kind](self, dataset, store)
 

@@ -8,8 +8,9 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Optional
 
+from moa_fairseq.data_prep.parallel_text import Piece, count_lines
 from moa_fairseq.files import atomic_write, checksum, disk_errors
 
 MARK = "stage.json"
@@ -121,3 +122,7 @@ class FileMemory:
     def checksum(self, path: Path, algorithm: str = "sha256") -> str:
         """As files.checksum; a file of the remembered size and time stamp is not read again."""
         return self.fact(path, algorithm, lambda path: checksum(path, algorithm))
+
+    def lines(self, piece: Piece) -> Optional[int]:
+        """How many lines a plain file of text has; None for one with markup."""
+        return self.fact(piece.path, "lines", count_lines) if piece.markup == "plain" else None

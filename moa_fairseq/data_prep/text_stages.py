@@ -8,13 +8,13 @@ import itertools
 import logging
 import re
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import IO, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.data_prep.catalogue import HoldOut
 from moa_fairseq.data_prep.cleaning import Cleaning, clean
 from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, read_pairs
-from moa_fairseq.data_prep.resumable_files import ResumableFiles, resumable_files
+from moa_fairseq.data_prep.resumable_files import resumable_files
 from moa_fairseq.errors import UserError
 from moa_fairseq.text.pipeline import Step, apply_steps
 from moa_fairseq.text.workers import chunks, ordered_map
@@ -75,14 +75,14 @@ def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int) -
     pairs}. Raises UserError for files that are no aligned text or when nothing is left of a split.
     """
     names = [f"{split}.{language}" for job in jobs for split in job.outputs for language in languages]
-    with resumable_files(folder, names) as files:
-        facts = files.state.get("facts", {})
+    with resumable_files(folder, names) as (streams, state, commit):
+        facts = state.setdefault("facts", {})
         for job in jobs:
             if facts.get(job.split, {}).get("done"):
                 continue
-            _run_job(job, languages, files, facts, workers)
+            _run_job(job, languages, streams, facts, commit, workers)
             facts[job.split]["done"] = True
-            files.commit({"facts": facts})
+            commit()
             for split in job.outputs:
                 fact = facts[split]
                 tokens = ", ".join(f"{fact[f'tokens_{lang}']:,} {lang} tokens" for lang in languages)
@@ -93,7 +93,14 @@ def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int) -
     return facts
 
 
-def _run_job(job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, Any], workers: int) -> None:
+def _run_job(
+    job: Job,
+    languages: Pair,
+    streams: Mapping[str, IO[str]],
+    facts: Dict[str, Any],
+    commit: Callable[[], None],
+    workers: int,
+) -> None:
     for split in job.outputs:
         facts.setdefault(split, {"lines": 0, **{f"tokens_{language}": 0 for language in languages}})
     own = facts[job.split]
@@ -108,10 +115,14 @@ def _run_job(job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, 
             if isinstance(result, str):
                 dropped[result] += 1
             else:
-                _write(result, job, languages, files, facts)
+                split = job.split
+                if job.hold_out:
+                    kept = sum(facts[name]["lines"] for name in job.outputs) + 1
+                    split = job.hold_out.split if kept % job.hold_out.every == 0 else job.split
+                _write(result, split, languages, streams, facts[split])
         own["dropped"] = dict(sorted(dropped.items()))
         if number % COMMIT_EVERY == 0:
-            files.commit({"facts": facts})
+            commit()
     names = " and ".join(str(piece.path) for piece in job.files[0])
     bad = {why: count for why, count in own["dropped"].items() if why in BAD_LINES}
     if sum(bad.values()) > MOST_BAD * own["read"]:
@@ -128,13 +139,10 @@ def _process_pairs(pairs: List[Pair], chain: Chain) -> List[Union[Pair, str]]:
     return [chain.apply(pair) for pair in pairs]
 
 
-def _write(pair: Pair, job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, Any]) -> None:
-    split = job.split
-    if job.hold_out:
-        kept = sum(facts[name]["lines"] for name in job.outputs) + 1
-        split = job.hold_out.split if kept % job.hold_out.every == 0 else job.split
-    fact = facts[split]
+def _write(
+    pair: Pair, split: str, languages: Pair, streams: Mapping[str, IO[str]], fact: Dict[str, int]
+) -> None:
     fact["lines"] += 1
     for text, language in zip(pair, languages):
-        files.write(f"{split}.{language}", text)
+        streams[f"{split}.{language}"].write(text + "\n")
         fact[f"tokens_{language}"] += len(text.split())

@@ -36,7 +36,7 @@ def test_offline_without_the_file(store, tmp_path):
 def test_a_download_of_before_needs_no_network(store, miniature, tmp_path):
     (tmp_path / "downloads" / "iwslt14").mkdir(parents=True)
     (miniature("iwslt14_de_en") / "de-en.tgz").rename(tmp_path / "downloads" / "iwslt14" / "de-en.tgz")
-    (piece,) = store().pieces([PART])
+    (piece,) = store().pieces([PART]).values()
     assert piece.markup == "wit3" and len(list(piece.lines())) == 63
 
 
@@ -113,7 +113,7 @@ def test_links_are_not_followed(tmp_path):
 @pytest.mark.parametrize(("names", "text"), [(("first", "second"), "1"), (("none", "second"), "2")])
 def test_the_first_of_several_names_is_taken(store, made, tmp_path, names, text):
     made.write_tar(tmp_path / "de-en.tgz", {"second": "2", "first": "1"})
-    (piece,) = store(tmp_path).pieces([Part(archive=PART.archive, members=names)])
+    (piece,) = store(tmp_path).pieces([Part(archive=PART.archive, members=names)]).values()
     assert list(piece.lines()) == [text]
 
 
