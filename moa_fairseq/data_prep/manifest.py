@@ -84,8 +84,9 @@ def _published(
     """Segmented file → its md5 and that of the published one, where the settings are those of the latter."""
     published = dataset.published
     pair = {settings.get("source"), settings.get("target")}
-    as_published = published and set(published.languages) == pair and settings["bpe"] == published.merges
-    if not as_published or settings.get("codes"):
+    if not published or set(published.languages) != pair or settings.get("codes"):
+        return {}
+    if settings["bpe"] != published.merges:
         return {}
     return {
         f"bpe/{name}": {"md5": memory.checksum(root / "bpe" / name, "md5"), "published": md5}

@@ -66,8 +66,9 @@ def language_modeling(job: Preparation, dataset: Dataset, store: Store) -> Prepa
 def masked_lm(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     """Carry out the stages of running text in GPT-2's encoding: bpe → binarised."""
     facts: Dict[str, Any] = {"licence": dataset.licence if dataset.downloadable else ""}
-    if not dataset.downloadable or (job.source and inputs.has_text(job.source, dataset)):
+    if not dataset.downloadable:
         inputs.require_source(job.settings, job.source)
+    if job.source and (not dataset.downloadable or inputs.has_text(job.source, dataset)):
         texts = inputs.find_text(job.source, dataset, job.subsets, job.root / "text")
     else:
         pieces = store.pieces(dataset.parts(), (), dataset, job.root)

@@ -8,7 +8,7 @@ import itertools
 import re
 import zlib
 from pathlib import Path
-from typing import IO, Callable, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 
@@ -23,7 +23,7 @@ _TED_TAGS = re.compile("</?(?:title|description)>")
 
 
 @contextlib.contextmanager
-def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+def open_bytes(path: Path) -> Iterator[Iterable[bytes]]:
     """A file for reading, unpacked when it is named .gz. Raises UserError for a cut off or foreign gzip."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
@@ -91,12 +91,11 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
     Raises UserError when a pair of files is empty or differs in length.
     """
     for one, other in files:
-        count, missing = 0, object()
-        lines = (one.lines(mark_bad), other.lines(mark_bad))
-        for source, target in itertools.zip_longest(*lines, fillvalue=missing):
-            if source is missing or target is missing:
+        count, lines = 0, (one.lines(mark_bad), other.lines(mark_bad))
+        for source, target in itertools.zip_longest(*lines):
+            if source is None or target is None:
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
-                sizes = (count, rest) if source is missing else (rest, count)
+                sizes = (count, rest) if source is None else (rest, count)
                 check_equal((one.path, other.path), sizes)
             count += 1
             yield source, target

@@ -68,7 +68,7 @@ class Job(NamedTuple):
         return [self.split, *([self.hold_out.split] if self.hold_out else [])]
 
 
-def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int) -> Dict[str, Any]:
+def run_jobs(jobs: Sequence[Job], languages: Sequence[str], folder: Path, workers: int) -> Dict[str, Any]:
     """Write `<split>.<lang>` into `folder` for each job, going on where an interrupted call stopped.
 
     Returns split → {"lines", "tokens_<lang>", and for a job's own split "read" and "dropped": reason →
@@ -95,7 +95,7 @@ def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int) -
 
 def _run_job(
     job: Job,
-    languages: Pair,
+    languages: Sequence[str],
     streams: Mapping[str, IO[str]],
     facts: Dict[str, Any],
     commit: Callable[[], None],
@@ -140,7 +140,7 @@ def _process_pairs(pairs: List[Pair], chain: Chain) -> List[Union[Pair, str]]:
 
 
 def _write(
-    pair: Pair, split: str, languages: Pair, streams: Mapping[str, IO[str]], fact: Dict[str, int]
+    pair: Pair, split: str, languages: Sequence[str], streams: Mapping[str, IO[str]], fact: Dict[str, int]
 ) -> None:
     fact["lines"] += 1
     for text, language in zip(pair, languages):

@@ -116,9 +116,10 @@ def _segment(job: Preparation, dataset: Dataset, tokens_mark: str) -> str:
 
 def _sample(job: Preparation, text_mark: str) -> str:
     """A part of the training pairs, chosen at random; the other splits as they are."""
-    fraction, seed = job.settings.get("train_fraction"), job.settings.get("train_fraction_seed")
-    if fraction in (None, 1):
+    fraction = job.settings.get("train_fraction")
+    if fraction is None or fraction == 1:
         return text_mark
+    seed = job.settings["train_fraction_seed"]
     mark = fingerprint_of("sample", 1, fraction, seed, text_mark)
     text = text_folder({**job.settings, "train_fraction": None}, job.root)
 
