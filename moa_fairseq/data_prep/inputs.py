@@ -74,9 +74,6 @@ def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) ->
         )
 
 
-# --- running text, a file for each split ------------------------------------------------------------
-
-
 def has_text(source: Path, dataset: Dataset) -> bool:
     """True for a .zip, and for a folder that holds a text of a data set of running text, or a part of one."""
     names = [stem.format(split=split) for stem in dataset.stems for split in dataset.splits]
@@ -89,24 +86,15 @@ def find_text(source: Path, dataset: Dataset, subsets: Sequence[str], unpacked: 
     source: a folder or a .zip (its files are unpacked into the folder `unpacked`). Splits that are not
     required are taken where they exist. Raises UserError that says what is missing and what to bring.
     """
-    kinds = [{split: stem.format(split=split) for split in dataset.splits} for stem in dataset.stems]
+    kinds = [{split: [stem.format(split=split)] for split in dataset.splits} for stem in dataset.stems]
     if source.is_file() and zipfile.is_zipfile(source):
-        stat, names = source.stat(), {name for kind in kinds for name in kind.values()}
+        stat, names = source.stat(), {name for kind in kinds for (name,) in kind.values()}
         mark = fingerprint_of(source.name, stat.st_size, stat.st_mtime_ns)
         # Whatever folder in it they stand in.
         build_folder(unpacked, mark, lambda new: extract(source, names, new, lambda path: Path(path).name))
         source = unpacked
-    elif not source.is_dir():
-        raise UserError(f"There is no data folder {source}. {dataset.bring}")
-    for kind in kinds:
-        files = {split: find_file(source, name) for split, name in kind.items()}
-        if all(files[subset] for subset in subsets):
-            return {split: path for split, path in files.items() if path}
-    missing = ", ".join(kinds[0][subset] for subset in subsets)
-    raise UserError(f"The data folder {source} lacks {missing}. {dataset.bring}")
-
-
-# --- pairs of files ---------------------------------------------------------------------------------
+    found = _files_in(source, kinds, subsets, dataset.bring)
+    return {split: path for split, (path,) in found.items()}
 
 
 def split_parts(
@@ -131,23 +119,42 @@ def split_parts(
     }
     if at_hand is None or dataset.archives:
         return parts
-    bring = dataset.bring.format(**settings)
-    if not at_hand.is_dir():
-        raise UserError(f"There is no data folder {at_hand}. {bring}")
-    found, missing = {}, []
-    for split, sides in parts.items():
-        names = [Path(part.file).name.removesuffix(".gz") for side in sides for part in side]
-        absent = [name for name in names if not find_file(at_hand, name)]
-        if not absent:
-            found[split] = sides
-        elif split in required or len(absent) < len(names):
-            missing += [f"{name}[.gz]" for name in absent]
-    if missing and not found and dataset.downloadable:
+    names = {
+        split: [Path(part.file).name.removesuffix(".gz") for side in sides for part in side]
+        for split, sides in parts.items()
+    }
+    if dataset.downloadable and not any(
+        find_file(at_hand, name) for name in itertools.chain(*names.values())
+    ):
         return parts  # a folder without any of the data: all of it is fetched
-    if missing:
-        state = "is empty" if not any(at_hand.iterdir()) else f"lacks {', '.join(missing)}"
-        raise UserError(f"The data folder {at_hand} {state}. {bring}")
-    return found
+    return {
+        split: parts[split]
+        for split in _files_in(at_hand, [names], required, dataset.bring.format(**settings))
+    }
+
+
+def _files_in(
+    folder: Path, kinds: Sequence[Mapping[str, Sequence[str]]], required: Sequence[str], bring: str
+) -> Dict[str, List[Path]]:
+    """split → its files, of the first kind (split → names) that the folder has whole.
+
+    Of splits that are not required a kind may lack all files. Raises UserError that says what is missing.
+    """
+    if not folder.is_dir():
+        raise UserError(f"There is no data folder {folder}. {bring}")
+    missing: List[str] = []
+    for kind in kinds:
+        found: Dict[str, List[Path]] = {}
+        absent: List[str] = []
+        for split, names in kind.items():
+            paths = {name: find_file(folder, name) for name in names}
+            found[split] = [path for path in paths.values() if path]
+            if split in required or found[split]:
+                absent += [f"{name}[.gz]" for name, path in paths.items() if not path]
+        if not absent:
+            return {split: paths for split, paths in found.items() if paths}
+        missing = missing or absent
+    raise UserError(f"The data folder {folder} lacks {', '.join(missing)}. {bring}")
 
 
 def check_lengths(texts: Mapping[str, Sequence[PiecePair]], memory: FileMemory) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence
+from typing import Dict, Iterable, Iterator, Mapping, Sequence
+
+from tqdm import tqdm
 
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.text.workers import chunks, ordered_map
+from moa_fairseq.text.workers import chunks
 
 Texts = Mapping[str, Sequence[Piece]]
 Facts = Dict[str, Dict[str, int]]
@@ -80,13 +81,17 @@ def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, 
 
 def write_pieces(texts: Texts, model: Path, folder: Path, workers: int, row: int = ROW) -> Facts:
     """Write the pieces of each split to `folder/<split>`, line ends forgotten, `row` pieces a line."""
-    work = functools.partial(_encode, model=str(model))
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     facts = {}
     for split, pieces in texts.items():
         lines = itertools.count()
         read = (line for line, _ in zip(_lines(pieces), lines))
-        batches = ordered_map(work, chunks(read, CHUNK), workers, split)
-        tokens = itertools.chain.from_iterable(itertools.chain.from_iterable(batches))
+        read = tqdm(read, unit=" lines", desc=split, disable=None, leave=False)
+        batches = (processor.encode(some, num_threads=workers) for some in chunks(read, CHUNK))
+        # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
+        tokens = (token for batch in batches for ids in batch for token in processor.id_to_piece(ids))
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, row)))
         facts[split]["lines"] = next(lines)
     return facts
@@ -106,16 +111,3 @@ def _write(path: Path, lines: Iterable[str]) -> Dict[str, int]:
     if not facts["tokens"]:
         raise UserError(f"There is no text for the split {path.name}.")
     return facts
-
-
-def _encode(lines: List[str], model: str) -> List[List[str]]:
-    processor = _load(model)
-    # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
-    return [[processor.id_to_piece(number) for number in numbers] for numbers in processor.encode(lines)]
-
-
-@functools.lru_cache(maxsize=1)
-def _load(model: str) -> Any:
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=model)

@@ -129,7 +129,7 @@ def test_other_settings_do_not_go_on_from_unfinished_work(
 @pytest.mark.parametrize(
     ("name", "place", "function"),
     [
-        ("wikitext103_sp8k", monolingual, "_encode"),
+        ("wikitext103_sp8k", monolingual, "atomic_write"),
         ("wikitext103_sp8k", stage_folder, "_replace_folder"),
         ("wikitext103_word", monolingual, "_write"),
         ("enwik8", stage_folder, "_replace_folder"),

@@ -111,10 +111,10 @@ def test_what_is_missing_is_named(prepare, tmp_path):
     with pytest.raises(UserError, match=r"no data folder .*train\.txt"):
         prepare(tmp_path / "nowhere", "text_gpt2bpe")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"lacks train\.txt, valid\.txt"):
+    with pytest.raises(UserError, match=r"lacks train\.txt\[\.gz\], valid\.txt"):
         prepare(tmp_path / "empty", "text_gpt2bpe")
     (tmp_path / "empty" / "wiki.valid.raw").write_text("x\n")
-    with pytest.raises(UserError, match=r"lacks wiki\.train\.raw, wiki\.valid\.raw"):
+    with pytest.raises(UserError, match=r"lacks wiki\.train\.raw\[\.gz\], wiki\.test\.raw"):
         prepare(tmp_path / "empty")
     with pytest.raises(UserError, match="no subset test9"):
         prepare(tmp_path / "empty", subsets=["train", "test9"])
