@@ -10,7 +10,7 @@ import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from moa_fairseq.corpus.split import SPLITS, SourcedPair, split_pairs, unique_pairs
 from moa_fairseq.data_prep.catalogue import PublicFile
@@ -61,23 +61,19 @@ class Source(NamedTuple):
     rows: List[List[str]]
 
 
-class Options(NamedTuple):
-    """Where to read and write, and what to put up with; see `moa-fairseq corpus --help`."""
-
-    output: Path
-    cache: Path
-    folder: Optional[Path] = None
-    offline: bool = False
-    allow_missing: bool = False
-
-
-def build(packages: Sequence[Package], options: Options) -> Dict[str, Any]:
+def build(
+    packages: Sequence[Package],
+    output: Path,
+    cache: Path,
+    folder: Optional[Path] = None,
+    offline: bool = False,
+    allow_missing: bool = False,
+) -> Dict[str, Any]:
     """Build the corpus unless it is there already; returns its manifest.
 
-    Its "built" is False if nothing had to be done. Raises UserError (Unavailable for a wheel that
-    cannot be had, unless `allow_missing`).
+    The arguments are as `moa-fairseq corpus --help` says. "built" in the manifest is False if nothing had to
+    be done. Raises UserError (Unavailable for a wheel that cannot be had, unless `allow_missing`).
     """
-    output = options.output
     code = [checksum(Path(__file__).with_name(name)) for name in _RULES]
     rules = fingerprint_of(code, [package._asdict() for package in packages])
     manifest = saved_json(output / MANIFEST)
@@ -94,42 +90,32 @@ def build(packages: Sequence[Package], options: Options) -> Dict[str, Any]:
             f"{output} holds {', '.join(strangers)} but no {MANIFEST}: this is not a corpus made by "
             f"this command, so it is left alone. Choose another folder with --output, or move those files."
         )
-    sources, missing = _read_all(packages, options, code)
-    write_json(output / MANIFEST, {"rules": rules, "complete": False, "missing": []})
-    manifest = {"complete": not missing, "rules": rules, "missing": missing, **_write_corpus(sources, output)}
-    write_json(output / MANIFEST, manifest)
-    return {**manifest, "built": True}
-
-
-def _read_all(
-    packages: Sequence[Package], options: Options, code: Sequence[str]
-) -> Tuple[List[Source], List[str]]:
-    """Fetch (a few at a time) and read all wheels, in the order of the list whatever arrives first."""
     sources: List[Source] = []
     missing: List[str] = []
-    at_hand = [options.folder] if options.folder else []
+    # Fetched a few at a time, and read in the order of the list, whatever arrives first.
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
-        places = (at_hand, options.cache, options.offline)
+        places = ([folder] if folder else [], cache, offline)
         futures = [pool.submit(obtain, package.public_file, *places) for package in packages]
         try:
             for number, (package, future) in enumerate(zip(packages, futures), 1):
                 size = f"{package.size / 1e6:.1f} MB"
                 label = f"[{number:2d}/{len(packages)}] {package.name} {package.version} ({size})"
                 try:
-                    wheel = future.result()
+                    sources.append(_read_source(package, future.result(), output / "packages", code))
+                    log.info(f"{label}: {len(sources[-1].rows):,} clean pairs")
                 except Unavailable as error:
-                    if not options.allow_missing:
+                    if not allow_missing:
                         raise
                     missing.append(package.name)
                     log.info(f"{label}: left out. {error}")
-                    continue
-                sources.append(_read_source(package, wheel, options.output / "packages", code))
-                log.info(f"{label}: {len(sources[-1].rows):,} clean pairs")
         finally:
             pool.shutdown(cancel_futures=True)
     if not sources:
         raise Unavailable("Not one of the packages could be fetched, so there is no corpus to build.")
-    return sources, missing
+    write_json(output / MANIFEST, {"rules": rules, "complete": False, "missing": []})
+    manifest = {"complete": not missing, "rules": rules, "missing": missing, **_write_corpus(sources, output)}
+    write_json(output / MANIFEST, manifest)
+    return {**manifest, "built": True}
 
 
 def _read_source(package: Package, wheel: Path, folder: Path, code: Sequence[str]) -> Source:
@@ -137,7 +123,7 @@ def _read_source(package: Package, wheel: Path, folder: Path, code: Sequence[str
 
     def read(new: Path) -> Dict[str, str]:
         # Imported late: a second run that has nothing to do should not wait for the parsers.
-        from moa_fairseq.corpus.catalogues import licence_of, read_messages
+        from moa_fairseq.corpus.catalogues import read_licence, read_messages
         from moa_fairseq.corpus.clean import clean_message
 
         rows = {
@@ -147,7 +133,7 @@ def _read_source(package: Package, wheel: Path, folder: Path, code: Sequence[str
         }
         with atomic_write(new / PAIRS) as stream:
             stream.writelines("\t".join((*pair, member)) + "\n" for pair, member in rows.items())
-        return {"licence": licence_of(wheel)}
+        return {"licence": read_licence(wheel)}
 
     facts = build_folder(folder / package.name, fingerprint_of(package.sha256, code), read)
     lines = (folder / package.name / PAIRS).read_text(encoding="utf-8").split("\n")[:-1]

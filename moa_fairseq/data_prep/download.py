@@ -64,10 +64,11 @@ class Unavailable(UserError):
         self.why = why
 
 
-def find_flaw(path: Path, source: PublicFile) -> str:
+def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str] = checksum) -> str:
     """What is wrong with a file, as the second half of a sentence; "" when nothing is.
 
-    Looks at the beginning, the size, the format, and sha256 or md5 where they are published.
+    Looks at the beginning, the size, the format, and sha256 or md5 where they are published. digest: finds
+    the checksum of a file by an algorithm.
     """
     with open(path, "rb") as stream:
         head = stream.read(512)
@@ -86,7 +87,7 @@ def find_flaw(path: Path, source: PublicFile) -> str:
     for algorithm in ("sha256", "md5"):
         expected = getattr(source, algorithm)
         if expected:
-            found = checksum(path, algorithm)
+            found = digest(path, algorithm)
             return "" if found == expected else f"has the {algorithm} {found} instead of {expected}"
     return ""
 
@@ -96,19 +97,19 @@ def obtain(
     at_hand: Sequence[Path],
     kept: Path,
     offline: bool = False,
-    check: Callable[[Path, PublicFile], str] = find_flaw,
+    digest: Callable[[Path, str], str] = checksum,
     pauses: Optional[Sequence[float]] = None,
 ) -> Path:
     """The path of a public file: in the folders at hand, else `kept/<its name>`, fetched where necessary.
 
-    A wrong file at hand is refused, a wrong one in `kept` fetched anew. check: as find_flaw. pauses: as of
-    `download`. Raises Unavailable.
+    A wrong file at hand is refused, a wrong one in `kept` fetched anew. digest: as of find_flaw. pauses: as
+    of `download`. Raises Unavailable.
     """
     for folder in at_hand:
         for path in (folder / source.name, folder / Path(source.name).name):
             if not path.is_file():
                 continue
-            flaw = check(path, source)
+            flaw = find_flaw(path, source, digest)
             if flaw:
                 raise Unavailable(
                     f"{path} is not the file that the recipe knows: it {flaw}. Take it away, so that it is "
@@ -116,7 +117,7 @@ def obtain(
                 )
             return path
     path = kept / source.name
-    if path.is_file() and not check(path, source):
+    if path.is_file() and not find_flaw(path, source, digest):
         return path
     if offline:
         remedy = source.remedy or (

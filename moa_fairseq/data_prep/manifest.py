@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +12,7 @@ import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark, write_json
-from moa_fairseq.errors import UserError
+from moa_fairseq.json_files import read_json
 
 MANIFEST = "manifest.json"
 TOOLS = (
@@ -45,6 +44,10 @@ def write_manifest(
         for split, fact in stages[name].get("facts", {}).items()
         if isinstance(fact, dict) and "lines" in fact
     }
+    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
+    for tool in TOOLS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[tool] = metadata.version(tool)
     languages = [settings[side] for side in ("source", "target") if side in settings]
     manifest = {
         "settings": {**settings, "summary": dataset.summary},
@@ -72,7 +75,7 @@ def write_manifest(
             for file, size in mark.get("files", {}).items()
         },
         "published": _published(root, settings, dataset, memory),
-        "tools": tool_versions(),
+        "tools": versions,
     }
     write_json(root / MANIFEST, manifest)
     return manifest
@@ -98,11 +101,9 @@ def _published(
 def read_manifest(folder: Path) -> Dict[str, Any]:
     """manifest.json of a folder, {} where there is none."""
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return read_json(folder / MANIFEST, "Prepare the data again.")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UserError(f"{folder / MANIFEST} is no JSON ({error}): prepare the data again.") from error
 
 
 def verdict(manifest: Mapping[str, Any]) -> List[str]:
@@ -113,15 +114,6 @@ def verdict(manifest: Mapping[str, Any]) -> List[str]:
         names = ", ".join(different)
         return [f"! {names}: not the published text (by md5); manifest.json has both checksums."]
     return [f"{', '.join(compared)}: equal to the published text, byte for byte (md5)"] if compared else []
-
-
-def tool_versions() -> Dict[str, str]:
-    """Versions of everything that shapes the result."""
-    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
-    for tool in TOOLS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[tool] = metadata.version(tool)
-    return versions
 
 
 def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:

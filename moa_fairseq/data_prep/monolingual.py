@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO, Dict, Iterable, Iterator, Mapping, Sequence
 
 from tqdm import tqdm
 
@@ -16,13 +16,11 @@ from moa_fairseq.text.workers import chunks
 Texts = Mapping[str, Sequence[Piece]]
 Facts = Dict[str, Dict[str, int]]
 CHUNK = 5000
-BLOCK = 1 << 20
 MODEL = "sentencepiece.model"
 # SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
 ROW = 100_000
-# Bytes as decimal numbers; a line feed ends the line, and fairseq's end-of-line symbol stands for it.
+# Bytes as decimal numbers; for a line feed stands fairseq's end-of-line symbol.
 _BYTES = [f"{value} " for value in range(256)]
-_BYTES[ord("\n")] = "\n"
 
 
 def write_lines(texts: Texts, folder: Path) -> Facts:
@@ -41,21 +39,18 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
         raise UserError(
             f"{piece.path} has {found:,} bytes instead of {total:,}: it is cut off or another file."
         )
-    facts = {}
+
+    def lines(stream: BinaryIO, left: int) -> Iterator[str]:
+        while left:
+            line = stream.readline(left)
+            left -= len(line)
+            yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
+
     with open(piece.path, "rb") as stream:
-        for split, size in sizes.items():
-            with atomic_write(folder / split) as output:
-                lines, left = 0, size
-                while left:
-                    block = stream.read(min(BLOCK, left))
-                    left -= len(block)
-                    lines += block.count(b"\n")
-                    output.write("".join([_BYTES[value] for value in block]))
-                if block[-1:] != b"\n":
-                    output.write("\n")
-                    lines += 1
-            facts[split] = {"lines": lines, "bytes": size}
-    return facts
+        return {
+            split: {"lines": _write(folder / split, lines(stream, size))["lines"], "bytes": size}
+            for split, size in sizes.items()
+        }
 
 
 def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any, Dict, Optional, Sequence
 
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.data_prep.catalogue import Dataset, Part, PublicFile, public_files
-from moa_fairseq.data_prep.download import find_flaw, obtain
+from moa_fairseq.data_prep.download import obtain
 from moa_fairseq.data_prep.parallel_text import Piece, find_file
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
@@ -84,25 +84,17 @@ class Store:
         return None
 
     def _file(self, name: str) -> Path:
-        """A public file, checked; one that was found right before is not read again."""
-        source = public_files()[name]
-        path = obtain(
-            source, [self.at_hand] if self.at_hand else [], self.downloads, self.offline, self._flaw
-        )
+        """A public file, checked; one that was read before is not read again."""
+        source, digest = public_files()[name], FileMemory(self.downloads / MEMORY).checksum
+        at_hand = [self.at_hand] if self.at_hand else []
+        path = obtain(source, at_hand, self.downloads, self.offline, digest)
         self.origins[name] = {
             "file": path.name,
             "urls": list(source.urls),
             "bytes": path.stat().st_size,
-            "sha256": self._memory().checksum(path),
+            "sha256": digest(path, "sha256"),
         }
         return path
-
-    def _flaw(self, path: Path, source: PublicFile) -> str:
-        asked = fingerprint_of(source.size, source.sha256, source.md5)
-        return self._memory().fact(path, f"flaw {asked}", lambda path: find_flaw(path, source))
-
-    def _memory(self) -> FileMemory:
-        return FileMemory(self.downloads / MEMORY)
 
     def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> Dict[Part, Path]:
         """The texts of parts of an archive. A damaged download is thrown away."""

@@ -14,6 +14,7 @@ from moa_fairseq.data_prep.binarised import (
     check_binarised,
     check_place,
     is_binarised,
+    is_classification,
     preprocess_calls,
 )
 from moa_fairseq.data_prep.catalogue import (
@@ -68,7 +69,11 @@ class Preparation:
             check_place(self.source)
             log.info(f"{self.source}: binarised already; used as it is")
             sentences = check_binarised(self.source, self.languages, self.subsets, self._joined)
-            return Prepared(self.source, sentences, given_fingerprint(self.source))
+            # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
+            place = self.source / INPUT if is_classification(self.source) else self.source
+            files = [path for path in sorted(place.glob("*.*")) if path.suffix in (".bin", ".idx", ".txt")]
+            sizes = {path.name: path.stat().st_size for path in files if path.is_file()}
+            return Prepared(self.source, sentences, fingerprint_of("given", sizes))
         dataset = self.dataset or datasets()[self.settings["recipe"]]
         own = [f"train.{language}" for language in self.languages] if dataset.archives else []
         if own and all(find_file(self.source, name) for name in own):
@@ -117,20 +122,6 @@ class Preparation:
             return check_binarised(new, self.languages, splits, self._joined)
 
         return Prepared(self.root / "binarised", self.stage("binarised", mark, build), mark)
-
-
-def given_fingerprint(folder: Path) -> str:
-    """A fingerprint of a folder that fairseq-preprocess made elsewhere.
-
-    File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-    """
-    place = folder / INPUT if (folder / INPUT).is_dir() else folder
-    sizes = {
-        path.name: path.stat().st_size
-        for path in sorted(place.glob("*.*"))
-        if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
-    }
-    return fingerprint_of("given", sizes)
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import logging
 import re
@@ -48,6 +47,10 @@ class Chain(NamedTuple):
         if self.codes:
             source, target = (load_codes(self.codes).process_line(text) for text in (source, target))
         return clean(source, target, self.cleaning) if self.cleaning else (source, target)
+
+    def apply_all(self, pairs: Sequence[Pair]) -> List[Union[Pair, str]]:
+        """As `apply`, for many pairs."""
+        return [self.apply(pair) for pair in pairs]
 
 
 class Job(NamedTuple):
@@ -107,8 +110,7 @@ def _run_job(
     own.setdefault("read", 0)
     dropped = collections.Counter(own.get("dropped", {}))
     pairs = itertools.islice(read_pairs(job.files, job.lenient), own["read"], None)
-    work = functools.partial(_process_pairs, chain=job.chain)
-    results = ordered_map(work, chunks(pairs, CHUNK), workers, job.split, own["read"])
+    results = ordered_map(job.chain.apply_all, chunks(pairs, CHUNK), workers, job.split, own["read"])
     for number, batch in enumerate(results, start=1):
         for result in batch:
             own["read"] += 1
@@ -133,10 +135,6 @@ def _run_job(
         )
     if not own["lines"]:
         raise UserError(f"{names}: no pair with text on both sides is left of {own['read']:,}.")
-
-
-def _process_pairs(pairs: List[Pair], chain: Chain) -> List[Union[Pair, str]]:
-    return [chain.apply(pair) for pair in pairs]
 
 
 def _write(

@@ -1,11 +1,12 @@
 import hashlib
 import json
+import types
 
 import pytest
 
 from moa_fairseq.corpus import build as build_module
 from moa_fairseq.corpus import catalogues
-from moa_fairseq.corpus.build import Options, build
+from moa_fairseq.corpus.build import build as build_corpus
 from moa_fairseq.data_prep.download import Unavailable
 from moa_fairseq.errors import UserError
 
@@ -49,7 +50,17 @@ def packages(make_wheel, catalogue):
 
 @pytest.fixture
 def options(tmp_path):
-    return Options(tmp_path / "out", tmp_path / "cache", folder=tmp_path / "wheels", offline=True)
+    return types.SimpleNamespace(
+        output=tmp_path / "out",
+        cache=tmp_path / "cache",
+        folder=tmp_path / "wheels",
+        offline=True,
+        allow_missing=False,
+    )
+
+
+def build(packages, options, **changed):
+    return build_corpus(packages, **{**vars(options), **changed})
 
 
 def snapshot(folder):
@@ -119,12 +130,12 @@ def test_damaged_pairs_of_a_package_are_read_anew(packages, options, name, damag
 
 def test_two_folders_get_the_same_bytes(packages, options, tmp_path):
     build(packages, options)
-    build(packages, options._replace(output=tmp_path / "again"))
+    build(packages, options, output=tmp_path / "again")
     assert snapshot(options.output) == snapshot(tmp_path / "again")
 
 
 def test_an_interrupted_build_goes_on_and_ends_the_same(packages, options, tmp_path, monkeypatch):
-    build(packages, options._replace(output=tmp_path / "whole"))
+    build(packages, options, output=tmp_path / "whole")
 
     def stop_after_one(line):
         raise KeyboardInterrupt
@@ -162,7 +173,7 @@ def test_a_missing_package_is_named_and_can_be_allowed(packages, options, caplog
     with pytest.raises(Unavailable, match=r"second-1\.0"):
         build(packages, options)
     with caplog.at_level("INFO", "moa_fairseq.corpus"):
-        manifest = build(packages, options._replace(allow_missing=True))
+        manifest = build(packages, options, allow_missing=True)
     assert manifest["missing"] == ["second"]
     assert any("second" in line and "left out" in line for line in caplog.messages)
     assert manifest["splits"]["train"]["pairs"] > 0
@@ -172,7 +183,7 @@ def test_a_corpus_with_missing_packages_is_completed_later(packages, options):
     wheel = options.folder / packages[1].file
     data = wheel.read_bytes()
     wheel.unlink()
-    build(packages, options._replace(allow_missing=True))
+    build(packages, options, allow_missing=True)
     wheel.write_bytes(data)
     manifest = build(packages, options)
     assert manifest["built"] is True
@@ -180,9 +191,8 @@ def test_a_corpus_with_missing_packages_is_completed_later(packages, options):
 
 
 def test_without_any_package_there_is_no_corpus(packages, options, tmp_path):
-    empty = options._replace(folder=tmp_path, allow_missing=True)
     with pytest.raises(UserError, match="Not one of the packages"):
-        build(packages, empty)
+        build(packages, options, folder=tmp_path, allow_missing=True)
 
 
 def test_somebody_elses_corpus_is_not_overwritten(packages, options):
@@ -192,4 +202,4 @@ def test_somebody_elses_corpus_is_not_overwritten(packages, options):
         build(packages, options)
     assert snapshot(options.output) == {(options.output / "train.en").relative_to(options.output): b"mine\n"}
     with pytest.raises(UserError, match="is a file"):
-        build(packages, options._replace(output=options.output / "train.en"))
+        build(packages, options, output=options.output / "train.en")
