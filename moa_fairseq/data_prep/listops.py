@@ -62,18 +62,18 @@ SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
 
 @dataclasses.dataclass(frozen=True)
 class ListOps:
-    """The settings of a ListOps data set; the defaults are those of Csordás et al. (arXiv 2110.07732).
+    """The settings of a ListOps data set, as datasets.yaml has them.
 
     sizes: split → expressions; a fifth of each has each dependency depth from 2 to max_depth = 6.
     operator_probability: that an argument is an operator and no digit.
     """
 
     sizes: Mapping[str, int]
-    seed: int = 1
-    max_length: int = 50
-    max_depth: int = 6
-    operator_probability: float = 0.3
-    max_arguments: int = 5
+    seed: int
+    max_length: int
+    max_depth: int
+    operator_probability: float
+    max_arguments: int
 
     def splits(self, workers: int = 1) -> Dict[str, List[Expression]]:
         """The expressions of every split. No expression stands twice, in one split or in two.
