@@ -25,7 +25,7 @@ INPUT, LABEL = "input0", "label"
 # Layout of fairseq's memory-mapped index: magic, version, type code, number of sentences, then the
 # sizes (int32) and byte offsets (int64) of all sentences.
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQ")
+_HEADER = struct.Struct("<9sQBQ")
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
 # What fairseq-preprocess reads of data in one language.
 _LAST_STAGE = {MASKED_LM: "bpe", LANGUAGE_MODELING: "text", CLASSIFICATION: "text"}
@@ -171,14 +171,13 @@ def check_stem(stem: Path) -> int:
                 f"{path} is missing or empty: the folder is half-written. Delete it and prepare it again."
             )
     with open(index, "rb") as stream:
-        if stream.read(len(_MAGIC)) != _MAGIC:
+        magic, version, code, count = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
+        if magic != _MAGIC:
             raise UserError(
                 f"{index} is not an index of fairseq's mmap format: binarise with today's "
                 "fairseq-preprocess and its default --dataset-impl."
             )
-        header = stream.read(_HEADER.size)
-        version, code, count = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0)
-        whole = len(_MAGIC) + _HEADER.size + count * 12
+        whole = _HEADER.size + count * 12
         if version != 1 or code not in _ITEM_BYTES or index.stat().st_size != whole:
             raise UserError(
                 f"{index} is cut off: {index.stat().st_size:,} bytes instead of {whole:,}. {_AGAIN}"
