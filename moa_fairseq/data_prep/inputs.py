@@ -57,14 +57,16 @@ def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) ->
         )
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]
     parts = dataset.parts(languages)
-    archives = [Path(part.archive).name for part in parts if part.archive]
-    members = [name for part in parts for name in (part.members or (part.file,))]
-    own = [f"train.{language}" for language in languages] if archives else []
-    if not any(find_file(source, name) for name in (*archives, *members, *own)):
-        texts = [Path(name).name for name in members]
+    archives = [part.archive for part in parts if part.archive]
+    known = {
+        "archives": archives,
+        "texts": [name for part in parts for name in (part.members or (part.file,))],
+        "your own tokenised text": [f"train.{language}" for language in languages] if archives else [],
+    }
+    if not any(find_file(source, name) for names in known.values() for name in names):
         looked = "; ".join(
-            f"{what}: {', '.join(dict.fromkeys(names))}"
-            for what, names in (("archives", archives), ("texts", texts), ("your own tokenised text", own))
+            f"{what}: {', '.join(dict.fromkeys(Path(name).name for name in names))}"
+            for what, names in known.items()
             if names
         )
         raise UserError(
