@@ -186,7 +186,9 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
             if status < 500 and status not in (408, 429):
                 raise _Refused(why) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-            why = str(error)
+            # The innermost story, without the object that it happened to.
+            inner = error.args[0] if error.args else error
+            why = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
         if pause is None:
             kept = f" ({part.stat().st_size:,} bytes were received and are kept)" if part.is_file() else ""
             raise _Refused(why + kept)
