@@ -91,7 +91,7 @@ def measure(lines: List[str], lang: str, workers: int, repeat: int, folder: Path
         if chain.codes:
             load_codes(chain.codes).cache.clear()  # every run meets each word for the first time
         with tempfile.TemporaryDirectory(dir=folder) as out:
-            run_jobs([Job("train", [pair], chain)], ("a", "b"), Path(out), processes, lambda line: None)
+            run_jobs([Job("train", [pair], chain)], ("a", "b"), Path(out), processes)
 
     cleaned = Chain((steps, steps), cleaning=Cleaning(1, 80, 9.0))
     stage(cleaned, raw_pair, workers)  # starts the fork server

@@ -197,7 +197,7 @@ def parse_archive(place: Path) -> None:
     name = "x.zip" if b"PK\x05\x06" in data else "x.tgz" if data[:2] == b"\x1f\x8b" else "x.tar"
     archive = (place / "input").rename(place / name)
     try:
-        extract(archive, [(WANTED,)], place / "out")
+        extract(archive, [WANTED], place / "out")
     finally:
         left = [path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()]
         assert set(left) <= {name, f"out/{WANTED}"}, left

@@ -213,7 +213,7 @@ def zip_with(path, **fields):
 def test_zip_members_that_cannot_be_read(tmp_path, fields, says):
     path = zip_with(tmp_path / "x.zip", **fields)
     with pytest.raises(UserError, match=says) as raised:
-        extract(path, [("train.txt",)], tmp_path / "out")
+        extract(path, ["train.txt"], tmp_path / "out")
     assert str(path) in str(raised.value) and not list((tmp_path / "out").rglob("*.txt"))
     with pytest.raises(UserError, match=says):
         find_text(path, datasets()["text_gpt2bpe"], ["train"], tmp_path / "unpacked")
@@ -246,16 +246,16 @@ def test_sparse_and_impossible_tars(tmp_path, changes):
     (tmp_path / "x.tgz").write_bytes(gzip.compress(path.read_bytes()))
     for archive in (path, tmp_path / "x.tgz"):
         with soon(), pytest.raises(UserError, match=r"sparse|damaged"):
-            extract(archive, [("wanted",)], tmp_path / "out")
+            extract(archive, ["wanted"], tmp_path / "out")
     assert not (tmp_path / "out" / "wanted").exists()
 
 
 def test_what_is_damaged_may_be_fetched_again(tmp_path):
     """Another mirror may have a whole archive, but not a less encrypted one."""
     with pytest.raises(DamagedArchive):
-        extract(tar_with(tmp_path / "x.tar", pax={"size": "9" * 20}), [("wanted",)], tmp_path / "out")
+        extract(tar_with(tmp_path / "x.tar", pax={"size": "9" * 20}), ["wanted"], tmp_path / "out")
     with pytest.raises(UserError) as raised:
-        extract(zip_with(tmp_path / "x.zip", flags=1), [("train.txt",)], tmp_path / "out")
+        extract(zip_with(tmp_path / "x.zip", flags=1), ["train.txt"], tmp_path / "out")
     assert not isinstance(raised.value, DamagedArchive)
 
 

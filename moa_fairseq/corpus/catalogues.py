@@ -110,7 +110,7 @@ def english_text(entry: polib.POEntry) -> Optional[str]:
     return entry.msgid
 
 
-def licence_of(wheel: Path) -> str:
+def read_licence(wheel: Path) -> str:
     """The SPDX expression, else the licence classifiers, else the first line of the License field.
 
     "not stated" if the metadata has none of them.

@@ -109,7 +109,7 @@ def _strip_tags(english: str, german: str) -> Pair:
 def _paragraphs(text: str) -> List[str]:
     """Paragraphs of a message; a list of single lines counts as one paragraph each."""
     text = text.replace("\r\n", "\n").strip()
-    paragraphs = []
+    paragraphs: List[str] = []
     for block in re.split(r"\n\s*\n", text):
         lines = block.split("\n")
         if any(_LIST_LINE.match(line) for line in lines):
@@ -143,10 +143,9 @@ def _strip_accelerators(english: str, german: str) -> Pair:
 
 def _strip_shared_tail(english: str, german: str) -> Pair:
     """Drop "...", "…" and ":" where both sides end in them: menus' and forms' dress, not language."""
-    tails = [re.search(r"\s?(?:\.\.\.|…|:)$", side) for side in (english, german)]
-    if all(tails):
-        return english[: tails[0].start()], german[: tails[1].start()]
-    return english, german
+    tail = re.compile(r"\s?(?:\.\.\.|…|:)$")
+    both = tail.search(english) and tail.search(german)
+    return (tail.sub("", english), tail.sub("", german)) if both else (english, german)
 
 
 def _is_plain(text: str) -> bool:

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Dict
 
-from moa_fairseq.corpus.build import Options, build
-from moa_fairseq.corpus.fetch import default_cache, load_packages
+from moa_fairseq.corpus.build import build, load_packages
+from moa_fairseq.data_prep.gpt2_files import default_cache
 from moa_fairseq.errors import UserError
 
 DEFAULT_OUTPUT = Path("data/embedded_en_de")
@@ -50,10 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.folder is not None and not args.folder.is_dir():
         raise UserError(f"--from {args.folder} is not a folder.")
     started = time.monotonic()
-    options = Options(
-        args.output, args.cache or default_cache(), args.folder, args.offline, args.allow_missing
-    )
-    manifest = build(load_packages(), options)
+    cache = args.cache or default_cache() / "wheels"
+    manifest = build(load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing)
     summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2), **manifest}
     print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))
     return 0
@@ -69,12 +67,9 @@ def summary_text(summary: Dict) -> str:
         )
     total = sum(size["pairs"] for size in summary["splits"].values())
     state = "built" if summary["built"] else "already built, nothing to do"
-    lines += [
-        "",
-        f"{total:,} unique pairs from {len(summary['pairs'])} packages "
-        f"({summary['download_bytes'] / 1e6:.0f} MB) in {summary['output']}: {state} "
-        f"({summary['seconds']:.1f} s)",
-    ]
+    size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
+    place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
+    lines.append(f"\n{total:,} unique pairs from {size} in {place}")
     if summary["missing"]:
         lines.append(
             f"Left out, as they could not be fetched: {', '.join(summary['missing'])}. Run again for them."

@@ -1,6 +1,7 @@
 """Dividing unique pairs into train, valid and test so that no sentence stands in two of them."""
 
 import hashlib
+from collections import Counter
 from typing import Dict, List, NamedTuple, Sequence
 
 from moa_fairseq.corpus.clean import matching_key
@@ -29,12 +30,11 @@ def unique_pairs(pairs: Sequence[SourcedPair]) -> List[SourcedPair]:
     by_english: Dict[str, List[SourcedPair]] = {}
     for pair in pairs:
         by_english.setdefault(matching_key(pair.english), []).append(pair)
-    return [_favourite(candidates) for candidates in by_english.values()]
-
-
-def _favourite(candidates: List[SourcedPair]) -> SourcedPair:
-    keys = [matching_key(pair.german) for pair in candidates]
-    return max(candidates, key=lambda pair: keys.count(matching_key(pair.german)))
+    favourites = []
+    for candidates in by_english.values():
+        translations = Counter(matching_key(pair.german) for pair in candidates)
+        favourites.append(max(candidates, key=lambda pair: translations[matching_key(pair.german)]))
+    return favourites
 
 
 def split_pairs(pairs: Sequence[SourcedPair]) -> Dict[str, List[SourcedPair]]:
@@ -52,7 +52,7 @@ def split_pairs(pairs: Sequence[SourcedPair]) -> Dict[str, List[SourcedPair]]:
         "valid": min(VALID_PAIRS, int(len(pairs) * MAX_VALID_SHARE)),
     }
     splits: Dict[str, List[SourcedPair]] = {name: [] for name in SPLITS}
-    for key in sorted(groups, key=_rank):
+    for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode("utf-8")).hexdigest()):
         group = sorted(groups[key])
         for name in ("test", "valid"):
             if len(splits[name]) + len(group) <= room[name]:
@@ -61,7 +61,3 @@ def split_pairs(pairs: Sequence[SourcedPair]) -> Dict[str, List[SourcedPair]]:
         else:
             splits["train"].extend(group)
     return splits
-
-
-def _rank(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8")).hexdigest()

@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import struct
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy
 
-from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING, MASKED_LM, TRANSLATION, Dataset
+from moa_fairseq.data_prep.catalogue import (
+    CLASSIFICATION,
+    LANGUAGE_MODELING,
+    MASKED_LM,
+    TRANSLATION,
+    Dataset,
+)
 from moa_fairseq.errors import UserError
 from moa_fairseq.text.workers import default_workers
 
@@ -19,8 +25,10 @@ INPUT, LABEL = "input0", "label"
 # Layout of fairseq's memory-mapped index: magic, version, type code, number of sentences, then the
 # sizes (int32) and byte offsets (int64) of all sentences.
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQ")
+_HEADER = struct.Struct("<9sQBQ")
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
+# What fairseq-preprocess reads of data in one language.
+_LAST_STAGE = {MASKED_LM: "bpe", LANGUAGE_MODELING: "text", CLASSIFICATION: "text"}
 _AGAIN = "Delete the folder and prepare it again."
 
 
@@ -31,34 +39,6 @@ class Prepared:
     folder: Path
     sentences: Dict[str, int]
     fingerprint: str
-
-
-def preprocess_flags(
-    text: Path,
-    destination: Path,
-    splits: Sequence[str],
-    languages: Sequence[str] = (),
-    joined: bool = False,
-    workers: int = 1,
-    extra: Optional[Mapping[str, Any]] = None,
-    dictionary: Optional[Path] = None,
-) -> Dict[str, Any]:
-    """The flags of fairseq-preprocess, by name, for `<text>/<split>`, or `<split>.<lang>` of two languages.
-
-    joined: of two languages, one dictionary for both. dictionary: of one language, one that is there
-    already. Every split but train and valid is a test set.
-    """
-    tests = [str(text / split) for split in splits if split not in ("train", "valid")]
-    one = {"only-source": True, "srcdict": str(dictionary) if dictionary else None}
-    return {
-        **(dict(zip(("source-lang", "target-lang"), languages)) if languages else one),
-        **{f"{split}pref": str(text / split) for split in ("train", "valid") if split in splits},
-        "testpref": ",".join(tests) or None,
-        **({"joined-dictionary": joined} if languages else {}),
-        "workers": workers,
-        **(extra or {}),
-        "destdir": str(destination),
-    }
 
 
 def text_folder(settings: Mapping[str, Any], root: Path) -> Path:
@@ -79,30 +59,33 @@ def preprocess_calls(
 ) -> List[Dict[str, Any]]:
     """The flags, by name, of each fairseq-preprocess that a data set ends with.
 
-    splits: of two languages, and of running text, which splits there are.
+    splits: of two languages, and of running text, which splits there are; all but train and valid are tests.
     """
-    workers = workers or default_workers()
-    extra = {**dataset.preprocess, **settings.get("flags", {})}
-    if dataset.kind == TRANSLATION:
-        languages, joined = (settings["source"], settings["target"]), settings["joined_dictionary"]
-        text = text_folder(settings, root)
-        return [preprocess_flags(text, destination, splits, languages, joined, workers, extra)]
-    if dataset.kind == MASKED_LM:
-        text, dictionary = root / "bpe", root / "bpe" / DICTIONARY
-        flags = preprocess_flags(text, destination, splits, (), False, workers, extra, dictionary)
-        return [flags]
-    text = root / "text"
-    if dataset.kind == LANGUAGE_MODELING:
-        return [
-            preprocess_flags(text, destination, dataset.subsets, workers=workers, extra=dataset.preprocess)
-        ]
-    return [
-        # By a dictionary of its own, a class keeps its number, whatever was drawn.
-        preprocess_flags(
-            text / name, destination / name, dataset.subsets, dictionary=text / name / DICTIONARY
+    kind, calls = dataset.kind, []
+    extra = {**dataset.preprocess, **(settings.get("flags", {}) if kind in (TRANSLATION, MASKED_LM) else {})}
+    splits = splits if kind in (TRANSLATION, MASKED_LM) else dataset.subsets
+    stage = text_folder(settings, root) if kind == TRANSLATION else root / _LAST_STAGE[kind]
+    for name in (INPUT, LABEL) if kind == CLASSIFICATION else ("",):
+        text = stage / name
+        tests = [str(text / split) for split in splits if split not in ("train", "valid")]
+        if kind == TRANSLATION:
+            sides = {"source-lang": settings["source"], "target-lang": settings["target"]}
+        else:
+            # By a dictionary of its own, a class keeps its number, whatever was drawn.
+            given = str(text / DICTIONARY) if kind in (MASKED_LM, CLASSIFICATION) else None
+            sides = {"only-source": True, "srcdict": given}
+        calls.append(
+            {
+                **sides,
+                **{f"{split}pref": str(text / split) for split in ("train", "valid") if split in splits},
+                "testpref": ",".join(tests) or None,
+                **({"joined-dictionary": settings["joined_dictionary"]} if kind == TRANSLATION else {}),
+                "workers": 1 if kind == CLASSIFICATION else workers or default_workers(),
+                **extra,
+                "destdir": str(destination / name),
+            }
         )
-        for name in (INPUT, LABEL)
-    ]
+    return calls
 
 
 def check_place(folder: Path) -> None:
@@ -188,14 +171,13 @@ def check_stem(stem: Path) -> int:
                 f"{path} is missing or empty: the folder is half-written. Delete it and prepare it again."
             )
     with open(index, "rb") as stream:
-        if stream.read(len(_MAGIC)) != _MAGIC:
+        magic, version, code, count = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
+        if magic != _MAGIC:
             raise UserError(
                 f"{index} is not an index of fairseq's mmap format: binarise with today's "
                 "fairseq-preprocess and its default --dataset-impl."
             )
-        header = stream.read(_HEADER.size)
-        version, code, count = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0)
-        whole = len(_MAGIC) + _HEADER.size + count * 12
+        whole = _HEADER.size + count * 12
         if version != 1 or code not in _ITEM_BYTES or index.stat().st_size != whole:
             raise UserError(
                 f"{index} is cut off: {index.stat().st_size:,} bytes instead of {whole:,}. {_AGAIN}"

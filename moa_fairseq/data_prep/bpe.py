@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import io
+import itertools
 import os
 import re
 import reprlib
 import sys
 from pathlib import Path
-from typing import Counter, List, Sequence
+from typing import Sequence
 
 from subword_nmt.apply_bpe import BPE
-from subword_nmt.learn_bpe import learn_bpe
+from subword_nmt.learn_bpe import get_vocabulary, learn_bpe
 
 from moa_fairseq.data_prep.parallel_text import read_lines
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.text.workers import chunks, ordered_map
 
-# Lines that are counted at once: larger than in other stages, as a table of words comes back.
-CHUNK = 50_000
 # Words whose segmentation is remembered; with more, subword-nmt's memory starts anew.
 REMEMBERED = 1_000_000
 _VERSION = re.compile(r"#version: +0\.[12] *")
@@ -68,13 +65,13 @@ def _load(path: str, size: int, time: int) -> Codes:
     return Codes(io.StringIO("\n".join(lines) + "\n"))
 
 
-def learn_codes(text_files: Sequence[Path], merges: int, codes: Path, workers: int = 1) -> None:
+def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
     """Learn `merges` joint BPE operations on all the files together; fewer where the text gives no more.
 
     The same codes as `subword-nmt learn-bpe -s MERGES` on the files one after the other. Raises
     UserError for text without a single pair of letters.
     """
-    words = count_words(text_files, workers)
+    words = get_vocabulary(itertools.chain.from_iterable(map(read_lines, text_files)))
     if not any(len(word) > 1 for word in words):
         names = ", ".join(str(path) for path in text_files)
         raise UserError(f"{names}: there is no word of two letters to learn BPE from.")
@@ -82,18 +79,3 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path, workers: i
     quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     with atomic_write(codes) as stream, quiet:
         learn_bpe([f"{word} {count}" for word, count in words.items()], stream, merges, is_dict=True)
-
-
-def count_words(text_files: Sequence[Path], workers: int = 1) -> Counter[str]:
-    """How often each word between spaces occurs in all the files together."""
-    total: Counter[str] = collections.Counter()
-    for path in text_files:
-        label = f"words of {path.name}"
-        for counts in ordered_map(_count, chunks(read_lines(path), CHUNK), workers, label):
-            total.update(counts)
-    total.pop("", None)
-    return total
-
-
-def _count(lines: List[str]) -> Counter[str]:
-    return collections.Counter(word for line in lines for word in line.split(" "))

@@ -16,7 +16,6 @@ TABLE = Path(__file__).with_name("datasets.yaml")
 # Of two languages; of one, in a vocabulary of its own, and in GPT-2's; sentences with a class each.
 TRANSLATION, LANGUAGE_MODELING = "translation", "language_modeling"
 MASKED_LM, CLASSIFICATION = "masked_lm", "classification"
-KINDS = (TRANSLATION, LANGUAGE_MODELING, MASKED_LM, CLASSIFICATION)
 # What files of the source and of the target language are called in WMT's sets.
 SIDES = ("src", "ref")
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
@@ -31,7 +30,12 @@ class PublicFile(NamedTuple):
     sha256: Optional[str] = None
     md5: Optional[str] = None
     about: Optional[int] = None
-    gone: str = ""
+    remedy: str = ""
+
+    @property
+    def pinned(self) -> bool:
+        """True where a checksum tells in the end whether a download is the file."""
+        return bool(self.sha256 or self.md5)
 
     @property
     def bytes(self) -> int:
@@ -164,11 +168,12 @@ def public_files() -> Dict[str, PublicFile]:
 def datasets() -> Dict[str, Dataset]:
     """name → Dataset, of every kind."""
     table = _table()
-    return {name: _dataset(name, kind, row) for kind in KINDS for name, row in table[kind].items()}
+    kinds = {kind: rows for kind, rows in table.items() if kind not in ("places", "files")}
+    return {name: _dataset(name, kind, row) for kind, rows in kinds.items() for name, row in rows.items()}
 
 
 def of_kind(kind: str) -> Dict[str, Dataset]:
-    """name → Dataset, of one of KINDS."""
+    """name → Dataset, of one kind."""
     return {name: dataset for name, dataset in datasets().items() if dataset.kind == kind}
 
 

@@ -45,14 +45,11 @@ def clean(source: str, target: str, rules: Cleaning) -> Union[Kept, str]:
         return f"shorter than {rules.min} tokens"
     if one / other > rules.ratio or other / one > rules.ratio:
         return f"length ratio above {rules.ratio:g}"
-    if any(len(text) > rules.word and _has_long_word(text, rules.word) for text in (source, target)):
+    long = [text for text in (source, target) if len(text) > rules.word]
+    if any(len(word) > rules.word for text in long for word in text.split(" ")):
         return f"token of more than {rules.word} characters"
     return source, target
 
 
 def _tidy(text: str) -> str:
     return _SPACES.sub(" ", text.replace("|", "")).strip(" ")
-
-
-def _has_long_word(text: str, limit: int) -> bool:
-    return any(len(word) > limit for word in text.split(" "))

@@ -87,17 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--source", metavar="LANG", help="source language, to turn a pair round")
     parser.add_argument("--target", metavar="LANG", help="target language")
-    generated = parser.add_argument_group("data that is drawn (listops)")
-    generated.add_argument(
-        "--sizes",
-        type=int,
-        nargs=3,
-        metavar=("TRAIN", "VALID", "TEST"),
-        help="how many expressions (default: {train} {valid} {test})".format(
-            **datasets()["listops"].generated["sizes"]
-        ),
+    drawn = parser.add_argument_group("data that is drawn (listops)")
+    defaults = datasets()["listops"].generated
+    sizes = f"how many expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
+    drawn.add_argument("--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes)
+    drawn.add_argument(
+        "--seed", type=int, metavar="N", help=f"what they are drawn by (default: {defaults['seed']})"
     )
-    generated.add_argument("--seed", type=int, metavar="N", help="what they are drawn by (default: 1)")
     parser.add_argument(
         "--json", action="store_true", help="print the manifest, and nothing else, on the standard output"
     )

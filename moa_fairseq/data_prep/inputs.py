@@ -5,19 +5,17 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-import shutil
 import zipfile
-from pathlib import Path, PurePosixPath
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
-from moa_fairseq.data_prep.archives import archive_errors
+from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.binarised import DICTIONARY, is_binarised
 from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part, datasets
-from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, count_lines, find_file
+from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, find_file
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
 
-Pair = Tuple[str, str]
 LOOK_AT = 1000
 _SEGMENTED = re.compile(r"[^\s@]@@ \S")
 # Words that are common in one of these languages and rare in the others.
@@ -27,7 +25,7 @@ COMMON_WORDS = {
     "fr": ("le", "les", "et", "est", "une", "dans", "que", "pour", "du"),
 }
 # split → the parts of the source language and those of the target language, side by side
-Parts = Dict[str, Tuple[List[Part], List[Part]]]
+Parts = Dict[str, List[List[Part]]]
 
 
 def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
@@ -59,14 +57,16 @@ def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) ->
         )
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]
     parts = dataset.parts(languages)
-    archives = [Path(part.archive).name for part in parts if part.archive]
-    members = [name for part in parts for name in (part.members or (part.file,))]
-    own = [f"train.{language}" for language in languages] if archives else []
-    if not any(find_file(source, name) for name in (*archives, *members, *own)):
-        texts = [Path(name).name for name in members]
+    archives = [part.archive for part in parts if part.archive]
+    known = {
+        "archives": archives,
+        "texts": [name for part in parts for name in (part.members or (part.file,))],
+        "your own tokenised text": [f"train.{language}" for language in languages] if archives else [],
+    }
+    if not any(find_file(source, name) for names in known.values() for name in names):
         looked = "; ".join(
-            f"{what}: {', '.join(dict.fromkeys(names))}"
-            for what, names in (("archives", archives), ("texts", texts), ("your own tokenised text", own))
+            f"{what}: {', '.join(dict.fromkeys(Path(name).name for name in names))}"
+            for what, names in known.items()
             if names
         )
         raise UserError(
@@ -74,9 +74,6 @@ def _check_known(dataset: Dataset, settings: Mapping[str, Any], source: Path) ->
             "folder that has some of them (what it lacks is downloaded), or leave --data away, so that all "
             "are downloaded."
         )
-
-
-# --- running text, a file for each split ------------------------------------------------------------
 
 
 def has_text(source: Path, dataset: Dataset) -> bool:
@@ -91,44 +88,15 @@ def find_text(source: Path, dataset: Dataset, subsets: Sequence[str], unpacked: 
     source: a folder or a .zip (its files are unpacked into the folder `unpacked`). Splits that are not
     required are taken where they exist. Raises UserError that says what is missing and what to bring.
     """
-    unknown = [subset for subset in subsets if subset not in dataset.splits]
-    if unknown:
-        raise UserError(
-            f"The data has no subset {', '.join(unknown)} (score.subsets); it has "
-            f"{', '.join(dataset.splits)}."
-        )
-    kinds = [{split: stem.format(split=split) for split in dataset.splits} for stem in dataset.stems]
+    kinds = [{split: [stem.format(split=split)] for split in dataset.splits} for stem in dataset.stems]
     if source.is_file() and zipfile.is_zipfile(source):
-        _unpack(source, {name for kind in kinds for name in kind.values()}, unpacked)
+        stat, names = source.stat(), {name for kind in kinds for (name,) in kind.values()}
+        mark = fingerprint_of(source.name, stat.st_size, stat.st_mtime_ns)
+        # Whatever folder in it they stand in.
+        build_folder(unpacked, mark, lambda new: extract(source, names, new, lambda path: Path(path).name))
         source = unpacked
-    elif not source.is_dir():
-        raise UserError(f"There is no data folder {source}. {dataset.bring}")
-    for kind in kinds:
-        files = {split: find_file(source, name) for split, name in kind.items()}
-        if all(files[subset] for subset in subsets):
-            return {split: path for split, path in files.items() if path}
-    missing = ", ".join(kinds[0][subset] for subset in subsets)
-    raise UserError(f"The data folder {source} lacks {missing}. {dataset.bring}")
-
-
-def _unpack(archive: Path, wanted: Sequence[str], unpacked: Path) -> None:
-    """Write the archive's text files, whatever folder in it they stand in, to `unpacked` by their names."""
-    stat = archive.stat()
-
-    def build(new: Path) -> List[str]:
-        with zipfile.ZipFile(archive) as package:
-            for member in package.infolist():
-                name = PurePosixPath(member.filename).name
-                if name in wanted and not (new / name).exists():
-                    with package.open(member) as content, open(new / name, "wb") as stream:
-                        shutil.copyfileobj(content, stream, 1 << 20)
-        return sorted(path.name for path in new.iterdir())
-
-    with archive_errors(archive):
-        build_folder(unpacked, fingerprint_of(archive.name, stat.st_size, stat.st_mtime_ns), build)
-
-
-# --- pairs of files ---------------------------------------------------------------------------------
+    found = _files_in(source, kinds, subsets, dataset.bring)
+    return {split: path for split, (path,) in found.items()}
 
 
 def split_parts(
@@ -137,8 +105,8 @@ def split_parts(
     """The parts of each split for the settings' pair of languages.
 
     A data set of text files that lies in the user's folder must lie there whole: of splits that are
-    not `required` those are taken whose files are both there. Raises UserError for languages or
-    subsets that the data set does not have, and one that lists all files that are missing.
+    not `required` those are taken whose files are both there. Raises UserError for languages
+    that the data set does not have, and one that lists all files that are missing.
     """
     languages = (settings["source"], settings["target"])
     strange = [language for language in languages if dataset.languages and language not in dataset.languages]
@@ -147,51 +115,59 @@ def split_parts(
             f"{dataset.name} has no language {', '.join(strange)} (data.source, data.target): choose two of "
             f"{', '.join(dataset.languages)}."
         )
-    unknown = [split for split in required if split not in dataset.subsets]
-    if unknown:
-        raise UserError(
-            f"The data has no subset {', '.join(unknown)} (generate.subsets); {dataset.name} has "
-            f"{', '.join(dataset.subsets)}."
-        )
     parts = {
-        split: tuple([part.named(*names) for part in rows] for names in zip(languages, SIDES))
+        split: [[part.named(*names) for part in rows] for names in zip(languages, SIDES)]
         for split, rows in dataset.splits.items()
     }
     if at_hand is None or dataset.archives:
         return parts
-    bring = dataset.bring.format(**settings)
-    if not at_hand.is_dir():
-        raise UserError(f"There is no data folder {at_hand}. {bring}")
-    found, missing = {}, []
-    for split, sides in parts.items():
-        names = [Path(part.file).name.removesuffix(".gz") for side in sides for part in side]
-        absent = [name for name in names if not find_file(at_hand, name)]
-        if not absent:
-            found[split] = sides
-        elif split in required or len(absent) < len(names):
-            missing += [f"{name}[.gz]" for name in absent]
-    if missing and not found and dataset.downloadable:
+    names = {
+        split: [Path(part.file).name.removesuffix(".gz") for side in sides for part in side]
+        for split, sides in parts.items()
+    }
+    if dataset.downloadable and not any(
+        find_file(at_hand, name) for name in itertools.chain(*names.values())
+    ):
         return parts  # a folder without any of the data: all of it is fetched
-    if missing:
-        state = "is empty" if not any(at_hand.iterdir()) else f"lacks {', '.join(missing)}"
-        raise UserError(f"The data folder {at_hand} {state}. {bring}")
-    return found
+    return {
+        split: parts[split]
+        for split in _files_in(at_hand, [names], required, dataset.bring.format(**settings))
+    }
 
 
-def brought_tokens(dataset: Dataset, folder: Path, languages: Pair) -> bool:
-    """True when a folder given for a data set of archives holds tokenised text of the user's own instead."""
-    return dataset.archives and all(find_file(folder, f"train.{language}") for language in languages)
+def _files_in(
+    folder: Path, kinds: Sequence[Mapping[str, Sequence[str]]], required: Sequence[str], bring: str
+) -> Dict[str, List[Path]]:
+    """split → its files, of the first kind (split → names) that the folder has whole.
+
+    Of splits that are not required a kind may lack all files. Raises UserError that says what is missing.
+    """
+    if not folder.is_dir():
+        raise UserError(f"There is no data folder {folder}. {bring}")
+    missing: List[str] = []
+    for kind in kinds:
+        found: Dict[str, List[Path]] = {}
+        absent: List[str] = []
+        for split, names in kind.items():
+            paths = {name: find_file(folder, name) for name in names}
+            found[split] = [path for path in paths.values() if path]
+            if split in required or found[split]:
+                absent += [f"{name}[.gz]" for name, path in paths.items() if not path]
+        if not absent:
+            return {split: paths for split, paths in found.items() if paths}
+        missing = missing or absent
+    raise UserError(f"The data folder {folder} lacks {', '.join(missing)}. {bring}")
 
 
-def check_lengths(texts: Dict[str, List[PiecePair]], memory: FileMemory) -> None:
+def check_lengths(texts: Mapping[str, Sequence[PiecePair]], memory: FileMemory) -> None:
     """Raise UserError for two plain files of different length, before the first line is processed."""
-    for pair in itertools.chain.from_iterable(texts.values()):
-        if all(piece.markup == "plain" for piece in pair):
-            paths = [piece.path for piece in pair]
-            check_equal(paths, [memory.fact(path, "lines", count_lines) for path in paths])
+    for one, other in itertools.chain.from_iterable(texts.values()):
+        lines, others = memory.lines(one), memory.lines(other)
+        if lines is not None and others is not None:
+            check_equal((one.path, other.path), (lines, others))
 
 
-def check_looks(files: Sequence[PiecePair], languages: Pair, segmenting: bool) -> None:
+def check_looks(files: Sequence[PiecePair], languages: Sequence[str], segmenting: bool) -> None:
     """Raise UserError for training text that was segmented before, or whose two languages are swapped.
 
     segmenting: BPE is to be applied. Judged by the first LOOK_AT lines of each pair of plain files.
@@ -216,7 +192,7 @@ def check_looks(files: Sequence[PiecePair], languages: Pair, segmenting: bool) -
             )
 
 
-def _other_way_round(heads: Sequence[Sequence[str]], languages: Pair) -> bool:
+def _other_way_round(heads: Sequence[Sequence[str]], languages: Sequence[str]) -> bool:
     """True when each side has plenty of the other language's commonest words and hardly any of its own."""
     if languages[0] == languages[1] or not all(language in COMMON_WORDS for language in languages):
         return False

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import random
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from moa_fairseq.data_prep.binarised import INPUT, LABEL
 from moa_fairseq.errors import UserError
@@ -62,18 +62,18 @@ SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
 
 @dataclasses.dataclass(frozen=True)
 class ListOps:
-    """The settings of a ListOps data set; the defaults are those of Csordás et al. (arXiv 2110.07732).
+    """The settings of a ListOps data set, as datasets.yaml has them.
 
     sizes: split → expressions; a fifth of each has each dependency depth from 2 to max_depth = 6.
     operator_probability: that an argument is an operator and no digit.
     """
 
     sizes: Mapping[str, int]
-    seed: int = 1
-    max_length: int = 50
-    max_depth: int = 6
-    operator_probability: float = 0.3
-    max_arguments: int = 5
+    seed: int
+    max_length: int
+    max_depth: int
+    operator_probability: float
+    max_arguments: int
 
     def splits(self, workers: int = 1) -> Dict[str, List[Expression]]:
         """The expressions of every split. No expression stands twice, in one split or in two.
@@ -93,9 +93,9 @@ class ListOps:
         out: Dict[str, List[Expression]] = {split: [] for split in self.sizes}
         for place, depth in enumerate(depths):
             chance.shuffle(found[depth])
-            expressions = iter(found[depth])
             for split, share in shares.items():
-                out[split] += [next(expressions) for _ in range(share[place])]
+                out[split] += found[depth][: share[place]]
+                del found[depth][: share[place]]
         for expressions in out.values():
             chance.shuffle(expressions)
         return out
@@ -103,7 +103,8 @@ class ListOps:
     def _drawn(self, wanted: Mapping[int, int], workers: int) -> Dict[int, List[Expression]]:
         """Dependency depth → so many different expressions as wanted."""
         found: Dict[int, List[Expression]] = {depth: [] for depth in wanted}
-        known, idle = set(), 0
+        known: Set[str] = set()
+        idle = 0
         blocks = ([(self, block)] for block in range(_BLOCKS))
         for drawn in ordered_map(_block, blocks, workers, "ListOps"):
             before = len(known)
@@ -118,7 +119,7 @@ class ListOps:
                 return found
             if idle == _MOST_IDLE:
                 break
-        depth = max(missing, key=missing.get)
+        depth = max(missing, key=lambda depth: missing[depth])
         raise UserError(
             f"ListOps: only {len(found[depth]):,} different expressions of dependency depth {depth} were "
             f"found, and {wanted[depth]:,} are wanted: ask for fewer (--sizes)."

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Sequence
 
 import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
-from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
-from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
+from moa_fairseq.data_prep.parallel_text import Piece
+from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark, write_json
+from moa_fairseq.json_files import read_json
 
 MANIFEST = "manifest.json"
 TOOLS = (
@@ -27,7 +26,7 @@ def write_manifest(
     root: Path,
     settings: Mapping[str, Any],
     sources: Mapping[str, Any],
-    texts: Mapping[str, Any],
+    texts: Mapping[str, Sequence[Piece]],
     dataset: Dataset,
 ) -> Dict[str, Any]:
     """Write `root/manifest.json` about the stage folders below `root`; returns its content.
@@ -45,13 +44,27 @@ def write_manifest(
         for split, fact in stages[name].get("facts", {}).items()
         if isinstance(fact, dict) and "lines" in fact
     }
+    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
+    for tool in TOOLS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[tool] = metadata.version(tool)
     languages = [settings[side] for side in ("source", "target") if side in settings]
     manifest = {
         "settings": {**settings, "summary": dataset.summary},
         "licence": dataset.licence,
         "download_bytes": sum(file.bytes for file in dataset.files(languages)),
         "sources": dict(sorted(sources.items())),
-        "texts": texts,
+        "texts": {
+            split: [
+                {
+                    "file": piece.path.name,
+                    "sha256": memory.checksum(piece.path),
+                    "lines": memory.lines(piece),
+                }
+                for piece in pieces
+            ]
+            for split, pieces in texts.items()
+        },
         "stages": {name: mark["facts"] for name, mark in stages.items() if mark},
         "lines": {
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
@@ -62,10 +75,9 @@ def write_manifest(
             for file, size in mark.get("files", {}).items()
         },
         "published": _published(root, settings, dataset, memory),
-        "tools": tool_versions(),
+        "tools": versions,
     }
-    with atomic_write(root / MANIFEST) as stream:
-        json.dump(manifest, stream, indent=1, ensure_ascii=False)
+    write_json(root / MANIFEST, manifest)
     return manifest
 
 
@@ -75,8 +87,9 @@ def _published(
     """Segmented file → its md5 and that of the published one, where the settings are those of the latter."""
     published = dataset.published
     pair = {settings.get("source"), settings.get("target")}
-    as_published = published and set(published.languages) == pair and settings["bpe"] == published.merges
-    if not as_published or settings.get("codes"):
+    if not published or set(published.languages) != pair or settings.get("codes"):
+        return {}
+    if settings["bpe"] != published.merges:
         return {}
     return {
         f"bpe/{name}": {"md5": memory.checksum(root / "bpe" / name, "md5"), "published": md5}
@@ -88,11 +101,9 @@ def _published(
 def read_manifest(folder: Path) -> Dict[str, Any]:
     """manifest.json of a folder, {} where there is none."""
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return read_json(folder / MANIFEST, "Prepare the data again.")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UserError(f"{folder / MANIFEST} is no JSON ({error}): prepare the data again.") from error
 
 
 def verdict(manifest: Mapping[str, Any]) -> List[str]:
@@ -103,15 +114,6 @@ def verdict(manifest: Mapping[str, Any]) -> List[str]:
         names = ", ".join(different)
         return [f"! {names}: not the published text (by md5); manifest.json has both checksums."]
     return [f"{', '.join(compared)}: equal to the published text, byte for byte (md5)"] if compared else []
-
-
-def tool_versions() -> Dict[str, str]:
-    """Versions of everything that shapes the result."""
-    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
-    for tool in TOOLS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[tool] = metadata.version(tool)
-    return versions
 
 
 def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence
+from typing import BinaryIO, Dict, Iterable, Iterator, Mapping, Sequence
+
+from tqdm import tqdm
 
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.text.workers import chunks, ordered_map
+from moa_fairseq.text.workers import chunks
 
 Texts = Mapping[str, Sequence[Piece]]
 Facts = Dict[str, Dict[str, int]]
 CHUNK = 5000
-BLOCK = 1 << 20
 MODEL = "sentencepiece.model"
 # SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
 ROW = 100_000
-# Bytes as decimal numbers; a line feed ends the line, and fairseq's end-of-line symbol stands for it.
+# Bytes as decimal numbers; for a line feed stands fairseq's end-of-line symbol.
 _BYTES = [f"{value} " for value in range(256)]
-_BYTES[ord("\n")] = "\n"
 
 
 def write_lines(texts: Texts, folder: Path) -> Facts:
@@ -40,21 +39,18 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
         raise UserError(
             f"{piece.path} has {found:,} bytes instead of {total:,}: it is cut off or another file."
         )
-    facts = {}
+
+    def lines(stream: BinaryIO, left: int) -> Iterator[str]:
+        while left:
+            line = stream.readline(left)
+            left -= len(line)
+            yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
+
     with open(piece.path, "rb") as stream:
-        for split, size in sizes.items():
-            with atomic_write(folder / split) as output:
-                lines, left = 0, size
-                while left:
-                    block = stream.read(min(BLOCK, left))
-                    left -= len(block)
-                    lines += block.count(b"\n")
-                    output.write("".join([_BYTES[value] for value in block]))
-                if block[-1:] != b"\n":
-                    output.write("\n")
-                    lines += 1
-            facts[split] = {"lines": lines, "bytes": size}
-    return facts
+        return {
+            split: {"lines": _write(folder / split, lines(stream, size))["lines"], "bytes": size}
+            for split, size in sizes.items()
+        }
 
 
 def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, int]:
@@ -80,13 +76,17 @@ def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, 
 
 def write_pieces(texts: Texts, model: Path, folder: Path, workers: int, row: int = ROW) -> Facts:
     """Write the pieces of each split to `folder/<split>`, line ends forgotten, `row` pieces a line."""
-    work = functools.partial(_encode, model=str(model))
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     facts = {}
     for split, pieces in texts.items():
         lines = itertools.count()
         read = (line for line, _ in zip(_lines(pieces), lines))
-        batches = ordered_map(work, chunks(read, CHUNK), workers, split)
-        tokens = itertools.chain.from_iterable(itertools.chain.from_iterable(batches))
+        read = tqdm(read, unit=" lines", desc=split, disable=None, leave=False)
+        batches = (processor.encode(some, num_threads=workers) for some in chunks(read, CHUNK))
+        # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
+        tokens = (token for batch in batches for ids in batch for token in processor.id_to_piece(ids))
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, row)))
         facts[split]["lines"] = next(lines)
     return facts
@@ -106,16 +106,3 @@ def _write(path: Path, lines: Iterable[str]) -> Dict[str, int]:
     if not facts["tokens"]:
         raise UserError(f"There is no text for the split {path.name}.")
     return facts
-
-
-def _encode(lines: List[str], model: str) -> List[List[str]]:
-    processor = _load(model)
-    # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
-    return [[processor.id_to_piece(number) for number in numbers] for numbers in processor.encode(lines)]
-
-
-@functools.lru_cache(maxsize=1)
-def _load(model: str) -> Any:
-    import sentencepiece
-
-    return sentencepiece.SentencePieceProcessor(model_file=model)

@@ -8,11 +8,11 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.data_prep.catalogue import Dataset, Part, PublicFile, public_files
-from moa_fairseq.data_prep.download import download, flaw_of
+from moa_fairseq.data_prep.download import obtain
 from moa_fairseq.data_prep.parallel_text import Piece, find_file
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
@@ -42,117 +42,86 @@ class Store:
         optional: Sequence[Part] = (),
         announced: Optional[Dataset] = None,
         root: Path = Path(),
-    ) -> List[Optional[Piece]]:
-        """The text files of parts and then of optional ones, in order; archives are fetched when needed.
+    ) -> Dict[Part, Piece]:
+        """The text files of parts and of optional ones; archives are fetched when needed.
 
-        For an optional part alone no archive is fetched: it may be None. announced: the data set whose terms
-        are said before a download, whose stages will be in `root`. Raises UserError for a file that cannot
-        be had, or is not the right one.
+        For an optional part alone no archive is fetched: it may be missing. announced: the data set
+        whose terms are said before a download, whose stages will be in `root`. Raises UserError for a file
+        that cannot be had, or is not the right one.
         """
         # Two data sets may be prepared at a time, and share archives.
         with locked(self.downloads, math.inf):
             texts = {part: self._text_at_hand(part) for part in (*parts, *optional)}
-            wanted = dict.fromkeys(part.archive or part.file for part in parts if texts[part] is None)
+            names = dict.fromkeys(part.archive or part.file for part in parts if texts[part] is None)
             absent = [
                 public_files()[name]
-                for name in wanted
-                if not self._file_at_hand(name) and not (self.downloads / name).is_file()
+                for name in names
+                if not find_file(self.at_hand, name) and not (self.downloads / name).is_file()
             ]
             if absent and announced and not self.offline:
                 before_download(announced, root, self.downloads, absent)
-            closed: Dict[str, List[Part]] = {}
-            for part in (*parts, *optional):
-                if texts[part] is None and part.archive and (part in parts or part.archive in closed):
-                    closed.setdefault(part.archive, []).append(part)
-            for name, inside in closed.items():
-                folder = self._open_archive(public_files()[name], [part.members for part in inside])
-                for part in inside:
-                    texts[part] = next(folder / name for name in part.members if (folder / name).is_file())
-            for part in parts:
-                texts[part] = texts[part] or self._file(public_files()[part.file])
-        return [_piece(texts[part], part) for part in (*parts, *optional)]
+            for name in names:
+                path = self._file(name)
+                inside = [part for part in texts if not texts[part] and name in (part.archive, part.file)]
+                texts.update(
+                    dict.fromkeys(inside, path) if inside[0].file else self._unpack(name, path, inside)
+                )
+        return {
+            part: Piece(path, "sgm" if path.suffix in (".sgm", ".xml") else part.markup)
+            for part, path in texts.items()
+            if path
+        }
 
     def _text_at_hand(self, part: Part) -> Optional[Path]:
         """The extracted text in the user's folder, by its name in the archive or the last part of it."""
         for name in part.members or (part.file,):
             found = find_file(self.at_hand, name)
+            if found and found.suffix == ".gz" and name in public_files():
+                return self._file(name)
             if found:
-                source = public_files().get(part.file)
-                if source and found.suffix == ".gz":
-                    self._check(found, source)
-                else:
-                    self.origins[name] = {"file": found.name}
+                self.origins[name] = {"file": found.name}
                 return found
         return None
 
-    def _file_at_hand(self, name: str) -> Optional[Path]:
-        places = (self.at_hand / name, self.at_hand / Path(name).name) if self.at_hand else ()
-        return next((path for path in places if path.is_file()), None)
-
-    def _file(self, source: PublicFile) -> Path:
-        """A public file: at hand, downloaded before, or fetched now; checked."""
-        path = self._file_at_hand(source.name)
-        if path:
-            self._check(path, source)
-            return path
-        path = self.downloads / source.name
-        if not path.is_file() or self._flaw(path, source):
-            if self.offline:
-                where = f"{self.at_hand} and {self.downloads}" if self.at_hand else str(self.downloads)
-                remedy = source.gone or (
-                    f"Run without --offline, or fetch it from {' or '.join(source.urls)} and name its folder "
-                    "with --from."
-                )
-                raise UserError(f"{path.name} is not in {where}, and --offline forbids a download. {remedy}")
-            path = download(source, self.downloads)
-        self._note(path, source)
-        return path
-
-    def _check(self, path: Path, source: PublicFile) -> None:
-        flaw = self._flaw(path, source)
-        if flaw:
-            raise UserError(
-                f"{path} is not the file that the recipe knows: it {flaw}. Take it away, so that it is "
-                f"downloaded from {source.urls[0]}, or give the extracted text files instead."
-            )
-        self._note(path, source)
-
-    def _flaw(self, path: Path, source: PublicFile) -> str:
-        asked = fingerprint_of(source.size, source.sha256, source.md5)
-        return self._memory().fact(path, f"flaw {asked}", lambda path: flaw_of(path, source))
-
-    def _note(self, path: Path, source: PublicFile) -> None:
-        self.origins[source.name] = {
+    def _file(self, name: str) -> Path:
+        """A public file, checked; one that was read before is not read again."""
+        source, digest = public_files()[name], FileMemory(self.downloads / MEMORY).checksum
+        at_hand = [self.at_hand] if self.at_hand else []
+        path = obtain(source, at_hand, self.downloads, self.offline, digest)
+        self.origins[name] = {
             "file": path.name,
             "urls": list(source.urls),
             "bytes": path.stat().st_size,
-            "sha256": self._memory().checksum(path),
+            "sha256": digest(path, "sha256"),
         }
+        return path
 
-    def _memory(self) -> FileMemory:
-        return FileMemory(self.downloads / MEMORY)
+    def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> Dict[Part, Path]:
+        """The texts of parts of an archive. A damaged download is thrown away."""
+        groups = sorted({part.members for part in parts})
+        mark = fingerprint_of("extract", self.origins[name]["sha256"], groups)
+        folder = self.downloads / "extracted" / f"{archive.name}-{mark[:8]}"
 
-    def _open_archive(self, source: PublicFile, wanted: Sequence[Sequence[str]]) -> Path:
-        """The folder with the wanted members of an archive. A damaged download is thrown away."""
-        archive = self._file(source)
-        groups = sorted(set(wanted))
-        mark = fingerprint_of("extract", self.origins[source.name]["sha256"], groups)
-        folder = self.downloads / "extracted" / f"{Path(source.name).name}-{mark[:8]}"
+        def build(new: Path) -> Dict[str, int]:
+            found = extract(archive, {member for group in groups for member in group}, new)
+            missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
+            if missing:
+                raise UserError(
+                    f"{archive} does not contain {missing}: it is another archive than the recipe knows."
+                )
+            return found
+
         log.info(f"extracting {archive}")
         try:
-            build_folder(folder, mark, lambda new: extract(archive, groups, new))
+            found = build_folder(folder, mark, build)
         except DamagedArchive as error:
-            if archive == self.downloads / source.name:
+            if archive == self.downloads / name:
                 archive.unlink()
                 raise UserError(
                     f"{error} It was removed: run the same command again to fetch it anew."
                 ) from error
             raise UserError(f"{error} Replace it, or take it away so that it is downloaded.") from error
-        return folder
-
-
-def _piece(path: Optional[Path], part: Part) -> Optional[Piece]:
-    return Piece(path, "sgm" if path.suffix in (".sgm", ".xml") else part.markup) if path else None
+        return {part: folder / next(member for member in part.members if member in found) for part in parts}
 
 
 def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from moa_fairseq.data_prep.gpt2_files import ENCODER, NUMERIC_ORDER, ROBERTA_ORD
 from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.data_prep.manifest import MANIFEST, write_manifest
 from moa_fairseq.data_prep.obtain import Store
-from moa_fairseq.data_prep.stage_folder import fingerprint_of
+from moa_fairseq.data_prep.stage_folder import fingerprint_of, write_json
 from moa_fairseq.files import atomic_write
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ log = logging.getLogger(__name__)
 
 def language_modeling(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     """Carry out the stages of text in a vocabulary of its own: (model →) text (→ binarised)."""
-    parts, memory = dataset.parts(), job.memory()
-    pieces = dict(zip(parts, store.pieces(parts, (), dataset, job.root)))
+    memory, pieces = job.memory(), store.pieces(dataset.parts(), (), dataset, job.root)
     texts = {split: [pieces[part] for part in rows] for split, rows in dataset.splits.items()}
     digests = {split: [memory.checksum(piece.path) for piece in rows] for split, rows in texts.items()}
     mark = fingerprint_of("monolingual", 1, dataset.encoder, digests, dict(dataset.byte_splits))
@@ -61,23 +59,20 @@ def language_modeling(job: Preparation, dataset: Dataset, store: Store) -> Prepa
     if dataset.encoder != "none":
         mark = fingerprint_of("binarised", 2, dict(dataset.preprocess), mark)
         prepared = job.binarise(dataset, dataset.subsets, mark)
-    read = {
-        split: [{"file": piece.path.name, "sha256": memory.checksum(piece.path)} for piece in rows]
-        for split, rows in texts.items()
-    }
-    write_manifest(job.root, {"recipe": dataset.name}, store.origins, read, dataset)
+    write_manifest(job.root, {"recipe": dataset.name}, store.origins, texts, dataset)
     return prepared
 
 
 def masked_lm(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     """Carry out the stages of running text in GPT-2's encoding: bpe → binarised."""
     facts: Dict[str, Any] = {"licence": dataset.licence if dataset.downloadable else ""}
-    if not dataset.downloadable or (job.source and inputs.has_text(job.source, dataset)):
+    if not dataset.downloadable:
         inputs.require_source(job.settings, job.source)
+    if job.source and (not dataset.downloadable or inputs.has_text(job.source, dataset)):
         texts = inputs.find_text(job.source, dataset, job.subsets, job.root / "text")
     else:
         pieces = store.pieces(dataset.parts(), (), dataset, job.root)
-        texts = {split: piece.path for split, piece in zip(dataset.splits, pieces)}
+        texts = {split: piece.path for split, piece in zip(dataset.splits, pieces.values())}
         facts["sources"] = store.origins
     files, memory = obtain_gpt2_files([job.source] if job.source else [], offline=job.offline), job.memory()
     pinned = {
@@ -106,9 +101,7 @@ def masked_lm(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     def finish(new: Path) -> None:
         for name in (ENCODER, VOCAB):
             shutil.copyfile(job.root / "bpe" / name, new / name)
-        with atomic_write(new / MANIFEST) as stream:
-            json.dump({"recipe": dataset.name, **facts}, stream, indent=1)
-            stream.write("\n")
+        write_json(new / MANIFEST, {"recipe": dataset.name, **facts})
 
     mark = fingerprint_of("binarised-text", 1, extra, mark)
     prepared = job.binarise(dataset, list(facts["splits"]), mark, finish)

@@ -8,7 +8,7 @@ import itertools
 import re
 import zlib
 from pathlib import Path
-from typing import IO, Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 
@@ -23,7 +23,7 @@ _TED_TAGS = re.compile("</?(?:title|description)>")
 
 
 @contextlib.contextmanager
-def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+def open_bytes(path: Path) -> Iterator[Iterable[bytes]]:
     """A file for reading, unpacked when it is named .gz. Raises UserError for a cut off or foreign gzip."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
@@ -59,21 +59,15 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
             yield BAD + reason
 
 
-def _segments(lines: Iterable[str]) -> Iterator[str]:
-    """The text of `<seg id="1"> … </seg>` lines; everything else is header. Entities stay as they are."""
-    return (_SEGMENT.sub("", line) for line in lines if "<seg id" in line)
-
-
-def _ted_talks(lines: Iterable[str]) -> Iterator[str]:
-    """WIT3's training files: headers of a talk go, its title and description lose their tags."""
-    return (_TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS))
-
-
 # What takes the lines of text out of the files that the evaluation campaigns publish.
-MARKUP: Dict[str, Callable[[Iterable[str]], Iterator[str]]] = {
+MARKUP: Dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
     "plain": iter,
-    "sgm": _segments,
-    "wit3": _ted_talks,
+    # `<seg id="1"> … </seg>`; everything else is header. Entities stay as they are.
+    "sgm": lambda lines: (_SEGMENT.sub("", line) for line in lines if "<seg id" in line),
+    # WIT3's training files: headers of a talk go, its title and description lose their tags.
+    "wit3": lambda lines: (
+        _TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS)
+    ),
 }
 
 
@@ -97,12 +91,11 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
     Raises UserError when a pair of files is empty or differs in length.
     """
     for one, other in files:
-        count, missing = 0, object()
-        lines = (one.lines(mark_bad), other.lines(mark_bad))
-        for source, target in itertools.zip_longest(*lines, fillvalue=missing):
-            if source is missing or target is missing:
+        count, lines = 0, (one.lines(mark_bad), other.lines(mark_bad))
+        for source, target in itertools.zip_longest(*lines):
+            if source is None or target is None:
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
-                sizes = (count, rest) if source is missing else (rest, count)
+                sizes = (count, rest) if source is None else (rest, count)
                 check_equal((one.path, other.path), sizes)
             count += 1
             yield source, target
@@ -122,12 +115,8 @@ def check_equal(paths: Sequence[Path], lines: Sequence[int]) -> None:
 
 def count_lines(path: Path) -> int:
     """Lines of a file, gzip when named .gz; a last line without an end counts. Raises UserError."""
-    count, last = 0, b"\n"
     with open_bytes(path) as stream:
-        while block := stream.read(1 << 20):
-            count += block.count(b"\n")
-            last = block[-1:]
-    return count + (last != b"\n")
+        return sum(1 for _ in stream)
 
 
 def find_file(folder: Optional[Path], name: str) -> Optional[Path]:

@@ -14,6 +14,7 @@ from moa_fairseq.data_prep.binarised import (
     check_binarised,
     check_place,
     is_binarised,
+    is_classification,
     preprocess_calls,
 )
 from moa_fairseq.data_prep.catalogue import (
@@ -25,8 +26,10 @@ from moa_fairseq.data_prep.catalogue import (
     datasets,
 )
 from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.parallel_text import find_file
 from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.data_prep.translation import translation
+from moa_fairseq.errors import UserError
 from moa_fairseq.text.workers import default_workers
 
 KINDS = {
@@ -66,8 +69,23 @@ class Preparation:
             check_place(self.source)
             log.info(f"{self.source}: binarised already; used as it is")
             sentences = check_binarised(self.source, self.languages, self.subsets, self._joined)
-            return Prepared(self.source, sentences, given_fingerprint(self.source))
+            # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
+            place = self.source / INPUT if is_classification(self.source) else self.source
+            files = [path for path in sorted(place.glob("*.*")) if path.suffix in (".bin", ".idx", ".txt")]
+            sizes = {path.name: path.stat().st_size for path in files if path.is_file()}
+            return Prepared(self.source, sentences, fingerprint_of("given", sizes))
         dataset = self.dataset or datasets()[self.settings["recipe"]]
+        own = [f"train.{language}" for language in self.languages] if dataset.archives else []
+        if own and all(find_file(self.source, name) for name in own):
+            what = " and ".join(own)
+            log.info(f"{self.source} holds {what}: taken as tokenised and cleaned; what is left is BPE")
+            dataset = datasets()["parallel"]
+        unknown = ", ".join(subset for subset in self.subsets if subset not in dataset.subsets)
+        if unknown:
+            raise UserError(
+                f"The data has no subset {unknown} (generate.subsets, score.subsets); {dataset.name} has "
+                f"{', '.join(dataset.subsets)}."
+            )
         store = Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
         return KINDS[dataset.kind](self, dataset, store)
 
@@ -104,20 +122,6 @@ class Preparation:
             return check_binarised(new, self.languages, splits, self._joined)
 
         return Prepared(self.root / "binarised", self.stage("binarised", mark, build), mark)
-
-
-def given_fingerprint(folder: Path) -> str:
-    """A fingerprint of a folder that fairseq-preprocess made elsewhere.
-
-    File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-    """
-    place = folder / INPUT if (folder / INPUT).is_dir() else folder
-    sizes = {
-        path.name: path.stat().st_size
-        for path in sorted(place.glob("*.*"))
-        if path.is_file() and path.suffix in (".bin", ".idx", ".txt")
-    }
-    return fingerprint_of("given", sizes)
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:

@@ -8,8 +8,9 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Optional
 
+from moa_fairseq.data_prep.parallel_text import Piece, count_lines
 from moa_fairseq.files import atomic_write, checksum, disk_errors
 
 MARK = "stage.json"
@@ -29,7 +30,7 @@ def build_folder(
     """
     mark = read_mark(folder)
     if mark and mark["fingerprint"] == fingerprint:
-        damaged = [name for name, size in mark["files"].items() if _size(folder / name) != size]
+        damaged = [name for name, size in mark["files"].items() if file_size(folder / name) != size]
         if not damaged:
             log.info(f"{folder}: up to date")
             return mark["facts"]
@@ -50,8 +51,7 @@ def build_folder(
             for path in sorted(temporary.rglob("*"))
             if path.is_file() and path.suffix != ".log"
         }
-        with atomic_write(temporary / MARK) as stream:
-            json.dump({"fingerprint": fingerprint, "files": files, "facts": facts}, stream, indent=1)
+        write_json(temporary / MARK, {"fingerprint": fingerprint, "files": files, "facts": facts})
         _replace_folder(temporary, folder)
     return facts
 
@@ -66,17 +66,31 @@ def _replace_folder(new: Path, old: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _size(path: Path) -> int:
+def file_size(path: Path) -> int:
+    """Bytes of a file, -1 where there is none."""
     return path.stat().st_size if path.is_file() else -1
 
 
 def read_mark(folder: Path) -> Dict[str, Any]:
     """What stage.json of a finished folder says; {} for a folder that is absent, foreign or unfinished."""
+    mark = saved_json(folder / MARK)
+    return mark if {"fingerprint", "files", "facts"} <= set(mark) else {}
+
+
+def saved_json(path: Path) -> Dict[str, Any]:
+    """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one."""
     try:
-        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        return mark if {"fingerprint", "files", "facts"} <= set(mark) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON that people can read, whole or not at all."""
+    with atomic_write(path) as stream:
+        json.dump(content, stream, indent=1, ensure_ascii=False)
+        stream.write("\n")
 
 
 def fingerprint_of(*values: Any) -> str:
@@ -90,10 +104,7 @@ class FileMemory:
 
     def __init__(self, memory: Path) -> None:
         self.memory = memory
-        try:
-            self.known = json.loads(memory.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self.known = {}
+        self.known = saved_json(memory)
 
     def fact(self, path: Path, name: str, find: Callable[[Path], Any]) -> Any:
         """The fact called `name` about a file: remembered, or found by `find(path)` and remembered."""
@@ -105,10 +116,13 @@ class FileMemory:
             entry = self.known[key] = {"stamp": stamp}
         if name not in entry:
             entry[name] = find(path)
-            with atomic_write(self.memory) as stream:
-                json.dump(self.known, stream, indent=1)
+            write_json(self.memory, self.known)
         return entry[name]
 
     def checksum(self, path: Path, algorithm: str = "sha256") -> str:
         """As files.checksum; a file of the remembered size and time stamp is not read again."""
         return self.fact(path, algorithm, lambda path: checksum(path, algorithm))
+
+    def lines(self, piece: Piece) -> Optional[int]:
+        """How many lines a plain file of text has; None for one with markup."""
+        return self.fact(piece.path, "lines", count_lines) if piece.markup == "plain" else None

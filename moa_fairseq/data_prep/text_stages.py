@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import logging
 import re
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import IO, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.data_prep.catalogue import HoldOut
 from moa_fairseq.data_prep.cleaning import Cleaning, clean
 from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, read_pairs
-from moa_fairseq.data_prep.resumable_files import ResumableFiles, resumable_files
+from moa_fairseq.data_prep.resumable_files import resumable_files
 from moa_fairseq.errors import UserError
 from moa_fairseq.text.pipeline import Step, apply_steps
 from moa_fairseq.text.workers import chunks, ordered_map
@@ -49,6 +48,10 @@ class Chain(NamedTuple):
             source, target = (load_codes(self.codes).process_line(text) for text in (source, target))
         return clean(source, target, self.cleaning) if self.cleaning else (source, target)
 
+    def apply_all(self, pairs: Sequence[Pair]) -> List[Union[Pair, str]]:
+        """As `apply`, for many pairs."""
+        return [self.apply(pair) for pair in pairs]
+
 
 class Job(NamedTuple):
     """One split: its files and its chain. hold_out: lines that go to another split.
@@ -68,21 +71,21 @@ class Job(NamedTuple):
         return [self.split, *([self.hold_out.split] if self.hold_out else [])]
 
 
-def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int) -> Dict[str, Any]:
+def run_jobs(jobs: Sequence[Job], languages: Sequence[str], folder: Path, workers: int) -> Dict[str, Any]:
     """Write `<split>.<lang>` into `folder` for each job, going on where an interrupted call stopped.
 
     Returns split → {"lines", "tokens_<lang>", and for a job's own split "read" and "dropped": reason →
     pairs}. Raises UserError for files that are no aligned text or when nothing is left of a split.
     """
     names = [f"{split}.{language}" for job in jobs for split in job.outputs for language in languages]
-    with resumable_files(folder, names) as files:
-        facts = files.state.get("facts", {})
+    with resumable_files(folder, names) as (streams, state, commit):
+        facts = state.setdefault("facts", {})
         for job in jobs:
             if facts.get(job.split, {}).get("done"):
                 continue
-            _run_job(job, languages, files, facts, workers)
+            _run_job(job, languages, streams, facts, commit, workers)
             facts[job.split]["done"] = True
-            files.commit({"facts": facts})
+            commit()
             for split in job.outputs:
                 fact = facts[split]
                 tokens = ", ".join(f"{fact[f'tokens_{lang}']:,} {lang} tokens" for lang in languages)
@@ -93,25 +96,35 @@ def run_jobs(jobs: Sequence[Job], languages: Pair, folder: Path, workers: int) -
     return facts
 
 
-def _run_job(job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, Any], workers: int) -> None:
+def _run_job(
+    job: Job,
+    languages: Sequence[str],
+    streams: Mapping[str, IO[str]],
+    facts: Dict[str, Any],
+    commit: Callable[[], None],
+    workers: int,
+) -> None:
     for split in job.outputs:
         facts.setdefault(split, {"lines": 0, **{f"tokens_{language}": 0 for language in languages}})
     own = facts[job.split]
     own.setdefault("read", 0)
     dropped = collections.Counter(own.get("dropped", {}))
     pairs = itertools.islice(read_pairs(job.files, job.lenient), own["read"], None)
-    work = functools.partial(_process_pairs, chain=job.chain)
-    results = ordered_map(work, chunks(pairs, CHUNK), workers, job.split, own["read"])
+    results = ordered_map(job.chain.apply_all, chunks(pairs, CHUNK), workers, job.split, own["read"])
     for number, batch in enumerate(results, start=1):
         for result in batch:
             own["read"] += 1
             if isinstance(result, str):
                 dropped[result] += 1
             else:
-                _write(result, job, languages, files, facts)
+                split = job.split
+                if job.hold_out:
+                    kept = sum(facts[name]["lines"] for name in job.outputs) + 1
+                    split = job.hold_out.split if kept % job.hold_out.every == 0 else job.split
+                _write(result, split, languages, streams, facts[split])
         own["dropped"] = dict(sorted(dropped.items()))
         if number % COMMIT_EVERY == 0:
-            files.commit({"facts": facts})
+            commit()
     names = " and ".join(str(piece.path) for piece in job.files[0])
     bad = {why: count for why, count in own["dropped"].items() if why in BAD_LINES}
     if sum(bad.values()) > MOST_BAD * own["read"]:
@@ -124,17 +137,10 @@ def _run_job(job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, 
         raise UserError(f"{names}: no pair with text on both sides is left of {own['read']:,}.")
 
 
-def _process_pairs(pairs: List[Pair], chain: Chain) -> List[Union[Pair, str]]:
-    return [chain.apply(pair) for pair in pairs]
-
-
-def _write(pair: Pair, job: Job, languages: Pair, files: ResumableFiles, facts: Dict[str, Any]) -> None:
-    split = job.split
-    if job.hold_out:
-        kept = sum(facts[name]["lines"] for name in job.outputs) + 1
-        split = job.hold_out.split if kept % job.hold_out.every == 0 else job.split
-    fact = facts[split]
+def _write(
+    pair: Pair, split: str, languages: Sequence[str], streams: Mapping[str, IO[str]], fact: Dict[str, int]
+) -> None:
     fact["lines"] += 1
     for text, language in zip(pair, languages):
-        files.write(f"{split}.{language}", text)
+        streams[f"{split}.{language}"].write(text + "\n")
         fact[f"tokens_{language}"] += len(text.split())

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Dict, List, Mapping
 from moa_fairseq.data_prep import inputs
 from moa_fairseq.data_prep.binarised import Prepared, text_folder
 from moa_fairseq.data_prep.bpe import learn_codes
-from moa_fairseq.data_prep.catalogue import Dataset, datasets
+from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.manifest import verdict, write_manifest
 from moa_fairseq.data_prep.obtain import Store
-from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, count_lines, read_lines
+from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
 from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
 from moa_fairseq.errors import UserError
@@ -32,10 +32,6 @@ log = logging.getLogger(__name__)
 
 def translation(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     """Carry out the stages of a data set in two languages; `job` says what and where."""
-    if job.source and inputs.brought_tokens(dataset, job.source, job.languages):
-        train = " and ".join(f"train.{language}" for language in job.languages)
-        log.info(f"{job.source} holds {train}: taken as tokenised and cleaned; what is left is BPE")
-        dataset = datasets()["parallel"]
     texts = _pairs(job, dataset, store)
     mark = _segment(job, dataset, _tokenise(job, dataset, texts))
     mark = _sample(job, mark)
@@ -43,19 +39,7 @@ def translation(job: Preparation, dataset: Dataset, store: Store) -> Prepared:
     extra = {**dataset.preprocess, **job.settings["flags"]}
     mark = fingerprint_of("binarised", 2, job.settings["joined_dictionary"], extra, mark)
     prepared = job.binarise(dataset, splits, mark)
-    memory = job.memory()
-    read = {
-        split: [
-            {
-                "file": piece.path.name,
-                "sha256": memory.checksum(piece.path),
-                "lines": (memory.fact(piece.path, "lines", count_lines) if piece.markup == "plain" else None),
-            }
-            for pair in files
-            for piece in pair
-        ]
-        for split, files in texts.items()
-    }
+    read = {split: [piece for pair in files for piece in pair] for split, files in texts.items()}
     for line in verdict(write_manifest(job.root, job.settings, store.origins, read, dataset)):
         log.info(line)
     return prepared
@@ -67,8 +51,8 @@ def _pairs(job: Preparation, dataset: Dataset, store: Store) -> Dict[str, List[P
     # Both languages together, so that an archive is gone through once.
     flat = [part for sides in parts.values() for side in sides for part in side]
     codes = [dataset.codes] if dataset.codes else []
-    pieces = dict(zip([*flat, *codes], store.pieces(flat, codes, dataset, job.root)))
-    if dataset.codes and pieces[dataset.codes]:
+    pieces = store.pieces(flat, codes, dataset, job.root)
+    if dataset.codes in pieces:
         # The merges by which text was segmented elsewhere: whoever fine-tunes a model on it needs them.
         with atomic_write(job.root / CODES) as stream:
             stream.writelines(line + "\n" for line in read_lines(pieces[dataset.codes].path))
@@ -119,7 +103,7 @@ def _segment(job: Preparation, dataset: Dataset, tokens_mark: str) -> str:
         elif not codes.is_file():
             log.info(f"learning {merges:,} joint BPE merges")
             train = [tokens / f"train.{language}" for language in job.languages]
-            learn_codes(train, merges, codes, job.workers)
+            learn_codes(train, merges, codes)
         jobs = [
             Job(split, [_pair(job, tokens, split)], Chain(codes=str(codes), cleaning=cleaning.get(split)))
             for split in _splits(job, tokens)
@@ -132,9 +116,10 @@ def _segment(job: Preparation, dataset: Dataset, tokens_mark: str) -> str:
 
 def _sample(job: Preparation, text_mark: str) -> str:
     """A part of the training pairs, chosen at random; the other splits as they are."""
-    fraction, seed = job.settings.get("train_fraction"), job.settings.get("train_fraction_seed")
-    if fraction in (None, 1):
+    fraction = job.settings.get("train_fraction")
+    if fraction is None or fraction == 1:
         return text_mark
+    seed = job.settings["train_fraction_seed"]
     mark = fingerprint_of("sample", 1, fraction, seed, text_mark)
     text = text_folder({**job.settings, "train_fraction": None}, job.root)
 

@@ -6,7 +6,7 @@ import zipfile
 import polib
 import pytest
 
-from moa_fairseq.corpus.fetch import Package
+from moa_fairseq.corpus.build import Package
 
 
 def po_text(entries):

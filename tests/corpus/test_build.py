@@ -1,11 +1,13 @@
 import hashlib
 import json
+import types
 
 import pytest
 
 from moa_fairseq.corpus import build as build_module
-from moa_fairseq.corpus.build import Options, build
-from moa_fairseq.corpus.fetch import PackageUnavailable
+from moa_fairseq.corpus import catalogues
+from moa_fairseq.corpus.build import build as build_corpus
+from moa_fairseq.data_prep.download import Unavailable
 from moa_fairseq.errors import UserError
 
 NOUNS = [("file", "Datei"), ("page", "Seite"), ("group", "Gruppe"), ("list", "Liste"), ("door", "Tür")]
@@ -48,7 +50,17 @@ def packages(make_wheel, catalogue):
 
 @pytest.fixture
 def options(tmp_path):
-    return Options(tmp_path / "out", tmp_path / "cache", folder=tmp_path / "wheels", offline=True)
+    return types.SimpleNamespace(
+        output=tmp_path / "out",
+        cache=tmp_path / "cache",
+        folder=tmp_path / "wheels",
+        offline=True,
+        allow_missing=False,
+    )
+
+
+def build(packages, options, **changed):
+    return build_corpus(packages, **{**vars(options), **changed})
 
 
 def snapshot(folder):
@@ -84,7 +96,7 @@ def test_a_second_run_reads_no_wheel_and_writes_nothing(packages, options, monke
     assert build(packages, options)["built"] is True
     before = snapshot(options.output)
     monkeypatch.setattr(build_module, "obtain", lambda *_: pytest.fail("a wheel was asked for"))
-    monkeypatch.setattr(build_module, "atomic_write", lambda *_: pytest.fail("a file was written"))
+    monkeypatch.setattr(build_module, "write_json", lambda *_: pytest.fail("a file was written"))
     assert build(packages, options)["built"] is False
     assert snapshot(options.output) == before
 
@@ -104,11 +116,12 @@ def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, options, name, 
     assert snapshot(options.output) == before
 
 
-@pytest.mark.parametrize("damage", [b"", b"x\ty\n", b"# 0 0\n"])
-def test_damaged_pairs_of_a_package_are_read_anew(packages, options, damage):
+@pytest.mark.parametrize("name", ["pairs.tsv", "stage.json"])
+@pytest.mark.parametrize("damage", [b"", b"x\ty\n", b"{}"])
+def test_damaged_pairs_of_a_package_are_read_anew(packages, options, name, damage):
     build(packages, options)
     before = snapshot(options.output)
-    kept = options.output / "packages" / "first.tsv"
+    kept = options.output / "packages" / "first" / name
     kept.write_bytes(damage if damage else kept.read_bytes()[:-20])
     (options.output / "train.en").unlink()
     build(packages, options)
@@ -117,12 +130,12 @@ def test_damaged_pairs_of_a_package_are_read_anew(packages, options, damage):
 
 def test_two_folders_get_the_same_bytes(packages, options, tmp_path):
     build(packages, options)
-    build(packages, options._replace(output=tmp_path / "again"))
+    build(packages, options, output=tmp_path / "again")
     assert snapshot(options.output) == snapshot(tmp_path / "again")
 
 
 def test_an_interrupted_build_goes_on_and_ends_the_same(packages, options, tmp_path, monkeypatch):
-    build(packages, options._replace(output=tmp_path / "whole"))
+    build(packages, options, output=tmp_path / "whole")
 
     def stop_after_one(line):
         raise KeyboardInterrupt
@@ -130,14 +143,22 @@ def test_an_interrupted_build_goes_on_and_ends_the_same(packages, options, tmp_p
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(build_module.log, "info", stop_after_one)
         build(packages, options)
-    assert (options.output / "packages" / "first.tsv").exists()
+    assert (options.output / "packages" / "first" / "pairs.tsv").exists()
     assert not (options.output / "train.en").exists()
-    read = []
-    original = build_module._load_rows
-    monkeypatch.setattr(build_module, "_load_rows", lambda *args: read.append(original(*args)) or read[-1])
+    read, original = [], catalogues.read_messages
+    monkeypatch.setattr(catalogues, "read_messages", lambda wheel: read.append(wheel.name) or original(wheel))
     build(packages, options)
-    assert [rows is not None for rows in read] == [True, False]
+    assert read == [packages[1].file]
     assert snapshot(options.output) == snapshot(tmp_path / "whole")
+
+
+def test_an_update_that_cannot_be_built_leaves_the_old_corpus(packages, options):
+    build(packages[:1], options)
+    before = snapshot(options.output)
+    (options.folder / packages[1].file).unlink()
+    with pytest.raises(Unavailable):
+        build(packages, options)
+    assert snapshot(options.output) == before
 
 
 def test_a_changed_package_list_makes_the_build_stale(packages, options):
@@ -149,10 +170,10 @@ def test_a_changed_package_list_makes_the_build_stale(packages, options):
 
 def test_a_missing_package_is_named_and_can_be_allowed(packages, options, caplog):
     (options.folder / packages[1].file).unlink()
-    with pytest.raises(PackageUnavailable, match=r"second 1\.0"):
+    with pytest.raises(Unavailable, match=r"second-1\.0"):
         build(packages, options)
     with caplog.at_level("INFO", "moa_fairseq.corpus"):
-        manifest = build(packages, options._replace(allow_missing=True))
+        manifest = build(packages, options, allow_missing=True)
     assert manifest["missing"] == ["second"]
     assert any("second" in line and "left out" in line for line in caplog.messages)
     assert manifest["splits"]["train"]["pairs"] > 0
@@ -162,7 +183,7 @@ def test_a_corpus_with_missing_packages_is_completed_later(packages, options):
     wheel = options.folder / packages[1].file
     data = wheel.read_bytes()
     wheel.unlink()
-    build(packages, options._replace(allow_missing=True))
+    build(packages, options, allow_missing=True)
     wheel.write_bytes(data)
     manifest = build(packages, options)
     assert manifest["built"] is True
@@ -170,9 +191,8 @@ def test_a_corpus_with_missing_packages_is_completed_later(packages, options):
 
 
 def test_without_any_package_there_is_no_corpus(packages, options, tmp_path):
-    empty = options._replace(folder=tmp_path, allow_missing=True)
     with pytest.raises(UserError, match="Not one of the packages"):
-        build(packages, empty)
+        build(packages, options, folder=tmp_path, allow_missing=True)
 
 
 def test_somebody_elses_corpus_is_not_overwritten(packages, options):
@@ -182,4 +202,4 @@ def test_somebody_elses_corpus_is_not_overwritten(packages, options):
         build(packages, options)
     assert snapshot(options.output) == {(options.output / "train.en").relative_to(options.output): b"mine\n"}
     with pytest.raises(UserError, match="is a file"):
-        build(packages, options._replace(output=options.output / "train.en"))
+        build(packages, options, output=options.output / "train.en")

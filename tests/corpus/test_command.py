@@ -48,4 +48,4 @@ def test_bad_folder_and_missing_wheel_end_with_one_message(arguments, capsys, tm
     assert cli.main([*arguments[:-1], str(tmp_path / "none")]) == 2
     assert "--from" in capsys.readouterr().err
     assert cli.main([*arguments[:-2], "--offline"]) == 2
-    assert "demo 1.0" in capsys.readouterr().err
+    assert "demo-1.0" in capsys.readouterr().err

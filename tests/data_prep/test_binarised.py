@@ -4,7 +4,8 @@ import struct
 
 import pytest
 
-from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_flags
+from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_calls
+from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
 
 
@@ -87,14 +88,15 @@ def test_absent_folder(tmp_path):
 
 
 def test_flags_name_every_test_subset(tmp_path):
-    values = preprocess_flags(
-        tmp_path,
-        tmp_path / "out",
-        ["train", "valid", "test", "test1"],
-        ("en", "de"),
-        True,
-        2,
-        {"nwordssrc": 100},
-    )
-    assert values["testpref"] == f"{tmp_path / 'test'},{tmp_path / 'test1'}"
+    settings = {
+        "source": "en",
+        "target": "de",
+        "bpe": None,
+        "joined_dictionary": True,
+        "flags": {"nwordssrc": 100},
+    }
+    subsets = ["train", "valid", "test", "test1"]
+    (values,) = preprocess_calls(settings, datasets()["parallel"], tmp_path, tmp_path / "out", subsets, 2)
+    text = tmp_path / "tokens"
+    assert values["testpref"] == f"{text / 'test'},{text / 'test1'}"
     assert values["nwordssrc"] == 100 and values["joined-dictionary"] is True

@@ -7,7 +7,7 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
 from moa_fairseq.data_prep import bpe
-from moa_fairseq.data_prep.bpe import count_words, learn_codes, load_codes
+from moa_fairseq.data_prep.bpe import learn_codes, load_codes
 from moa_fairseq.errors import UserError
 
 
@@ -48,12 +48,6 @@ def test_the_memory_of_words_has_an_end(texts, tmp_path, monkeypatch):
     before = [codes.segment(f"Straße{number} Haus") for number in range(40)]
     assert len(codes.cache) <= 12
     assert before == [codes.segment(f"Straße{number} Haus") for number in range(40)]
-
-
-def test_words_are_counted_in_several_processes(texts, monkeypatch):
-    alone = count_words(texts[:1])
-    monkeypatch.setattr(bpe, "CHUNK", 40)
-    assert count_words(texts[:1], workers=2) == alone and alone["two"] == 1 and "" not in alone
 
 
 def test_nothing_to_learn_from(tmp_path):

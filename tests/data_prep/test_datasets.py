@@ -268,9 +268,7 @@ def test_tables_hold_together(tables):
         for split in dataset.subsets:
             assert {name for name, _ in dataset.steps_for(split, "en")} <= set(STEPS)
     for source in public_files().values():
-        assert source.urls and all(
-            url.startswith(("http", "gdrive:")) and "{" not in url for url in source.urls
-        )
+        assert source.urls and all(url.startswith(("http", "pip:")) and "{" not in url for url in source.urls)
         assert source.sha256 is None or len(source.sha256) == 64
         assert source.md5 is None or len(source.md5) == 32
     downloadable = {name for name, dataset in of_kind(TRANSLATION).items() if dataset.downloadable}

