@@ -84,7 +84,7 @@ def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Rec
     """
     if recipe.train.min_tokens is not None:
         return recipe
-    flags = {**recipe.model.flags, **recipe.train.flags}
+    flags = recipe.training_flags
     if recipe.kind not in (TRANSLATION, CLASSIFICATION):
         sample = flags.get("tokens-per-sample")
         longest = int(sample) if sample else None

@@ -37,7 +37,6 @@ from moa_fairseq.recipes.hardware import (
     detect_hardware,
     device_environment,
 )
-from moa_fairseq.recipes.jobs import steps
 from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.preflight import (
@@ -50,12 +49,13 @@ from moa_fairseq.recipes.row_data import lines_of, on_the_rows_data
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
-    plan_run,
+    planned_commands,
     prepared_before,
+    run_folder_of,
     run_recipe,
 )
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.running import command_line
+from moa_fairseq.running.command_line import to_shell
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = _hardware(args, present)
     inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
-        stage=args.stage if args.hydra is None else "all",
+        stage=args.stage,
         data=inside if inside and is_binarised(inside) else args.data,
         save_dir=args.save_dir,
         restart=args.restart,
@@ -146,36 +146,22 @@ def run(args: argparse.Namespace) -> int:
     )
     if (args.plan or args.hydra is not None) and not fairseq_is_installed():
         raise UserError("--plan and --hydra ask fairseq: run `bash scripts/setup.sh` first.")
-    if args.plan:
-        return _plan(args, recipe, hardware, args.data or prepared_before(recipe, options))
     data = options.data or prepared_before(recipe, options)
+    if args.plan:
+        return _plan(args, recipe, hardware, data)
     known = data if data and is_binarised(data) else None
-    if args.hydra is not None and known is None:
-        raise UserError(
-            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
-            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
-        )
     # What is assumed of data that nobody has seen yet is for a dry run; a run measures it.
     sized = with_floor(recipe, known, assume=args.dry_run)
     used, fewer = fit_devices(sized, hardware)
     warnings = [check_scale(sized, used)]
     if args.hydra is not None:
-        options = dataclasses.replace(options, data=known)
-    planned = plan_run(sized, used, options)
-    todo = [step for step in steps(planned) if options.wants(step.stage)]
-    training = next((step.command for step in todo if step.stage == "train"), None)
-    if args.hydra is not None:
-        from moa_fairseq.recipes.hydra import write_hydra
-
-        folder = Path(args.hydra) if args.hydra else planned.folder / "hydra"
-        same = command_line.to_shell(training)
-        header = f"{recipe.summary}\nMade by: {options.command_line}\nThe same as: {same}"
-        line = command_line.to_shell(write_hydra(training, folder, recipe.experiment, header))
-        print(f"{fewer}\n{line}" if fewer else line)
-        return 0
+        return _hydra(args, sized, used, dataclasses.replace(options, data=known), fewer)
+    commands = planned_commands(sized, used, options)
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
-    if training and planned.leads and (fairseq_is_installed() or not args.dry_run):
-        warnings.append(check_schedule(sized, used, check_train_command(training), known))
+    leads = used.world is None or used.world.leads
+    for command in commands:
+        if command[0] == "fairseq-train" and leads and (fairseq_is_installed() or not args.dry_run):
+            warnings.append(check_schedule(sized, used, check_train_command(command), known))
     for warning in filter(None, warnings):
         log.info(warning)
     if not args.dry_run:
@@ -186,8 +172,26 @@ def run(args: argparse.Namespace) -> int:
     if fewer:
         log.info(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
     log.info("batch: %s", plan_batch(sized.train, used.devices).describe())
-    for step in todo:
-        log.info("$ %s", command_line.to_shell(step.command, device_environment(used, present)))
+    for command in commands:
+        log.info("$ %s", to_shell(command, device_environment(used, present)))
+    return 0
+
+
+def _hydra(
+    args: argparse.Namespace, recipe: Recipe, hardware: Hardware, options: Options, warning: str | None
+) -> int:
+    from moa_fairseq.recipes.hydra import write_hydra
+
+    if options.data is None:
+        raise UserError(
+            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
+            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
+        )
+    folder = Path(args.hydra) if args.hydra else run_folder_of(recipe, options) / "hydra"
+    (training,) = planned_commands(recipe, hardware, dataclasses.replace(options, stage="train"))
+    header = f"{recipe.summary}\nMade by: {options.command_line}\nThe same as: {to_shell(training)}"
+    line = to_shell(write_hydra(training, folder, recipe.experiment, header))
+    print(f"{warning}\n{line}" if warning else line)
     return 0
 
 

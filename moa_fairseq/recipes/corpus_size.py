@@ -78,7 +78,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
     batches = None
     if target or recipe.kind == CLASSIFICATION:
-        most = {**recipe.model.flags, **recipe.train.flags}.get("batch-size")
+        most = recipe.training_flags.get("batch-size")
         batches = _batches(source_sizes, target_sizes, max_tokens, most)
     total = int(target_sizes.sum())
     return CorpusSize(

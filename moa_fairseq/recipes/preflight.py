@@ -52,7 +52,7 @@ def check_scale(recipe: Recipe, hardware: Hardware) -> Optional[str]:
 
     Returns a warning to print, or None. Raises UserError with the remedy.
     """
-    asked = {**recipe.model.flags, **recipe.train.flags}
+    asked = recipe.training_flags
     _check_sharding(asked, precision_flags(recipe.train.precision, hardware, recipe.model), hardware)
     batch = plan_batch(recipe.train, hardware.devices)
     if abs(batch.deviation) > LOUD_DEVIATION:

@@ -7,7 +7,7 @@ import re
 import reprlib
 from typing import Dict, Iterator, NoReturn, Tuple
 
-from moa_fairseq.data_prep import catalogue
+from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
@@ -15,7 +15,6 @@ from moa_fairseq.recipes.schema import (
     DATA_RECIPES,
     FINETUNING,
     HEADLINE_METRICS,
-    LM_DATA,
     MASKED_LM,
     PRECISIONS,
     TRANSLATION,
@@ -117,13 +116,7 @@ def _average(recipe: Recipe) -> Problems:
 def _kind(recipe: Recipe) -> Problems:
     """What a translation needs and other models have no use for, and the other way round."""
     data, score, task = recipe.data, recipe.score, recipe.train.task
-    wanted = {
-        MASKED_LM: catalogue.of_kind(catalogue.MASKED_LM),
-        CAUSAL_LM: LM_DATA,
-        CLASSIFICATION: catalogue.of_kind(catalogue.CLASSIFICATION),
-        TRANSLATION: catalogue.of_kind(catalogue.TRANSLATION),
-    }
-    if data.recipe not in (*wanted[recipe.kind], "binarised"):
+    if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
         yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
     metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
     if score and score.headline.startswith(metrics) != bool(name):

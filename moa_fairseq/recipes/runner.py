@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -21,7 +22,6 @@ from moa_fairseq.recipes.batch import fit_devices, with_floor
 from moa_fairseq.recipes.hardware import Hardware, device_environment
 from moa_fairseq.recipes.jobs import steps
 from moa_fairseq.recipes.jobs.shared import read_scores
-from moa_fairseq.recipes.launch.sharing import HANDOVER_SECONDS, check_shared
 from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.run_folder import RunState, move_aside
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
+# After a restart of torchrun, the program that kept the run folder before may take its time to go.
+HANDOVER_SECONDS = 60.0
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
@@ -90,7 +92,7 @@ def plan_run(recipe: Recipe, hardware: Hardware, options: Options) -> Run:
 
 
 def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
-    """Every command of the wanted stages, for --dry-run: nothing is written."""
+    """Every command of the wanted stages; nothing is written."""
     return [step.command for step in steps(plan_run(recipe, hardware, options)) if options.wants(step.stage)]
 
 
@@ -114,20 +116,35 @@ def run_recipe(
         with locked(folder):  # nobody may be at work in it
             pass
         log.info("%s moved to %s", folder, move_aside(folder))
-    shared = bool(world and world.shared)
-    if shared:
-        check_shared(options.stage, options.restart, options.data, folder)
-    environment = device_environment(hardware, present)
-    if world and not world.leads:  # the program that leads keeps the run folder
-        with terminate_as_interrupt():
-            _train(plan_run(recipe, hardware, options), present, options, executor_class(environment))
-        return None
-    # After a restart of torchrun the one that had the folder before may take its time to go.
-    patience = HANDOVER_SECONDS if shared else PATIENCE_SECONDS
-    with terminate_as_interrupt(), locked(folder, patience) as lock:
+    if world and world.shared:
+        _check_shared(options, folder)
+    leads = world is None or world.leads  # the program that leads keeps the run folder
+    lock = locked(folder, HANDOVER_SECONDS if world and world.shared else PATIENCE_SECONDS)
+    with terminate_as_interrupt(), lock if leads else contextlib.nullcontext([]) as keep_open:
         started = time.time()
-        run = _train(plan_run(recipe, hardware, options), present, options, executor_class(environment, lock))
-        return _evaluate(run, options, started)
+        executor = executor_class(device_environment(hardware, present), keep_open)
+        run = _train(plan_run(recipe, hardware, options), present, options, executor)
+        return _evaluate(run, options, started) if leads else None
+
+
+def _check_shared(options: Options, folder: Path) -> None:
+    """Several programs train together; anything else is for one of them alone. Raises UserError."""
+    if options.stage != "train":
+        raise UserError(
+            "Several machines (or torchrun's processes) can share the train stage only, not --stage "
+            f"{options.stage}: run --stage prepare on one of them first, then --stage train on all, then the "
+            "other stages on one. The scripts in scripts/launch/ do so."
+        )
+    if options.restart:
+        raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
+    known = RunState(folder).get("prepare")
+    if not known:
+        raise UserError(
+            f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
+            "folder must be on a file system that all machines share."
+        )
+    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
+        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
 
 
 def _train(run: Run, present: Hardware, options: Options, executor: Executor) -> Run:

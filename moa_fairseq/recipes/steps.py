@@ -30,8 +30,9 @@ class Step:
     name: its entry in state.json and the name of its log. stage: the --stage that it belongs to. inputs:
     finds what the output depends on (stamps of files, settings); raises UserError where a file is missing.
     output: a file that appears when it is whole. captured: receives what the command prints (errors_too: on
-    standard error, too), line by line told to `watch`; finish: makes the output of it. remember: what
-    state.json keeps beside the fingerprint of the inputs.
+    standard error, too), line by line told to `watch`. scores: reads them from what was captured, and the
+    output keeps them as JSON; raises UserError where there are none. finish: makes any other output.
+    remember: what state.json keeps beside the fingerprint of the inputs.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Step:
     captured: Optional[Path] = None
     errors_too: bool = False
     watch: Optional[Callable[[str], None]] = None
+    scores: Optional[Callable[[Path], Dict[str, Any]]] = None
     finish: Callable[[], None] = lambda: None
     remember: Callable[[], Dict[str, Any]] = dict
 
@@ -116,26 +118,30 @@ class Run:
             with atomic_write(path) as stream:
                 stream.write("\n".join([*kept, line]) + "\n")
 
-    def model_inputs(self, section: Any, *further: Any) -> List[Any]:
-        """For Step.inputs: the checkpoint to evaluate, the recipe's section and the data.
+    def of_the_model(self, section: Any, *further: Any) -> Dict[str, Callable[[], Any]]:
+        """The `inputs` and `remember` of a Step that evaluates the checkpoint.
 
-        Raises UserError when the checkpoint is missing or cut off.
+        It depends on the checkpoint, the recipe's section, `further` values and the data; it remembers how it
+        was evaluated, which training the model is of, and how many checkpoints are averaged in it.
         """
-        if not is_whole(self.model):
-            stage = "average" if self.recipe.average else "train"
-            raise UserError(
-                f"{self.model} is missing or cut off: run --stage {stage} first (or --stage all)."
-            )
-        return [stamp(self.model), dataclasses.asdict(section), *further, self.prepared.fingerprint]
 
-    def model_origin(self, section: Any) -> Dict[str, Any]:
-        """For Step.remember: how it was evaluated, which training the model is of, how many checkpoints."""
-        origin = self.state.get("average" if self.recipe.average else "train")
-        return {
-            "settings": dataclasses.asdict(section),
-            "checkpoints": origin.get("checkpoints", 1),
-            "training": origin.get("training", origin.get("done")),
-        }
+        def inputs() -> List[Any]:
+            if not is_whole(self.model):
+                stage = "average" if self.recipe.average else "train"
+                raise UserError(
+                    f"{self.model} is missing or cut off: run --stage {stage} first (or --stage all)."
+                )
+            return [stamp(self.model), dataclasses.asdict(section), *further, self.prepared.fingerprint]
+
+        def remember() -> Dict[str, Any]:
+            origin = self.state.get("average" if self.recipe.average else "train")
+            return {
+                "settings": dataclasses.asdict(section),
+                "checkpoints": origin.get("checkpoints", 1),
+                "training": origin.get("training", origin.get("done")),
+            }
+
+        return {"inputs": inputs, "remember": remember}
 
 
 def carry_out(run: Run, step: Step) -> None:
@@ -148,18 +154,15 @@ def carry_out(run: Run, step: Step) -> None:
         run.executor.run(
             step.command, run.log(step.name), step.captured, on_line=step.watch, errors_too=step.errors_too
         )
+        if step.scores:
+            scores = step.scores(step.captured)
+            with atomic_write(step.output) as stream:
+                json.dump(scores, stream, indent=1)
+            if step.captured.suffix == ".partial":
+                step.captured.unlink()
         step.finish()
     # Also of one made before: training may have gone on since without a newer checkpoint.
     run.state.put(step.name, done=done, **step.remember())
-
-
-def keep_scores(captured: Path, output: Path, read: Callable[[Path], Dict[str, Any]]) -> None:
-    """Write what `read` finds in a command's captured output as JSON; raises UserError for no scores."""
-    scores = read(captured)
-    with atomic_write(output) as stream:
-        json.dump(scores, stream, indent=1)
-    if captured.suffix == ".partial":
-        captured.unlink()
 
 
 def stamp(path: Path) -> List[Any]:

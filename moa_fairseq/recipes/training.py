@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Optional
 from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.execution import experiment_flags
 from moa_fairseq.recipes.finetune import check_pretrained
 from moa_fairseq.recipes.hardware import precision_flags
 from moa_fairseq.recipes.run_folder import (
@@ -18,18 +17,12 @@ from moa_fairseq.recipes.run_folder import (
     is_whole,
     update_checkpoints,
 )
-from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.schema import EXECUTION_KEYS, Recipe
 from moa_fairseq.recipes.steps import Run, Step, stamp
 from moa_fairseq.recipes.train_log import TrainLog
 from moa_fairseq.running.command_line import flags, positional
 
 log = logging.getLogger(__name__)
-
-# Keys of `train` that may change between two runs of one training: where it runs, and when it ends.
-VOLATILE = (
-    *("max_tokens", "min_tokens", "max_epoch", "max_update"),
-    *("precision", "keep_last_epochs", "log_interval"),
-)
 
 
 def training_steps(run: Run) -> List[Step]:
@@ -149,12 +142,13 @@ def trained_as_the_recipe_says(run: Run) -> bool:
 def train_settings(run: Run) -> Dict[str, Any]:
     """What must not change between two runs of one training."""
     recipe: Recipe = run.recipe
-    kept = {key: value for key, value in dataclasses.asdict(recipe.train).items() if key not in VOLATILE}
-    settings = {"data": run.prepared.fingerprint, "model": dataclasses.asdict(recipe.model), "train": kept}
-    averages_updates = bool(recipe.average and recipe.average.updates)
-    for section in ("model", "train"):
-        settings[section]["flags"] = experiment_flags(section, settings[section]["flags"], averages_updates)
-    return settings
+    model, train = dataclasses.asdict(recipe.model), dataclasses.asdict(recipe.train)
+    for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
+        del train[key]
+    for section in (model, train):
+        flags = section["flags"].items()
+        section["flags"] = {key: value for key, value in flags if key not in recipe.execution_flags}
+    return {"data": run.prepared.fingerprint, "model": model, "train": train}
 
 
 def _mark_of_the_end(run: Run, settings: Optional[Dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""A translation: BPE, beam search and BLEU."""
+"""A translation: beam search and BLEU."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import dataclasses
 import logging
 import os
 import re
-from typing import Any, List, Optional
+from typing import Any, List
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.recipes.jobs.shared import preparing, scoring
+from moa_fairseq.recipes.jobs.shared import score_step
 from moa_fairseq.recipes.steps import Run, Step, stamp
-from moa_fairseq.recipes.training import training_steps
 from moa_fairseq.running.command_line import REDIRECT, flags, positional
 
 log = logging.getLogger(__name__)
 
 
-def steps(run: Run) -> List[Step]:
-    """Preparation, training, average; then the translation of each subset, and its scores."""
-    subsets = run.recipe.subsets
-    return [
-        *preparing(run),
-        *training_steps(run),
-        *(_generation(run, subset) for subset in subsets),
-        *(_score(run, subset) for subset in subsets if run.recipe.score),
-    ]
+def evaluation(run: Run) -> List[Step]:
+    """The translation of each subset, then its scores."""
+    scored = run.recipe.subsets if run.recipe.score else []
+    return [*(_generation(run, subset) for subset in run.recipe.subsets), *(_score(run, s) for s in scored)]
 
 
 def _generation(run: Run, subset: str) -> Step:
@@ -43,26 +37,33 @@ def _generation(run: Run, subset: str) -> Step:
         "remove-bpe": section.remove_bpe,
         **section.flags,
     }
-    counter = _SentenceCounter(run.prepared.sentences.get(subset) if run.prepared else None)
+    translated, total = 0, run.prepared.sentences.get(subset) if run.prepared else None
+    pace, goal = max(100, (total or 1000) // 10), f" of {total:,}" if total else ""
+
+    def watch(line: str) -> None:
+        nonlocal translated
+        if re.match(r"H-\d+\t", line):
+            translated += 1
+            if translated % pace == 0:
+                log.info("  %s%s sentences", f"{translated:,}", goal)
 
     def finish() -> None:
-        if not counter.count:
+        if not translated:
             raise UserError(
                 f"fairseq-generate translated nothing of subset {subset}; see {run.log(name)} and {captured}."
             )
         os.replace(captured, output)
 
-    words = [*flags(values), *run.device_flags()]
+    command = ["fairseq-generate", positional(run.data), *flags(values), *run.device_flags()]
     return Step(
         name,
         "generate",
-        ["fairseq-generate", positional(run.data), *words, REDIRECT, str(output)],
-        lambda: run.model_inputs(section, subset),
-        output,
-        captured,
-        watch=counter,
+        [*command, REDIRECT, str(output)],
+        output=output,
+        captured=captured,
+        watch=watch,
         finish=finish,
-        remember=lambda: run.model_origin(section),
+        **run.of_the_model(section, subset),
     )
 
 
@@ -78,19 +79,5 @@ def _score(run: Run, subset: str) -> Step:
             raise UserError(f"{translations} is missing: run --stage generate first (or --stage all).")
         return [stamp(translations), dataclasses.asdict(section)]
 
-    return scoring(run, subset, ["moa-fairseq", "score", positional(translations), *flags(values)], inputs)
-
-
-class _SentenceCounter:
-    """Counts the hypotheses that fairseq-generate has written and tells now and then."""
-
-    def __init__(self, total: Optional[int]) -> None:
-        self.count = 0
-        self.total = f" of {total:,}" if total else ""
-        self.step = max(100, (total or 1000) // 10)
-
-    def __call__(self, line: str) -> None:
-        if re.match(r"H-\d+\t", line):
-            self.count += 1
-            if self.count % self.step == 0:
-                log.info("  %s%s sentences", f"{self.count:,}", self.total)
+    command = ["moa-fairseq", "score", positional(translations), *flags(values)]
+    return score_step(run, subset, command, inputs=inputs)

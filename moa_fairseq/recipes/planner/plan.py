@@ -65,13 +65,13 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
 def _embeddings(recipe: Recipe) -> str:
     if recipe.model.share_all_embeddings:
         return "shared"
-    flags = {**recipe.model.flags, **recipe.train.flags}
+    flags = recipe.training_flags
     return "decoder" if flags.get("share-decoder-input-output-embed") else "separate"
 
 
 def _mean_lengths(recipe: Recipe, size: Optional[CorpusSize]) -> tuple:
     """Tokens of a source and a target sentence; of a language model's sample, its whole length."""
-    sample = {**recipe.model.flags, **recipe.train.flags}.get("tokens-per-sample")
+    sample = recipe.training_flags.get("tokens-per-sample")
     if sample or size is None or not size.sentences:
         length = int(sample or 512)
         return length, length
@@ -97,7 +97,7 @@ def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> D
     batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = (precision_flags(recipe.train.precision, machine, recipe.model) or ["--fp32"])[0][2:]
-    flags = {**recipe.model.flags, **recipe.train.flags}
+    flags = recipe.training_flags
     memory = estimate_memory(work.model, work.vocabulary, batch.max_tokens, precision, machine.devices, flags)
     if not machine.gpus:
         memory = dataclasses.replace(memory, fixed=0)
@@ -133,7 +133,7 @@ def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> D
 
 def bcd_factor(recipe: Recipe) -> float:
     """Time of MAE's training by block coordinate descent as a multiple of its dense model's training."""
-    flags = {**recipe.model.flags, **recipe.train.flags}
+    flags = recipe.training_flags
     if not recipe.train.task.endswith("_bcd") or flags.get("bcd") != "alternate":
         return 1.0
     if flags.get("mae-gate") == "uniform":
