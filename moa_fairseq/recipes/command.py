@@ -30,7 +30,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
 from moa_fairseq.recipes.finetune import resolve
 from moa_fairseq.recipes.hardware import (
-    CAPABILITIES,
+    DEVICES,
     Hardware,
     assumed_hardware,
     choose_devices,
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device-name",
-        choices=sorted(CAPABILITIES),
+        choices=sorted(DEVICES),
         help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
     )
     parser.add_argument(

@@ -6,14 +6,33 @@ import argparse
 import dataclasses
 import os
 import platform
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.launch.world import World
 from moa_fairseq.recipes.schema import Model
 
-# What --device-name may say: CUDA capability, so that precision and plans fit a machine that is not at hand.
-CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0)}
+
+class Device(NamedTuple):
+    """A GPU's data sheet: CUDA's capability, bytes, and operations a second in fp16 or bf16, and in fp32."""
+
+    capability: Tuple[int, int]
+    memory: int
+    peak_half: float
+    peak_single: float
+
+    def peak(self, precision: str) -> float:
+        """Operations a second in a precision."""
+        return self.peak_single if precision == "fp32" else self.peak_half
+
+
+# What --device-name may say. NVIDIA's data sheets of the SXM modules, without sparsity.
+DEVICES = {
+    "V100": Device((7, 0), 32_000_000_000, 125e12, 15.7e12),
+    "A100": Device((8, 0), 80_000_000_000, 312e12, 19.5e12),
+    "H100": Device((9, 0), 80_000_000_000, 989e12, 67e12),
+    "H200": Device((9, 0), 141_000_000_000, 989e12, 67e12),
+}
 
 # From this width on a CPU with units for bfloat16 trains faster under autocast. Measured on a Xeon with AMX,
 # updates of 1,000 tokens: 1.4 to 1.5 times as fast at 512, half as fast at 128.
@@ -60,12 +79,12 @@ def detect_hardware() -> Hardware:
 
 
 def assumed_hardware(device_name: str, gpus: Optional[int]) -> Hardware:
-    """`gpus` (1 unless given) GPUs of a kind in CAPABILITIES, for --dry-run and --plan without them."""
+    """`gpus` (1 unless given) GPUs of a kind in DEVICES, for --dry-run and --plan without them."""
     count = 1 if gpus is None else gpus
     if count < 1:
         raise UserError(f"--gpus {count} --device-name {device_name}: say at least one GPU.")
     visible = tuple(str(index) for index in range(count))
-    return Hardware(count, device_name, CAPABILITIES[device_name], visible)
+    return Hardware(count, device_name, DEVICES[device_name].capability, visible)
 
 
 def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> Hardware:
@@ -97,7 +116,13 @@ def device_environment(hardware: Hardware, present: Hardware) -> Dict[str, str]:
 
 
 def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] = None) -> List[str]:
-    """fairseq's flag for a recipe's precision.
+    """fairseq's flag for a recipe's precision; none for fp32."""
+    name = precision_name(precision, hardware, model)
+    return [] if name == "fp32" else [f"--{name}"]
+
+
+def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = None) -> str:
+    """The precision that a recipe's `precision` stands for: fp32, fp16, bf16 or amp.
 
     `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a
     `model` wide enough to gain from it; else fp32. Raises UserError when the precision was asked for by
@@ -106,16 +131,16 @@ def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] =
     capability = hardware.capability or (0, 0)
     if precision == "auto" and not hardware.gpus:
         gains = hardware.bfloat16_units and model is not None and model_width(model) >= _AMP_WIDTH
-        precision = "amp" if gains else "fp32"
-    elif precision == "auto":
-        precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
-    elif precision in ("fp16", "bf16") and not hardware.gpus:
+        return "amp" if gains else "fp32"
+    if precision == "auto":
+        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    if precision in ("fp16", "bf16") and not hardware.gpus:
         raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
-    elif precision == "bf16" and capability < (8, 0):
+    if precision == "bf16" and capability < (8, 0):
         raise UserError(
             f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16."
         )
-    return [] if precision == "fp32" else [f"--{precision}"]
+    return precision
 
 
 def model_width(model: Model) -> int:

@@ -16,7 +16,7 @@ from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.hardware import precision_flags
+from moa_fairseq.recipes.hardware import precision_name
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
 from moa_fairseq.recipes.steps import Run
 from moa_fairseq.recipes.train_log import summarise
@@ -75,7 +75,7 @@ def write_throughput(run: Run, path: Path, command: str) -> None:
     row = {
         "experiment": recipe.experiment,
         "hardware": run.state.get("train").get("hardware", hardware.describe()),
-        "precision": (precision_flags(recipe.train.precision, hardware, recipe.model) or ["--fp32"])[0][2:],
+        "precision": precision_name(recipe.train.precision, hardware, recipe.model),
         "tokens_per_second": summary["tokens_per_second"],
         "macs_per_target_token": round(workload(recipe, run.data).macs_per_target_token),
         "parameters": run.state.get("train").get("parameters"),

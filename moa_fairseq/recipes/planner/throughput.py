@@ -11,7 +11,9 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import List, Optional
+
+from moa_fairseq.recipes.hardware import DEVICES
 
 # A multiply-accumulate is two operations, and the backward pass costs two forward passes.
 OPERATIONS_PER_MAC = 6
@@ -21,32 +23,6 @@ SECONDS_PER_LAYER = 0.004
 # fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
 # target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
 ASSUMED_UTILISATION = 0.137
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A GPU's data sheet. peak_half: operations a second in fp16 or bf16, dense; peak_single: in fp32."""
-
-    name: str
-    memory: int
-    peak_half: float
-    peak_single: float
-
-    def peak(self, precision: str) -> float:
-        """Operations a second in a precision."""
-        return self.peak_single if precision == "fp32" else self.peak_half
-
-
-# NVIDIA's data sheets of the SXM modules, without sparsity.
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("V100", 32_000_000_000, 125e12, 15.7e12),
-        Device("A100", 80_000_000_000, 312e12, 19.5e12),
-        Device("H100", 80_000_000_000, 989e12, 67e12),
-        Device("H200", 141_000_000_000, 989e12, 67e12),
-    )
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,24 +75,23 @@ def read_rows(results: Path) -> List[Row]:
         except (OSError, ValueError):
             continue
         speed = row.get("tokens_per_second") if isinstance(row, dict) else None
-        if speed and row.get("hardware") and row.get("experiment"):
-            rows.append(_row(row, f"{path.parent.name}/{path.name}"))
+        if not (speed and row.get("hardware") and row.get("experiment")):
+            continue
+        hardware = str(row["hardware"])
+        count = re.match(r"(\d+) x ", hardware)
+        rows.append(
+            Row(
+                experiment=row["experiment"],
+                device=device_kind(hardware) or "CPU",
+                count=int(count.group(1)) if count else 1,
+                speed=float(speed),
+                macs=row.get("macs_per_target_token"),
+                precision=row.get("precision", "fp32"),
+                hardware=hardware,
+                file=f"{path.parent.name}/{path.name}",
+            )
+        )
     return rows
-
-
-def _row(row: Dict[str, Any], file: str) -> Row:
-    hardware = str(row["hardware"])
-    count = re.match(r"(\d+) x ", hardware)
-    return Row(
-        experiment=row["experiment"],
-        device=device_kind(hardware) or "CPU",
-        count=int(count.group(1)) if count else 1,
-        speed=float(row["tokens_per_second"]),
-        macs=row.get("macs_per_target_token"),
-        precision=row.get("precision", "fp32"),
-        hardware=hardware,
-        file=file,
-    )
 
 
 def device_kind(hardware: str) -> Optional[str]:
@@ -148,17 +123,13 @@ def expected_speed(
     if device not in DEVICES:
         return None
     other = _nearest([row for row in rows if row.macs and row.device in DEVICES], macs)
-    share, origin = (
-        ASSUMED_UTILISATION,
-        f"estimate, not measured: {ASSUMED_UTILISATION:.1%} of the peak assumed, what a dense Transformer "
-        "reached",
-    )
+    share, origin = ASSUMED_UTILISATION, "of the peak assumed, what a dense Transformer reached"
     if other:
         done = other.speed / other.count * other.macs * OPERATIONS_PER_MAC
         share = done / DEVICES[other.device].peak(other.precision)
-        origin = f"estimate, not measured: {share:.1%} of the peak, as {other.file} on {other.hardware}"
+        origin = f"of the peak, as {other.file} on {other.hardware}"
     speed = DEVICES[device].peak(precision) * share / (OPERATIONS_PER_MAC * macs) * count
-    return Speed(speed, origin, False)
+    return Speed(speed, f"estimate, not measured: {share:.1%} {origin}", False)
 
 
 def _nearest(rows: List[Row], macs: float) -> Optional[Row]:
