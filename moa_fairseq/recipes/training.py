@@ -8,15 +8,11 @@ from typing import Any, Dict, List, Optional
 
 from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.average import last_checkpoints
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.finetune import check_pretrained
 from moa_fairseq.recipes.hardware import precision_flags
-from moa_fairseq.recipes.run_folder import (
-    checkpoint_to_resume,
-    epoch_checkpoints,
-    is_whole,
-    update_checkpoints,
-)
+from moa_fairseq.recipes.run_folder import checkpoint_to_resume, is_whole
 from moa_fairseq.recipes.schema import EXECUTION_KEYS, Recipe
 from moa_fairseq.recipes.steps import Run, Step, stamp
 from moa_fairseq.recipes.train_log import TrainLog
@@ -158,24 +154,19 @@ def _mark_of_the_end(run: Run, settings: Optional[Dict[str, Any]]) -> str:
 
 def _averaged(run: Run) -> List[Any]:
     """Stamps of the checkpoints to average. Raises UserError when there are not enough whole ones."""
-    kind = "epochs" if run.recipe.average.epochs else "updates"
-    wanted, folder = run.recipe.average.count, run.checkpoints
-    found = epoch_checkpoints(folder) if kind == "epochs" else update_checkpoints(folder)
-    if len(found) < wanted:
-        names = ", ".join(path.name for path in found) or "none"
-        fewer = f"use --set average.{kind}={len(found)}"
-        remedy = fewer if len(found) > 1 else "leave it out with --set average=null"
-        raise UserError(
-            f"average.{kind} asks for {wanted} checkpoints and {folder} has {len(found)} ({names}). "
-            f"Train longer, or {remedy}."
-        )
-    damaged = next((path for path in found[-wanted:] if not is_whole(path)), None)
+    by_updates = run.recipe.average.updates is not None
+    try:
+        found = last_checkpoints(run.checkpoints, run.recipe.average.count, by_updates)
+    except UserError as error:
+        key = "average.updates" if by_updates else "average.epochs"
+        raise UserError(f"{key}: {error} For fewer: --set {key}=N, or none: --set average=null.") from error
+    damaged = next((path for path in found if not is_whole(path)), None)
     if damaged:
         raise UserError(
             f"{damaged} is cut off and cannot be averaged. Delete it and run the train stage on, or average "
             "fewer checkpoints."
         )
-    return [stamp(path) for path in found[-wanted:]]
+    return [stamp(path) for path in found]
 
 
 def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict[str, Any]) -> None:

@@ -196,7 +196,9 @@ def test_averaging_needs_enough_checkpoints(go, tmp_path):
     go(stage="train")
     for name in ("1", "2"):
         (tmp_path / "runs" / "small" / "checkpoints" / f"checkpoint{name}.pt").unlink()
-    with pytest.raises(UserError, match=r"asks for 2 checkpoints.*has 1 \(checkpoint3\.pt\)"):
+    with pytest.raises(
+        UserError, match=r"average\.epochs: .* 1 epoch checkpoints \(checkpoint3\.pt\), but 2"
+    ):
         go(stage="average")
 
 
