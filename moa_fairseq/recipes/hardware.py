@@ -71,7 +71,7 @@ def detect_hardware() -> Hardware:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return Hardware(name=f"{cores} CPU cores ({_processor_name()})", bfloat16_units=_has_bfloat16_units())
+        return _cpu(f"{cores} CPU cores")
     capability = min(torch.cuda.get_device_capability(index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
@@ -98,7 +98,7 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     if wanted < 0:
         raise UserError(f"--gpus {wanted}: say how many GPUs to use; 0 means the CPU.")
     if wanted == 0:
-        return Hardware(name=f"CPU ({_processor_name()})", bfloat16_units=_has_bfloat16_units())
+        return _cpu("CPU")
     if wanted < present.gpus:
         return dataclasses.replace(present, gpus=wanted, visible=present.visible[:wanted])
     if dry_run:
@@ -153,18 +153,14 @@ def model_width(model: Model) -> int:
     return max(getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
 
 
-def _has_bfloat16_units() -> bool:
+def _cpu(cores: str) -> Hardware:
+    """This machine's CPU. cores: what it is called before its model's name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            flags = next((line.split() for line in lines if line.startswith("flags")), [])
+            pairs = [line.partition(":") for line in lines]
     except OSError:
-        return False
-    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags)
-
-
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        pairs = []
+    facts = {key.strip(): value.strip() for key, _, value in reversed(pairs)}
+    model = facts.get("model name") or platform.processor() or platform.machine()
+    units = {"amx_bf16", "avx512_bf16"}.intersection(facts.get("flags", "").split())
+    return Hardware(name=f"{cores} ({model})", bfloat16_units=bool(units))

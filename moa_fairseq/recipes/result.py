@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-import moa_fairseq
+from moa_fairseq.data_prep.manifest import tool_versions
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number
@@ -36,8 +34,7 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
     evaluated = run.state.get(f"{'generate' if recipe.generate else 'score'}-{subset}")
     settings = evaluated.get("settings", {})
     metrics = flat_metrics(scores[subset]) if subset in scores else {}
-    if "valid_ppl" in summary:
-        metrics["valid_ppl"] = summary.pop("valid_ppl")
+    metrics.update({key: summary.pop(key) for key in ("valid_ppl",) if key in summary})
     result = {
         "experiment": recipe.experiment,
         "reproduces": _reproduces(run, evaluated),
@@ -47,23 +44,15 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
         "other_subsets": {name: flat_metrics(values) for name, values in scores.items() if name != subset},
         "parameters": trained.get("parameters"),
         **({"updated_parameters": trained["updated"]} if trained.get("updated") is not None else {}),
-        **{key: value for key, value in summary.items() if key != "valid_ppl"},
+        **summary,
         "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
         "checkpoints_averaged": evaluated.get("checkpoints"),
         "generation": {key: settings.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
         "evaluation": scores.get(subset, {}).get("meta", {}).get("evaluation"),
         "seed": recipe.train.seed,
         "hardware": trained.get("hardware", run.hardware.describe()),
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "command": command,
     }
-    path = run.folder / "result.json"
-    with atomic_write(path) as stream:
-        json.dump(result, stream, indent=1, ensure_ascii=False)
-        stream.write("\n")
-    return path
+    return _write(run.folder / "result.json", result, command)
 
 
 def write_throughput(run: Run, path: Path, command: str) -> None:
@@ -82,15 +71,17 @@ def write_throughput(run: Run, path: Path, command: str) -> None:
         "max_tokens": batch.max_tokens,
         "update_freq": batch.update_freq,
         "updates": summary["updates"],
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "command": command,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, row, command)
+
+
+def _write(path: Path, values: Dict[str, Any], command: str) -> Path:
+    """Write `values` as JSON, and what made them: versions, commit, date, the moa-fairseq line."""
+    made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
     with atomic_write(path) as stream:
-        json.dump(row, stream, indent=1, ensure_ascii=False)
+        json.dump({**values, **made_by, "command": command}, stream, indent=1, ensure_ascii=False)
         stream.write("\n")
+    return path
 
 
 def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
@@ -122,12 +113,9 @@ def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], reproduces: Opti
 
 def versions() -> Dict[str, Optional[str]]:
     """Versions of Python and of the packages that the numbers depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "fairseq": _version("ve-fairseq") or _version("fairseq"),
-        "moa_fairseq": moa_fairseq.__version__,
-    }
+    found = tool_versions()
+    fairseq = found.get("ve-fairseq") or found.get("fairseq")
+    return {**{name: found.get(name) for name in ("python", "torch", "moa_fairseq")}, "fairseq": fairseq}
 
 
 def commit() -> Optional[str]:
@@ -156,10 +144,3 @@ def _reproduces(run: Run, evaluated: Dict[str, Any]) -> Optional[Dict[str, Any]]
         and evaluated.get("settings") == dataclasses.asdict(recipe.generate or recipe.score)
     )
     return dataclasses.asdict(recipe.reproduces) if stands else None
-
-
-def _version(distribution: str) -> Optional[str]:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import IO, Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors
@@ -100,7 +100,9 @@ class Executor:
                 pass_fds=self.keep_open,
                 preexec_fn=_die_with_parent(),
             )
-            self._note(process.pid)
+            for lock in self.keep_open:  # the child keeps the lock if this program is killed
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, str(process.pid).encode(), 0)
             with _ended_with_us(process) as lines:
                 for raw in lines:
                     record.write(raw)
@@ -109,12 +111,6 @@ class Executor:
                 status = process.wait()
         if status:
             raise UserError(_failure(command[0], status, log))
-
-    def _note(self, process: int) -> None:
-        """Write the child's process id into the lock file: it keeps the lock if this program is killed."""
-        for lock in self.keep_open:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(process).encode(), 0)
 
 
 def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
@@ -149,21 +145,23 @@ def _python_environment() -> Dict[str, str]:
     return settings
 
 
+def terminate_as_interrupt() -> contextlib.AbstractContextManager[None]:
+    """SIGTERM (a scheduler's, say) ends a run the way Ctrl-C does."""
+    return _handling(signal.default_int_handler, signal.SIGTERM)
+
+
 @contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM (a scheduler's, say) ends a run the way Ctrl-C does. Outside the main thread: no change."""
+def _handling(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """For a while, `handler` gets these signals. Outside the main thread: no change."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextlib.contextmanager
@@ -177,7 +175,8 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
         yield process.stdout
     finally:
         if process.poll() is None:
-            with _undisturbed():
+            # A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running.
+            with _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
                     process.send_signal(number)
@@ -185,20 +184,6 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
                         process.wait(STOP_SECONDS)
                         break
         process.stdout.close()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _failure(program: str, status: int, log: Path) -> str:
