@@ -28,7 +28,7 @@ from moa_fairseq.data_prep.binarised import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware, device_environment
-from moa_fairseq.recipes.jobs import steps
+from moa_fairseq.recipes.jobs import EVALUATIONS
 from moa_fairseq.recipes.loading import build
 from moa_fairseq.recipes.result import flat_metrics
 from moa_fairseq.recipes.run_folder import RunState
@@ -87,7 +87,7 @@ def open_run(folder: Path) -> TrainedRun:
     prepared = Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
     if not prepared.folder.is_dir():
         raise UserError(f"The data of {folder} is no longer in {prepared.folder}: run --stage prepare again.")
-    model = Run(recipe, Hardware(), prepared.folder, folder).model
+    model = Run(recipe, Hardware(), prepared, folder).model
     gate = _gate_of(model)
     evaluates = recipe.score and (recipe.generate if recipe.kind == TRANSLATION else True)
     if gate is None or not evaluates or recipe.kind not in (TRANSLATION, CAUSAL_LM):
@@ -127,7 +127,7 @@ def evaluate_single_experts(
             log.info("%s:", name)
             part = _part(run, name, subset, {"mae_evaluate_with": how, "mae_evaluate_seed": seed or 1})
             part = dataclasses.replace(part, hardware=hardware, executor=executor)
-            todo = [step for step in steps(part) if step.stage in ("generate", "score")]
+            todo = EVALUATIONS[part.recipe.kind](part)
             for step in todo:
                 carry_out(part, step)
             scores[name] = flat_metrics(scores_of(todo)[subset])
@@ -143,7 +143,7 @@ def _part(run: TrainedRun, name: str, subset: str, model_overrides: Dict[str, An
     flags = {**settings.flags, "model-overrides": str(overrides)}
     settings = dataclasses.replace(settings, flags=flags, subsets=[subset])
     recipe = dataclasses.replace(recipe, **{section: settings})
-    part = Run(recipe, Hardware(), run.prepared.folder, folder, trained=run.model, prepared=run.prepared)
+    part = Run(recipe, Hardware(), run.prepared, folder, trained=run.model)
     trained = RunState(run.folder)
     for stage in ("train", "average"):  # where the model comes from
         if trained.get(stage):

@@ -118,7 +118,7 @@ def fit_devices(recipe: Recipe, hardware: Hardware) -> Tuple[Hardware, Optional[
         f"longest sentence or sample {train.min_tokens:,}"
     )
     world = hardware.world
-    if world and world.shared:
+    if hardware.shared:
         raise UserError(
             f"{hardware.devices} devices are too many: {why}, which no device's share may fall below, or "
             f"sentences are left out. Start at most {most} processes (--gpus, --nodes, torchrun's "

@@ -158,9 +158,8 @@ def run(args: argparse.Namespace) -> int:
         return _hydra(args, sized, used, dataclasses.replace(options, data=known), fewer)
     commands = planned_commands(sized, used, options)
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
-    leads = used.world is None or used.world.leads
     for command in commands:
-        if command[0] == "fairseq-train" and leads and (fairseq_is_installed() or not args.dry_run):
+        if command[0] == "fairseq-train" and used.leads and (fairseq_is_installed() or not args.dry_run):
             warnings.append(check_schedule(sized, used, check_train_command(command), known))
     for warning in filter(None, warnings):
         log.info(warning)

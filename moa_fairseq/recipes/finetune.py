@@ -22,7 +22,7 @@ def resolve(recipe: Recipe) -> Recipe:
     gate-lr, all other optimisation flags being the experts'. The data is segmented with the merges and
     numbered with the dictionaries of the pretrained run, unless the recipe names others.
     """
-    if recipe.finetune is None:
+    if recipe.finetune is None or recipe.pretrained is None:
         return recipe
     flags = dict(recipe.train.flags)
     if recipe.finetune != "noft":
@@ -52,24 +52,26 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
 
     Warns of what could not be checked. Raises UserError naming the key and the remedy.
     """
-    checkpoint = pretrained_checkpoint(recipe.pretrained)
+    pretrained = recipe.pretrained or ""
+    checkpoint = pretrained_checkpoint(pretrained)
     if not is_whole(checkpoint):
         raise UserError(
             f"pretrained: {checkpoint} is missing or cut off. Train that model first, or name a checkpoint "
             "or another run folder: --set pretrained=runs/NAME."
         )
-    original = _binarised_folder(Path(recipe.pretrained))
+    original = _binarised_folder(Path(pretrained))
     if original is None:
         log.warning(
             f"{recipe.pretrained} does not tell what it was trained on. Its dictionaries must be those in "
             f"{data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
         )
-    elif recipe.data.codes is None and recipe.data.recipe != "binarised":
+        return
+    if recipe.data.codes is None and recipe.data.recipe != "binarised":
         log.warning(
             f"no BPE merges were found with {original}; text that is not segmented already stays "
             "words. If the pretrained model has subwords, name its merges: --set data.codes=FILE."
         )
-    for language in (recipe.data.source, recipe.data.target) if original else ():
+    for language in (recipe.data.source, recipe.data.target):
         there, here = (folder / f"dict.{language}.txt" for folder in (original, data))
         if there.is_file() and not (here.is_file() and here.read_bytes() == there.read_bytes()):
             raise UserError(

@@ -59,6 +59,16 @@ class Hardware:
         """Processes that train side by side, on all machines: one per GPU, or one on each machine's CPU."""
         return self.world.size if self.world else max(1, self.gpus)
 
+    @property
+    def leads(self) -> bool:
+        """True for the one program of a training that writes the run folder."""
+        return self.world is None or self.world.rank == 0
+
+    @property
+    def shared(self) -> bool:
+        """True when other programs start a part of the processes."""
+        return self.world is not None and self.world.size > self.world.here
+
     def describe(self) -> str:
         """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores."""
         return f"{self.devices} x {self.name}" if self.gpus or self.world else self.name

@@ -69,7 +69,8 @@ def _plain(config: Any, resolve: bool = False) -> Dict[str, Any]:
     """A config as YAML can hold it; resolve: with values in place of references such as ${common.fp16}."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(config, resolve=resolve, enum_to_str=True)
+    plain: Any = OmegaConf.to_container(config, resolve=resolve, enum_to_str=True)
+    return plain
 
 
 def _written(values: Dict[str, Any], defaults: Dict[str, Any], known: bool) -> Dict[str, Any]:

@@ -112,7 +112,7 @@ def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
         kind = typing.get_args(kind)[0]
         if value is None or (value == "none" and kind is not str):
             return None
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return build(kind, value, file, key)
     if kind is float and isinstance(value, str):  # YAML takes 1e-1 for text
         with contextlib.suppress(ValueError):

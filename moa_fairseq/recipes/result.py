@@ -15,7 +15,7 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import precision_name
-from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
+from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe, Score
 from moa_fairseq.recipes.steps import Run
 from moa_fairseq.recipes.train_log import summarise
 from moa_fairseq.recipes.training import trained_as_the_recipe_says
@@ -29,7 +29,7 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
     """
     recipe, trained = run.recipe, run.state.get("train")
     summary = summarise(run.folder / "train.jsonl")
-    subset = recipe.subsets[0] if recipe.subsets else None
+    subset = recipe.subsets[0]
     # what the step that read the model remembers
     evaluated = run.state.get(f"{'generate' if recipe.generate else 'score'}-{subset}")
     settings = evaluated.get("settings", {})
@@ -102,9 +102,10 @@ def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], reproduces: Opti
 
     reproduces: the paper's cell, where the run stands for it: its number is named, too.
     """
+    names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
+    names.insert(0, (recipe.score or Score()).headline)
     parts = []
     for subset, values in scores.items():
-        names = [recipe.score.headline, *(CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS)]
         found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
         parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
     paper = (reproduces or {}).get("value")
@@ -135,12 +136,12 @@ def commit() -> Optional[str]:
 
 def _reproduces(run: Run, evaluated: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     """The paper's cell, if the finished training's model was evaluated with the recipe's own settings."""
-    recipe = run.recipe
+    recipe, section = run.recipe, run.recipe.generate or run.recipe.score
+    if recipe.reproduces is None or section is None or not trained_as_the_recipe_says(run):
+        return None
     stands = (
-        recipe.reproduces is not None
-        and trained_as_the_recipe_says(run)
-        and evaluated.get("training") == run.state.get("train")["done"]
+        evaluated.get("training") == run.state.get("train")["done"]
         and evaluated.get("checkpoints") == (recipe.average.count if recipe.average else 1)
-        and evaluated.get("settings") == dataclasses.asdict(recipe.generate or recipe.score)
+        and evaluated.get("settings") == dataclasses.asdict(section)
     )
     return dataclasses.asdict(recipe.reproduces) if stands else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import reprlib
-from typing import Dict, Iterator, NoReturn, Tuple
+from typing import Any, Dict, Iterator, NoReturn, Tuple
 
 from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
@@ -104,7 +104,7 @@ def _average(recipe: Recipe) -> Problems:
         yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
     if epochs and train.max_epoch and epochs > train.max_epoch:
         yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
-    kept = train.flags.get("keep-interval-updates", updates)
+    kept: Any = train.flags.get("keep-interval-updates", updates)
     if updates and ("save-interval-updates" not in train.flags or 0 <= kept < updates):
         yield (
             "average.updates",

@@ -26,7 +26,7 @@ from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.run_folder import RunState, move_aside
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.steps import Run, Step, carry_out
+from moa_fairseq.recipes.steps import OutputStep, Run, carry_out
 from moa_fairseq.recipes.training import carry_out_training, check_trained, trained_as_the_recipe_says
 from moa_fairseq.running import command_line
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
@@ -81,14 +81,15 @@ def prepared_before(recipe: Recipe, options: Options) -> Optional[Path]:
 def plan_run(recipe: Recipe, hardware: Hardware, options: Options) -> Run:
     """The run as far as it is known before its data is prepared; nothing is written."""
     folder = run_folder_of(recipe, options)
-    run = Run(recipe, hardware, Path("DATA-BIN"), folder)
+    run = Run(recipe, hardware, Prepared(Path("DATA-BIN"), {}, ""), folder)
     source = run.state.get("prepare").get("source")
     given = options.data or (Path(source) if source else None)
     if recipe.data.recipe == "binarised" or (given is not None and is_binarised(given)):
-        return dataclasses.replace(run, data=given or run.data)
+        return dataclasses.replace(run, prepared=Prepared(given or run.data, {}, ""))
     corpus = options.corpus_root if given is None and recipe.data.recipe in EMBEDDED else None
     root = prepared_folder(dataclasses.asdict(recipe.data), corpus or given, options.data_root)
-    return dataclasses.replace(run, data=root / "binarised", root=root, corpus=corpus)
+    prepared = Prepared(root / "binarised", {}, "")
+    return dataclasses.replace(run, prepared=prepared, root=root, corpus=corpus)
 
 
 def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
@@ -108,7 +109,7 @@ def run_recipe(
     hardware: what the run uses; present: what the machine has. Raises UserError; what was finished
     before stays and is not done again next time.
     """
-    folder, world = run_folder_of(recipe, options), hardware.world
+    folder = run_folder_of(recipe, options)
     if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
         why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
         raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
@@ -116,15 +117,17 @@ def run_recipe(
         with locked(folder):  # nobody may be at work in it
             pass
         log.info("%s moved to %s", folder, move_aside(folder))
-    if world and world.shared:
+    if hardware.shared:
         _check_shared(options, folder)
-    leads = world is None or world.leads  # the program that leads keeps the run folder
-    lock = locked(folder, HANDOVER_SECONDS if world and world.shared else PATIENCE_SECONDS)
-    with terminate_as_interrupt(), lock if leads else contextlib.nullcontext([]) as keep_open:
-        started = time.time()
+    started = time.time()
+    with terminate_as_interrupt(), contextlib.ExitStack() as stack:
+        keep_open: List[int] = []
+        if hardware.leads:
+            patience = HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
+            keep_open = stack.enter_context(locked(folder, patience))
         executor = executor_class(device_environment(hardware, present), keep_open)
         run = _train(plan_run(recipe, hardware, options), present, options, executor)
-        return _evaluate(run, options, started) if leads else None
+        return _evaluate(run, options, started) if hardware.leads else None
 
 
 def _check_shared(options: Options, folder: Path) -> None:
@@ -150,18 +153,17 @@ def _check_shared(options: Options, folder: Path) -> None:
 def _train(run: Run, present: Hardware, options: Options, executor: Executor) -> Run:
     """Prepare the data, or recall it, and train on it; returns the run with all that is known then."""
     run.executor = executor
-    world = run.hardware.world
-    recall = not options.wants("prepare") and (options.data is None or bool(world and world.shared))
-    prepared = _recall_prepared(run) if recall or not run.leads else _prepare(run, options)
-    recipe = run.recipe
-    if run.leads:
+    recipe, leads = run.recipe, run.hardware.leads
+    recall = not options.wants("prepare") and (options.data is None or run.hardware.shared)
+    prepared = _recall_prepared(run) if recall or not leads else _prepare(run, options)
+    if leads:
         recipe = on_the_rows_data(recipe, prepared.folder, prepared.sentences)
     recipe = with_floor(recipe, prepared.folder)
     hardware, fewer = fit_devices(recipe, run.hardware)
-    if fewer and run.leads and options.wants("train"):
+    if fewer and leads and options.wants("train"):
         log.info(fewer)
     executor.environment.update(device_environment(hardware, present))
-    run = dataclasses.replace(run, recipe=recipe, hardware=hardware, data=prepared.folder, prepared=prepared)
+    run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
     if options.wants("train"):
         carry_out_training(run, next((step for step in steps(run) if step.stage == "train"), None))
     elif options.stage != "prepare":
@@ -184,7 +186,7 @@ def _evaluate(run: Run, options: Options, started: float) -> Optional[Path]:
         log.info("speed recorded as %s", options.record)
     if options.stage in ("average", "generate", "score") and not getattr(recipe, options.stage):
         log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
-    after = [step for step in steps(run) if step.stage in STAGES[2:] and options.wants(step.stage)]
+    after = [step for step in steps(run) if isinstance(step, OutputStep) and options.wants(step.stage)]
     for step in after:
         carry_out(run, step)
     scores = scores_of(after)
@@ -202,7 +204,7 @@ def _evaluate(run: Run, options: Options, started: float) -> Optional[Path]:
     return result
 
 
-def scores_of(done: List[Step]) -> Dict[str, Any]:
+def scores_of(done: List[OutputStep]) -> Dict[str, Any]:
     """subset → its scores, of the scoring steps among those that were carried out."""
     return {
         step.name.removeprefix("score-"): read_scores(step.output) for step in done if step.stage == "score"

@@ -77,7 +77,7 @@ def read_records(path: Path) -> Iterator[Dict[str, Any]]:
 def updates_of(record: Dict[str, Any]) -> int:
     """Number of updates at which a record was written."""
     keys = ("num_updates", "train_num_updates", "valid_num_updates")
-    return next((int(finite(record[key])) for key in keys if key in record), 0)
+    return next((int(finite(record[key]) or 0) for key in keys if key in record), 0)
 
 
 def prune(path: Path, updates: int) -> None:

@@ -14,7 +14,7 @@ from moa_fairseq.recipes.finetune import check_pretrained
 from moa_fairseq.recipes.hardware import precision_flags
 from moa_fairseq.recipes.run_folder import checkpoint_to_resume, is_whole
 from moa_fairseq.recipes.schema import EXECUTION_KEYS, Recipe
-from moa_fairseq.recipes.steps import Run, Step, stamp
+from moa_fairseq.recipes.steps import OutputStep, Run, Step, stamp
 from moa_fairseq.recipes.train_log import TrainLog
 from moa_fairseq.running.command_line import flags, positional
 
@@ -25,21 +25,38 @@ def training_steps(run: Run) -> List[Step]:
     """The training and, where the recipe has one, the average of its last checkpoints."""
     found = [Step("train", "train", train_command(run))] if run.recipe.finetune != "noft" else []
     average = run.recipe.average
-    if average:
-        output = run.folder / "average.pt"
-        values = {
-            "inputs": str(run.checkpoints),
-            "num-epoch-checkpoints": average.epochs,
-            "num-update-checkpoints": average.updates,
-            "output": str(output),
-        }
+    if average is None:
+        return found
+    output, count = run.folder / "average.pt", average.count
+    values = {
+        "inputs": str(run.checkpoints),
+        "num-epoch-checkpoints": average.epochs,
+        "num-update-checkpoints": average.updates,
+        "output": str(output),
+    }
 
-        def remember() -> Dict[str, Any]:
-            return {"checkpoints": average.count, "training": run.state.get("train").get("done")}
+    def inputs() -> List[Any]:
+        by_updates = average.updates is not None
+        try:
+            last = last_checkpoints(run.checkpoints, count, by_updates)
+        except UserError as error:
+            key = "average.updates" if by_updates else "average.epochs"
+            raise UserError(
+                f"{key}: {error} For fewer: --set {key}=N, or none: --set average=null."
+            ) from error
+        damaged = next((path for path in last if not is_whole(path)), None)
+        if damaged:
+            raise UserError(
+                f"{damaged} is cut off and cannot be averaged. Delete it and run the train stage on, or "
+                "average fewer checkpoints."
+            )
+        return [[stamp(path) for path in last]]
 
-        command = ["moa-fairseq", "average", *flags(values)]
-        found.append(Step("average", "average", command, lambda: [_averaged(run)], output, remember=remember))
-    return found
+    def remember() -> Dict[str, Any]:
+        return {"checkpoints": count, "training": run.state.get("train").get("done")}
+
+    command = ["moa-fairseq", "average", *flags(values)]
+    return [*found, OutputStep("average", "average", command, output, inputs, remember=remember)]
 
 
 def train_command(run: Run) -> List[str]:
@@ -88,23 +105,22 @@ def carry_out_training(run: Run, step: Optional[Step]) -> None:
         if remembered.get("done") == done:
             log.info("train: done before (%s)", run.checkpoints)
             return
-    elif run.leads:
+    elif run.hardware.leads:
         (run.folder / "train.jsonl").unlink(missing_ok=True)
     command = list(step.command)
     if resume is not None and resume.name != "checkpoint_last.pt":
         log.info("train: checkpoint_last.pt is damaged or missing; going on from %s", resume.name)
         command += ["--restore-file", str(resume)]
-    if run.hardware.world:
-        log.info("train: %s", run.hardware.world.describe())
+    world = run.hardware.world
+    if world:
+        log.info("train: %s", world.describe())
     log.info("train: %s", plan_batch(recipe.train, run.hardware.devices).describe())
-    if not run.leads:  # one of the processes of another program's run: nothing is written but a log
-        rank = run.hardware.world.rank
-        run.show(command)
-        run.executor.run(command, run.log(f"train.process{rank}"))
-        log.info("train: process %s is done; the machine of process 0 has the results", rank)
+    run.show(command)
+    if world and not run.hardware.leads:  # a process of another program's run: nothing is written but a log
+        run.executor.run(command, run.log(f"train.process{world.rank}"))
+        log.info("train: process %s is done; the machine of process 0 has the results", world.rank)
         return
     state.put("train", settings=settings, **{key: remembered.get(key) for key in ("parameters", "updated")})
-    run.show(command)
     told = TrainLog(run.folder / "train.jsonl", recipe.train.max_epoch, recipe.train.max_update)
     run.executor.run(command, run.log("train"), on_line=told)
     if not (run.checkpoints / "checkpoint_last.pt").is_file():
@@ -150,23 +166,6 @@ def train_settings(run: Run) -> Dict[str, Any]:
 def _mark_of_the_end(run: Run, settings: Optional[Dict[str, Any]]) -> str:
     """The mark of a training with these settings that reached the recipe's end."""
     return fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
-
-
-def _averaged(run: Run) -> List[Any]:
-    """Stamps of the checkpoints to average. Raises UserError when there are not enough whole ones."""
-    by_updates = run.recipe.average.updates is not None
-    try:
-        found = last_checkpoints(run.checkpoints, run.recipe.average.count, by_updates)
-    except UserError as error:
-        key = "average.updates" if by_updates else "average.epochs"
-        raise UserError(f"{key}: {error} For fewer: --set {key}=N, or none: --set average=null.") from error
-    damaged = next((path for path in found if not is_whole(path)), None)
-    if damaged:
-        raise UserError(
-            f"{damaged} is cut off and cannot be averaged. Delete it and run the train stage on, or average "
-            "fewer checkpoints."
-        )
-    return [stamp(path) for path in found]
 
 
 def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict[str, Any]) -> None:

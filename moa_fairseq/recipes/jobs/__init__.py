@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import List
+from typing import Callable, Dict, List
 
 from moa_fairseq.recipes.jobs import causal_lm, translation
 from moa_fairseq.recipes.jobs.shared import checkpoint_scores, preparing
 from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
-from moa_fairseq.recipes.steps import Run, Step
+from moa_fairseq.recipes.steps import OutputStep, Run, Step
 from moa_fairseq.recipes.training import training_steps
 
-EVALUATIONS = {
+EVALUATIONS: Dict[str, Callable[[Run], List[OutputStep]]] = {
     TRANSLATION: translation.evaluation,
     MASKED_LM: functools.partial(checkpoint_scores, flag="masked-lm"),
     CAUSAL_LM: causal_lm.evaluation,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.steps import Run, Step
+from moa_fairseq.recipes.schema import Recipe, Score
+from moa_fairseq.recipes.steps import OutputStep, Run
 from moa_fairseq.running.command_line import flags, positional
 
 METRIC, BITS = "lm_ppl", "lm_bits"  # bits: of a token, which is a byte of enwik8
@@ -22,25 +22,24 @@ _SETTINGS = (
 )
 
 
-def evaluation(run: Run) -> List[Step]:
+def evaluation(run: Run) -> List[OutputStep]:
     """fairseq-eval-lm on each subset, in fp32, so that scores do not depend on the hardware."""
-    section = run.recipe.score
+    section = run.recipe.score or Score()
 
     def read(path: Path) -> Dict[str, Any]:
         return read_report(path.read_text(encoding="utf-8", errors="replace"), path, run.recipe)
 
     found = []
-    for subset in run.recipe.subsets:
+    for subset in section.subsets:
         values = {**run.task_flags(), "path": str(run.model), "gen-subset": subset, **section.flags}
-        step = Step(
-            f"score-{subset}",
+        step = run.evaluation(
             "score",
             ["fairseq-eval-lm", positional(run.data), *flags(values), *run.device_flags()],
-            output=run.folder / f"score-{subset}.json",
+            run.folder / f"score-{subset}.json",
+            section,
             captured=run.folder / f"eval-lm-{subset}.txt",
             errors_too=True,  # its log goes where whoever configured logging first wants it
             scores=read,
-            **run.of_the_model(section),
         )
         found.append(step)
     return found
@@ -51,7 +50,8 @@ def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
     found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
     if not found:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
-    evaluation = {name: recipe.score.flags[name] for name in _SETTINGS if name in recipe.score.flags}
+    said = recipe.score.flags if recipe.score else {}
+    evaluation = {name: said[name] for name in _SETTINGS if name in said}
     if tokens:
         evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
     return {

@@ -10,8 +10,8 @@ from moa_fairseq.data_prep.binarised import preprocess_calls
 from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
-from moa_fairseq.recipes.schema import HEADLINE_METRICS
-from moa_fairseq.recipes.steps import Run, Step
+from moa_fairseq.recipes.schema import HEADLINE_METRICS, Score
+from moa_fairseq.recipes.steps import OutputStep, Run, Step
 from moa_fairseq.running.command_line import REDIRECT, flags
 
 
@@ -26,27 +26,21 @@ def preparing(run: Run) -> List[Step]:
     return [Step(command[0], "prepare", command) for command in commands]
 
 
-def checkpoint_scores(run: Run, flag: str) -> List[Step]:
+def checkpoint_scores(run: Run, flag: str) -> List[OutputStep]:
     """`moa-fairseq score` of the checkpoint on each subset; `flag` is the one that takes the checkpoint.
 
     In fp32, so that scores do not depend on the hardware.
     """
-    section = run.recipe.score
+    section = run.recipe.score or Score()
     found = []
-    for subset in run.recipe.subsets:
+    for subset in section.subsets:
         model = {flag: str(run.model), "data": str(run.data), "subset": subset}
         command = ["moa-fairseq", "score", *flags({**model, **section.flags, "json": True})]
-        command += run.device_flags()
-        found.append(score_step(run, subset, command, **run.of_the_model(section)))
+        output = run.folder / f"score-{subset}.json"
+        line = [*command, *run.device_flags(), REDIRECT, str(output)]
+        captured = output.with_suffix(".partial")
+        found.append(run.evaluation("score", line, output, section, captured=captured, scores=read_scores))
     return found
-
-
-def score_step(run: Run, subset: str, command: List[str], **more: Any) -> Step:
-    """The step of a `moa-fairseq score --json` line; more: further fields of the Step."""
-    output = run.folder / f"score-{subset}.json"
-    captured = output.with_suffix(".partial")
-    line = [*command, REDIRECT, str(output)]
-    return Step(output.stem, "score", line, output=output, captured=captured, scores=read_scores, **more)
 
 
 def read_scores(path: Path) -> Dict[str, Any]:

@@ -34,16 +34,6 @@ class World:
     spawn: bool
     device: Optional[int] = None
 
-    @property
-    def shared(self) -> bool:
-        """True when other programs start a part of the processes."""
-        return self.size > self.here
-
-    @property
-    def leads(self) -> bool:
-        """True where the run folder is written: the checkpoints, the log, state.json."""
-        return self.rank == 0
-
     def describe(self) -> str:
         """One line for the log."""
         return f"process {self.rank} of {self.size}, meeting at {self.init_method}"

@@ -18,7 +18,7 @@ fp32, logits and theirs in the model's precision). Checked on a CPU in fp32 agai
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, List, Mapping
+from typing import Any, List, Mapping, Set
 
 from torch import nn
 
@@ -101,7 +101,8 @@ def layers_of(model: nn.Module) -> List[nn.Module]:
 
 
 def _elements(layer: nn.Module, activation_dropout: bool) -> int:
-    total, told = 0, set()
+    total = 0
+    told: Set[nn.Module] = set()
     for name, module in layer.named_modules():
         if module in told:
             continue

@@ -27,13 +27,16 @@ ASSUMED_UTILISATION = 0.137
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. device: a key of DEVICES or "CPU"; speed: target tokens a second of all `count`."""
+    """One measurement. device: a key of DEVICES or "CPU"; speed: target tokens a second of all `count`.
+
+    macs: of one target token; 0 where the file does not tell.
+    """
 
     experiment: str
     device: str
     count: int
     speed: float
-    macs: Optional[float]
+    macs: float
     precision: str
     hardware: str
     file: str
@@ -85,7 +88,7 @@ def read_rows(results: Path) -> List[Row]:
                 device=device_kind(hardware) or "CPU",
                 count=int(count.group(1)) if count else 1,
                 speed=float(speed),
-                macs=row.get("macs_per_target_token"),
+                macs=float(row.get("macs_per_target_token") or 0),
                 precision=row.get("precision", "fp32"),
                 hardware=hardware,
                 file=f"{path.parent.name}/{path.name}",
