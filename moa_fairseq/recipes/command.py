@@ -24,6 +24,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import List
 
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
@@ -35,17 +36,17 @@ from moa_fairseq.recipes.hardware import (
     assumed_hardware,
     choose_devices,
     detect_hardware,
-    device_environment,
 )
 from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.planner.throughput import Row, read_rows
 from moa_fairseq.recipes.preflight import (
     check_scale,
     check_schedule,
     check_train_command,
     fairseq_is_installed,
 )
-from moa_fairseq.recipes.row_data import lines_of, on_the_rows_data
+from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
@@ -133,22 +134,24 @@ def run(args: argparse.Namespace) -> int:
     recipe = resolve(load_recipe(args.config, args.overrides))
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
-    present = detect_hardware()
-    hardware = _hardware(args, present)
+    hardware = _hardware(args)
+    results = args.config.resolve().parent.parent / "results"
+    kind = results / ("throughput" if args.stage == "train" else "measured")
+    here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
     inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
         stage=args.stage,
         data=inside if inside and is_binarised(inside) else args.data,
         save_dir=args.save_dir,
         restart=args.restart,
-        record=_record_path(args),
-        command_line=_command_line(),
+        record=None if args.record is None else kind / f"{args.record or args.config.stem}.json",
+        command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
     )
     if (args.plan or args.hydra is not None) and not fairseq_is_installed():
         raise UserError("--plan and --hydra ask fairseq: run `bash scripts/setup.sh` first.")
     data = options.data or prepared_before(recipe, options)
     if args.plan:
-        return _plan(args, recipe, hardware, data)
+        return _plan(args, recipe, hardware, data, read_rows(results))
     known = data if data and is_binarised(data) else None
     # What is assumed of data that nobody has seen yet is for a dry run; a run measures it.
     sized = with_floor(recipe, known, assume=args.dry_run)
@@ -164,15 +167,15 @@ def run(args: argparse.Namespace) -> int:
     for warning in filter(None, warnings):
         log.info(warning)
     if not args.dry_run:
-        run_recipe(recipe, hardware, present, options)
+        run_recipe(recipe, hardware, options)
         return 0
     if known:
-        on_the_rows_data(recipe, known, lines_of(recipe, known))
+        on_the_rows_data(recipe, known)
     if fewer:
         log.info(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
     log.info("batch: %s", plan_batch(sized.train, used.devices).describe())
     for command in commands:
-        log.info("$ %s", to_shell(command, device_environment(used, present)))
+        log.info("$ %s", to_shell(command, used.environment))
     return 0
 
 
@@ -187,6 +190,8 @@ def _hydra(
             "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
         )
     folder = Path(args.hydra) if args.hydra else run_folder_of(recipe, options) / "hydra"
+    if recipe.finetune == "noft":
+        raise UserError("--hydra writes the config of a training, and finetune: noft trains nothing.")
     (training,) = planned_commands(recipe, hardware, dataclasses.replace(options, stage="train"))
     header = f"{recipe.summary}\nMade by: {options.command_line}\nThe same as: {to_shell(training)}"
     line = to_shell(write_hydra(training, folder, recipe.experiment, header))
@@ -194,24 +199,24 @@ def _hydra(
     return 0
 
 
-def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
+def _hardware(args: argparse.Namespace) -> Hardware:
     """The devices that the command line asks for, and who trains together with them."""
     if args.device_name:
         if not (args.dry_run or args.plan):
             raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
         hardware = assumed_hardware(args.device_name, args.gpus)
     else:
-        hardware = choose_devices(present, args.gpus, args.dry_run or args.plan)
+        hardware = choose_devices(detect_hardware(), args.gpus, args.dry_run or args.plan)
     world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
     return dataclasses.replace(hardware, world=world)
 
 
-def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None) -> int:
+def _plan(
+    args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None, rows: List[Row]
+) -> int:
     from moa_fairseq.recipes.planner import plan
-    from moa_fairseq.recipes.planner.throughput import read_rows
 
     recipe = with_floor(recipe, data)
-    rows = read_rows(args.config.resolve().parent.parent / "results")
     machines = plan.machines_to_plan(hardware, args.gpus, args.device_name)
     report = plan.plan(recipe, plan.workload(recipe, data), machines, rows)
     if args.json:
@@ -219,20 +224,3 @@ def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Pa
     else:
         print(f"{recipe.experiment}: {recipe.summary}\n{plan.as_text(report)}")
     return 0
-
-
-def _record_path(args: argparse.Namespace) -> Path | None:
-    if args.record is None:
-        return None
-    return (
-        args.config.resolve().parent.parent
-        / "results"
-        / ("throughput" if args.stage == "train" else "measured")
-        / f"{args.record or args.config.stem}.json"
-    )
-
-
-def _command_line() -> str:
-    """What was typed; paths below the working directory become relative, as scripts/ name configs in full."""
-    here = str(Path.cwd()) + os.sep
-    return " ".join(["moa-fairseq", *(shlex.quote(word.removeprefix(here)) for word in sys.argv[1:])])

@@ -43,6 +43,7 @@ _AMP_WIDTH = 512
 class Hardware:
     """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor).
 
+    visible: the numbers of all GPUs that torch sees; the first `gpus` of them are used.
     world: the other machines or processes of the same training, None when there are none.
     bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
     """
@@ -68,6 +69,12 @@ class Hardware:
     def shared(self) -> bool:
         """True when other programs start a part of the processes."""
         return self.world is not None and self.world.size > self.world.here
+
+    @property
+    def environment(self) -> Dict[str, str]:
+        """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
+        used = self.visible[: self.gpus]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(used)} if 0 < len(used) < len(self.visible) else {}
 
     def describe(self) -> str:
         """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores."""
@@ -110,19 +117,13 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     if wanted == 0:
         return _cpu("CPU")
     if wanted < present.gpus:
-        return dataclasses.replace(present, gpus=wanted, visible=present.visible[:wanted])
+        return dataclasses.replace(present, gpus=wanted)
     if dry_run:
         return dataclasses.replace(assumed_hardware("V100", wanted), name="GPU (assumed V100)")
     raise UserError(
         f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or "
         f"check CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver."
     )
-
-
-def device_environment(hardware: Hardware, present: Hardware) -> Dict[str, str]:
-    """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
-    restrict = 0 < hardware.gpus < present.gpus
-    return {"CUDA_VISIBLE_DEVICES": ",".join(hardware.visible)} if restrict else {}
 
 
 def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] = None) -> List[str]:
@@ -140,8 +141,14 @@ def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = 
     """
     capability = hardware.capability or (0, 0)
     if precision == "auto" and not hardware.gpus:
-        gains = hardware.bfloat16_units and model is not None and model_width(model) >= _AMP_WIDTH
-        return "amp" if gains else "fp32"
+        if not hardware.bfloat16_units or model is None:
+            return "fp32"
+        from fairseq.models import ARCH_CONFIG_REGISTRY
+
+        args = argparse.Namespace(**{name.replace("-", "_"): value for name, value in model.flags.items()})
+        ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
+        widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
+        return "amp" if max(widths) >= _AMP_WIDTH else "fp32"
     if precision == "auto":
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
     if precision in ("fp16", "bf16") and not hardware.gpus:
@@ -151,16 +158,6 @@ def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = 
             f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16."
         )
     return precision
-
-
-def model_width(model: Model) -> int:
-    """The model's width C: of its flags, or of its architecture."""
-    from fairseq.models import ARCH_CONFIG_REGISTRY
-
-    flags = {name.replace("-", "_"): value for name, value in model.flags.items()}
-    args = argparse.Namespace(**flags)
-    ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
-    return max(getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
 
 
 def _cpu(cores: str) -> Hardware:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, List, NamedTuple, Optional
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.batch import plan_batch, planned_updates
-from moa_fairseq.recipes.corpus_size import known_size, measured_size
+from moa_fairseq.recipes.batch import plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.schema import Recipe
 
@@ -98,10 +97,7 @@ def check_schedule(
     about = SCHEDULES.get(args.lr_scheduler)
     if about is None:
         return None
-    size = None
-    if recipe.train.max_epoch:
-        max_tokens = plan_batch(recipe.train, 1).max_tokens
-        size = measured_size(recipe, data, max_tokens) if data else known_size(recipe)
+    size = training_set(recipe, data) if recipe.train.max_epoch else None
     updates = planned_updates(recipe.train, plan_batch(recipe.train, hardware.devices), size)
     if updates is None:
         return None

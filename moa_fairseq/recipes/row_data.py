@@ -1,4 +1,4 @@
-"""Is the data that a run has found the data of the row that its recipe stands for?"""
+"""Whether a run has the data set of the paper's row that its recipe stands for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Mapping, Optional
 
 from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.data_prep.manifest import read_manifest
@@ -17,35 +17,30 @@ from moa_fairseq.recipes.schema import Recipe
 
 log = logging.getLogger(__name__)
 
-# The user's own files, which have no name to be known by.
+# The user's own files: their name does not tell which data set they hold.
 OWN = ("parallel", "binarised")
 
 
-def on_the_rows_data(recipe: Recipe, folder: Path, lines: Mapping[str, int]) -> Recipe:
-    """The recipe, without `reproduces` where the data is not that of the row; says which of both.
+def on_the_rows_data(recipe: Recipe, folder: Path, lines: Optional[Mapping[str, int]] = None) -> Recipe:
+    """The recipe, without `reproduces` where the data is not that of its row; logs which of the two it is.
 
     folder: the binarised data; a manifest.json in it or beside it names the data set. lines: sentences of
-    each split.
+    each split; counted in the folder where they are not given.
     """
     cell = recipe.reproduces
     if cell is None:
         return recipe
+    counted = dict(lines or {})
+    for split in recipe.splits if lines is None else ():
+        with contextlib.suppress(UserError):
+            counted[split] = len(sentence_sizes(recipe, folder, split)[0])
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
-    difference = _difference(recipe, folder, lines, cell.data)
+    difference = _difference(recipe, folder, counted, cell.data)
     if difference is None:
         log.info("stands for %s", row)
         return recipe
     log.warning("this run does not stand for %s. %s Its result says reproduces: null.", row, difference)
     return dataclasses.replace(recipe, reproduces=None)
-
-
-def lines_of(recipe: Recipe, folder: Path) -> Dict[str, int]:
-    """Sentences of each split that is in a binarised folder."""
-    found = {}
-    for split in recipe.splits:
-        with contextlib.suppress(UserError):
-            found[split] = len(sentence_sizes(recipe, folder, split)[0])
-    return found
 
 
 def _difference(recipe: Recipe, folder: Path, lines: Mapping[str, int], name: Optional[str]) -> Optional[str]:

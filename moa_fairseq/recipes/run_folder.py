@@ -7,7 +7,7 @@ import logging
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import numbered_checkpoints
@@ -124,3 +124,15 @@ def move_aside(folder: Path) -> Optional[Path]:
         return None
     number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
     return folder.rename(folder.with_name(f"{folder.name}.old-{number}"))
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> List[str]:
+    """'key: old → new' for every value that differs between two settings, by dotted keys."""
+    found: List[str] = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key, "not set"), now.get(key, "not set")
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: {old} → {new}")
+    return found

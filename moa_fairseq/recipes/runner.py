@@ -19,12 +19,12 @@ from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.batch import fit_devices, with_floor
-from moa_fairseq.recipes.hardware import Hardware, device_environment
+from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.jobs import steps
 from moa_fairseq.recipes.jobs.shared import read_scores
 from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
-from moa_fairseq.recipes.run_folder import RunState, move_aside
+from moa_fairseq.recipes.run_folder import RunState, changes, move_aside
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.steps import OutputStep, Run, carry_out
 from moa_fairseq.recipes.training import carry_out_training, check_trained, trained_as_the_recipe_says
@@ -100,14 +100,12 @@ def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> Li
 def run_recipe(
     recipe: Recipe,
     hardware: Hardware,
-    present: Hardware,
     options: Options,
     executor_class: Callable[..., Executor] = Executor,
 ) -> Optional[Path]:
     """Carry out the wanted stages. Returns the path of result.json when the recipe was scored.
 
-    hardware: what the run uses; present: what the machine has. Raises UserError; what was finished
-    before stays and is not done again next time.
+    Raises UserError; what was finished before stays and is not done again next time.
     """
     folder = run_folder_of(recipe, options)
     if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
@@ -125,8 +123,8 @@ def run_recipe(
         if hardware.leads:
             patience = HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
             keep_open = stack.enter_context(locked(folder, patience))
-        executor = executor_class(device_environment(hardware, present), keep_open)
-        run = _train(plan_run(recipe, hardware, options), present, options, executor)
+        executor = executor_class(hardware.environment, keep_open)
+        run = _train(plan_run(recipe, hardware, options), options, executor)
         return _evaluate(run, options, started) if hardware.leads else None
 
 
@@ -150,7 +148,7 @@ def _check_shared(options: Options, folder: Path) -> None:
         raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
 
 
-def _train(run: Run, present: Hardware, options: Options, executor: Executor) -> Run:
+def _train(run: Run, options: Options, executor: Executor) -> Run:
     """Prepare the data, or recall it, and train on it; returns the run with all that is known then."""
     run.executor = executor
     recipe, leads = run.recipe, run.hardware.leads
@@ -162,7 +160,7 @@ def _train(run: Run, present: Hardware, options: Options, executor: Executor) ->
     hardware, fewer = fit_devices(recipe, run.hardware)
     if fewer and leads and options.wants("train"):
         log.info(fewer)
-    executor.environment.update(device_environment(hardware, present))
+    executor.environment.update(hardware.environment)
     run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
     if options.wants("train"):
         carry_out_training(run, next((step for step in steps(run) if step.stage == "train"), None))
@@ -252,11 +250,8 @@ def _recall_prepared(run: Run) -> Prepared:
         raise UserError(
             f"No prepared data is known in {run.folder}: run --stage prepare first, or give --data."
         )
-    changed = [
-        f"data.{key}: {value} → {now.get(key)}"
-        for key, value in known.get("settings", {}).items()
-        if now.get(key) != value
-    ]
+    settings = known.get("settings", {})
+    changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
     sentences = known.get("sentences", {})
     changed += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
     if changed:

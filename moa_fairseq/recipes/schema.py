@@ -15,7 +15,7 @@ HEADLINE_METRICS = (
     *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl", "lm_bits"),
     "accuracy",
 )
-# MAE section 5.2: what `finetune` may say → the row of the paper's Table 7.
+# What `finetune` may say (MAE, section 5.2), and the row of the paper's Table 7 that it stands for.
 FINETUNING = {"noft": "NOFT", "ftg": "FTG", "ftg_plus": "FTG+", "ftall": "FTALL"}
 # The kinds of recipes by the beginning of train.task; any other task is a translation.
 KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}

@@ -12,7 +12,7 @@ from moa_fairseq.evaluation.average import last_checkpoints
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.finetune import check_pretrained
 from moa_fairseq.recipes.hardware import precision_flags
-from moa_fairseq.recipes.run_folder import checkpoint_to_resume, is_whole
+from moa_fairseq.recipes.run_folder import changes, checkpoint_to_resume, is_whole
 from moa_fairseq.recipes.schema import EXECUTION_KEYS, Recipe
 from moa_fairseq.recipes.steps import OutputStep, Run, Step, stamp
 from moa_fairseq.recipes.train_log import TrainLog
@@ -86,7 +86,7 @@ def train_command(run: Run) -> List[str]:
 
 
 def carry_out_training(run: Run, step: Optional[Step]) -> None:
-    """Train, or go on, until the recipe's end; without a step (NOFT) only say so.
+    """Train, or go on training, to the recipe's end; without a step (finetune: noft) only report that.
 
     Raises UserError for checkpoints of other settings.
     """
@@ -164,7 +164,7 @@ def train_settings(run: Run) -> Dict[str, Any]:
 
 
 def _mark_of_the_end(run: Run, settings: Optional[Dict[str, Any]]) -> str:
-    """The mark of a training with these settings that reached the recipe's end."""
+    """What state.json calls a training with these settings that has reached the recipe's end."""
     return fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
 
 
@@ -174,18 +174,5 @@ def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict
     remedy = "Use another --save-dir, or --restart to move this one aside and start again."
     if before is None:
         raise UserError(f"{run.checkpoints} holds checkpoints that this recipe did not make. {remedy}")
-    old, new = _flatten(before), _flatten(now)
-    changed = [
-        f"{key}: {old.get(key, 'not set')} → {new.get(key, 'not set')}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-    raise UserError(f"{run.checkpoints} was trained with other settings ({'; '.join(changed[:5])}). {remedy}")
-
-
-def _flatten(mapping: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
-    flat = {}
-    for key, value in mapping.items():
-        inside = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        flat.update(inside)
-    return flat
+    changed = "; ".join(changes(before, now)[:5])
+    raise UserError(f"{run.checkpoints} was trained with other settings ({changed}). {remedy}")

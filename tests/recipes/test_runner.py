@@ -87,7 +87,7 @@ def go(small, write_config, tmp_path, monkeypatch, binarised, said):
     def run(*overrides, **options):
         said.clear()
         options.setdefault("data", binarised)
-        result = run_recipe(load_recipe(path, overrides), CPU, CPU, Options(**options), FakeExecutor)
+        result = run_recipe(load_recipe(path, overrides), CPU, Options(**options), FakeExecutor)
         return list(said), result
 
     return run
@@ -317,7 +317,7 @@ def test_the_dry_run_plans_what_the_run_does(small, write_config, binarised, tmp
     recipe = load_recipe(write_config(small))  # data.recipe says parallel, the folder is binarised
     options = Options(data=binarised)
     planned = planned_commands(recipe, CPU, options)
-    run_recipe(recipe, CPU, CPU, options, FakeExecutor)
+    run_recipe(recipe, CPU, options, FakeExecutor)
     assert FakeExecutor.calls == planned
     assert [line[line.index(">") + 1] for line in planned if ">" in line] == [
         "runs/small/generate-test.txt",
@@ -362,7 +362,7 @@ def iwslt(tmp_path, monkeypatch, make_lines, said):
         data = make_lines(tmp_path / "data", lines) if lines else None
         said.clear()
         options = Options(data=data, save_dir=tmp_path / "run", stage=stage)
-        result = run_recipe(load_recipe(CONFIG), CPU, CPU, options, FakeExecutor)
+        result = run_recipe(load_recipe(CONFIG), CPU, options, FakeExecutor)
         return list(said), result
 
     return run

@@ -82,7 +82,6 @@ def test_what_several_programs_cannot_share(options, message, small, write_confi
         run_recipe(
             load_recipe(write_config(small)),
             hardware,
-            Hardware(),
             Options(save_dir=tmp_path / "run", **options),
         )
     assert not (tmp_path / "run" / ".lock").exists()

@@ -16,7 +16,10 @@ from moa_fairseq.running.command_line import REDIRECT, flags
 
 
 def preparing(run: Run) -> List[Step]:
-    """The commands of the preparation, none for data used as it is; what is between them runs here."""
+    """The commands that prepare the data; none for data that is used as it is.
+
+    What happens between them (download, cleaning, BPE) is done inside of this program.
+    """
     if run.root is None:
         return []
     corpus = [["moa-fairseq", "corpus", "--output", str(run.corpus)]] if run.corpus else []

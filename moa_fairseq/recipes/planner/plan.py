@@ -9,8 +9,8 @@ from typing import Any, Dict, List, Optional, Tuple
 from tabulate import tabulate
 
 from moa_fairseq.evaluation.complexity import Cost, count
-from moa_fairseq.recipes.batch import fit_devices, plan_batch, planned_updates
-from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size
+from moa_fairseq.recipes.batch import fit_devices, plan_batch, planned_updates, training_set
+from moa_fairseq.recipes.corpus_size import CorpusSize
 from moa_fairseq.recipes.hardware import DEVICES, Hardware, assumed_hardware, precision_name
 from moa_fairseq.recipes.planner.memory import estimate_memory, layers_of
 from moa_fairseq.recipes.planner.throughput import Row, device_kind, expected_speed, seconds_per_update
@@ -46,8 +46,7 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
     from moa_fairseq.evaluation.skeleton import build_skeleton
 
-    max_tokens = plan_batch(recipe.train, 1).max_tokens
-    size = measured_size(recipe, data, max_tokens) if data else known_size(recipe)
+    size = training_set(recipe, data)
     vocabulary = size.vocabulary if size else FALLBACK_VOCABULARY
     flags = command_line.flags({**recipe.model.as_flags(), "arch": None})
     model = build_skeleton(recipe.model.arch, vocabulary, "separate", flags)

@@ -51,14 +51,14 @@ class Speed:
     measured: bool
 
     def no_faster_than(self, seconds: float, tokens: float) -> Speed:
-        """This speed where `tokens` (an update's) take at least `seconds`; a measured one stays."""
+        """This speed, or less where an update of `tokens` takes at least `seconds`; a measured one stays."""
         if self.measured or self.tokens_per_second * seconds <= tokens:
             return self
         origin = f"{self.origin}; at least {SECONDS_PER_LAYER * 1000:g} ms per layer and step (assumed)"
         return Speed(tokens / seconds, origin, False)
 
     def divided_by(self, factor: float, why: str) -> Speed:
-        """This speed for a training that takes `factor` as long; a measured one has it in it."""
+        """This speed for a training that takes `factor` times as long; a measured one already does."""
         if self.measured or factor == 1:
             return self
         return Speed(self.tokens_per_second / factor, f"{self.origin}; x {factor:.3g} {why}", False)
