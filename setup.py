@@ -31,6 +31,8 @@ setup(
         "PyYAML>=6,<7",
         "matplotlib>=3.7,<4",
         "polib>=1.2,<2",
+        "portalocker>=2.8,<5",
+        "tabulate>=0.9,<1",
         "requests>=2.31,<3",
         "tqdm>=4.60,<5",
         "tensorboardX>=2.6,<3",

@@ -303,13 +303,13 @@ STATE = {
 
 def run_of(place: Path) -> Run:
     recipe = build(Recipe, RECIPE, "fuzz", "")
-    return Run(recipe, Hardware(), place, place, prepared=Prepared(place, {}, "f"))
+    return Run(recipe, Hardware(), Prepared(place, {}, "f"), place)
 
 
 def parse_state(place: Path) -> None:
     (place / "input").rename(place / "state.json")
     run = run_of(place)
-    run.model_origin(run.recipe.generate)
+    run.evaluation("generate", [], place / "output", run.recipe.generate).remember()
     result.write_result(run, {"test": SCORES}, "x")
     run.state.is_done("train", "d")
     with contextlib.suppress(UserError):

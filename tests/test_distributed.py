@@ -127,7 +127,7 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
 
     from fairseq.data import Dictionary
 
-    from moa_fairseq.evaluation.skeleton import _parse
+    from moa_fairseq.evaluation.skeleton import parse_training_flags
     from moa_fairseq.models.moa import MoATransformerModel
 
     dictionary = Dictionary()
@@ -135,7 +135,7 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
         dictionary.add_symbol(f"w{index}")
     small = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
     line = ["no-data", "--arch", "moa_transformer_tiny", "--task", "translation", *small, *flags]
-    args = _parse([str(word) for word in line])
+    args = parse_training_flags([str(word) for word in line], "refused")
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = MoATransformerModel.build_model(args, task)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)

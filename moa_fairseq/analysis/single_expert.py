@@ -27,8 +27,8 @@ from moa_fairseq.attention.single_expert import MIXTURE, RANDOM_EXPERT, TOP_EXPE
 from moa_fairseq.data_prep.binarised import Prepared
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
-from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware, device_environment
-from moa_fairseq.recipes.jobs import steps
+from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware
+from moa_fairseq.recipes.jobs import EVALUATIONS
 from moa_fairseq.recipes.loading import build
 from moa_fairseq.recipes.result import flat_metrics
 from moa_fairseq.recipes.run_folder import RunState
@@ -59,8 +59,7 @@ def analyze(args: argparse.Namespace) -> int:
         raise UserError(f"--draws {args.draws}: it is the number of random draws, 0 or more.")
     run, present = open_run(args.run_dir), detect_hardware()
     hardware = choose_devices(present, 0 if args.cpu else min(1, present.gpus), dry_run=False)
-    environment = device_environment(hardware, present)
-    report = evaluate_single_experts(run, args.subset, args.draws, hardware, environment)
+    report = evaluate_single_experts(run, args.subset, args.draws, hardware)
     finish(_table(report), report, args.json)
     return 0
 
@@ -87,7 +86,7 @@ def open_run(folder: Path) -> TrainedRun:
     prepared = Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
     if not prepared.folder.is_dir():
         raise UserError(f"The data of {folder} is no longer in {prepared.folder}: run --stage prepare again.")
-    model = Run(recipe, Hardware(), prepared.folder, folder).model
+    model = Run(recipe, Hardware(), prepared, folder).model
     gate = _gate_of(model)
     evaluates = recipe.score and (recipe.generate if recipe.kind == TRANSLATION else True)
     if gate is None or not evaluates or recipe.kind not in (TRANSLATION, CAUSAL_LM):
@@ -108,7 +107,6 @@ def evaluate_single_experts(
     subset: str,
     draws: int,
     hardware: Hardware,
-    environment: Optional[Dict[str, str]] = None,
 ) -> Dict[str, Any]:
     """Evaluate a subset with the mixture, with the top experts and with `draws` random ones, and compare.
 
@@ -118,7 +116,7 @@ def evaluate_single_experts(
     plan = [(MIXTURE, None), (TOP_EXPERT, None), *((RANDOM_EXPERT, seed) for seed in range(1, draws + 1))]
     scores: Dict[str, Dict[str, Any]] = {}
     with terminate_as_interrupt(), locked(run.folder) as lock:
-        executor = Executor(environment, lock)
+        executor = Executor(hardware.environment, lock)
         for how, seed in plan:
             if how == TOP_EXPERT and run.gate == "uniform":
                 log.info("%s is left out: the gates are uniform and prefer no expert.", TOP_EXPERT)
@@ -127,7 +125,7 @@ def evaluate_single_experts(
             log.info("%s:", name)
             part = _part(run, name, subset, {"mae_evaluate_with": how, "mae_evaluate_seed": seed or 1})
             part = dataclasses.replace(part, hardware=hardware, executor=executor)
-            todo = [step for step in steps(part) if step.stage in ("generate", "score")]
+            todo = EVALUATIONS[part.recipe.kind](part)
             for step in todo:
                 carry_out(part, step)
             scores[name] = flat_metrics(scores_of(todo)[subset])
@@ -143,7 +141,7 @@ def _part(run: TrainedRun, name: str, subset: str, model_overrides: Dict[str, An
     flags = {**settings.flags, "model-overrides": str(overrides)}
     settings = dataclasses.replace(settings, flags=flags, subsets=[subset])
     recipe = dataclasses.replace(recipe, **{section: settings})
-    part = Run(recipe, Hardware(), run.prepared.folder, folder, trained=run.model, prepared=run.prepared)
+    part = Run(recipe, Hardware(), run.prepared, folder, trained=run.model)
     trained = RunState(run.folder)
     for stage in ("train", "average"):  # where the model comes from
         if trained.get(stage):

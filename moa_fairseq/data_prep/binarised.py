@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence
 
 import numpy
 
@@ -143,7 +143,8 @@ def check_binarised(
         )
     found = {}
     for subset in subsets:
-        counts = {name: check_stem(stem) for name, stem in _stems(folder, languages, list(sides), subset)}
+        stems = subset_stems(folder, languages, subset)
+        counts = {name: check_stem(stem) for name, stem in stems.items()}
         if len(set(counts.values())) > 1:
             sizes = " and ".join(f"{count:,} {name}" for name, count in counts.items())
             raise UserError(f"{folder}: subset {subset} has {sizes} sentences. {_AGAIN}")
@@ -151,15 +152,18 @@ def check_binarised(
     return found
 
 
-def _stems(
-    folder: Path, languages: Sequence[str], sides: Sequence[str], subset: str
-) -> List[Tuple[str, Path]]:
-    """The files of a subset, but for their endings. A pair may be binarised the other way round."""
+def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> Dict[str, Path]:
+    """language, or folder of a classifier, → the files of a subset, but for their endings.
+
+    languages: two, or () for data of a language model or a classifier. A pair may be binarised the other
+    way round.
+    """
     if not languages:
-        return [(side, folder / side / subset) for side in sides]
+        sides = (INPUT, LABEL) if is_classification(folder) else ("",)
+        return {side: folder / side / subset for side in sides}
     straight, reverse = "-".join(languages), "-".join(reversed(languages))
     turned = not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*"))
-    return [(side, folder / f"{subset}.{reverse if turned else straight}.{side}") for side in sides]
+    return {side: folder / f"{subset}.{reverse if turned else straight}.{side}" for side in languages}
 
 
 def check_stem(stem: Path) -> int:

@@ -44,10 +44,6 @@ def write_manifest(
         for split, fact in stages[name].get("facts", {}).items()
         if isinstance(fact, dict) and "lines" in fact
     }
-    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
-    for tool in TOOLS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[tool] = metadata.version(tool)
     languages = [settings[side] for side in ("source", "target") if side in settings]
     manifest = {
         "settings": {**settings, "summary": dataset.summary},
@@ -75,10 +71,19 @@ def write_manifest(
             for file, size in mark.get("files", {}).items()
         },
         "published": _published(root, settings, dataset, memory),
-        "tools": versions,
+        "tools": tool_versions(),
     }
     write_json(root / MANIFEST, manifest)
     return manifest
+
+
+def tool_versions() -> Dict[str, str]:
+    """Versions of everything that shapes the result."""
+    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
+    for tool in TOOLS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[tool] = metadata.version(tool)
+    return versions
 
 
 def _published(

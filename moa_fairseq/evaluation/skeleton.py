@@ -7,6 +7,8 @@ import contextlib
 import difflib
 import io
 import logging
+import re
+import sys
 from types import SimpleNamespace
 from typing import Any, Iterator, List, Sequence, Tuple
 
@@ -62,11 +64,11 @@ def build_skeleton(
     flags = ["no-data", "--arch", arch, "--task", task_name, *model_flags]
     if task_name == "translation":
         flags += EMBEDDINGS[embeddings]
+    args = parse_training_flags(flags, "fairseq does not accept these model flags")
+    task = SimpleNamespace(
+        source_dictionary=dictionary, target_dictionary=dictionary, dictionary=dictionary, args=args
+    )
     with quiet():
-        args = _parse(flags)
-        task = SimpleNamespace(
-            source_dictionary=dictionary, target_dictionary=dictionary, dictionary=dictionary, args=args
-        )
         try:
             return _build(args, task)
         except (ValueError, AssertionError) as error:
@@ -96,17 +98,28 @@ def _without_bert_initialisation() -> Iterator[None]:
             module.init_bert_params = real
 
 
-def _parse(flags: List[str]) -> argparse.Namespace:
-    parser = options.get_training_parser(default_task="translation")
+def parse_training_flags(flags: List[str], refusal: str) -> argparse.Namespace:
+    """The flags of fairseq-train as fairseq parses them, with the architecture's values.
+
+    refusal: how the UserError begins where fairseq does not take them; fairseq's own complaint follows.
+    """
     complaint = io.StringIO()
+    # fairseq looks for --user-dir in sys.argv while it builds the parser.
+    argv, sys.argv = sys.argv, ["fairseq-train"]
     try:
-        # fairseq's usage text is hundreds of lines long: only the last one says what is wrong.
-        with contextlib.redirect_stderr(complaint):
-            return options.parse_args_and_arch(parser, flags)
+        # Its usage text is hundreds of lines long: only the last one says what is wrong.
+        with quiet(), contextlib.redirect_stderr(complaint):
+            return options.parse_args_and_arch(options.get_training_parser(), flags)
     except SystemExit as error:
         lines = complaint.getvalue().strip().splitlines() or ["unknown flag"]
-        reason = lines[-1].split("error: ")[-1]
-        raise UserError(f"fairseq does not accept these model flags: {reason}.") from error
+        reason = re.sub(
+            r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", lines[-1].split("error: ")[-1]
+        )
+        raise UserError(f"{refusal}: {reason}") from error
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{refusal}: {error}") from error
+    finally:
+        sys.argv = argv
 
 
 def _dictionary(vocab_size: int) -> Dictionary:

@@ -13,7 +13,7 @@ from typing import Optional, Tuple
 import numpy
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, sentence_sizes
+from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size, sentence_sizes
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.schema import CLASSIFICATION, TRANSLATION, Recipe, Train
 
@@ -67,6 +67,13 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     return BatchPlan(devices, steps, max(floor, share), wanted)
 
 
+def training_set(recipe: Recipe, data: Optional[Path]) -> Optional[CorpusSize]:
+    """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
+    if data is None:
+        return known_size(recipe)
+    return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens)
+
+
 def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
     """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
     limits = [train.max_update] if train.max_update else []
@@ -84,7 +91,7 @@ def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Rec
     """
     if recipe.train.min_tokens is not None:
         return recipe
-    flags = {**recipe.model.flags, **recipe.train.flags}
+    flags = recipe.training_flags
     if recipe.kind not in (TRANSLATION, CLASSIFICATION):
         sample = flags.get("tokens-per-sample")
         longest = int(sample) if sample else None
@@ -103,7 +110,7 @@ def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Rec
 
 
 def fit_devices(recipe: Recipe, hardware: Hardware) -> Tuple[Hardware, Optional[str]]:
-    """As many of the devices as can share an update, and a warning to print where that is not all.
+    """As many of the devices as can share an update, and a warning where some are left out.
 
     Raises UserError where other programs have started the processes, so that none can be left out here.
     """
@@ -118,14 +125,14 @@ def fit_devices(recipe: Recipe, hardware: Hardware) -> Tuple[Hardware, Optional[
         f"longest sentence or sample {train.min_tokens:,}"
     )
     world = hardware.world
-    if world and world.shared:
+    if hardware.shared:
         raise UserError(
             f"{hardware.devices} devices are too many: {why}, which no device's share may fall below, or "
             f"sentences are left out. Start at most {most} processes (--gpus, --nodes, torchrun's "
             "--nproc-per-node)."
         )
     smaller = dataclasses.replace(world, size=most, here=most) if world and most > 1 else None
-    fewer = dataclasses.replace(hardware, gpus=most, visible=hardware.visible[:most], world=smaller)
+    fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
     return fewer, (
         f"WARNING: {most} of {hardware.devices} devices are used: {why}. A smaller share would leave "
         "sentences out."

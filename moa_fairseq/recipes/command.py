@@ -24,38 +24,39 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import List
 
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
 from moa_fairseq.recipes.finetune import resolve
 from moa_fairseq.recipes.hardware import (
-    CAPABILITIES,
+    DEVICES,
     Hardware,
     assumed_hardware,
     choose_devices,
     detect_hardware,
-    device_environment,
 )
-from moa_fairseq.recipes.jobs import steps
 from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.planner.throughput import Row, read_rows
 from moa_fairseq.recipes.preflight import (
     check_scale,
     check_schedule,
     check_train_command,
     fairseq_is_installed,
 )
-from moa_fairseq.recipes.row_data import lines_of, on_the_rows_data
+from moa_fairseq.recipes.row_data import on_the_rows_data
 from moa_fairseq.recipes.runner import (
     STAGES,
     Options,
-    plan_run,
+    planned_commands,
     prepared_before,
+    run_folder_of,
     run_recipe,
 )
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.running import command_line
+from moa_fairseq.running.command_line import to_shell
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device-name",
-        choices=sorted(CAPABILITIES),
+        choices=sorted(DEVICES),
         help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
     )
     parser.add_argument(
@@ -133,82 +134,89 @@ def run(args: argparse.Namespace) -> int:
     recipe = resolve(load_recipe(args.config, args.overrides))
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
-    present = detect_hardware()
-    hardware = _hardware(args, present)
+    hardware = _hardware(args)
+    results = args.config.resolve().parent.parent / "results"
+    kind = results / ("throughput" if args.stage == "train" else "measured")
+    here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
     inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
-        stage=args.stage if args.hydra is None else "all",
+        stage=args.stage,
         data=inside if inside and is_binarised(inside) else args.data,
         save_dir=args.save_dir,
         restart=args.restart,
-        record=_record_path(args),
-        command_line=_command_line(),
+        record=None if args.record is None else kind / f"{args.record or args.config.stem}.json",
+        command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
     )
     if (args.plan or args.hydra is not None) and not fairseq_is_installed():
         raise UserError("--plan and --hydra ask fairseq: run `bash scripts/setup.sh` first.")
-    if args.plan:
-        return _plan(args, recipe, hardware, args.data or prepared_before(recipe, options))
     data = options.data or prepared_before(recipe, options)
+    if args.plan:
+        return _plan(args, recipe, hardware, data, read_rows(results))
     known = data if data and is_binarised(data) else None
-    if args.hydra is not None and known is None:
-        raise UserError(
-            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
-            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
-        )
     # What is assumed of data that nobody has seen yet is for a dry run; a run measures it.
     sized = with_floor(recipe, known, assume=args.dry_run)
     used, fewer = fit_devices(sized, hardware)
     warnings = [check_scale(sized, used)]
     if args.hydra is not None:
-        options = dataclasses.replace(options, data=known)
-    planned = plan_run(sized, used, options)
-    todo = [step for step in steps(planned) if options.wants(step.stage)]
-    training = next((step.command for step in todo if step.stage == "train"), None)
-    if args.hydra is not None:
-        from moa_fairseq.recipes.hydra import write_hydra
-
-        folder = Path(args.hydra) if args.hydra else planned.folder / "hydra"
-        same = command_line.to_shell(training)
-        header = f"{recipe.summary}\nMade by: {options.command_line}\nThe same as: {same}"
-        line = command_line.to_shell(write_hydra(training, folder, recipe.experiment, header))
-        print(f"{fewer}\n{line}" if fewer else line)
-        return 0
+        return _hydra(args, sized, used, dataclasses.replace(options, data=known), fewer)
+    commands = planned_commands(sized, used, options)
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
-    if training and planned.leads and (fairseq_is_installed() or not args.dry_run):
-        warnings.append(check_schedule(sized, used, check_train_command(training), known))
+    for command in commands:
+        if command[0] == "fairseq-train" and used.leads and (fairseq_is_installed() or not args.dry_run):
+            warnings.append(check_schedule(sized, used, check_train_command(command), known))
     for warning in filter(None, warnings):
         log.info(warning)
     if not args.dry_run:
-        run_recipe(recipe, hardware, present, options)
+        run_recipe(recipe, hardware, options)
         return 0
     if known:
-        on_the_rows_data(recipe, known, lines_of(recipe, known))
+        on_the_rows_data(recipe, known)
     if fewer:
         log.info(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
     log.info("batch: %s", plan_batch(sized.train, used.devices).describe())
-    for step in todo:
-        log.info("$ %s", command_line.to_shell(step.command, device_environment(used, present)))
+    for command in commands:
+        log.info("$ %s", to_shell(command, used.environment))
     return 0
 
 
-def _hardware(args: argparse.Namespace, present: Hardware) -> Hardware:
+def _hydra(
+    args: argparse.Namespace, recipe: Recipe, hardware: Hardware, options: Options, warning: str | None
+) -> int:
+    from moa_fairseq.recipes.hydra import write_hydra
+
+    if options.data is None:
+        raise UserError(
+            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
+            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
+        )
+    folder = Path(args.hydra) if args.hydra else run_folder_of(recipe, options) / "hydra"
+    if recipe.finetune == "noft":
+        raise UserError("--hydra writes the config of a training, and finetune: noft trains nothing.")
+    (training,) = planned_commands(recipe, hardware, dataclasses.replace(options, stage="train"))
+    header = f"{recipe.summary}\nMade by: {options.command_line}\nThe same as: {to_shell(training)}"
+    line = to_shell(write_hydra(training, folder, recipe.experiment, header))
+    print(f"{warning}\n{line}" if warning else line)
+    return 0
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
     """The devices that the command line asks for, and who trains together with them."""
     if args.device_name:
         if not (args.dry_run or args.plan):
             raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
         hardware = assumed_hardware(args.device_name, args.gpus)
     else:
-        hardware = choose_devices(present, args.gpus, args.dry_run or args.plan)
+        hardware = choose_devices(detect_hardware(), args.gpus, args.dry_run or args.plan)
     world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
     return dataclasses.replace(hardware, world=world)
 
 
-def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None) -> int:
+def _plan(
+    args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None, rows: List[Row]
+) -> int:
     from moa_fairseq.recipes.planner import plan
-    from moa_fairseq.recipes.planner.throughput import read_rows
 
     recipe = with_floor(recipe, data)
-    rows = read_rows(args.config.resolve().parent.parent / "results")
     machines = plan.machines_to_plan(hardware, args.gpus, args.device_name)
     report = plan.plan(recipe, plan.workload(recipe, data), machines, rows)
     if args.json:
@@ -216,20 +224,3 @@ def _plan(args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Pa
     else:
         print(f"{recipe.experiment}: {recipe.summary}\n{plan.as_text(report)}")
     return 0
-
-
-def _record_path(args: argparse.Namespace) -> Path | None:
-    if args.record is None:
-        return None
-    return (
-        args.config.resolve().parent.parent
-        / "results"
-        / ("throughput" if args.stage == "train" else "measured")
-        / f"{args.record or args.config.stem}.json"
-    )
-
-
-def _command_line() -> str:
-    """What was typed; paths below the working directory become relative, as scripts/ name configs in full."""
-    here = str(Path.cwd()) + os.sep
-    return " ".join(["moa-fairseq", *(shlex.quote(word.removeprefix(here)) for word in sys.argv[1:])])

@@ -10,7 +10,7 @@ from typing import Any, Optional, Tuple
 
 import numpy
 
-from moa_fairseq.data_prep.binarised import INPUT
+from moa_fairseq.data_prep.binarised import INPUT, subset_stems
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, Recipe
 
@@ -66,25 +66,42 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
     folder: made by fairseq-preprocess. Raises UserError when its training set is not there.
     """
-    source_sizes, target_sizes = sentence_sizes(recipe, folder, "train")
-    target = recipe.data.target
+    from fairseq.data import data_utils
+
+    import moa_fairseq  # noqa: F401  (so that the last batch is kept, as in training)
+
+    source, target = sentence_sizes(recipe, folder, "train")
+    language = recipe.data.target
     place = folder / INPUT if recipe.kind == CLASSIFICATION else folder
-    dictionary = place / (f"dict.{target}.txt" if target else "dict.txt")
+    dictionary = place / (f"dict.{language}.txt" if language else "dict.txt")
     try:
         with open(dictionary, "rb") as lines:
             masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
             vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
     except OSError as error:
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
-    batches = None
-    if target or recipe.kind == CLASSIFICATION:
-        most = {**recipe.model.flags, **recipe.train.flags}.get("batch-size")
-        batches = _batches(source_sizes, target_sizes, max_tokens, most)
-    total = int(target_sizes.sum())
+    batches, total = None, int(target.sum())
+    if language or recipe.kind == CLASSIFICATION:
+        longer = numpy.maximum(source, target)
+        if longer.max(initial=0) > max_tokens:
+            raise UserError(
+                f"A training sentence has {longer.max():,} tokens and train.max_tokens is {max_tokens:,}: "
+                "raise it, or leave long sentences out of the data."
+            )
+        order = numpy.lexsort((target, source))
+        cut = data_utils.batch_by_size(
+            order,
+            num_tokens_fn=None,
+            num_tokens_vec=longer[order],
+            max_tokens=max_tokens,
+            max_sentences=recipe.training_flags.get("batch-size"),
+            required_batch_size_multiple=8,
+        )
+        batches = len(cut)
     return CorpusSize(
         name=folder.name,
-        sentences=len(target_sizes),
-        source_tokens=int(source_sizes.sum()),
+        sentences=len(target),
+        source_tokens=int(source.sum()),
         target_tokens=total,
         vocabulary=vocabulary,
         fill=total / (batches * max_tokens) if batches else 1.0,
@@ -95,48 +112,14 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
 def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> Tuple[numpy.ndarray, numpy.ndarray]:
     """Tokens of every source and target sentence of a split; of one text twice those of its lines."""
-    source, target = recipe.data.source, recipe.data.target
-    if source is None:
-        sizes = _sizes((folder / INPUT if recipe.kind == CLASSIFICATION else folder) / split)
-        return sizes, sizes
-    pair = f"{source}-{target}"
-    if not (folder / f"{split}.{pair}.{source}.idx").is_file():
-        pair = f"{target}-{source}"  # fairseq takes a folder of the other direction, too
-    return _sizes(folder / f"{split}.{pair}.{source}"), _sizes(folder / f"{split}.{pair}.{target}")
-
-
-def _sizes(stem: Path) -> numpy.ndarray:
-    """Tokens of every sentence."""
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 
-    if not stem.with_name(stem.name + ".idx").is_file():
-        raise UserError(f"{stem}.idx is missing: the folder is not as fairseq-preprocess makes it.")
-    dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
-    return numpy.array(dataset.sizes, dtype=numpy.int64)
-
-
-def _batches(
-    source: numpy.ndarray, target: numpy.ndarray, max_tokens: int, max_sentences: Optional[int]
-) -> int:
-    """Number of batches of sentence pairs: sorted as fairseq sorts them; the longer side counts."""
-    from fairseq.data import data_utils
-
-    import moa_fairseq  # noqa: F401  (so that the last batch is kept, as in training)
-
-    longer = numpy.maximum(source, target)
-    order = numpy.lexsort((target, source))
-    if longer.max(initial=0) > max_tokens:
-        raise UserError(
-            f"A training sentence has {longer.max():,} tokens and train.max_tokens is {max_tokens:,}: raise "
-            "it, or leave long sentences out of the data."
-        )
-    return len(
-        data_utils.batch_by_size(
-            order,
-            num_tokens_fn=None,
-            num_tokens_vec=longer[order],
-            max_tokens=max_tokens,
-            max_sentences=max_sentences,
-            required_batch_size_multiple=8,
-        )
-    )
+    languages = [language for language in (recipe.data.source, recipe.data.target) if language]
+    stems = list(subset_stems(folder, languages, split).values())
+    sizes = []
+    for stem in stems if languages else stems[:1]:
+        if not stem.with_name(stem.name + ".idx").is_file():
+            raise UserError(f"{stem}.idx is missing: the folder is not as fairseq-preprocess makes it.")
+        dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
+        sizes.append(numpy.array(dataset.sizes, dtype=numpy.int64))
+    return sizes[0], sizes[-1]

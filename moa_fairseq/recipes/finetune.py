@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any, Dict
+from typing import Optional
 
 from moa_fairseq.data_prep.translation import CODES
 from moa_fairseq.errors import UserError
@@ -22,7 +22,7 @@ def resolve(recipe: Recipe) -> Recipe:
     gate-lr, all other optimisation flags being the experts'. The data is segmented with the merges and
     numbered with the dictionaries of the pretrained run, unless the recipe names others.
     """
-    if recipe.finetune is None:
+    if recipe.finetune is None or recipe.pretrained is None:
         return recipe
     flags = dict(recipe.train.flags)
     if recipe.finetune != "noft":
@@ -35,7 +35,7 @@ def resolve(recipe: Recipe) -> Recipe:
     average = None if recipe.finetune == "noft" else recipe.average
     return dataclasses.replace(
         recipe,
-        data=_data_of(recipe.data, Path(recipe.pretrained)),
+        data=_with_its_subwords(recipe.data, Path(recipe.pretrained)),
         train=dataclasses.replace(recipe.train, flags=flags),
         average=average,
     )
@@ -52,57 +52,50 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
 
     Warns of what could not be checked. Raises UserError naming the key and the remedy.
     """
-    checkpoint = pretrained_checkpoint(recipe.pretrained)
+    pretrained = recipe.pretrained or ""
+    checkpoint = pretrained_checkpoint(pretrained)
     if not is_whole(checkpoint):
         raise UserError(
             f"pretrained: {checkpoint} is missing or cut off. Train that model first, or name a checkpoint "
             "or another run folder: --set pretrained=runs/NAME."
         )
-    original = _binarised_of(Path(recipe.pretrained))
+    original = _binarised_folder(Path(pretrained))
     if original is None:
         log.warning(
             f"{recipe.pretrained} does not tell what it was trained on. Its dictionaries must be those in "
             f"{data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
         )
-    elif recipe.data.codes is None and recipe.data.recipe != "binarised":
+        return
+    if recipe.data.codes is None and recipe.data.recipe != "binarised":
         log.warning(
             f"no BPE merges were found with {original}; text that is not segmented already stays "
             "words. If the pretrained model has subwords, name its merges: --set data.codes=FILE."
         )
-    for language in (recipe.data.source, recipe.data.target) if original else ():
-        name = f"dict.{language}.txt"
-        there, here = (_bytes(folder / name) for folder in (original, data))
-        if there is not None and there != here:
+    for language in (recipe.data.source, recipe.data.target):
+        there, here = (folder / f"dict.{language}.txt" for folder in (original, data))
+        if there.is_file() and not (here.is_file() and here.read_bytes() == there.read_bytes()):
             raise UserError(
-                f"{data / name} differs from the pretrained model's {original / name}: the model would take "
-                "one word for another. Let the prepare stage make the data (leave --data out, or give it "
-                "the raw text), or binarise with --srcdict and --tgtdict of the pretrained model."
+                f"{here} differs from the pretrained model's {there}: the model would take one word for "
+                "another. Let the prepare stage make the data (leave --data out, or give it the raw text), "
+                "or binarise with --srcdict and --tgtdict of the pretrained model."
             )
 
 
-def _data_of(data: Data, pretrained: Path) -> Data:
-    folder = _binarised_of(pretrained)
+def _with_its_subwords(data: Data, pretrained: Path) -> Data:
+    """The data section with the merges and dictionaries that the pretrained model was trained with."""
+    folder = _binarised_folder(pretrained)
     if folder is None or data.recipe == "binarised":
         return data
     found = (path for path in (folder.parent / "bpe" / CODES, folder.parent / CODES) if path.is_file())
     codes = data.codes or (None if data.bpe else str(next(found, "")) or None)
-    return dataclasses.replace(data, codes=codes, flags={**_dictionaries(data, folder), **data.flags})
+    sides = {"srcdict": data.source, **({} if data.joined_dictionary else {"tgtdict": data.target})}
+    named = {flag: str(folder / f"dict.{language}.txt") for flag, language in sides.items()}
+    return dataclasses.replace(data, codes=codes, flags={**named, **data.flags})
 
 
-def _dictionaries(data: Data, folder: Path) -> Dict[str, Any]:
-    named = {"srcdict": str(folder / f"dict.{data.source}.txt")}
-    if not data.joined_dictionary:
-        named["tgtdict"] = str(folder / f"dict.{data.target}.txt")
-    return named
-
-
-def _binarised_of(pretrained: Path) -> Path | None:
+def _binarised_folder(pretrained: Path) -> Optional[Path]:
     """The binarised folder that a run folder was trained on, if both are still there."""
     if not pretrained.is_dir():
         return None
     folder = RunState(pretrained).get("prepare").get("folder")
     return Path(folder) if folder and Path(folder).is_dir() else None
-
-
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None

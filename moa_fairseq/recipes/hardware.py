@@ -6,14 +6,33 @@ import argparse
 import dataclasses
 import os
 import platform
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.launch.world import World
 from moa_fairseq.recipes.schema import Model
 
-# What --device-name may say: CUDA capability, so that precision and plans fit a machine that is not at hand.
-CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0)}
+
+class Device(NamedTuple):
+    """A GPU's data sheet: CUDA's capability, bytes, and operations a second in fp16 or bf16, and in fp32."""
+
+    capability: Tuple[int, int]
+    memory: int
+    peak_half: float
+    peak_single: float
+
+    def peak(self, precision: str) -> float:
+        """Operations a second in a precision."""
+        return self.peak_single if precision == "fp32" else self.peak_half
+
+
+# What --device-name may say. NVIDIA's data sheets of the SXM modules, without sparsity.
+DEVICES = {
+    "V100": Device((7, 0), 32_000_000_000, 125e12, 15.7e12),
+    "A100": Device((8, 0), 80_000_000_000, 312e12, 19.5e12),
+    "H100": Device((9, 0), 80_000_000_000, 989e12, 67e12),
+    "H200": Device((9, 0), 141_000_000_000, 989e12, 67e12),
+}
 
 # From this width on a CPU with units for bfloat16 trains faster under autocast. Measured on a Xeon with AMX,
 # updates of 1,000 tokens: 1.4 to 1.5 times as fast at 512, half as fast at 128.
@@ -24,6 +43,7 @@ _AMP_WIDTH = 512
 class Hardware:
     """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor).
 
+    visible: the numbers of all GPUs that torch sees; the first `gpus` of them are used.
     world: the other machines or processes of the same training, None when there are none.
     bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
     """
@@ -40,6 +60,22 @@ class Hardware:
         """Processes that train side by side, on all machines: one per GPU, or one on each machine's CPU."""
         return self.world.size if self.world else max(1, self.gpus)
 
+    @property
+    def leads(self) -> bool:
+        """True for the one program of a training that writes the run folder."""
+        return self.world is None or self.world.rank == 0
+
+    @property
+    def shared(self) -> bool:
+        """True when other programs start a part of the processes."""
+        return self.world is not None and self.world.size > self.world.here
+
+    @property
+    def environment(self) -> Dict[str, str]:
+        """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
+        used = self.visible[: self.gpus]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(used)} if 0 < len(used) < len(self.visible) else {}
+
     def describe(self) -> str:
         """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores."""
         return f"{self.devices} x {self.name}" if self.gpus or self.world else self.name
@@ -52,7 +88,7 @@ def detect_hardware() -> Hardware:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return Hardware(name=f"{cores} CPU cores ({_processor_name()})", bfloat16_units=_has_bfloat16_units())
+        return _cpu(f"{cores} CPU cores")
     capability = min(torch.cuda.get_device_capability(index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
@@ -60,12 +96,12 @@ def detect_hardware() -> Hardware:
 
 
 def assumed_hardware(device_name: str, gpus: Optional[int]) -> Hardware:
-    """`gpus` (1 unless given) GPUs of a kind in CAPABILITIES, for --dry-run and --plan without them."""
+    """`gpus` (1 unless given) GPUs of a kind in DEVICES, for --dry-run and --plan without them."""
     count = 1 if gpus is None else gpus
     if count < 1:
         raise UserError(f"--gpus {count} --device-name {device_name}: say at least one GPU.")
     visible = tuple(str(index) for index in range(count))
-    return Hardware(count, device_name, CAPABILITIES[device_name], visible)
+    return Hardware(count, device_name, DEVICES[device_name].capability, visible)
 
 
 def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> Hardware:
@@ -79,9 +115,9 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     if wanted < 0:
         raise UserError(f"--gpus {wanted}: say how many GPUs to use; 0 means the CPU.")
     if wanted == 0:
-        return Hardware(name=f"CPU ({_processor_name()})", bfloat16_units=_has_bfloat16_units())
+        return _cpu("CPU")
     if wanted < present.gpus:
-        return dataclasses.replace(present, gpus=wanted, visible=present.visible[:wanted])
+        return dataclasses.replace(present, gpus=wanted)
     if dry_run:
         return dataclasses.replace(assumed_hardware("V100", wanted), name="GPU (assumed V100)")
     raise UserError(
@@ -90,14 +126,14 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     )
 
 
-def device_environment(hardware: Hardware, present: Hardware) -> Dict[str, str]:
-    """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
-    restrict = 0 < hardware.gpus < present.gpus
-    return {"CUDA_VISIBLE_DEVICES": ",".join(hardware.visible)} if restrict else {}
-
-
 def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] = None) -> List[str]:
-    """fairseq's flag for a recipe's precision.
+    """fairseq's flag for a recipe's precision; none for fp32."""
+    name = precision_name(precision, hardware, model)
+    return [] if name == "fp32" else [f"--{name}"]
+
+
+def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = None) -> str:
+    """The precision that a recipe's `precision` stands for: fp32, fp16, bf16 or amp.
 
     `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a
     `model` wide enough to gain from it; else fp32. Raises UserError when the precision was asked for by
@@ -105,41 +141,33 @@ def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] =
     """
     capability = hardware.capability or (0, 0)
     if precision == "auto" and not hardware.gpus:
-        gains = hardware.bfloat16_units and model is not None and model_width(model) >= _AMP_WIDTH
-        precision = "amp" if gains else "fp32"
-    elif precision == "auto":
-        precision = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
-    elif precision in ("fp16", "bf16") and not hardware.gpus:
+        if not hardware.bfloat16_units or model is None:
+            return "fp32"
+        from fairseq.models import ARCH_CONFIG_REGISTRY
+
+        args = argparse.Namespace(**{name.replace("-", "_"): value for name, value in model.flags.items()})
+        ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
+        widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
+        return "amp" if max(widths) >= _AMP_WIDTH else "fp32"
+    if precision == "auto":
+        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    if precision in ("fp16", "bf16") and not hardware.gpus:
         raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
-    elif precision == "bf16" and capability < (8, 0):
+    if precision == "bf16" and capability < (8, 0):
         raise UserError(
             f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16."
         )
-    return [] if precision == "fp32" else [f"--{precision}"]
+    return precision
 
 
-def model_width(model: Model) -> int:
-    """The model's width C: of its flags, or of its architecture."""
-    from fairseq.models import ARCH_CONFIG_REGISTRY
-
-    flags = {name.replace("-", "_"): value for name, value in model.flags.items()}
-    args = argparse.Namespace(**flags)
-    ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
-    return max(getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
-
-
-def _has_bfloat16_units() -> bool:
+def _cpu(cores: str) -> Hardware:
+    """This machine's CPU. cores: what it is called before its model's name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            flags = next((line.split() for line in lines if line.startswith("flags")), [])
+            pairs = [line.partition(":") for line in lines]
     except OSError:
-        return False
-    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags)
-
-
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        pairs = []
+    facts = {key.strip(): value.strip() for key, _, value in reversed(pairs)}
+    model = facts.get("model name") or platform.processor() or platform.machine()
+    units = {"amx_bf16", "avx512_bf16"}.intersection(facts.get("flags", "").split())
+    return Hardware(name=f"{cores} ({model})", bfloat16_units=bool(units))

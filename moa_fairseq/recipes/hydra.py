@@ -8,9 +8,8 @@ what only the plugin knows: its models, criterions and tasks are written with al
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import yaml
 
@@ -19,8 +18,6 @@ from moa_fairseq.recipes.preflight import check_train_command, full_config
 
 # Sections whose class is chosen by name.
 CHOSEN = ("task", "model", "criterion", "optimizer", "lr_scheduler")
-# Defaults of these depend on the machine, and the batch on them.
-ALWAYS = {"distributed_training": ("distributed_world_size",)}
 PATHS = {"common": ("user_dir",), "checkpoint": ("save_dir",), "task": ("data",)}
 
 
@@ -49,91 +46,73 @@ def hydra_config(command: List[str]) -> Dict[str, Any]:
     from omegaconf import OmegaConf
 
     args = check_train_command(command)
-    full = full_config(args)
+    full, defaults = full_config(args), _plain(OmegaConf.structured(FairseqConfig))
     config: Dict[str, Any] = {}
-    for field in dataclasses.fields(FairseqConfig):
-        section, values = field.name, full._get_node(field.name)
-        if isinstance(values, argparse.Namespace) or values is None or not hasattr(values, "_get_node"):
-            values = getattr(values, "_val", values)
+    for section, default in defaults.items():
+        values = full[section]
         if section == "model":
-            config[section] = _model_values(args, values)
+            config[section] = _plain(values) if OmegaConf.is_config(values) else _model_values(args)
         elif OmegaConf.is_config(values):
-            plain = OmegaConf.to_container(values, resolve=True, enum_to_str=True)
-            kept = _chosen(section, plain) if section in CHOSEN else _changed(section, plain, _default(field))
-            if kept:
-                config[section] = kept
-    return config
+            values = _plain(values, resolve=True)
+            known = section not in CHOSEN
+            if not known:
+                known, default = _registered(section, values["_name"])
+            config[section] = _written(values, default or {}, known)
+    # Its default depends on the machine, and the batch on it.
+    config["distributed_training"]["distributed_world_size"] = (
+        full.distributed_training.distributed_world_size
+    )
+    return {section: values for section, values in config.items() if values}
 
 
-def _default(field: dataclasses.Field) -> Any:
-    """fairseq's default of a fixed section: its builds hold a class, an instance or a factory there."""
-    made_by = field.default if field.default is not dataclasses.MISSING else field.default_factory
-    return made_by() if callable(made_by) else made_by
-
-
-def _changed(section: str, values: Dict[str, Any], default: Any) -> Dict[str, Any]:
-    """The values that are no default and do not follow from another section."""
-    kept = {}
-    for key, value in values.items():
-        standard = _plain(getattr(default, key, None))
-        if key in ALWAYS.get(section, ()) or (value != standard and not _follows(standard)):
-            kept[key] = value
-    return kept
-
-
-def _chosen(section: str, values: Dict[str, Any]) -> Dict[str, Any]:
-    """A section with a class: of fairseq's own what is no default, of the plugin's everything."""
-    name = values["_name"]
-    dataclass = _dataclass(section, name)
-    default = dataclass() if dataclass else None
-    if default is not None and _class_of(section, name).__module__.startswith("fairseq."):
-        return {"_name": name, **_changed(section, values, default)}
-    standards = {key: _plain(getattr(default, key, None)) for key in values}
-    return {key: standards[key] if _follows(standards[key]) else value for key, value in values.items()}
-
-
-def _model_values(args: argparse.Namespace, values: Any) -> Dict[str, Any]:
-    """The model's own flags, each with its value from the command line or the arch function."""
-    from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+def _plain(config: Any, resolve: bool = False) -> Dict[str, Any]:
+    """A config as YAML can hold it; resolve: with values in place of references such as ${common.fp16}."""
     from omegaconf import OmegaConf
 
-    if OmegaConf.is_config(values):  # a model with a dataclass
-        return OmegaConf.to_container(values, resolve=True, enum_to_str=True)
+    plain: Any = OmegaConf.to_container(config, resolve=resolve, enum_to_str=True)
+    return plain
+
+
+def _written(values: Dict[str, Any], defaults: Dict[str, Any], known: bool) -> Dict[str, Any]:
+    """What has to be written of a section.
+
+    known: hydra fills in the defaults, so that only other values are written; else all of them. A default
+    that refers to another section is left to hydra.
+    """
+    written = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        refers = isinstance(default, str) and default.startswith("${")
+        if not known:
+            written[key] = default if refers else value
+        elif value != default and not refers:
+            written[key] = value
+    return written
+
+
+def _registered(section: str, name: str) -> Tuple[bool, Dict[str, Any]]:
+    """Whether hydra knows the class of that name, and the defaults of its settings."""
+    from fairseq.registry import REGISTRIES
+    from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
+    from omegaconf import OmegaConf
+
+    classes, settings = TASK_REGISTRY, TASK_DATACLASS_REGISTRY
+    if section != "task":
+        classes, settings = (REGISTRIES[section][kind] for kind in ("registry", "dataclass_registry"))
+    found: Optional[type] = settings.get(name)
+    if found is None:
+        return False, {}
+    return classes[name].__module__.startswith("fairseq."), _plain(OmegaConf.structured(found))
+
+
+def _model_values(args: argparse.Namespace) -> Dict[str, Any]:
+    """The flags of a model without settings of its own, each with its value from the line or the arch."""
+    from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+
     parser, of_arch = argparse.ArgumentParser(), argparse.Namespace()
     ARCH_MODEL_REGISTRY[args.arch].add_args(parser)
     ARCH_CONFIG_REGISTRY[args.arch](of_arch)
     own = {action.dest for action in parser._actions if action.dest != "help"} | set(vars(of_arch))
-    return {
-        "_name": args.arch,
-        **{key: _plain(getattr(args, key)) for key in sorted(own) if hasattr(args, key)},
-    }
-
-
-def _dataclass(section: str, name: str) -> Optional[type]:
-    from fairseq.registry import REGISTRIES
-    from fairseq.tasks import TASK_DATACLASS_REGISTRY
-
-    if section == "task":
-        return TASK_DATACLASS_REGISTRY.get(name)
-    return REGISTRIES[section]["dataclass_registry"].get(name)
-
-
-def _class_of(section: str, name: str) -> type:
-    from fairseq.registry import REGISTRIES
-    from fairseq.tasks import TASK_REGISTRY
-
-    return TASK_REGISTRY[name] if section == "task" else REGISTRIES[section]["registry"][name]
-
-
-def _plain(value: Any) -> Any:
-    """Enumerations by their text, tuples as lists: what YAML can hold."""
-    from enum import Enum
-
-    if isinstance(value, Enum):
-        return str(value.value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _follows(standard: Any) -> bool:
-    """True for a default such as ${common.fp16}, which hydra takes from there."""
-    return isinstance(standard, str) and standard.startswith("${")
+    values = {key: getattr(args, key) for key in sorted(own) if hasattr(args, key)}
+    lists = {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
+    return {"_name": args.arch, **values, **lists}

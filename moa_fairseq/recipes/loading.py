@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import copy
 import dataclasses
 import difflib
 import reprlib
 import typing
 from pathlib import Path
-from typing import Any, Dict, Hashable, List, Sequence, Union
+from typing import Any, Collection, Dict, Sequence, Union
 
 import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import is_number
-from moa_fairseq.recipes.execution import is_execution_flag
 from moa_fairseq.recipes.rules import check, fail
-from moa_fairseq.recipes.schema import FINETUNING, Recipe
+from moa_fairseq.recipes.schema import EXECUTION_KEYS, FINETUNING, Recipe
 
 PathLike = Union[str, Path]
 
@@ -27,9 +26,18 @@ _NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError,
 
 # What may be overridden without the run ceasing to stand for its row of the paper: where and how it runs.
 FAITHFUL = (
-    *("train.max_tokens", "train.min_tokens", "train.seed", "train.precision", "train.keep_last_epochs"),
-    *("train.log_interval", "generate.max_tokens", "score.headline", "pretrained"),
+    *(f"train.{key}" for key in (*EXECUTION_KEYS, "seed")),
+    *("generate.max_tokens", "score.headline", "pretrained", "finetune"),  # each way of fine-tuning has a row
 )
+
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text (in quotes where it looks like a number)",
+    bool: "true or false",
+    dict: "a mapping",
+    list: "a list of names",
+}
 
 
 def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
@@ -50,19 +58,17 @@ def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
 
 def _load(path: Path, overrides: Sequence[str]) -> Recipe:
     mapping = _with_base(path)
-    file = str(path)
+    data = mapping.get("data")
+    if isinstance(mapping.get("reproduces"), dict) and isinstance(data, dict):
+        mapping["reproduces"].setdefault("data", data.get("recipe"))
+    for text in overrides:
+        _override(mapping, text)
+    file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])
     if mapping.get("experiment") != path.stem:
         given = reprlib.repr(mapping.get("experiment"))
         fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
-    if isinstance(mapping.get("reproduces"), dict) and isinstance(mapping.get("data"), dict):
-        mapping["reproduces"].setdefault("data", mapping["data"].get("recipe"))
-    for text in overrides:
-        _override(mapping, text)
-    if overrides:
-        file += f" with --set {' --set '.join(overrides)}"
-    recipe = build(Recipe, mapping, file, "")
-    row = FINETUNING.get(recipe.finetune)
-    cell = recipe.reproduces
+    recipe = build(Recipe, mapping, file)
+    row, cell = FINETUNING.get(recipe.finetune or ""), recipe.reproduces
     if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
         recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
     if not all(_is_faithful(text.partition("=")[0].strip(), recipe) for text in overrides):
@@ -73,38 +79,56 @@ def _load(path: Path, overrides: Sequence[str]) -> Recipe:
 
 def deep_merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
     """`over` laid on `base`: mappings merge key by key, anything else replaces, None takes the key away."""
-    merged = copy.deepcopy(base)
+    merged = dict(base)
     for key, value in over.items():
         if value is None:
             merged.pop(key, None)
         elif isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = deep_merge(merged[key], value)
         else:
-            merged[key] = copy.deepcopy(value)
+            merged[key] = value
     return merged
 
 
-def build(cls: type, mapping: Any, file: str, prefix: str) -> Any:
+def build(cls: type, mapping: Any, file: str, prefix: str = "") -> Any:
     """Make dataclass `cls` from a mapping. Raises UserError for unknown, missing or ill-typed keys."""
     if not isinstance(mapping, dict):
         fail(file, prefix or "the file", f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.")
-    types = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    dot, types = f"{prefix}." if prefix else "", typing.get_type_hints(cls)
     for key in mapping:
-        if key not in fields:
-            fail(file, _join(prefix, key), f"unknown key{did_you_mean(str(key)[:100], fields)}.")
-    values = {}
-    for name, field in fields.items():
-        if name in mapping:
-            values[name] = _convert(types[name], mapping[name], file, _join(prefix, name))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            fail(file, _join(prefix, name), "is missing.")
-    return cls(**values)
+        if key not in types:
+            fail(file, f"{dot}{key}", f"unknown key{_did_you_mean(str(key)[:100], types)}.")
+    for field in dataclasses.fields(cls):
+        if field.name not in mapping and field.default is field.default_factory is dataclasses.MISSING:
+            fail(file, f"{dot}{field.name}", "is missing.")
+    return cls(
+        **{name: _convert(types[name], value, file, f"{dot}{name}") for name, value in mapping.items()}
+    )
 
 
-def did_you_mean(name: str, known: Any) -> str:
+def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
+    """The value as `kind` wants it: a dataclass, or (Optional) text, number, truth, mapping or list."""
+    if typing.get_origin(kind) is Union:
+        kind = typing.get_args(kind)[0]
+        if value is None or (value == "none" and kind is not str):
+            return None
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return build(kind, value, file, key)
+    if kind is float and isinstance(value, str):  # YAML takes 1e-1 for text
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if kind is float and is_number(value):
+        return float(value)
+    plain = typing.get_origin(kind) or kind
+    good = type(value) is plain and plain is not float
+    if not good or (plain is list and not all(isinstance(item, str) for item in value)):
+        fail(file, key, f"must be {_IN_WORDS[plain]}, not {reprlib.repr(value)}.")
+    return value
+
+
+def _did_you_mean(name: str, known: Collection[str]) -> str:
     """' (did you mean x?)' for the nearest known names, else the list of them."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return f" (did you mean {' or '.join(near)}?)" if near else f" (known: {', '.join(sorted(known))})"
 
 
@@ -127,30 +151,23 @@ class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key said twice, where YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                continue  # which the constructor refuses
-            if key in seen:
-                what = f"key {reprlib.repr(key)} stands twice"
+        names = collections.Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for name, count in names.items():
+            if count > 1:
+                what = f"key {reprlib.repr(name)} stands twice"
                 raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
-            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def _read_yaml(path: Path) -> Dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
-        near = sorted(p.stem for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise UserError(
-            f"There is no recipe file {path}{did_you_mean(path.stem, near) if near else ''}."
-        ) from None
+        near = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        hint = _did_you_mean(path.stem, near) if near else ""
+        raise UserError(f"There is no recipe file {path}{hint}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read the recipe file {path}: {error}.") from error
-    try:
-        mapping = yaml.load(text, Loader=_StrictLoader)
     except _NOT_YAML as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:500]}") from error
     if not isinstance(mapping, dict):
@@ -161,89 +178,26 @@ def _read_yaml(path: Path) -> Dict[str, Any]:
 def _override(mapping: Dict[str, Any], text: str) -> None:
     """Apply one `section.key=value` to the mapping in place."""
     dotted, equals, raw = text.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or not all(keys):
+    *sections, last = dotted.strip().split(".")
+    if not equals or not all([*sections, last]):
         raise UserError(f"--set {text}: write section.key=value, for example --set train.max_epoch=5.")
     try:
         value = yaml.load(raw, Loader=_StrictLoader)
     except _NOT_YAML as error:
         raise UserError(f"--set {text}: {raw!r} is not valid YAML.") from error
-    _check_key(keys, text)
-    for key in keys[:-1]:
-        if not isinstance(mapping.get(key), dict):
-            mapping[key] = {}
-        mapping = mapping[key]
-    mapping[keys[-1]] = value
+    for section in sections:
+        if not isinstance(mapping.get(section), dict):
+            mapping[section] = {}
+        mapping = mapping[section]
+    mapping[last] = value
 
 
 def _is_faithful(key: str, recipe: Recipe) -> bool:
     """True for an overridden key that leaves the experiment the same; `recipe` has all overrides."""
-    if key == "finetune":  # the row follows
-        return True
-    own_text = recipe.data.recipe in ("parallel", "binarised")
-    if key == "data.recipe":  # the user's own copy of the same text
+    own_text = recipe.data.recipe in ("parallel", "binarised")  # the user's own copy of the same text
+    if key == "data.recipe":
         return own_text
     if key == "data.bpe":  # none: the user's own text is segmented already
         return recipe.data.bpe is None and own_text
-    averages_updates = bool(recipe.average and recipe.average.updates)
-    return key in FAITHFUL or is_execution_flag(key, averages_updates)
-
-
-def _check_key(keys: List[str], text: str) -> None:
-    """Refuse an override of a key that no recipe has; below `flags`, fairseq judges later."""
-    cls: Any = Recipe
-    for depth, key in enumerate(keys):
-        types = typing.get_type_hints(cls)
-        if key not in types or keys == ["experiment"]:
-            raise UserError(
-                f"--set {text}: unknown key {'.'.join(keys[: depth + 1])}{did_you_mean(key, types)}."
-            )
-        cls = _plain(types[key])
-        if not dataclasses.is_dataclass(cls):
-            if depth + 1 < len(keys) and key != "flags":
-                raise UserError(
-                    f"--set {text}: {'.'.join(keys[: depth + 1])} is a plain value, not a section."
-                )
-            return
-
-
-def _plain(kind: Any) -> Any:
-    """X for Optional[X], else the type itself."""
-    inner = [k for k in typing.get_args(kind) if k is not type(None)]
-    return inner[0] if typing.get_origin(kind) is Union else kind
-
-
-def _convert(kind: Any, value: Any, file: str, key: str) -> Any:
-    optional = typing.get_origin(kind) is Union
-    kind = _plain(kind)
-    if optional and (value is None or (value == "none" and kind is not str)):
-        return None
-    if dataclasses.is_dataclass(kind):
-        return build(kind, value, file, key)
-    if typing.get_origin(kind) is dict:
-        return dict(value) if isinstance(value, dict) else _wrong(file, key, "a mapping", value)
-    if typing.get_origin(kind) is list:
-        good = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return list(value) if good else _wrong(file, key, "a list of names", value)
-    if kind is float and isinstance(value, str):  # YAML takes 1e-1 for text
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if kind is float and is_number(value):
-        return float(value)
-    if kind in (int, str, bool) and type(value) is kind:
-        return value
-    names = {
-        int: "a whole number",
-        float: "a number",
-        str: "text (in quotes where it looks like a number)",
-        bool: "true or false",
-    }
-    return _wrong(file, key, names[kind], value)
-
-
-def _wrong(file: str, key: str, expected: str, value: Any) -> None:
-    fail(file, key, f"must be {expected}, not {reprlib.repr(value)}.")
-
-
-def _join(prefix: str, key: Any) -> str:
-    return f"{prefix}.{key}" if prefix else str(key)
+    section, _, flag = key.partition(".flags.")
+    return key in FAITHFUL or (section in ("train", "model") and flag in recipe.execution_flags)

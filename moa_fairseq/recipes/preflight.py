@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
-import logging
-import re
 import sys
 import warnings
 from pathlib import Path
 from typing import Any, Callable, List, NamedTuple, Optional
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.batch import plan_batch, planned_updates
-from moa_fairseq.recipes.corpus_size import known_size, measured_size
-from moa_fairseq.recipes.hardware import Hardware, precision_flags
+from moa_fairseq.recipes.batch import plan_batch, planned_updates, training_set
+from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.schema import Recipe
 
 LOUD_DEVIATION = 0.01
@@ -52,8 +47,8 @@ def check_scale(recipe: Recipe, hardware: Hardware) -> Optional[str]:
 
     Returns a warning to print, or None. Raises UserError with the remedy.
     """
-    asked = {**recipe.model.flags, **recipe.train.flags}
-    _check_sharding(asked, precision_flags(recipe.train.precision, hardware, recipe.model), hardware)
+    asked = recipe.training_flags
+    _check_sharding(asked, precision_name(recipe.train.precision, hardware, recipe.model), hardware)
     batch = plan_batch(recipe.train, hardware.devices)
     if abs(batch.deviation) > LOUD_DEVIATION:
         return (
@@ -64,24 +59,24 @@ def check_scale(recipe: Recipe, hardware: Hardware) -> Optional[str]:
     return None
 
 
-def _check_sharding(asked: dict, precision: List[str], hardware: Hardware) -> None:
+def _check_sharding(asked: dict, precision: str, hardware: Hardware) -> None:
     backend, sharded = asked.get("ddp-backend"), asked.get("zero-sharding") == "os"
     for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
-        if asked.get(name) and precision != [f"--{name[-4:]}"]:
+        if asked.get(name) and precision != name[-4:]:
             raise UserError(
                 f"train.flags.{name} goes with train.precision {name[-4:]}, and this run has "
-                f"{precision[0][2:] if precision else 'fp32'} on {hardware.describe()}: change one of them."
+                f"{precision} on {hardware.describe()}: change one of them."
             )
     if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
         what = "train.flags.zero-sharding os" if sharded else f"train.flags.ddp-backend {backend}"
         raise UserError(f"{what}: {FAIRSCALE_REMEDY}")
     flattened = not (asked.get("fp16-no-flatten-grads") or asked.get("memory-efficient-fp16"))
-    if sharded and precision == ["--fp16"] and flattened:
+    if sharded and precision == "fp16" and flattened:
         raise UserError(
             "train.flags.zero-sharding os with fp16 needs --set train.flags.fp16-no-flatten-grads=true, or "
             "memory-efficient-fp16."
         )
-    if backend == "fully_sharded" and precision == ["--bf16"]:
+    if backend == "fully_sharded" and precision == "bf16":
         raise UserError(
             "fairseq's fully_sharded knows fp32 and fp16 only: add --set train.precision=fp16, or use "
             "--set train.flags.zero-sharding=os instead."
@@ -102,10 +97,7 @@ def check_schedule(
     about = SCHEDULES.get(args.lr_scheduler)
     if about is None:
         return None
-    size = None
-    if recipe.train.max_epoch:
-        max_tokens = plan_batch(recipe.train, 1).max_tokens
-        size = measured_size(recipe, data, max_tokens) if data else known_size(recipe)
+    size = training_set(recipe, data) if recipe.train.max_epoch else None
     updates = planned_updates(recipe.train, plan_batch(recipe.train, hardware.devices), size)
     if updates is None:
         return None
@@ -135,24 +127,9 @@ def check_train_command(command: List[str]) -> argparse.Namespace:
             f"fairseq is not installed in {sys.executable}: run `bash scripts/setup.sh`, or start this "
             "command with the Python of the environment that has it."
         )
-    from fairseq import options
+    from moa_fairseq.evaluation.skeleton import parse_training_flags
 
-    import moa_fairseq  # noqa: F401  (registers the archs and criterions)
-
-    logging.getLogger("fairseq.utils").setLevel(logging.WARNING)
-    complaint = io.StringIO()
-    # fairseq looks for --user-dir in sys.argv while it builds the parser.
-    argv, sys.argv = sys.argv, ["fairseq-train"]
-    try:
-        with contextlib.redirect_stderr(complaint):
-            args = options.parse_args_and_arch(options.get_training_parser(), input_args=command[1:])
-    except SystemExit as error:
-        text = complaint.getvalue().strip().splitlines()
-        raise UserError(f"fairseq-train does not accept the recipe's flags: {_shorten(text)}") from error
-    except (ValueError, KeyError) as error:
-        raise UserError(f"fairseq-train does not accept the recipe's flags: {error}") from error
-    finally:
-        sys.argv = argv
+    args = parse_training_flags(command[1:], "fairseq-train does not accept the recipe's flags")
     per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
     if per_token and experts and per_token > experts:
         raise UserError(
@@ -166,16 +143,8 @@ def full_config(args: argparse.Namespace) -> Any:
     """fairseq's config of a parsed training line, defaults included, without hydra's warnings."""
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    logging.disable(logging.INFO)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return convert_namespace_to_omegaconf(args)
-    finally:
-        logging.disable(logging.NOTSET)
+    from moa_fairseq.evaluation.skeleton import quiet
 
-
-def _shorten(lines: List[str]) -> str:
-    """fairseq's last line, without the usage and with long lists of choices cut."""
-    message = re.sub(r"^.*?error: ", "", lines[-1] if lines else "no message")
-    return re.sub(r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", message)
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return convert_namespace_to_omegaconf(args)

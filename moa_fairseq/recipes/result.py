@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-import moa_fairseq
+from moa_fairseq.data_prep.manifest import tool_versions
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.hardware import precision_flags
-from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe
+from moa_fairseq.recipes.hardware import precision_name
+from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe, Score
 from moa_fairseq.recipes.steps import Run
 from moa_fairseq.recipes.train_log import summarise
 from moa_fairseq.recipes.training import trained_as_the_recipe_says
@@ -31,13 +29,12 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
     """
     recipe, trained = run.recipe, run.state.get("train")
     summary = summarise(run.folder / "train.jsonl")
-    subset = recipe.subsets[0] if recipe.subsets else None
+    subset = recipe.subsets[0]
     # what the step that read the model remembers
     evaluated = run.state.get(f"{'generate' if recipe.generate else 'score'}-{subset}")
     settings = evaluated.get("settings", {})
     metrics = flat_metrics(scores[subset]) if subset in scores else {}
-    if "valid_ppl" in summary:
-        metrics["valid_ppl"] = summary.pop("valid_ppl")
+    metrics.update({key: summary.pop(key) for key in ("valid_ppl",) if key in summary})
     result = {
         "experiment": recipe.experiment,
         "reproduces": _reproduces(run, evaluated),
@@ -47,23 +44,15 @@ def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> P
         "other_subsets": {name: flat_metrics(values) for name, values in scores.items() if name != subset},
         "parameters": trained.get("parameters"),
         **({"updated_parameters": trained["updated"]} if trained.get("updated") is not None else {}),
-        **{key: value for key, value in summary.items() if key != "valid_ppl"},
+        **summary,
         "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
         "checkpoints_averaged": evaluated.get("checkpoints"),
         "generation": {key: settings.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
         "evaluation": scores.get(subset, {}).get("meta", {}).get("evaluation"),
         "seed": recipe.train.seed,
         "hardware": trained.get("hardware", run.hardware.describe()),
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "command": command,
     }
-    path = run.folder / "result.json"
-    with atomic_write(path) as stream:
-        json.dump(result, stream, indent=1, ensure_ascii=False)
-        stream.write("\n")
-    return path
+    return _write(run.folder / "result.json", result, command)
 
 
 def write_throughput(run: Run, path: Path, command: str) -> None:
@@ -75,22 +64,24 @@ def write_throughput(run: Run, path: Path, command: str) -> None:
     row = {
         "experiment": recipe.experiment,
         "hardware": run.state.get("train").get("hardware", hardware.describe()),
-        "precision": (precision_flags(recipe.train.precision, hardware, recipe.model) or ["--fp32"])[0][2:],
+        "precision": precision_name(recipe.train.precision, hardware, recipe.model),
         "tokens_per_second": summary["tokens_per_second"],
         "macs_per_target_token": round(workload(recipe, run.data).macs_per_target_token),
         "parameters": run.state.get("train").get("parameters"),
         "max_tokens": batch.max_tokens,
         "update_freq": batch.update_freq,
         "updates": summary["updates"],
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "command": command,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, row, command)
+
+
+def _write(path: Path, values: Dict[str, Any], command: str) -> Path:
+    """Write `values` as JSON, and what made them: versions, commit, date, the moa-fairseq line."""
+    made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
     with atomic_write(path) as stream:
-        json.dump(row, stream, indent=1, ensure_ascii=False)
+        json.dump({**values, **made_by, "command": command}, stream, indent=1, ensure_ascii=False)
         stream.write("\n")
+    return path
 
 
 def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
@@ -111,9 +102,10 @@ def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], reproduces: Opti
 
     reproduces: the paper's cell, where the run stands for it: its number is named, too.
     """
+    names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
+    names.insert(0, (recipe.score or Score()).headline)
     parts = []
     for subset, values in scores.items():
-        names = [recipe.score.headline, *(CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS)]
         found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
         parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
     paper = (reproduces or {}).get("value")
@@ -122,12 +114,9 @@ def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], reproduces: Opti
 
 def versions() -> Dict[str, Optional[str]]:
     """Versions of Python and of the packages that the numbers depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "fairseq": _version("ve-fairseq") or _version("fairseq"),
-        "moa_fairseq": moa_fairseq.__version__,
-    }
+    found = tool_versions()
+    fairseq = found.get("ve-fairseq") or found.get("fairseq")
+    return {**{name: found.get(name) for name in ("python", "torch", "moa_fairseq")}, "fairseq": fairseq}
 
 
 def commit() -> Optional[str]:
@@ -147,19 +136,12 @@ def commit() -> Optional[str]:
 
 def _reproduces(run: Run, evaluated: Dict[str, Any]) -> Optional[Dict[str, Any]]:
     """The paper's cell, if the finished training's model was evaluated with the recipe's own settings."""
-    recipe = run.recipe
+    recipe, section = run.recipe, run.recipe.generate or run.recipe.score
+    if recipe.reproduces is None or section is None or not trained_as_the_recipe_says(run):
+        return None
     stands = (
-        recipe.reproduces is not None
-        and trained_as_the_recipe_says(run)
-        and evaluated.get("training") == run.state.get("train")["done"]
+        evaluated.get("training") == run.state.get("train")["done"]
         and evaluated.get("checkpoints") == (recipe.average.count if recipe.average else 1)
-        and evaluated.get("settings") == dataclasses.asdict(recipe.generate or recipe.score)
+        and evaluated.get("settings") == dataclasses.asdict(section)
     )
     return dataclasses.asdict(recipe.reproduces) if stands else None
-
-
-def _version(distribution: str) -> Optional[str]:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import reprlib
-from typing import Dict, Iterator, NoReturn, Tuple
+from typing import Any, Dict, Iterator, NoReturn, Tuple
 
-from moa_fairseq.data_prep import catalogue
+from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
@@ -15,7 +15,6 @@ from moa_fairseq.recipes.schema import (
     DATA_RECIPES,
     FINETUNING,
     HEADLINE_METRICS,
-    LM_DATA,
     MASKED_LM,
     PRECISIONS,
     TRANSLATION,
@@ -24,7 +23,7 @@ from moa_fairseq.recipes.schema import (
     Recipe,
     Train,
 )
-from moa_fairseq.running.command_line import smuggled
+from moa_fairseq.running.command_line import unsafe_value
 
 # Models that are scored straight from their checkpoints: the beginning of their headline metrics, their name.
 _SCORED = {
@@ -39,7 +38,7 @@ Problems = Iterator[Tuple[str, str]]  # of key and problem
 
 def check(recipe: Recipe, file: str) -> None:
     """Raise UserError naming file and key where two keys contradict each other."""
-    for rule in (_values, _length, _average, _kind, _finetuning, _flags):
+    for rule in (_values, _average, _kind, _finetuning, _flags):
         for key, problem in rule(recipe):
             fail(file, key, problem)
 
@@ -78,9 +77,6 @@ def _values(recipe: Recipe) -> Problems:
         yield "data.codes", "the merges are learned (data.bpe) or given (data.codes), not both."
     if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
         yield "data.train_fraction", f"must lie above 0 and not above 1, not {data.train_fraction}."
-
-
-def _length(recipe: Recipe) -> Problems:
     if recipe.train.max_epoch is None and recipe.train.max_update is None:
         yield "train.max_epoch", "is missing: say max_epoch or max_update, or training never ends."
     if recipe.generate and not recipe.generate.subsets:
@@ -105,7 +101,7 @@ def _average(recipe: Recipe) -> Problems:
         yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
     if epochs and train.max_epoch and epochs > train.max_epoch:
         yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
-    kept = train.flags.get("keep-interval-updates", updates)
+    kept: Any = train.flags.get("keep-interval-updates", updates)
     if updates and ("save-interval-updates" not in train.flags or 0 <= kept < updates):
         yield (
             "average.updates",
@@ -117,13 +113,7 @@ def _average(recipe: Recipe) -> Problems:
 def _kind(recipe: Recipe) -> Problems:
     """What a translation needs and other models have no use for, and the other way round."""
     data, score, task = recipe.data, recipe.score, recipe.train.task
-    wanted = {
-        MASKED_LM: catalogue.of_kind(catalogue.MASKED_LM),
-        CAUSAL_LM: LM_DATA,
-        CLASSIFICATION: catalogue.of_kind(catalogue.CLASSIFICATION),
-        TRANSLATION: catalogue.of_kind(catalogue.TRANSLATION),
-    }
-    if data.recipe not in (*wanted[recipe.kind], "binarised"):
+    if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
         yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
     metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
     if score and score.headline.startswith(metrics) != bool(name):
@@ -162,16 +152,15 @@ def _finetuning(recipe: Recipe) -> Problems:
 
 
 def _flags(recipe: Recipe) -> Problems:
-    reserved = _reserved_flags()
-    for section in ("data", "model", "train", "generate", "score"):
+    for section, reserved in RESERVED.items():
         values = getattr(recipe, section)
         for name, value in values.flags.items() if values else ():
             key = f"{section}.flags.{name}"
             if not isinstance(name, str) or not FLAG_NAME.fullmatch(name):
                 proper = str(name)[:100].lower().replace("_", "-").lstrip("-")
                 yield key, f"write flags as on the command line, without the leading dashes: {proper}."
-            if name in reserved[section]:
-                yield key, f"is not a free flag; {reserved[section][name]}."
+            if name in reserved:
+                yield key, f"is not a free flag; {reserved[name]}."
             for item in value if isinstance(value, list) else [value]:
                 if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
                     yield (
@@ -179,42 +168,42 @@ def _flags(recipe: Recipe) -> Problems:
                         "a flag's value is text (in quotes where it looks like a date), a number, true, "
                         f"false, null or a flat list of these, not {reprlib.repr(item)}.",
                     )
-            problem = smuggled(value)
+            problem = unsafe_value(value)
             if problem:
                 yield key, problem
 
 
-def _reserved_flags() -> Dict[str, Dict[str, str]]:
-    """section → flags that the runner itself sets, each with what to say instead."""
+def _own(names: str) -> Dict[str, str]:
+    return dict.fromkeys(names.split(), "the recipe runner sets it")
 
-    def own(names: str) -> Dict[str, str]:
-        return dict.fromkeys(names.split(), "the recipe runner sets it")
 
-    def keys(section: type) -> Dict[str, str]:
-        names = [field.name for field in dataclasses.fields(section) if field.name != "flags"]
-        return {name.replace("_", "-"): f"say {section.__name__.lower()}.{name}" for name in names}
+def _keys(section: type) -> Dict[str, str]:
+    names = [field.name for field in dataclasses.fields(section) if field.name != "flags"]
+    return {name.replace("_", "-"): f"say {section.__name__.lower()}.{name}" for name in names}
 
-    training = {
-        **own("user-dir save-dir log-format log-file no-progress-bar cpu"),
-        **keys(Train),
-        **keys(Model),
-        **{name: "say train.precision" for name in ("fp16", "bf16", "amp")},
-        "update-freq": "it follows from train.effective_batch_tokens",
-    }
-    for name in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs"):
-        training[f"distributed-{name}"] = "say --gpus, --nodes, --node-rank and --master"
-    return {
-        "model": training,
-        "train": training,
-        "data": {
-            **own("destdir user-dir"),
-            "joined-dictionary": "say data.joined_dictionary",
-            "source-lang": "say data.source",
-            "target-lang": "say data.target",
-        },
-        "generate": {**own("path user-dir cpu"), **keys(Generate), "gen-subset": "say generate.subsets"},
-        "score": {
-            **own("json masked-lm classifier data path user-dir cpu"),
-            **dict.fromkeys(("subset", "gen-subset"), "say score.subsets"),
-        },
-    }
+
+_PROCESSES = ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")
+_TRAINING = {
+    **_own("user-dir save-dir log-format log-file no-progress-bar cpu"),
+    **_keys(Train),
+    **_keys(Model),
+    **dict.fromkeys(("fp16", "bf16", "amp"), "say train.precision"),
+    "update-freq": "it follows from train.effective_batch_tokens",
+    **{f"distributed-{name}": "say --gpus, --nodes, --node-rank and --master" for name in _PROCESSES},
+}
+# section → flags that the runner itself sets, each with what to say instead
+RESERVED = {
+    "model": _TRAINING,
+    "train": _TRAINING,
+    "data": {
+        **_own("destdir user-dir"),
+        "joined-dictionary": "say data.joined_dictionary",
+        "source-lang": "say data.source",
+        "target-lang": "say data.target",
+    },
+    "generate": {**_own("path user-dir cpu"), **_keys(Generate), "gen-subset": "say generate.subsets"},
+    "score": {
+        **_own("json masked-lm classifier data path user-dir cpu"),
+        **dict.fromkeys(("subset", "gen-subset"), "say score.subsets"),
+    },
+}

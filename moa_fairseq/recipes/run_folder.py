@@ -7,7 +7,7 @@ import logging
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import numbered_checkpoints
@@ -74,16 +74,6 @@ class RunState:
         )
 
 
-def epoch_checkpoints(folder: Path) -> List[Path]:
-    """checkpointN.pt files, oldest epoch first."""
-    return [path for _, path in numbered_checkpoints(folder)]
-
-
-def update_checkpoints(folder: Path) -> List[Path]:
-    """checkpoint_EPOCH_UPDATES.pt files, fewest updates first."""
-    return [path for _, path in numbered_checkpoints(folder, by_updates=True)]
-
-
 def is_whole(checkpoint: Path) -> bool:
     """False for a checkpoint that was cut off: its zip directory stands at the very end."""
     return checkpoint.is_file() and zipfile.is_zipfile(checkpoint)
@@ -112,7 +102,7 @@ def checkpoint_to_resume(folder: Path) -> Optional[Path]:
     beginning. Raises UserError when there are checkpoints but none is readable.
     """
     last = folder / "checkpoint_last.pt"
-    numbered = [*epoch_checkpoints(folder), *update_checkpoints(folder)]
+    numbered = [path for kind in (False, True) for _, path in numbered_checkpoints(folder, by_updates=kind)]
     numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     candidates = [last, *numbered, folder / "checkpoint_best.pt"]
     candidates = [path for path in candidates if path.exists()]
@@ -134,3 +124,15 @@ def move_aside(folder: Path) -> Optional[Path]:
         return None
     number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
     return folder.rename(folder.with_name(f"{folder.name}.old-{number}"))
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> List[str]:
+    """'key: old → new' for every value that differs between two settings, by dotted keys."""
+    found: List[str] = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key, "not set"), now.get(key, "not set")
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: {old} → {new}")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -18,15 +19,14 @@ from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.batch import fit_devices, with_floor
-from moa_fairseq.recipes.hardware import Hardware, device_environment
+from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.jobs import steps
 from moa_fairseq.recipes.jobs.shared import read_scores
-from moa_fairseq.recipes.launch.sharing import HANDOVER_SECONDS, check_shared
 from moa_fairseq.recipes.result import describe, write_result, write_throughput
 from moa_fairseq.recipes.row_data import on_the_rows_data
-from moa_fairseq.recipes.run_folder import RunState, move_aside
+from moa_fairseq.recipes.run_folder import RunState, changes, move_aside
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.steps import Run, Step, carry_out
+from moa_fairseq.recipes.steps import OutputStep, Run, carry_out
 from moa_fairseq.recipes.training import carry_out_training, check_trained, trained_as_the_recipe_says
 from moa_fairseq.running import command_line
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
+# After a restart of torchrun, the program that kept the run folder before may take its time to go.
+HANDOVER_SECONDS = 60.0
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
@@ -79,34 +81,33 @@ def prepared_before(recipe: Recipe, options: Options) -> Optional[Path]:
 def plan_run(recipe: Recipe, hardware: Hardware, options: Options) -> Run:
     """The run as far as it is known before its data is prepared; nothing is written."""
     folder = run_folder_of(recipe, options)
-    run = Run(recipe, hardware, Path("DATA-BIN"), folder)
+    run = Run(recipe, hardware, Prepared(Path("DATA-BIN"), {}, ""), folder)
     source = run.state.get("prepare").get("source")
     given = options.data or (Path(source) if source else None)
     if recipe.data.recipe == "binarised" or (given is not None and is_binarised(given)):
-        return dataclasses.replace(run, data=given or run.data)
+        return dataclasses.replace(run, prepared=Prepared(given or run.data, {}, ""))
     corpus = options.corpus_root if given is None and recipe.data.recipe in EMBEDDED else None
     root = prepared_folder(dataclasses.asdict(recipe.data), corpus or given, options.data_root)
-    return dataclasses.replace(run, data=root / "binarised", root=root, corpus=corpus)
+    prepared = Prepared(root / "binarised", {}, "")
+    return dataclasses.replace(run, prepared=prepared, root=root, corpus=corpus)
 
 
 def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
-    """Every command of the wanted stages, for --dry-run: nothing is written."""
+    """Every command of the wanted stages; nothing is written."""
     return [step.command for step in steps(plan_run(recipe, hardware, options)) if options.wants(step.stage)]
 
 
 def run_recipe(
     recipe: Recipe,
     hardware: Hardware,
-    present: Hardware,
     options: Options,
     executor_class: Callable[..., Executor] = Executor,
 ) -> Optional[Path]:
     """Carry out the wanted stages. Returns the path of result.json when the recipe was scored.
 
-    hardware: what the run uses; present: what the machine has. Raises UserError; what was finished
-    before stays and is not done again next time.
+    Raises UserError; what was finished before stays and is not done again next time.
     """
-    folder, world = run_folder_of(recipe, options), hardware.world
+    folder = run_folder_of(recipe, options)
     if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
         why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
         raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
@@ -114,37 +115,53 @@ def run_recipe(
         with locked(folder):  # nobody may be at work in it
             pass
         log.info("%s moved to %s", folder, move_aside(folder))
-    shared = bool(world and world.shared)
-    if shared:
-        check_shared(options.stage, options.restart, options.data, folder)
-    environment = device_environment(hardware, present)
-    if world and not world.leads:  # the program that leads keeps the run folder
-        with terminate_as_interrupt():
-            _train(plan_run(recipe, hardware, options), present, options, executor_class(environment))
-        return None
-    # After a restart of torchrun the one that had the folder before may take its time to go.
-    patience = HANDOVER_SECONDS if shared else PATIENCE_SECONDS
-    with terminate_as_interrupt(), locked(folder, patience) as lock:
-        started = time.time()
-        run = _train(plan_run(recipe, hardware, options), present, options, executor_class(environment, lock))
-        return _evaluate(run, options, started)
+    if hardware.shared:
+        _check_shared(options, folder)
+    started = time.time()
+    with terminate_as_interrupt(), contextlib.ExitStack() as stack:
+        keep_open: List[int] = []
+        if hardware.leads:
+            patience = HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
+            keep_open = stack.enter_context(locked(folder, patience))
+        executor = executor_class(hardware.environment, keep_open)
+        run = _train(plan_run(recipe, hardware, options), options, executor)
+        return _evaluate(run, options, started) if hardware.leads else None
 
 
-def _train(run: Run, present: Hardware, options: Options, executor: Executor) -> Run:
+def _check_shared(options: Options, folder: Path) -> None:
+    """Several programs train together; anything else is for one of them alone. Raises UserError."""
+    if options.stage != "train":
+        raise UserError(
+            "Several machines (or torchrun's processes) can share the train stage only, not --stage "
+            f"{options.stage}: run --stage prepare on one of them first, then --stage train on all, then the "
+            "other stages on one. The scripts in scripts/launch/ do so."
+        )
+    if options.restart:
+        raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
+    known = RunState(folder).get("prepare")
+    if not known:
+        raise UserError(
+            f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
+            "folder must be on a file system that all machines share."
+        )
+    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
+        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
+
+
+def _train(run: Run, options: Options, executor: Executor) -> Run:
     """Prepare the data, or recall it, and train on it; returns the run with all that is known then."""
     run.executor = executor
-    world = run.hardware.world
-    recall = not options.wants("prepare") and (options.data is None or bool(world and world.shared))
-    prepared = _recall_prepared(run) if recall or not run.leads else _prepare(run, options)
-    recipe = run.recipe
-    if run.leads:
+    recipe, leads = run.recipe, run.hardware.leads
+    recall = not options.wants("prepare") and (options.data is None or run.hardware.shared)
+    prepared = _recall_prepared(run) if recall or not leads else _prepare(run, options)
+    if leads:
         recipe = on_the_rows_data(recipe, prepared.folder, prepared.sentences)
     recipe = with_floor(recipe, prepared.folder)
     hardware, fewer = fit_devices(recipe, run.hardware)
-    if fewer and run.leads and options.wants("train"):
+    if fewer and leads and options.wants("train"):
         log.info(fewer)
-    executor.environment.update(device_environment(hardware, present))
-    run = dataclasses.replace(run, recipe=recipe, hardware=hardware, data=prepared.folder, prepared=prepared)
+    executor.environment.update(hardware.environment)
+    run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
     if options.wants("train"):
         carry_out_training(run, next((step for step in steps(run) if step.stage == "train"), None))
     elif options.stage != "prepare":
@@ -167,7 +184,7 @@ def _evaluate(run: Run, options: Options, started: float) -> Optional[Path]:
         log.info("speed recorded as %s", options.record)
     if options.stage in ("average", "generate", "score") and not getattr(recipe, options.stage):
         log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
-    after = [step for step in steps(run) if step.stage in STAGES[2:] and options.wants(step.stage)]
+    after = [step for step in steps(run) if isinstance(step, OutputStep) and options.wants(step.stage)]
     for step in after:
         carry_out(run, step)
     scores = scores_of(after)
@@ -185,7 +202,7 @@ def _evaluate(run: Run, options: Options, started: float) -> Optional[Path]:
     return result
 
 
-def scores_of(done: List[Step]) -> Dict[str, Any]:
+def scores_of(done: List[OutputStep]) -> Dict[str, Any]:
     """subset → its scores, of the scoring steps among those that were carried out."""
     return {
         step.name.removeprefix("score-"): read_scores(step.output) for step in done if step.stage == "score"
@@ -233,11 +250,8 @@ def _recall_prepared(run: Run) -> Prepared:
         raise UserError(
             f"No prepared data is known in {run.folder}: run --stage prepare first, or give --data."
         )
-    changed = [
-        f"data.{key}: {value} → {now.get(key)}"
-        for key, value in known.get("settings", {}).items()
-        if now.get(key) != value
-    ]
+    settings = known.get("settings", {})
+    changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
     sentences = known.get("sentences", {})
     changed += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
     if changed:

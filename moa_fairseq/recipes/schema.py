@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
-from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING, datasets, of_kind
+from moa_fairseq.data_prep.catalogue import CLASSIFICATION, MASKED_LM, TRANSLATION, datasets
+from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING as CAUSAL_LM
 
-LM_DATA = tuple(name for name, data in of_kind(LANGUAGE_MODELING).items() if data.encoder != "none")
 DATA_RECIPES = ("binarised", *(name for name, data in datasets().items() if data.encoder != "none"))
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = (
@@ -15,11 +15,27 @@ HEADLINE_METRICS = (
     *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl", "lm_bits"),
     "accuracy",
 )
-# MAE section 5.2: what `finetune` may say → the row of the paper's Table 7.
+# What `finetune` may say (MAE, section 5.2), and the row of the paper's Table 7 that it stands for.
 FINETUNING = {"noft": "NOFT", "ftg": "FTG", "ftg_plus": "FTG+", "ftall": "FTALL"}
-# The kinds of recipes, by the beginning of train.task.
-MASKED_LM, CAUSAL_LM, TRANSLATION = "masked_lm", "language_modeling", "translation"
-CLASSIFICATION = "sentence_prediction"
+# The kinds of recipes by the beginning of train.task; any other task is a translation.
+KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}
+
+# What says how a training is carried out and not what it computes. A run may change it between two starts,
+# and with it still stands for its row of the paper: keys of `train`, and flags of fairseq-train.
+EXECUTION_KEYS = ("max_tokens", "min_tokens", "precision", "keep_last_epochs", "log_interval")
+EXECUTION_FLAGS = (
+    # how processes talk and what each of them holds
+    *("ddp-backend", "ddp-comm-hook", "bucket-cap-mb", "gradient-as-bucket-view", "find-unused-parameters"),
+    *("heartbeat-timeout", "zero-sharding", "cpu-offload", "no-reshard-after-forward", "fp32-reduce-scatter"),
+    "min-params-to-wrap",
+    # memory against time
+    *("checkpoint-activations", "memory-efficient-fp16", "memory-efficient-bf16", "fp16-no-flatten-grads"),
+    *("fp16-init-scale", "fp16-scale-window"),
+    # data loading and logs
+    *("num-workers", "data-buffer-size", "tensorboard-logdir", "wandb-project"),
+)
+# How often a checkpoint is written; part of the experiment where these are the ones that are averaged.
+INTERVAL_FLAGS = ("save-interval-updates", "keep-interval-updates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +177,19 @@ class Recipe:
     @property
     def kind(self) -> str:
         """MASKED_LM, CAUSAL_LM, CLASSIFICATION or TRANSLATION: it decides which stages there are."""
-        kinds = (MASKED_LM, CAUSAL_LM, CLASSIFICATION)
-        return next((kind for kind in kinds if self.train.task.startswith(kind)), TRANSLATION)
+        task = self.train.task
+        return next((kind for beginning, kind in KINDS.items() if task.startswith(beginning)), TRANSLATION)
+
+    @property
+    def training_flags(self) -> Dict[str, Any]:
+        """The flags of fairseq-train in `model.flags` and `train.flags`."""
+        return {**self.model.flags, **self.train.flags}
+
+    @property
+    def execution_flags(self) -> Sequence[str]:
+        """The flags of fairseq-train that leave this experiment the same."""
+        averages_updates = self.average and self.average.updates
+        return EXECUTION_FLAGS if averages_updates else (*EXECUTION_FLAGS, *INTERVAL_FLAGS)
 
     @property
     def subsets(self) -> List[str]:

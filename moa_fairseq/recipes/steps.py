@@ -27,21 +27,31 @@ log = logging.getLogger(__name__)
 class Step:
     """One command of a run; what is printed before it starts is what is executed.
 
-    name: its entry in state.json and the name of its log. stage: the --stage that it belongs to. inputs:
-    finds what the output depends on (stamps of files, settings); raises UserError where a file is missing.
-    output: a file that appears when it is whole. captured: receives what the command prints (errors_too: on
-    standard error, too), line by line told to `watch`; finish: makes the output of it. remember: what
-    state.json keeps beside the fingerprint of the inputs.
+    name: its entry in state.json and the name of its log. stage: the --stage that it belongs to.
     """
 
     name: str
     stage: str
     command: List[str]
-    inputs: Callable[[], List[Any]] = list
-    output: Optional[Path] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputStep(Step):
+    """A step that makes one file, once from the same inputs.
+
+    output: a file that appears when it is whole. inputs: finds what it depends on (stamps of files,
+    settings); raises UserError where a file is missing. captured: receives what the command prints
+    (errors_too: on standard error, too), line by line told to `watch`. scores: reads them from what was
+    captured, and the output keeps them as JSON; raises UserError where there are none. finish: makes any
+    other output. remember: what state.json keeps beside the fingerprint of the inputs.
+    """
+
+    output: Path
+    inputs: Callable[[], List[Any]]
     captured: Optional[Path] = None
     errors_too: bool = False
     watch: Optional[Callable[[str], None]] = None
+    scores: Optional[Callable[[Path], Dict[str, Any]]] = None
     finish: Callable[[], None] = lambda: None
     remember: Callable[[], Dict[str, Any]] = dict
 
@@ -50,25 +60,28 @@ class Step:
 class Run:
     """One recipe on one binarised folder, in one run folder: all that its steps are made of.
 
-    data: the binarised folder. folder: the run folder. root: where the data is prepared; None where it is
-    used as fairseq-preprocess left it. corpus: where the embedded corpus is built first. trained: the
-    checkpoint to evaluate where another run made it. prepared, executor: None in a dry run.
+    prepared: the binarised folder, and what is known of it. folder: the run folder. root: where the data is
+    prepared; None where it is used as fairseq-preprocess left it. corpus: where the embedded corpus is built
+    first. trained: the checkpoint to evaluate where another run made it.
     """
 
     recipe: Recipe
     hardware: Hardware
-    data: Path
+    prepared: Prepared
     folder: Path
     root: Optional[Path] = None
     corpus: Optional[Path] = None
     trained: Optional[Path] = None
-    prepared: Optional[Prepared] = None
-    executor: Optional[Executor] = None
-    state: RunState = None
+    executor: Executor = dataclasses.field(default_factory=Executor)
+    state: RunState = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        if self.state is None:
-            self.state = RunState(self.folder)
+        self.state = RunState(self.folder)
+
+    @property
+    def data(self) -> Path:
+        """The binarised folder."""
+        return self.prepared.folder
 
     @property
     def checkpoints(self) -> Path:
@@ -80,14 +93,9 @@ class Run:
         """The checkpoint that is evaluated."""
         if self.trained:
             return self.trained
-        if self.recipe.finetune == "noft":
+        if self.recipe.pretrained and self.recipe.finetune == "noft":
             return pretrained_checkpoint(self.recipe.pretrained)
         return self.folder / "average.pt" if self.recipe.average else self.checkpoints / "checkpoint_best.pt"
-
-    @property
-    def leads(self) -> bool:
-        """True for the one program that writes the run folder."""
-        return self.hardware.world is None or self.hardware.world.leads
 
     def task_flags(self) -> Dict[str, Any]:
         """The plugin, the task and its languages, as every fairseq command of the run gets them."""
@@ -112,33 +120,40 @@ class Run:
         path = self.folder / "commands.sh"
         kept = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         kept = kept or ["#!/usr/bin/env bash", "# What this run executed, in order.", "set -euo pipefail"]
-        if self.leads and line not in kept:
+        if self.hardware.leads and line not in kept:
             with atomic_write(path) as stream:
                 stream.write("\n".join([*kept, line]) + "\n")
 
-    def model_inputs(self, section: Any, *further: Any) -> List[Any]:
-        """For Step.inputs: the checkpoint to evaluate, the recipe's section and the data.
+    def evaluation(
+        self, stage: str, command: List[str], output: Path, section: Any, *further: Any, **more: Any
+    ) -> OutputStep:
+        """A step that evaluates the checkpoint by a section of the recipe.
 
-        Raises UserError when the checkpoint is missing or cut off.
+        It depends on the checkpoint, the section, `further` values and the data; it remembers how it was
+        evaluated, which training the model is of, and how many checkpoints are averaged in it. more: other
+        fields of the step.
         """
-        if not is_whole(self.model):
-            stage = "average" if self.recipe.average else "train"
-            raise UserError(
-                f"{self.model} is missing or cut off: run --stage {stage} first (or --stage all)."
-            )
-        return [stamp(self.model), dataclasses.asdict(section), *further, self.prepared.fingerprint]
 
-    def model_origin(self, section: Any) -> Dict[str, Any]:
-        """For Step.remember: how it was evaluated, which training the model is of, how many checkpoints."""
-        origin = self.state.get("average" if self.recipe.average else "train")
-        return {
-            "settings": dataclasses.asdict(section),
-            "checkpoints": origin.get("checkpoints", 1),
-            "training": origin.get("training", origin.get("done")),
-        }
+        def inputs() -> List[Any]:
+            if not is_whole(self.model):
+                missing = "average" if self.recipe.average else "train"
+                raise UserError(
+                    f"{self.model} is missing or cut off: run --stage {missing} first (or --stage all)."
+                )
+            return [stamp(self.model), dataclasses.asdict(section), *further, self.prepared.fingerprint]
+
+        def remember() -> Dict[str, Any]:
+            origin = self.state.get("average" if self.recipe.average else "train")
+            return {
+                "settings": dataclasses.asdict(section),
+                "checkpoints": origin.get("checkpoints", 1),
+                "training": origin.get("training", origin.get("done")),
+            }
+
+        return OutputStep(output.stem, stage, command, output, inputs, remember=remember, **more)
 
 
-def carry_out(run: Run, step: Step) -> None:
+def carry_out(run: Run, step: OutputStep) -> None:
     """Run a step's command unless it was done before from the same inputs. Raises UserError if it fails."""
     done = fingerprint_of(*step.inputs())
     if run.state.is_done(step.name, done, step.output):
@@ -148,18 +163,15 @@ def carry_out(run: Run, step: Step) -> None:
         run.executor.run(
             step.command, run.log(step.name), step.captured, on_line=step.watch, errors_too=step.errors_too
         )
+        if step.scores and step.captured:
+            scores = step.scores(step.captured)
+            with atomic_write(step.output) as stream:
+                json.dump(scores, stream, indent=1)
+            if step.captured.suffix == ".partial":
+                step.captured.unlink()
         step.finish()
     # Also of one made before: training may have gone on since without a newer checkpoint.
     run.state.put(step.name, done=done, **step.remember())
-
-
-def keep_scores(captured: Path, output: Path, read: Callable[[Path], Dict[str, Any]]) -> None:
-    """Write what `read` finds in a command's captured output as JSON; raises UserError for no scores."""
-    scores = read(captured)
-    with atomic_write(output) as stream:
-        json.dump(scores, stream, indent=1)
-    if captured.suffix == ".partial":
-        captured.unlink()
 
 
 def stamp(path: Path) -> List[Any]:

@@ -6,6 +6,7 @@ it N times; the records are therefore taken from the standard output of `--log-f
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -76,7 +77,7 @@ def read_records(path: Path) -> Iterator[Dict[str, Any]]:
 def updates_of(record: Dict[str, Any]) -> int:
     """Number of updates at which a record was written."""
     keys = ("num_updates", "train_num_updates", "valid_num_updates")
-    return next((int(finite(record[key])) for key in keys if key in record), 0)
+    return next((int(finite(record[key]) or 0) for key in keys if key in record), 0)
 
 
 def prune(path: Path, updates: int) -> None:
@@ -92,33 +93,26 @@ def summarise(path: Path) -> Dict[str, Any]:
     """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any."""
     records = list(read_records(path))
     # An epoch that was interrupted ends twice; its last record counts the whole of it.
-    ended = [record for record in records if "train_loss" in record]
-    epochs = list({finite(record["epoch"]): record for record in ended}.values())
-    valid = [record for record in records if "valid_loss" in record]
-    tokens, seconds = _tokens_and_seconds(epochs)
-    speed = finite(tokens / seconds) if seconds else None
-    summary: Dict[str, Any] = {
-        "updates": max(map(updates_of, records), default=0),
-        "epochs": len(epochs),
-        "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
-        "tokens_per_second": None if speed is None else round(speed, 1),
-    }
-    if valid and "valid_accuracy" not in valid[-1]:
-        summary["valid_ppl"] = finite(valid[-1].get("valid_ppl", 0) or 0)
-    return summary
-
-
-def _tokens_and_seconds(epochs: List[Dict[str, Any]]) -> Tuple[float, float]:
-    """Target tokens and time of all epochs, from speed and batch size: fairseq's times are whole seconds."""
+    epochs = {finite(record["epoch"]): record for record in records if "train_loss" in record}
     tokens = seconds = before = 0.0
-    for record in epochs:
+    for record in epochs.values():  # by speed and batch size: fairseq's times are whole seconds
         updates, speed = updates_of(record), finite(record.get("train_wps")) or 0.0
         in_epoch = (finite(record.get("train_wpb")) or 0.0) * (updates - before)
         before = updates
         if speed:
             tokens += in_epoch
             seconds += in_epoch / speed
-    return tokens, seconds
+    pace = finite(tokens / seconds) if seconds else None
+    summary: Dict[str, Any] = {
+        "updates": max(map(updates_of, records), default=0),
+        "epochs": len(epochs),
+        "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
+        "tokens_per_second": None if pace is None else round(pace, 1),
+    }
+    valid = [record for record in records if "valid_loss" in record]
+    if valid and "valid_accuracy" not in valid[-1]:
+        summary["valid_ppl"] = finite(valid[-1].get("valid_ppl", 0) or 0)
+    return summary
 
 
 class TrainLog:
@@ -129,7 +123,7 @@ class TrainLog:
         self.goal = (max_epoch, max_update)
         self.parameters: List[int] = []
         self.updated: Optional[int] = None  # of them, where the task says it
-        self.started: Optional[tuple] = None
+        self.started: Optional[Tuple[float, float]] = None  # when, and which part of the training was done
         self.skipped: Set[str] = set()  # what was said about it: fairseq says it again in every epoch
 
     def __call__(self, line: str) -> None:
@@ -157,8 +151,7 @@ class TrainLog:
                 print(f"  going on from update {int(match.group(1)):,}", flush=True)
 
     def _show(self, record: Dict[str, Any]) -> None:
-        updates = updates_of(record)
-        epoch = int(finite(record["epoch"]))
+        epoch, updates = int(finite(record["epoch"]) or 0), updates_of(record)
         if "valid_loss" in record:
             name = "accuracy" if "valid_accuracy" in record else "ppl"
             score = record.get(f"valid_{name}", "?")
@@ -167,31 +160,22 @@ class TrainLog:
             speed = record.get("train_wps", "?")
             self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)
         else:
-            position = finite(record.get("update", epoch - 1))
-            self._print(
-                f"  epoch {epoch}, update {updates:,}{self._of()}: loss {record.get('loss', '?')}, "
-                f"{record.get('wps', '?')} tokens/s{self._left(position, updates)}",
-                last=False,
-            )
+            max_epoch, max_update = self.goal
+            end = f" of {max_update:,}" if max_update else f" (of {max_epoch} epochs)"
+            state = f"loss {record.get('loss', '?')}, {record.get('wps', '?')} tokens/s"
+            left = self._time_left(finite(record.get("update", epoch - 1)) or 0.0, updates)
+            self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{left}", last=False)
 
-    def _of(self) -> str:
-        max_epoch, max_update = self.goal
-        return f" of {max_update:,}" if max_update else f" (of {max_epoch} epochs)"
-
-    def _left(self, position: float, updates: int) -> str:
-        """The time that is left at the pace of this session."""
+    def _time_left(self, epochs: float, updates: int) -> str:
+        """The time that is left at the pace of this session, once there is one."""
         now = time.monotonic()
-        if self.started is None:
-            self.started = (now, position, updates)
+        done = max((n / goal for n, goal in zip((epochs, updates), self.goal) if goal), default=0.0)
+        self.started = self.started or (now, done)
+        began, before = self.started
+        if done <= before:
             return ""
-        elapsed, epochs, steps = (new - old for new, old in zip((now, position, updates), self.started))
-        max_epoch, max_update = self.goal
-        rates = []
-        if max_epoch and epochs > 0:
-            rates.append(elapsed / epochs * (max_epoch - position))
-        if max_update and steps > 0:
-            rates.append(elapsed / steps * (max_update - updates))
-        return f", about {_duration(min(rates))} left" if rates else ""
+        seconds = max(0.0, (now - began) / (done - before) * (1 - done))
+        return f", about {datetime.timedelta(seconds=round(seconds))} left"
 
     @staticmethod
     def _print(text: str, last: bool) -> None:
@@ -200,9 +184,3 @@ class TrainLog:
             print(f"\r\x1b[K{text}", end="\n" if last else "", flush=True)
         else:
             print(text, flush=True)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -8,49 +8,55 @@ from typing import Any, Dict, List, Optional
 
 from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.average import last_checkpoints
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.execution import experiment_flags
 from moa_fairseq.recipes.finetune import check_pretrained
 from moa_fairseq.recipes.hardware import precision_flags
-from moa_fairseq.recipes.run_folder import (
-    checkpoint_to_resume,
-    epoch_checkpoints,
-    is_whole,
-    update_checkpoints,
-)
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.steps import Run, Step, stamp
+from moa_fairseq.recipes.run_folder import changes, checkpoint_to_resume, is_whole
+from moa_fairseq.recipes.schema import EXECUTION_KEYS, Recipe
+from moa_fairseq.recipes.steps import OutputStep, Run, Step, stamp
 from moa_fairseq.recipes.train_log import TrainLog
 from moa_fairseq.running.command_line import flags, positional
 
 log = logging.getLogger(__name__)
-
-# Keys of `train` that may change between two runs of one training: where it runs, and when it ends.
-VOLATILE = (
-    *("max_tokens", "min_tokens", "max_epoch", "max_update"),
-    *("precision", "keep_last_epochs", "log_interval"),
-)
 
 
 def training_steps(run: Run) -> List[Step]:
     """The training and, where the recipe has one, the average of its last checkpoints."""
     found = [Step("train", "train", train_command(run))] if run.recipe.finetune != "noft" else []
     average = run.recipe.average
-    if average:
-        output = run.folder / "average.pt"
-        values = {
-            "inputs": str(run.checkpoints),
-            "num-epoch-checkpoints": average.epochs,
-            "num-update-checkpoints": average.updates,
-            "output": str(output),
-        }
+    if average is None:
+        return found
+    output, count = run.folder / "average.pt", average.count
+    values = {
+        "inputs": str(run.checkpoints),
+        "num-epoch-checkpoints": average.epochs,
+        "num-update-checkpoints": average.updates,
+        "output": str(output),
+    }
 
-        def remember() -> Dict[str, Any]:
-            return {"checkpoints": average.count, "training": run.state.get("train").get("done")}
+    def inputs() -> List[Any]:
+        by_updates = average.updates is not None
+        try:
+            last = last_checkpoints(run.checkpoints, count, by_updates)
+        except UserError as error:
+            key = "average.updates" if by_updates else "average.epochs"
+            raise UserError(
+                f"{key}: {error} For fewer: --set {key}=N, or none: --set average=null."
+            ) from error
+        damaged = next((path for path in last if not is_whole(path)), None)
+        if damaged:
+            raise UserError(
+                f"{damaged} is cut off and cannot be averaged. Delete it and run the train stage on, or "
+                "average fewer checkpoints."
+            )
+        return [[stamp(path) for path in last]]
 
-        command = ["moa-fairseq", "average", *flags(values)]
-        found.append(Step("average", "average", command, lambda: [_averaged(run)], output, remember=remember))
-    return found
+    def remember() -> Dict[str, Any]:
+        return {"checkpoints": count, "training": run.state.get("train").get("done")}
+
+    command = ["moa-fairseq", "average", *flags(values)]
+    return [*found, OutputStep("average", "average", command, output, inputs, remember=remember)]
 
 
 def train_command(run: Run) -> List[str]:
@@ -80,7 +86,7 @@ def train_command(run: Run) -> List[str]:
 
 
 def carry_out_training(run: Run, step: Optional[Step]) -> None:
-    """Train, or go on, until the recipe's end; without a step (NOFT) only say so.
+    """Train, or go on training, to the recipe's end; without a step (finetune: noft) only report that.
 
     Raises UserError for checkpoints of other settings.
     """
@@ -99,23 +105,22 @@ def carry_out_training(run: Run, step: Optional[Step]) -> None:
         if remembered.get("done") == done:
             log.info("train: done before (%s)", run.checkpoints)
             return
-    elif run.leads:
+    elif run.hardware.leads:
         (run.folder / "train.jsonl").unlink(missing_ok=True)
     command = list(step.command)
     if resume is not None and resume.name != "checkpoint_last.pt":
         log.info("train: checkpoint_last.pt is damaged or missing; going on from %s", resume.name)
         command += ["--restore-file", str(resume)]
-    if run.hardware.world:
-        log.info("train: %s", run.hardware.world.describe())
+    world = run.hardware.world
+    if world:
+        log.info("train: %s", world.describe())
     log.info("train: %s", plan_batch(recipe.train, run.hardware.devices).describe())
-    if not run.leads:  # one of the processes of another program's run: nothing is written but a log
-        rank = run.hardware.world.rank
-        run.show(command)
-        run.executor.run(command, run.log(f"train.process{rank}"))
-        log.info("train: process %s is done; the machine of process 0 has the results", rank)
+    run.show(command)
+    if world and not run.hardware.leads:  # a process of another program's run: nothing is written but a log
+        run.executor.run(command, run.log(f"train.process{world.rank}"))
+        log.info("train: process %s is done; the machine of process 0 has the results", world.rank)
         return
     state.put("train", settings=settings, **{key: remembered.get(key) for key in ("parameters", "updated")})
-    run.show(command)
     told = TrainLog(run.folder / "train.jsonl", recipe.train.max_epoch, recipe.train.max_update)
     run.executor.run(command, run.log("train"), on_line=told)
     if not (run.checkpoints / "checkpoint_last.pt").is_file():
@@ -149,39 +154,18 @@ def trained_as_the_recipe_says(run: Run) -> bool:
 def train_settings(run: Run) -> Dict[str, Any]:
     """What must not change between two runs of one training."""
     recipe: Recipe = run.recipe
-    kept = {key: value for key, value in dataclasses.asdict(recipe.train).items() if key not in VOLATILE}
-    settings = {"data": run.prepared.fingerprint, "model": dataclasses.asdict(recipe.model), "train": kept}
-    averages_updates = bool(recipe.average and recipe.average.updates)
-    for section in ("model", "train"):
-        settings[section]["flags"] = experiment_flags(section, settings[section]["flags"], averages_updates)
-    return settings
+    model, train = dataclasses.asdict(recipe.model), dataclasses.asdict(recipe.train)
+    for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
+        del train[key]
+    for section in (model, train):
+        flags = section["flags"].items()
+        section["flags"] = {key: value for key, value in flags if key not in recipe.execution_flags}
+    return {"data": run.prepared.fingerprint, "model": model, "train": train}
 
 
 def _mark_of_the_end(run: Run, settings: Optional[Dict[str, Any]]) -> str:
-    """The mark of a training with these settings that reached the recipe's end."""
+    """What state.json calls a training with these settings that has reached the recipe's end."""
     return fingerprint_of(settings, run.recipe.train.max_epoch, run.recipe.train.max_update)
-
-
-def _averaged(run: Run) -> List[Any]:
-    """Stamps of the checkpoints to average. Raises UserError when there are not enough whole ones."""
-    kind = "epochs" if run.recipe.average.epochs else "updates"
-    wanted, folder = run.recipe.average.count, run.checkpoints
-    found = epoch_checkpoints(folder) if kind == "epochs" else update_checkpoints(folder)
-    if len(found) < wanted:
-        names = ", ".join(path.name for path in found) or "none"
-        fewer = f"use --set average.{kind}={len(found)}"
-        remedy = fewer if len(found) > 1 else "leave it out with --set average=null"
-        raise UserError(
-            f"average.{kind} asks for {wanted} checkpoints and {folder} has {len(found)} ({names}). "
-            f"Train longer, or {remedy}."
-        )
-    damaged = next((path for path in found[-wanted:] if not is_whole(path)), None)
-    if damaged:
-        raise UserError(
-            f"{damaged} is cut off and cannot be averaged. Delete it and run the train stage on, or average "
-            "fewer checkpoints."
-        )
-    return [stamp(path) for path in found[-wanted:]]
 
 
 def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict[str, Any]) -> None:
@@ -190,18 +174,5 @@ def _refuse_other_settings(run: Run, before: Optional[Dict[str, Any]], now: Dict
     remedy = "Use another --save-dir, or --restart to move this one aside and start again."
     if before is None:
         raise UserError(f"{run.checkpoints} holds checkpoints that this recipe did not make. {remedy}")
-    old, new = _flatten(before), _flatten(now)
-    changed = [
-        f"{key}: {old.get(key, 'not set')} → {new.get(key, 'not set')}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-    raise UserError(f"{run.checkpoints} was trained with other settings ({'; '.join(changed[:5])}). {remedy}")
-
-
-def _flatten(mapping: Dict[str, Any], prefix: str = "") -> Dict[str, Any]:
-    flat = {}
-    for key, value in mapping.items():
-        inside = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-        flat.update(inside)
-    return flat
+    changed = "; ".join(changes(before, now)[:5])
+    raise UserError(f"{run.checkpoints} was trained with other settings ({changed}). {remedy}")

@@ -31,7 +31,7 @@ def flags(values: Mapping[str, Any]) -> List[str]:
     """
     line: List[str] = []
     for name, value in values.items():
-        problem = smuggled(value)
+        problem = unsafe_value(value)
         if problem:
             raise UserError(f"--{name}: {problem}")
         if value is None or value is False:
@@ -47,7 +47,7 @@ def flags(values: Mapping[str, Any]) -> List[str]:
     return line
 
 
-def smuggled(value: Any) -> Optional[str]:
+def unsafe_value(value: Any) -> Optional[str]:
     """Why a flag's value must not be put on a command line, or None if it may.
 
     An item of a list is a word of its own there. One that begins with a dash would be read as a flag, and

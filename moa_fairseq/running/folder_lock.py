@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional
+from typing import Iterator, List
+
+import portalocker
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors
@@ -17,46 +18,28 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def locked(
-    folder: Path, patience: float = PATIENCE_SECONDS, say: Optional[Callable[[str], None]] = None
-) -> Iterator[List[int]]:
+def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[List[int]]:
     """Hold the folder's lock; yields the file descriptors that children must inherit to hold it too.
 
-    patience: seconds to wait for another holder; say: is told once that there is one (else it is logged).
+    patience: seconds to wait for another holder: children of a run that was just killed take a moment to go.
     Raises UserError when another run, or a child that outlived one, works in the folder.
     """
+    file = folder / ".lock"
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".lock").touch()
+        file.touch()
+    lock = portalocker.Lock(file, "r+", timeout=patience, check_interval=0.1)
     try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield []
-        return
-    with open(folder / ".lock", "r+", encoding="utf-8") as stream:
-
-        def attempt() -> None:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-        if not _acquired(attempt, 0):
-            holder = f"Another run is at work in {folder} (process {stream.read().strip() or '?'})"
-            (say or log.info)(f"{holder}; waiting for it to finish")
-            if not _acquired(attempt, patience):
-                raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.")
+        stream = lock.acquire(fail_when_locked=True)
+    except portalocker.AlreadyLocked:
+        holder = f"Another run is at work in {folder} (process {file.read_text('utf-8').strip() or '?'})"
+        log.info("%s; waiting for it to finish", holder)
+        try:
+            stream = lock.acquire(fail_when_locked=False)
+        except portalocker.LockException as error:
+            raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.") from error
+    with stream:  # closed, and not unlocked: a child that is still at work keeps the lock
         with disk_errors(folder):
             os.ftruncate(stream.fileno(), 0)
             os.pwrite(stream.fileno(), str(os.getpid()).encode(), 0)
         yield [stream.fileno()]
-
-
-def _acquired(attempt: Callable[[], None], patience: float) -> bool:
-    """Try for `patience` seconds: children of a run that was just killed take a moment to go."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            attempt()
-            return True
-        except OSError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)

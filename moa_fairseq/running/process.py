@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import IO, Any, Callable, Dict, Iterator, List, Optional, Sequence
 
+import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors
 from moa_fairseq.running.command_line import to_argv, to_shell
@@ -86,7 +87,12 @@ class Executor:
         on_line: called with each line of standard output (errors_too: and of standard error). Raises
         UserError when the command fails.
         """
-        environment = {**os.environ, **_python_environment(), **self.environment}
+        # For a child Python: its output at once and in UTF-8, and this same package though not installed.
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", **self.environment}
+        root = Path(moa_fairseq.__file__).resolve().parents[1]
+        if not {"site-packages", "dist-packages"} & set(root.parts):
+            paths = [str(root), os.environ.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with contextlib.ExitStack() as files:
             errors = _open_for(files, log, "ab", buffering=0)
             record = _open_for(files, output, "wb") if output else errors
@@ -100,21 +106,26 @@ class Executor:
                 pass_fds=self.keep_open,
                 preexec_fn=_die_with_parent(),
             )
-            self._note(process.pid)
+            for lock in self.keep_open:  # the child keeps the lock if this program is killed
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, str(process.pid).encode(), 0)
             with _ended_with_us(process) as lines:
                 for raw in lines:
                     record.write(raw)
                     if on_line:
                         on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
                 status = process.wait()
-        if status:
-            raise UserError(_failure(command[0], status, log))
-
-    def _note(self, process: int) -> None:
-        """Write the child's process id into the lock file: it keeps the lock if this program is killed."""
-        for lock in self.keep_open:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(process).encode(), 0)
+        if not status:
+            return
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        text = "\n".join(tail)
+        hint = next((f" {advice}" for pattern, advice in HINTS if re.search(pattern, text)), "")
+        if status == -signal.SIGKILL and not hint:
+            hint = " The system killed it, most often because the machine's memory was full."
+        how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
+        shown = "\n".join(f"    {line[:300]}" for line in tail)
+        kept = f"What is done so far is kept. The whole log is {log}; its last lines:"
+        raise UserError(f"{command[0]} {how}.{hint} {kept}\n{shown}")
 
 
 def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
@@ -138,32 +149,23 @@ def _die_with_parent() -> Optional[Callable[[], None]]:
     return arrange
 
 
-def _python_environment() -> Dict[str, str]:
-    """For a child Python: UTF-8 output at once, and this same moa_fairseq even when it is not installed."""
-    package_root = Path(__file__).resolve().parents[2]
-    settings = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-    if not {"site-packages", "dist-packages"} & set(package_root.parts):
-        settings["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(package_root), os.environ.get("PYTHONPATH")])
-        )
-    return settings
+def terminate_as_interrupt() -> contextlib.AbstractContextManager[None]:
+    """SIGTERM (a scheduler's, say) ends a run the way Ctrl-C does."""
+    return _signals_handled_by(signal.default_int_handler, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM (a scheduler's, say) ends a run the way Ctrl-C does. Outside the main thread: no change."""
+def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """For a while, `handler` gets these signals. Outside the main thread: no change."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextlib.contextmanager
@@ -177,7 +179,8 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
         yield process.stdout
     finally:
         if process.poll() is None:
-            with _undisturbed():
+            # A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running.
+            with _signals_handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
                     process.send_signal(number)
@@ -185,29 +188,3 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
                         process.wait(STOP_SECONDS)
                         break
         process.stdout.close()
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _failure(program: str, status: int, log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    text = "\n".join(lines)
-    hint = next((f" {advice}" for pattern, advice in HINTS if re.search(pattern, text)), "")
-    how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
-    if status == -signal.SIGKILL and not hint:
-        hint = " The system killed it, most often because the machine's memory was full."
-    shown = "\n".join(f"    {line[:300]}" for line in lines)
-    kept = f"What is done so far is kept. The whole log is {log}; its last lines:"
-    return f"{program} {how}.{hint} {kept}\n{shown}"

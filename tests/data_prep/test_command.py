@@ -154,12 +154,12 @@ def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, said):
         archive.rename(tmp_path / "data" / "downloads" / kept)
     recipe = load_recipe(ROOT / "configs" / "wmt14_ende_moa_base.yaml", ["data.bpe=20"])
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
-    run_recipe(recipe, Hardware(), Hardware(), options, Here)
+    run_recipe(recipe, Hardware(), options, Here)
     state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]
     assert state["sentences"] == {"train": 110, "valid": 5, "test": 5} and state["source"] is None
     (planned,) = planned_commands(recipe, Hardware(), options)
     assert planned[planned.index("--destdir") + 1] == str(Path(state["folder"]))
     assert f"$ {to_shell(planned)}" in said  # what a dry run prints is what was run
     said.clear()
-    run_recipe(recipe, Hardware(), Hardware(), options, Here)
+    run_recipe(recipe, Hardware(), options, Here)
     assert sum("up to date" in line for line in said) == 5 + 3

@@ -148,7 +148,7 @@ def test_a_masked_language_model_needs_no_data_of_its_users(
     recipe = load_recipe(CONFIGS / f"{config}.yaml", [])
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
     for _ in range(2):
-        run_recipe(recipe, Hardware(), Hardware(), options, Here)
+        run_recipe(recipe, Hardware(), options, Here)
     assert served == [f"wikitext/wikitext-{size}-raw-v1.zip"]
     state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]
     assert state["sentences"] == {"train": 160, "valid": 12, "test": 14} and state["source"] is None

@@ -54,7 +54,9 @@ def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devic
     recipe, data = with_floor(quick[0], quick[1]), quick[1]
     hardware, warning = fit_devices(recipe, gpus(devices))
     batch = plan_batch(recipe.train, hardware.devices)
-    assert (hardware.gpus, len(hardware.visible), batch.max_tokens) == (used, used, share)
+    assert (hardware.gpus, batch.max_tokens) == (used, share)
+    numbers = ",".join(map(str, range(used)))
+    assert hardware.environment == ({} if used == devices else {"CUDA_VISIBLE_DEVICES": numbers})
     assert batch.effective <= 1024 and batch.max_tokens >= 141 == recipe.train.min_tokens
     assert (warning is None) == (used == devices)
     if warning:
@@ -86,7 +88,7 @@ def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, ca
 
     options = Options(stage="train", data=data, save_dir=tmp_path / "run")
     with pytest.raises(Caught):
-        run_recipe(recipe, gpus(devices), gpus(devices), options, Executor)
+        run_recipe(recipe, gpus(devices), options, Executor)
     assert any(line.startswith(f"WARNING: 7 of {devices} devices") for line in said)
 
 

@@ -89,7 +89,7 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys, said):
     listops = catalogue.datasets()["listops"]
     monkeypatch.setitem(listops.generated, "sizes", sizes)
     recipe, run = load_recipe(classifier()), tmp_path / "run"
-    path = run_recipe(recipe, CPU, CPU, Options(save_dir=run))
+    path = run_recipe(recipe, CPU, Options(save_dir=run))
     result = json.loads(path.read_text())
     scores = json.loads((run / "score-test.json").read_text())["accuracy"]
     assert result["metrics"] == {"accuracy": scores["score"]} and scores["sentences"] == 35
@@ -110,12 +110,12 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys, said):
     assert valid["score"] == pytest.approx(float(best), abs=0.051)
 
     said.clear()
-    run_recipe(recipe, CPU, CPU, Options(save_dir=run))
+    run_recipe(recipe, CPU, Options(save_dir=run))
     assert sum("done before" in line for line in said) == 2 and not any(line.startswith("$") for line in said)
 
     data = next((tmp_path / "data").glob("listops-*")) / "binarised"
     given = Options(save_dir=tmp_path / "other", data=data, stage="prepare")
-    run_recipe(recipe, CPU, CPU, given)
+    run_recipe(recipe, CPU, given)
     assert any("binarised already" in line for line in said)
     size = measured_size(recipe, data, 800)
     assert (size.sentences, size.vocabulary) == (150, 4 + 15 + 1)
@@ -127,7 +127,7 @@ def test_all_stages(classifier, tmp_path, monkeypatch, capsys, said):
     assert main(["recipe", config, "--data", str(data.parent), "--hydra", str(written)]) == 0
     assert "sentence_prediction_by_length" in (written / "classifier.yaml").read_text("utf-8")
     with pytest.raises(UserError, match="name the folder `binarised`"):
-        run_recipe(recipe, CPU, CPU, Options(save_dir=tmp_path / "third", data=data.parent))
+        run_recipe(recipe, CPU, Options(save_dir=tmp_path / "third", data=data.parent))
 
 
 def _score_json(model, data, subset, capsys):

@@ -7,7 +7,7 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.hardware import Hardware, choose_devices, device_environment, precision_flags
+from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, planned_commands
 from moa_fairseq.recipes.schema import Model, Train
@@ -97,7 +97,7 @@ def test_precision_that_the_hardware_lacks(precision, hardware):
 
 def test_choice_of_devices():
     assert choose_devices(A100, None, False) == A100
-    assert choose_devices(A100, 2, False).visible == ("0", "1")
+    assert choose_devices(A100, 2, False).gpus == 2
     assert choose_devices(A100, 0, False).gpus == 0
     with pytest.raises(UserError, match="--gpus 2"):
         choose_devices(CPU, 2, False)
@@ -107,10 +107,8 @@ def test_choice_of_devices():
 
 
 def test_fewer_gpus_than_present_restricts_what_fairseq_sees():
-    two = choose_devices(A100, 2, False)
-    assert device_environment(two, A100) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert device_environment(A100, A100) == {}
-    assert device_environment(CPU, CPU) == {}
+    assert choose_devices(A100, 2, False).environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert A100.environment == CPU.environment == choose_devices(A100, 0, False).environment == {}
 
 
 def test_flags():

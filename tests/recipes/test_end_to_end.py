@@ -89,7 +89,7 @@ def test_all_stages_and_kill_and_resume(config, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe, cpu = load_recipe(config), Hardware()
     undisturbed = tmp_path / "undisturbed"
-    result = run_recipe(recipe, cpu, cpu, Options(data=text, save_dir=undisturbed))
+    result = run_recipe(recipe, cpu, Options(data=text, save_dir=undisturbed))
     values = json.loads(result.read_text())
     assert values["epochs"] == EPOCHS and values["parameters"] > 1000 and values["checkpoints_averaged"] == 2
     assert values["metrics"]["multi_bleu"] >= 0 and values["tokens_per_second"] > 0
@@ -100,7 +100,7 @@ def test_all_stages_and_kill_and_resume(config, text, tmp_path, monkeypatch):
     # The same fingerprint of the data: both runs train on the one prepared folder.
     kill_in_training(config, data, killed)
     assert last_valid(killed)["epoch"] < EPOCHS
-    run_recipe(recipe, cpu, cpu, Options(save_dir=killed, stage="train"))
+    run_recipe(recipe, cpu, Options(save_dir=killed, stage="train"))
     assert "Loaded checkpoint" in (killed / "train.log").read_text()
     for key in ("epoch", "valid_loss", "valid_num_updates"):
         assert last_valid(killed)[key] == last_valid(undisturbed)[key]

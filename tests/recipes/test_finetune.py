@@ -56,7 +56,7 @@ def pretrained(trained_once, mixture, write_config):
         options = Options(
             data=write_text(folder / "text", "klm", 60), save_dir=run_folder, data_root=folder / "data"
         )
-        run_recipe(load_recipe(config), Hardware(), Hardware(), options)
+        run_recipe(load_recipe(config), Hardware(), options)
     return run_folder
 
 
@@ -72,7 +72,7 @@ def transfer(mixture, pretrained, write_config, tmp_path):
         recipe = resolve(load_recipe(config, [f"finetune={method}"]))
         folder = tmp_path / method
         places = {"data": new, "save_dir": folder, "data_root": tmp_path / "data"}
-        run_recipe(recipe, Hardware(), Hardware(), Options(**places, **options))
+        run_recipe(recipe, Hardware(), Options(**places, **options))
         return folder
 
     return run

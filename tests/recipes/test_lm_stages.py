@@ -91,12 +91,12 @@ def test_a_run_ends_in_a_result_and_repeats_nothing(tmp_path, monkeypatch, fairs
     fairseq("preprocess", "--only-source", *prefixes, "--destdir", tmp_path / "bin")
     recipe, options = load_recipe(CONFIG), Options(data=tmp_path / "bin", save_dir=tmp_path / "run")
     FakeExecutor.ran = ()
-    result = run_recipe(recipe, CPU, CPU, options, FakeExecutor)
+    result = run_recipe(recipe, CPU, options, FakeExecutor)
     assert FakeExecutor.ran == ("fairseq-train", "fairseq-eval-lm", "fairseq-eval-lm")
     assert "lm_ppl 18.71 on test" in said[-1]
     assert '"lm_ppl": 18.71' in result.read_text()
     assert '"reproduces": null' in result.read_text()  # nine lines are not WikiText-103
-    run_recipe(recipe, CPU, CPU, options, FakeExecutor)
+    run_recipe(recipe, CPU, options, FakeExecutor)
     assert len(FakeExecutor.ran) == 3
 
 

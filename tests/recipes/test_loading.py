@@ -162,7 +162,7 @@ def test_set_overrides_by_dotted_key(small, write_config):
         ("train.max_epch=7", "max_epoch"),
         ("trian.max_epoch=7", "train"),
         ("train.max_epoch", "section.key=value"),
-        ("train.max_epoch.x=1", "plain value"),
+        ("train.max_epoch.x=1", "must be a whole number, not {'x': 1}"),
         ("train.max_epoch=[", "YAML"),
         ("experiment=other", "experiment"),
         ("train.max_epoch=many", "whole number"),

@@ -87,11 +87,11 @@ def test_the_dry_run_shows_all_stages(masked, tmp_path):
 def test_generating_says_that_there_is_nothing_to_do(masked, toy_wiki_data, tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
     options = Options(stage="generate", data=toy_wiki_data, save_dir=tmp_path / "run")
-    assert run_recipe(load_recipe(masked()), CPU, CPU, options) is None
+    assert run_recipe(load_recipe(masked()), CPU, options) is None
     assert any("no generate section" in line for line in said)
     options = Options(stage="score", data=toy_wiki_data, save_dir=tmp_path / "run")
     with pytest.raises(UserError, match="run --stage average first"):
-        run_recipe(load_recipe(masked()), CPU, CPU, options)
+        run_recipe(load_recipe(masked()), CPU, options)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_all_stages(masked, toy_wiki_data, tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
     recipe, run = load_recipe(masked(score={"subsets": ["test"]})), tmp_path / "run"
     options = Options(data=toy_wiki_data, save_dir=run, record=tmp_path / "recorded.json")
-    result = json.loads(run_recipe(recipe, CPU, CPU, options).read_text())
+    result = json.loads(run_recipe(recipe, CPU, options).read_text())
     metrics = result["metrics"]
     assert 1 < metrics["masked_lm_ppl"] < 300 and metrics["masked_lm_ppl_sd"] >= 0
     assert metrics["masked_lm_word_ppl"] > metrics["masked_lm_ppl"]
@@ -115,5 +115,5 @@ def test_all_stages(masked, toy_wiki_data, tmp_path, monkeypatch, said):
     assert "maskings 2" in text
 
     said.clear()
-    run_recipe(recipe, CPU, CPU, Options(data=toy_wiki_data, save_dir=run))
+    run_recipe(recipe, CPU, Options(data=toy_wiki_data, save_dir=run))
     assert sum("done before" in line for line in said) == 3 and not any(line.startswith("$") for line in said)

@@ -7,7 +7,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from moa_fairseq.evaluation.skeleton import _parse, build_skeleton
+from moa_fairseq.evaluation.skeleton import build_skeleton, parse_training_flags
 from moa_fairseq.recipes.planner.memory import activation_elements, estimate_memory
 
 
@@ -16,7 +16,8 @@ def kept_per_token(arch, flags):
     dictionary = Dictionary()
     for index in range(60):
         dictionary.add_symbol(f"w{index}")
-    args = _parse(["no-data", "--arch", arch, "--task", "translation", "--share-all-embeddings", *flags])
+    line = ["no-data", "--arch", arch, "--task", "translation", "--share-all-embeddings", *flags]
+    args = parse_training_flags(line, "refused")
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[arch].build_model(args, task).train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

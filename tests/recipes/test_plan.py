@@ -56,8 +56,11 @@ def test_every_recipe_has_a_plan_and_a_dry_run(path, elsewhere, capsys):
             )
         assert entry["measured"] or "not measured" in entry["speed_origin"] or "from" in entry["speed_origin"]
     assert main(["recipe", str(path), "--dry-run", "--gpus", "8", "--device-name", "A100"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("$ fairseq-train"))
+    line = next(line for line in capsys.readouterr().out.splitlines() if " fairseq-train " in line)
     used = 5 if path.stem in ("quickstart_moa", "quickstart_transformer") else 8  # of 1,024 tokens an update
+    assert line.startswith(
+        "$ fairseq-train" if used == 8 else "$ CUDA_VISIBLE_DEVICES=0,1,2,3,4 fairseq-train"
+    )
     assert "--bf16" in line and f"--distributed-world-size {used} " in line
     training = next(c for c in planned_commands(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
     config = hydra_config(training)

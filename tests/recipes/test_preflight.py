@@ -80,7 +80,7 @@ def test_flags_of_execution_keep_the_experiment(small, write_config, tmp_path):
 
     def settings(recipe):
         prepared = Prepared(tmp_path, {}, "f")
-        return train_settings(Run(recipe, Hardware(), tmp_path, tmp_path, prepared=prepared))
+        return train_settings(Run(recipe, Hardware(), prepared, tmp_path))
 
     base = settings(load_recipe(path))
     same = ["train.flags.ddp-backend=legacy_ddp", "model.flags.checkpoint-activations=true"]

@@ -2,7 +2,9 @@
 
 import math
 import os
+import subprocess
 import threading
+import time
 
 import pytest
 import torch
@@ -18,27 +20,38 @@ def test_no_whole_checkpoint_at_all(tmp_path):
         checkpoint_to_resume(tmp_path)
 
 
-def test_one_run_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("moa_fairseq.running.folder_lock.PATIENCE_SECONDS", 0.2)
-    with locked(tmp_path), pytest.raises(UserError, match="at work"), locked(tmp_path):
+def test_one_run_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(UserError, match="at work"), locked(tmp_path, patience=0.2):
         pass
     with locked(tmp_path):
         pass
 
 
-def test_waiting_for_another_run_is_said_once(tmp_path):
-    said, told = [], threading.Event()
-
+def test_waiting_for_another_run_is_said_once(tmp_path, said):
     def wait():
-        with locked(tmp_path, patience=math.inf, say=lambda line: (said.append(line), told.set())):
+        with locked(tmp_path, patience=math.inf):
             pass
 
     with locked(tmp_path):
         waiting = threading.Thread(target=wait)
         waiting.start()
-        assert told.wait(20)
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.02)
     waiting.join(20)
-    assert len(said) == 1 and f"at work in {tmp_path} (process " in said[0] and "waiting" in said[0]
+    assert len(said) == 1 and f"at work in {tmp_path} (process {os.getpid()})" in said[0]
+    assert "waiting" in said[0] and not waiting.is_alive()
+
+
+def test_a_child_keeps_the_lock_that_it_inherited(tmp_path):
+    with locked(tmp_path) as descriptors:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=descriptors)
+    with pytest.raises(UserError, match="at work"), locked(tmp_path, patience=0.2):
+        pass
+    child.kill()
+    child.wait()
+    with locked(tmp_path, patience=0.2):
+        pass
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"train": 3}'])

@@ -87,7 +87,7 @@ def go(small, write_config, tmp_path, monkeypatch, binarised, said):
     def run(*overrides, **options):
         said.clear()
         options.setdefault("data", binarised)
-        result = run_recipe(load_recipe(path, overrides), CPU, CPU, Options(**options), FakeExecutor)
+        result = run_recipe(load_recipe(path, overrides), CPU, Options(**options), FakeExecutor)
         return list(said), result
 
     return run
@@ -196,7 +196,9 @@ def test_averaging_needs_enough_checkpoints(go, tmp_path):
     go(stage="train")
     for name in ("1", "2"):
         (tmp_path / "runs" / "small" / "checkpoints" / f"checkpoint{name}.pt").unlink()
-    with pytest.raises(UserError, match=r"asks for 2 checkpoints.*has 1 \(checkpoint3\.pt\)"):
+    with pytest.raises(
+        UserError, match=r"average\.epochs: .* 1 epoch checkpoints \(checkpoint3\.pt\), but 2"
+    ):
         go(stage="average")
 
 
@@ -315,7 +317,7 @@ def test_the_dry_run_plans_what_the_run_does(small, write_config, binarised, tmp
     recipe = load_recipe(write_config(small))  # data.recipe says parallel, the folder is binarised
     options = Options(data=binarised)
     planned = planned_commands(recipe, CPU, options)
-    run_recipe(recipe, CPU, CPU, options, FakeExecutor)
+    run_recipe(recipe, CPU, options, FakeExecutor)
     assert FakeExecutor.calls == planned
     assert [line[line.index(">") + 1] for line in planned if ">" in line] == [
         "runs/small/generate-test.txt",
@@ -360,7 +362,7 @@ def iwslt(tmp_path, monkeypatch, make_lines, said):
         data = make_lines(tmp_path / "data", lines) if lines else None
         said.clear()
         options = Options(data=data, save_dir=tmp_path / "run", stage=stage)
-        result = run_recipe(load_recipe(CONFIG), CPU, CPU, options, FakeExecutor)
+        result = run_recipe(load_recipe(CONFIG), CPU, options, FakeExecutor)
         return list(said), result
 
     return run

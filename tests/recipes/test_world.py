@@ -16,7 +16,7 @@ TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
 def test_machines_by_flags():
     world = find_world(8, nodes=4, node_rank=2, master="node0", environment={})
     assert world == World(32, 16, 8, "tcp://node0:29500", spawn=True)
-    assert world.shared and not world.leads
+    assert Hardware(8, world=world).shared and not Hardware(8, world=world).leads
     assert find_world(0, 2, 1, "tcp://node0:7", {}) == World(2, 1, 1, "tcp://node0:7", spawn=False)
     assert find_world(8, environment={}) is None
     assert find_world(1, nodes=1, node_rank=0, master="x", environment={}) is None
@@ -31,7 +31,9 @@ def test_torchrun_is_one_process_of_many():
 
 def test_a_machine_inside_of_a_slurm_job_keeps_to_itself():
     world = find_world(8, environment={"SLURM_JOB_ID": "123456"})
-    assert world == World(8, 0, 8, "tcp://127.0.0.1:33456", spawn=True) and not world.shared
+    assert (
+        world == World(8, 0, 8, "tcp://127.0.0.1:33456", spawn=True) and not Hardware(8, world=world).shared
+    )
     assert find_world(1, environment={"SLURM_JOB_ID": "123456"}) is None
 
 
@@ -80,7 +82,6 @@ def test_what_several_programs_cannot_share(options, message, small, write_confi
         run_recipe(
             load_recipe(write_config(small)),
             hardware,
-            Hardware(),
             Options(save_dir=tmp_path / "run", **options),
         )
     assert not (tmp_path / "run" / ".lock").exists()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 from typing import Any, Dict, List
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.jobs.shared import preparing
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.steps import Run, Step, keep_scores
-from moa_fairseq.recipes.training import training_steps
+from moa_fairseq.recipes.schema import Recipe, Score
+from moa_fairseq.recipes.steps import OutputStep, Run
 from moa_fairseq.running.command_line import flags, positional
 
 METRIC, BITS = "lm_ppl", "lm_bits"  # bits: of a token, which is a byte of enwik8
@@ -25,32 +22,27 @@ _SETTINGS = (
 )
 
 
-def steps(run: Run) -> List[Step]:
-    """Preparation, training, average, an evaluation of each subset."""
-    evaluations = (_evaluation(run, subset) for subset in run.recipe.subsets)
-    return [*preparing(run), *training_steps(run), *evaluations]
+def evaluation(run: Run) -> List[OutputStep]:
+    """fairseq-eval-lm on each subset, in fp32, so that scores do not depend on the hardware."""
+    section = run.recipe.score or Score()
 
+    def read(path: Path) -> Dict[str, Any]:
+        return read_report(path.read_text(encoding="utf-8", errors="replace"), path, run.recipe)
 
-def _evaluation(run: Run, subset: str) -> Step:
-    """fairseq-eval-lm, in fp32, so that scores do not depend on the hardware."""
-    section, output = run.recipe.score, run.folder / f"score-{subset}.json"
-    captured = run.folder / f"eval-lm-{subset}.txt"
-    values = {**run.task_flags(), "path": str(run.model), "gen-subset": subset, **section.flags}
-
-    def read(report: Path) -> Dict[str, Any]:
-        return read_report(report.read_text(encoding="utf-8", errors="replace"), report, run.recipe)
-
-    return Step(
-        output.stem,
-        "score",
-        ["fairseq-eval-lm", positional(run.data), *flags(values), *run.device_flags()],
-        lambda: run.model_inputs(section),
-        output,
-        captured,
-        errors_too=True,  # its log goes where whoever configured logging first wants it
-        finish=functools.partial(keep_scores, captured, output, read),
-        remember=lambda: run.model_origin(section),
-    )
+    found = []
+    for subset in section.subsets:
+        values = {**run.task_flags(), "path": str(run.model), "gen-subset": subset, **section.flags}
+        step = run.evaluation(
+            "score",
+            ["fairseq-eval-lm", positional(run.data), *flags(values), *run.device_flags()],
+            run.folder / f"score-{subset}.json",
+            section,
+            captured=run.folder / f"eval-lm-{subset}.txt",
+            errors_too=True,  # its log goes where whoever configured logging first wants it
+            scores=read,
+        )
+        found.append(step)
+    return found
 
 
 def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
@@ -58,7 +50,8 @@ def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
     found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
     if not found:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
-    evaluation = {name: recipe.score.flags[name] for name in _SETTINGS if name in recipe.score.flags}
+    said = recipe.score.flags if recipe.score else {}
+    evaluation = {name: said[name] for name in _SETTINGS if name in said}
     if tokens:
         evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
     return {

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Dict, List
 
 from moa_fairseq.data_prep.binarised import preprocess_calls
 from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
-from moa_fairseq.recipes.schema import HEADLINE_METRICS
-from moa_fairseq.recipes.steps import Run, Step, keep_scores
+from moa_fairseq.recipes.schema import HEADLINE_METRICS, Score
+from moa_fairseq.recipes.steps import OutputStep, Run, Step
 from moa_fairseq.running.command_line import REDIRECT, flags
 
 
 def preparing(run: Run) -> List[Step]:
-    """The commands of the preparation, none for data used as it is; what is between them runs here."""
+    """The commands that prepare the data; none for data that is used as it is.
+
+    What happens between them (download, cleaning, BPE) is done inside of this program.
+    """
     if run.root is None:
         return []
     corpus = [["moa-fairseq", "corpus", "--output", str(run.corpus)]] if run.corpus else []
@@ -27,43 +29,21 @@ def preparing(run: Run) -> List[Step]:
     return [Step(command[0], "prepare", command) for command in commands]
 
 
-def scoring_of_the_model(run: Run, model_flag: str) -> List[Step]:
-    """`moa-fairseq score` of the checkpoint, in fp32, so that scores do not depend on the hardware.
+def checkpoint_scores(run: Run, flag: str) -> List[OutputStep]:
+    """`moa-fairseq score` of the checkpoint on each subset; `flag` is the one that takes the checkpoint.
 
-    model_flag: the flag that takes the checkpoint.
+    In fp32, so that scores do not depend on the hardware.
     """
+    section = run.recipe.score or Score()
     found = []
-    for subset in run.recipe.subsets:
-        values = {
-            **{model_flag: str(run.model), "data": str(run.data), "subset": subset},
-            **run.recipe.score.flags,
-            "json": True,
-        }
-        command = ["moa-fairseq", "score", *flags(values), *run.device_flags()]
-        found.append(scoring(run, subset, command, reads_model=True))
+    for subset in section.subsets:
+        model = {flag: str(run.model), "data": str(run.data), "subset": subset}
+        command = ["moa-fairseq", "score", *flags({**model, **section.flags, "json": True})]
+        output = run.folder / f"score-{subset}.json"
+        line = [*command, *run.device_flags(), REDIRECT, str(output)]
+        captured = output.with_suffix(".partial")
+        found.append(run.evaluation("score", line, output, section, captured=captured, scores=read_scores))
     return found
-
-
-def scoring(
-    run: Run,
-    subset: str,
-    command: List[str],
-    inputs: Callable[[], List[Any]] = list,
-    reads_model: bool = False,
-) -> Step:
-    """The step of a `moa-fairseq score --json` line; reads_model: it scores the checkpoint itself."""
-    output, section = run.folder / f"score-{subset}.json", run.recipe.score
-    captured = output.with_suffix(".partial")
-    return Step(
-        output.stem,
-        "score",
-        [*command, REDIRECT, str(output)],
-        (lambda: run.model_inputs(section)) if reads_model else inputs,
-        output,
-        captured,
-        finish=functools.partial(keep_scores, captured, output, read_scores),
-        remember=(lambda: run.model_origin(section)) if reads_model else dict,
-    )
 
 
 def read_scores(path: Path) -> Dict[str, Any]:

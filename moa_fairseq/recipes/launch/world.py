@@ -14,7 +14,7 @@ from typing import Any, Dict, Mapping, Optional
 from moa_fairseq.errors import UserError
 
 DEFAULT_PORT = 29500
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +33,6 @@ class World:
     init_method: str
     spawn: bool
     device: Optional[int] = None
-
-    @property
-    def shared(self) -> bool:
-        """True when other programs start a part of the processes."""
-        return self.size > self.here
-
-    @property
-    def leads(self) -> bool:
-        """True where the run folder is written: the checkpoints, the log, state.json."""
-        return self.rank == 0
 
     def describe(self) -> str:
         """One line for the log."""
@@ -73,7 +63,7 @@ def find_world(
     variables count. Raises UserError where they contradict each other.
     """
     if nodes is None and node_rank is None and master is None:
-        return _of_torchrun(gpus, environment) or _of_slurm(gpus, environment)
+        return _world_around(gpus, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         raise UserError("torchrun knows --nodes, --node-rank and --master: leave them out under torchrun.")
     nodes, node_rank = nodes or 1, node_rank or 0
@@ -85,40 +75,31 @@ def find_world(
         raise UserError(
             "--nodes needs --master HOST[:PORT]: the machine with --node-rank 0, as the others reach it."
         )
-    if max(1, gpus) * nodes == 1:
-        return None
     here = max(1, gpus)
-    return World(here * nodes, here * node_rank, here, _address(master or "127.0.0.1"), spawn=gpus > 0)
-
-
-def _address(master: str) -> str:
-    """tcp://HOST:PORT; a port must be the same on all machines, so it is never chosen at random."""
-    match = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master)
-    if not match or not 0 < int(match.group(2) or DEFAULT_PORT) < 65536:
-        raise UserError(f"--master {master}: write HOST or HOST:PORT, for example --master node01:29500.")
-    return f"tcp://{match.group(1)}:{match.group(2) or DEFAULT_PORT}"
-
-
-def _of_torchrun(gpus: int, environment: Mapping[str, str]) -> Optional[World]:
-    if not all(name in environment for name in _TORCHRUN) or int(environment["WORLD_SIZE"]) == 1:
+    if here * nodes == 1:
         return None
-    local, rank = int(environment["LOCAL_RANK"]), int(environment["RANK"])
-    here = int(environment["LOCAL_WORLD_SIZE"])
-    if gpus and here > gpus:
-        raise UserError(
-            f"torchrun started {here} processes on this machine for {gpus} GPU(s): --nproc-per-node {gpus}."
-        )
-    device = local if gpus else None
-    return World(int(environment["WORLD_SIZE"]), rank, 1, "env://", spawn=False, device=device)
+    # A port must be the same on all machines, so it is never chosen at random.
+    address = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1")
+    port = int(address.group(2) or DEFAULT_PORT) if address else 0
+    if not address or not 0 < port < 65536:
+        raise UserError(f"--master {master}: write HOST or HOST:PORT, for example --master node01:29500.")
+    meeting = f"tcp://{address.group(1)}:{port}"
+    return World(here * nodes, here * node_rank, here, meeting, spawn=gpus > 0)
 
 
-def _of_slurm(gpus: int, environment: Mapping[str, str]) -> Optional[World]:
-    """Several GPUs of one machine inside of a Slurm job.
-
-    Left alone, fairseq would take the job's other machines and tasks, whatever they are for, for processes
-    of this training.
-    """
+def _world_around(gpus: int, environment: Mapping[str, str]) -> Optional[World]:
+    """The world that torchrun has made, or several GPUs of one machine inside of a Slurm job."""
+    if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
+        size, rank, local, here = (int(environment[name]) for name in _TORCHRUN[:4])
+        if gpus and here > gpus:
+            raise UserError(
+                f"torchrun started {here} processes on this machine for {gpus} GPU(s): "
+                f"--nproc-per-node {gpus}."
+            )
+        return World(size, rank, 1, "env://", spawn=False, device=local if gpus else None)
     job = environment.get("SLURM_JOB_ID", "")
     if gpus < 2 or not job.isdigit():
         return None
+    # Left alone, fairseq would take the job's other machines and tasks, whatever they are for, for processes
+    # of this training.
     return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)

@@ -18,7 +18,7 @@ fp32, logits and theirs in the model's precision). Checked on a CPU in fp32 agai
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Mapping
+from typing import Any, List, Mapping, Set
 
 from torch import nn
 
@@ -44,10 +44,6 @@ class Memory:
     def total(self) -> int:
         """All of it at the peak."""
         return sum(dataclasses.astuple(self))
-
-    def as_json(self) -> Dict[str, int]:
-        """The parts and their sum."""
-        return {**dataclasses.asdict(self), "total": self.total}
 
 
 def estimate_memory(
@@ -105,7 +101,8 @@ def layers_of(model: nn.Module) -> List[nn.Module]:
 
 
 def _elements(layer: nn.Module, activation_dropout: bool) -> int:
-    total, told = 0, set()
+    total = 0
+    told: Set[nn.Module] = set()
     for name, module in layer.named_modules():
         if module in told:
             continue

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
+
+from tabulate import tabulate
 
 from moa_fairseq.evaluation.complexity import Cost, count
-from moa_fairseq.recipes.batch import BatchPlan, fit_devices, plan_batch, planned_updates
-from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size
-from moa_fairseq.recipes.hardware import CAPABILITIES, Hardware, assumed_hardware, precision_flags
+from moa_fairseq.recipes.batch import fit_devices, plan_batch, planned_updates, training_set
+from moa_fairseq.recipes.corpus_size import CorpusSize
+from moa_fairseq.recipes.hardware import DEVICES, Hardware, assumed_hardware, precision_name
 from moa_fairseq.recipes.planner.memory import estimate_memory, layers_of
-from moa_fairseq.recipes.planner.throughput import (
-    DEVICES,
-    Row,
-    device_kind,
-    expected_speed,
-    seconds_per_update,
-)
+from moa_fairseq.recipes.planner.throughput import Row, device_kind, expected_speed, seconds_per_update
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.running import command_line
 
@@ -50,32 +46,21 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
     from moa_fairseq.evaluation.skeleton import build_skeleton
 
-    max_tokens = plan_batch(recipe.train, 1).max_tokens
-    size = measured_size(recipe, data, max_tokens) if data else known_size(recipe)
+    size = training_set(recipe, data)
     vocabulary = size.vocabulary if size else FALLBACK_VOCABULARY
-    apart = ("arch", "share-all-embeddings", "share-decoder-input-output-embed")  # said in other words
-    flags = {name: value for name, value in recipe.model.as_flags().items() if name not in apart}
-    model = build_skeleton(recipe.model.arch, vocabulary, _embeddings(recipe), command_line.flags(flags))
-    source_length, target_length = _mean_lengths(recipe, size)
-    return Workload(
-        model, count(model, source_length, target_length), vocabulary, source_length, target_length, size
-    )
+    flags = command_line.flags({**recipe.model.as_flags(), "arch": None})
+    model = build_skeleton(recipe.model.arch, vocabulary, "separate", flags)
+    lengths = _mean_lengths(recipe, size)
+    return Workload(model, count(model, *lengths), vocabulary, *lengths, size)
 
 
-def _embeddings(recipe: Recipe) -> str:
-    if recipe.model.share_all_embeddings:
-        return "shared"
-    flags = {**recipe.model.flags, **recipe.train.flags}
-    return "decoder" if flags.get("share-decoder-input-output-embed") else "separate"
-
-
-def _mean_lengths(recipe: Recipe, size: Optional[CorpusSize]) -> tuple:
+def _mean_lengths(recipe: Recipe, size: Optional[CorpusSize]) -> Tuple[int, int]:
     """Tokens of a source and a target sentence; of a language model's sample, its whole length."""
-    sample = {**recipe.model.flags, **recipe.train.flags}.get("tokens-per-sample")
+    sample = recipe.training_flags.get("tokens-per-sample")
     if sample or size is None or not size.sentences:
-        length = int(sample or 512)
-        return length, length
-    return tuple(max(1, round(n / size.sentences)) for n in (size.source_tokens, size.target_tokens))
+        return int(sample or 512), int(sample or 512)
+    source, target = size.source_tokens / size.sentences, size.target_tokens / size.sentences
+    return max(1, round(source)), max(1, round(target))
 
 
 def plan(recipe: Recipe, work: Workload, machines: List[Hardware], rows: List[Row]) -> Dict[str, Any]:
@@ -88,17 +73,19 @@ def plan(recipe: Recipe, work: Workload, machines: List[Hardware], rows: List[Ro
         "mean_lengths": [work.source_length, work.target_length],
         "corpus": dataclasses.asdict(size) if size else None,
         "not_counted": work.cost.not_counted,
-        "hardware": [_on(recipe, work, machine, rows) for machine in machines],
+        "hardware": [_plan_for(recipe, work, machine, rows) for machine in machines],
     }
 
 
-def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> Dict[str, Any]:
+def _plan_for(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> Dict[str, Any]:
+    """Batch, memory, speed and hours on one kind of machine."""
     asked, (machine, fewer) = machine.devices, fit_devices(recipe, machine)
     batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
-    precision = (precision_flags(recipe.train.precision, machine, recipe.model) or ["--fp32"])[0][2:]
-    flags = {**recipe.model.flags, **recipe.train.flags}
-    memory = estimate_memory(work.model, work.vocabulary, batch.max_tokens, precision, machine.devices, flags)
+    precision = precision_name(recipe.train.precision, machine, recipe.model)
+    memory = estimate_memory(
+        work.model, work.vocabulary, batch.max_tokens, precision, machine.devices, recipe.training_flags
+    )
     if not machine.gpus:
         memory = dataclasses.replace(memory, fixed=0)
     capacity = DEVICES[kind].memory if kind in DEVICES else None
@@ -109,12 +96,11 @@ def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> D
         "batch": dataclasses.asdict(batch),
         "tokens_per_update": batch.effective,
         "left_out": fewer.removeprefix("WARNING: ") if fewer else None,
-        "memory": memory.as_json(),
+        "memory": {**dataclasses.asdict(memory), "total": memory.total},
         "memory_of_device": capacity,
         "fits": memory.total <= capacity if capacity else None,
     }
-    factor = bcd_factor(recipe)
-    macs = work.macs_per_target_token
+    factor, macs = bcd_factor(recipe), work.macs_per_target_token
     if factor != 1:  # it was measured against the model without gates
         macs -= work.cost.macs["router"] / work.target_length
     speed = expected_speed(rows, recipe.experiment, kind, machine.devices, macs, precision) if kind else None
@@ -126,14 +112,25 @@ def _on(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> D
         speed = speed.divided_by(factor, "for block coordinate descent")
         entry.update(tokens_per_second=round(speed.tokens_per_second), speed_origin=speed.origin)
         entry["measured"] = speed.measured
-    if work.size:
-        entry.update(_duration(recipe, work.size, batch, speed.tokens_per_second if speed else None))
+    updates = planned_updates(recipe.train, batch, work.size)
+    if work.size and updates:
+        per_epoch = work.size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
+        tokens = updates / per_epoch * work.size.target_tokens
+        hours = tokens / speed.tokens_per_second / 3600 if speed else None
+        entry.update(
+            updates_per_epoch=per_epoch,
+            updates=updates,
+            epochs=round(updates / per_epoch, 2),
+            target_tokens=round(tokens),
+            hours=hours and float(f"{hours:.4g}"),
+            device_hours=hours and float(f"{hours * batch.devices:.4g}"),
+        )
     return entry
 
 
 def bcd_factor(recipe: Recipe) -> float:
     """Time of MAE's training by block coordinate descent as a multiple of its dense model's training."""
-    flags = {**recipe.model.flags, **recipe.train.flags}
+    flags = recipe.training_flags
     if not recipe.train.task.endswith("_bcd") or flags.get("bcd") != "alternate":
         return 1.0
     if flags.get("mae-gate") == "uniform":
@@ -142,28 +139,11 @@ def bcd_factor(recipe: Recipe) -> float:
     return ((every - 1) * F_STEP + WITH_G_STEP) / every
 
 
-def _duration(recipe: Recipe, size: CorpusSize, batch: BatchPlan, speed: Optional[float]) -> Dict[str, Any]:
-    """Updates and hours to the recipe's end: max_epoch or max_update, whichever comes first."""
-    per_epoch = size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
-    updates = planned_updates(recipe.train, batch, size)
-    epochs = updates / per_epoch
-    tokens = epochs * size.target_tokens
-    hours = tokens / speed / 3600 if speed else None
-    return {
-        "updates_per_epoch": per_epoch,
-        "updates": updates,
-        "epochs": round(epochs, 2),
-        "target_tokens": round(tokens),
-        "hours": _rounded(hours) if hours is not None else None,
-        "device_hours": _rounded(hours * batch.devices) if hours is not None else None,
-    }
-
-
 def machines_to_plan(chosen: Hardware, gpus: Optional[int], device_name: Optional[str]) -> List[Hardware]:
     """The machine that was asked for; with no wish and no GPU here, every known GPU, 1, 8 and 32 of each."""
     if chosen.gpus or gpus == 0:
         return [chosen]
-    names = [device_name] if device_name else list(CAPABILITIES)
+    names = [device_name] if device_name else list(DEVICES)
     counts = [gpus] if gpus else COUNTS
     return [assumed_hardware(name, count) for name in names for count in counts]
 
@@ -171,74 +151,67 @@ def machines_to_plan(chosen: Hardware, gpus: Optional[int], device_name: Optiona
 def as_text(report: Dict[str, Any]) -> str:
     """The plan as a table for people."""
     source, target = report["mean_lengths"]
-    lines = [
-        f"parameters        {report['parameters']:,}",
-        f"MACs              {report['macs_per_target_token']:,} per target token, forward "
-        f"({source} source and {target} target tokens)",
+    macs = f"{report['macs_per_target_token']:,} per target token, forward"
+    facts = [
+        ("parameters", f"{report['parameters']:,}"),
+        ("MACs", f"{macs} ({source} source and {target} target tokens)"),
     ]
     if report["not_counted"]:
-        lines.append(f"                  without those of {', '.join(report['not_counted'])}")
+        facts.append(("", f"without those of {', '.join(report['not_counted'])}"))
     corpus = report["corpus"]
     if corpus:
         sentences = f"{corpus['sentences']:,} sentences, " if corpus["sentences"] else ""
-        lines += [
-            f"training set      {corpus['name']}: {sentences}{corpus['source_tokens']:,} source and "
-            f"{corpus['target_tokens']:,} target tokens, {corpus['vocabulary']:,} symbols",
-            f"                  {corpus['origin']}",
-        ]
+        tokens = f"{corpus['source_tokens']:,} source and {corpus['target_tokens']:,} target tokens"
+        size = f"{corpus['name']}: {sentences}{tokens}, {corpus['vocabulary']:,} symbols"
+        facts += [("training set", size), ("", corpus["origin"])]
     else:
-        lines.append(
-            "training set      of unknown size: give --data a folder made by fairseq-preprocess for updates "
-            f"and hours ({FALLBACK_VOCABULARY:,} symbols assumed)"
+        remedy = "give --data a folder made by fairseq-preprocess for updates and hours"
+        assumed = f"{FALLBACK_VOCABULARY:,} symbols assumed"
+        facts.append(("training set", f"of unknown size: {remedy} ({assumed})"))
+    names = [_name(entry) for entry in report["hardware"]]
+    table: List[Dict[str, str]] = []
+    origins: Dict[str, List[str]] = {}
+    for name, entry in zip(names, report["hardware"]):
+        full = "!" if entry["fits"] is False else " "
+        table.append(
+            {
+                "GPUs": name,
+                "precision": entry["precision"],
+                "tokens/update": f"{entry['tokens_per_update']:,}",
+                "updates": _number(entry.get("updates")),
+                "of them per epoch": _number(entry.get("updates_per_epoch")),
+                "GB per GPU": f"{entry['memory']['total'] / 1e9:.1f}{full}",
+                "tokens/s": _number(entry.get("tokens_per_second")),
+                "hours": _number(entry.get("hours")),
+                "GPU hours": _number(entry.get("device_hours")),
+            }
         )
-    lines += [
-        "",
-        f"{'GPUs':>10} {'precision':>9} {'tokens/update':>13} {'updates':>9} {'of them per epoch':>17} "
-        f"{'GB per GPU':>12} {'tokens/s':>10} {'hours':>9} {'GPU hours':>10}",
-    ]
-    lines += [_line(entry) for entry in report["hardware"]]
-    origins = {}
-    for entry in report["hardware"]:
-        origins.setdefault(entry.get("speed_origin", "speed unknown"), []).append(_name(entry))
-    lines += ["", *(f"{origin} [{_names(names)}]" for origin, names in origins.items())]
-    left_out = [entry for entry in report["hardware"] if entry["left_out"]]
-    lines += [f"{_name(entry)}: {entry['left_out']}" for entry in left_out]
-    lines.append(
-        "GB per GPU is an estimate (its formula: moa_fairseq/recipes/planner/memory.py); ! does not fit."
-    )
-    lines.append(
-        "Validation, checkpoints and interruptions are not in the hours; small models use less of a GPU."
-    )
-    return "\n".join(lines)
-
-
-def _line(entry: Dict[str, Any]) -> str:
-    def number(key: str, form: str = ",") -> str:
-        return format(entry[key], form) if entry.get(key) is not None else "?"
-
-    full = "!" if entry["fits"] is False else " "
-    memory = f"{entry['memory']['total'] / 1e9:.1f}{full}"
-    return (
-        f"{_name(entry):>10} {entry['precision']:>9} {number('tokens_per_update'):>13} "
-        f"{number('updates'):>9} {number('updates_per_epoch'):>17} {memory:>12} "
-        f"{number('tokens_per_second'):>10} {_hours(entry.get('hours')):>9} "
-        f"{_hours(entry.get('device_hours')):>10}"
+        origins.setdefault(entry.get("speed_origin", "speed unknown"), []).append(name)
+    return "\n".join(
+        [
+            tabulate(facts, tablefmt="plain", disable_numparse=True),
+            "",
+            tabulate(table, "keys", "plain", disable_numparse=True, colglobalalign="right"),
+            "",
+            *(f"{origin} [{_listed(found)}]" for origin, found in origins.items()),
+            *(f"{n}: {e['left_out']}" for n, e in zip(names, report["hardware"]) if e["left_out"]),
+            "GB per GPU is an estimate (its formula: moa_fairseq/recipes/planner/memory.py); ! does not fit.",
+            "Validation, checkpoints and interruptions are not in the hours; small models use less of a GPU.",
+        ]
     )
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def _hours(hours: Optional[float]) -> str:
-    return "?" if hours is None else f"{hours:,.0f}" if hours >= 100 else f"{hours:.2g}"
+def _number(value: Optional[float]) -> str:
+    """A count, or hours: whole ones from 100 on, else two digits."""
+    if value is None:
+        return "?"
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.2g}"
 
 
 def _name(entry: Dict[str, Any]) -> str:
-    return (
-        f"{entry['count']} {device_kind(entry['device']) or ('GPU' if entry['memory']['fixed'] else 'CPU')}"
-    )
+    kind = device_kind(entry["device"]) or ("GPU" if entry["memory"]["fixed"] else "CPU")
+    return f"{entry['count']} {kind}"
 
 
-def _names(names: List[str]) -> str:
+def _listed(names: List[str]) -> str:
     return ", ".join(names) if len(names) < 5 else "all" if len(names) > 11 else f"{names[0]} ... {names[-1]}"

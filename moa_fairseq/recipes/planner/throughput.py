@@ -11,7 +11,9 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import List, Optional
+
+from moa_fairseq.recipes.hardware import DEVICES
 
 # A multiply-accumulate is two operations, and the backward pass costs two forward passes.
 OPERATIONS_PER_MAC = 6
@@ -24,40 +26,17 @@ ASSUMED_UTILISATION = 0.137
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
-    """A GPU's data sheet. peak_half: operations a second in fp16 or bf16, dense; peak_single: in fp32."""
-
-    name: str
-    memory: int
-    peak_half: float
-    peak_single: float
-
-    def peak(self, precision: str) -> float:
-        """Operations a second in a precision."""
-        return self.peak_single if precision == "fp32" else self.peak_half
-
-
-# NVIDIA's data sheets of the SXM modules, without sparsity.
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("V100", 32_000_000_000, 125e12, 15.7e12),
-        Device("A100", 80_000_000_000, 312e12, 19.5e12),
-        Device("H100", 80_000_000_000, 989e12, 67e12),
-        Device("H200", 141_000_000_000, 989e12, 67e12),
-    )
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
-    """One measurement. device: a key of DEVICES or "CPU"; speed: target tokens a second of all `count`."""
+    """One measurement. device: a key of DEVICES or "CPU"; speed: target tokens a second of all `count`.
+
+    macs: of one target token; 0 where the file does not tell.
+    """
 
     experiment: str
     device: str
     count: int
     speed: float
-    macs: Optional[float]
+    macs: float
     precision: str
     hardware: str
     file: str
@@ -72,14 +51,14 @@ class Speed:
     measured: bool
 
     def no_faster_than(self, seconds: float, tokens: float) -> Speed:
-        """This speed where `tokens` (an update's) take at least `seconds`; a measured one stays."""
+        """This speed, or less where an update of `tokens` takes at least `seconds`; a measured one stays."""
         if self.measured or self.tokens_per_second * seconds <= tokens:
             return self
         origin = f"{self.origin}; at least {SECONDS_PER_LAYER * 1000:g} ms per layer and step (assumed)"
         return Speed(tokens / seconds, origin, False)
 
     def divided_by(self, factor: float, why: str) -> Speed:
-        """This speed for a training that takes `factor` as long; a measured one has it in it."""
+        """This speed for a training that takes `factor` times as long; a measured one already does."""
         if self.measured or factor == 1:
             return self
         return Speed(self.tokens_per_second / factor, f"{self.origin}; x {factor:.3g} {why}", False)
@@ -99,24 +78,23 @@ def read_rows(results: Path) -> List[Row]:
         except (OSError, ValueError):
             continue
         speed = row.get("tokens_per_second") if isinstance(row, dict) else None
-        if speed and row.get("hardware") and row.get("experiment"):
-            rows.append(_row(row, f"{path.parent.name}/{path.name}"))
+        if not (speed and row.get("hardware") and row.get("experiment")):
+            continue
+        hardware = str(row["hardware"])
+        count = re.match(r"(\d+) x ", hardware)
+        rows.append(
+            Row(
+                experiment=row["experiment"],
+                device=device_kind(hardware) or "CPU",
+                count=int(count.group(1)) if count else 1,
+                speed=float(speed),
+                macs=float(row.get("macs_per_target_token") or 0),
+                precision=row.get("precision", "fp32"),
+                hardware=hardware,
+                file=f"{path.parent.name}/{path.name}",
+            )
+        )
     return rows
-
-
-def _row(row: Dict[str, Any], file: str) -> Row:
-    hardware = str(row["hardware"])
-    count = re.match(r"(\d+) x ", hardware)
-    return Row(
-        experiment=row["experiment"],
-        device=device_kind(hardware) or "CPU",
-        count=int(count.group(1)) if count else 1,
-        speed=float(row["tokens_per_second"]),
-        macs=row.get("macs_per_target_token"),
-        precision=row.get("precision", "fp32"),
-        hardware=hardware,
-        file=file,
-    )
 
 
 def device_kind(hardware: str) -> Optional[str]:
@@ -148,17 +126,13 @@ def expected_speed(
     if device not in DEVICES:
         return None
     other = _nearest([row for row in rows if row.macs and row.device in DEVICES], macs)
-    share, origin = (
-        ASSUMED_UTILISATION,
-        f"estimate, not measured: {ASSUMED_UTILISATION:.1%} of the peak assumed, what a dense Transformer "
-        "reached",
-    )
+    share, origin = ASSUMED_UTILISATION, "of the peak assumed, what a dense Transformer reached"
     if other:
         done = other.speed / other.count * other.macs * OPERATIONS_PER_MAC
         share = done / DEVICES[other.device].peak(other.precision)
-        origin = f"estimate, not measured: {share:.1%} of the peak, as {other.file} on {other.hardware}"
+        origin = f"of the peak, as {other.file} on {other.hardware}"
     speed = DEVICES[device].peak(precision) * share / (OPERATIONS_PER_MAC * macs) * count
-    return Speed(speed, origin, False)
+    return Speed(speed, f"estimate, not measured: {share:.1%} {origin}", False)
 
 
 def _nearest(rows: List[Row], macs: float) -> Optional[Row]:
