@@ -181,6 +181,7 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
             _receive(url, source, part)
             return
         except requests.HTTPError as error:
+            assert error.response is not None  # raise_for_status gives the answer along
             status = error.response.status_code
             why = f"HTTP {status} {error.response.reason}"
             if status < 500 and status not in (408, 429):
