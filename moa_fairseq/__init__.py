@@ -1,7 +1,7 @@
 """moa_fairseq: mixtures of attention heads as a fairseq user-dir. Importing it registers everything.
 
-Where fairseq is not installed nothing is registered, and `moa_fairseq.attention` and `moa_fairseq.kernels`
-work with torch alone.
+Without fairseq nothing is registered, but `moa_fairseq.attention` and `moa_fairseq.kernels` work with torch
+alone.
 """
 
 import importlib.util
@@ -9,8 +9,8 @@ import importlib.util
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("fairseq") is not None:
-    # fairseq imports `tasks/` and `models/` of a user-dir by itself, but only if nobody imported the package
-    # before, and it never imports criterions: so all of it is imported here.
+    # fairseq imports `tasks/` and `models/` of a user-dir itself, but only if the package was not imported
+    # before, and never its criterions. So everything is imported here.
     from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
     import torch
 

@@ -1,4 +1,4 @@
-"""`moa-fairseq VERB`: finds the room that does the work, and prints errors meant for people."""
+"""`moa-fairseq VERB`: runs the module that does the work, and prints errors for users."""
 
 import argparse
 import contextlib
@@ -28,12 +28,12 @@ VERBS = {
     "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
 }
 
-# The rooms that report through `logging` what a user waits for.
+# The packages whose log messages a user is shown.
 REPORTING = ("analysis", "corpus", "data_prep", "recipes", "running")
 
 
 class Console(logging.Handler):
-    """Writes what the rooms report as plain lines, a warning with its level before it."""
+    """Writes log messages as plain lines; a warning begins with its level."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Console(logging.Handler):
 
 @contextlib.contextmanager
 def reporting_to(handler: logging.Handler) -> Iterator[None]:
-    """For a while, `handler` alone has what the rooms in REPORTING say."""
+    """Inside the block, messages of the packages in REPORTING go to `handler` only."""
     loggers = [logging.getLogger(f"moa_fairseq.{room}") for room in REPORTING]
     before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
@@ -61,15 +61,15 @@ def reporting_to(handler: logging.Handler) -> Iterator[None]:
 
 
 class _VerbParser(argparse.ArgumentParser):
-    """One verb. any_order: its positional arguments may stand between and after the flags."""
+    """The parser of one verb. any_order: positional arguments may stand between and after the flags."""
 
     any_order = False
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse's, but for `any_order`, where argparse fills an optional argument too early."""
+        """As argparse's; with `any_order` argparse alone would fill an optional argument too early."""
         if not self.any_order:
             return super().parse_known_args(args, namespace)
-        self.any_order = False  # parse_known_intermixed_args comes here again
+        self.any_order = False  # parse_known_intermixed_args calls this method again
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
@@ -101,7 +101,7 @@ def _import_plugin(args: argparse.Namespace) -> None:
 
     if not Path(args.user_dir).is_dir():
         raise UserError(
-            f"--user-dir {args.user_dir} is no folder: name the one with the plugin's __init__.py."
+            f"--user-dir {args.user_dir} is not a folder: give the one that holds the plugin's __init__.py."
         )
     import_user_module(args)
 

@@ -1,12 +1,12 @@
 """The one place that knows fairseq and torch versions.
 
-`install()` runs when the plugin is imported. `patches()` is the table of what it changes in fairseq, each
-because today's stack breaks or endangers it, or because a hook is missing. Besides:
+`install()` runs when the plugin is imported. `patches()` is the table of the functions that it changes in
+fairseq: each is broken or unsafe with today's Python, torch and NumPy, or lacks a hook. Besides:
 
 - `eval` reads literals in all of fairseq's modules: see `fairseq_patches.literals`.
-- What loads files with torch goes through `fairseq_patches.checkpoint_files`, and tokenizers download nothing
-  but fairseq's own files: see `fairseq_patches.foreign_settings`.
-- Several processes: see `fairseq_workers`.
+- fairseq's code loads files with torch through `fairseq_patches.checkpoint_files`, and its tokenizers
+  download only fairseq's own files: see `fairseq_patches.foreign_settings`.
+- Training with several processes is changed in `fairseq_workers`.
 - `--sample-break-mode eos` and bucketed batches work with NumPy 2, which has no `numpy.compat.long`.
 - An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
 """
@@ -45,7 +45,7 @@ def _bf16_means_gpu(override_module_args: Callable) -> Callable:
 
 
 def _keeping_the_last_batch(batch_by_size: Callable) -> Callable:
-    """Wrap fairseq's batching: what it left off the end of `indices` becomes the last batch again."""
+    """Wrap fairseq's batching: what it dropped from the end of `indices` becomes the last batch."""
 
     @functools.wraps(batch_by_size)
     def wrapped(indices: Any, *args: Any, fixed_shapes: Any = None, **options: Any) -> Any:
@@ -61,14 +61,15 @@ def _keeping_the_last_batch(batch_by_size: Callable) -> Callable:
 
 
 def _batches_of_the_first_epoch(get_batch_iterator: Callable) -> Callable:
-    """Wrap a task's batching: sentences are grouped by seed + 1 in whatever epoch the process starts."""
+    """Wrap a task's batching: sentences are grouped with seed + 1, whichever epoch the process starts in."""
 
     @functools.wraps(get_batch_iterator)
     def wrapped(task: Any, dataset: Any, *args: Any, seed: int = 1, epoch: int = 1, **options: Any) -> Any:
         keeps = task.can_reuse_epoch_itr(dataset)
         if options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache") or not keeps:
             return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
-        # The task groups by seed + epoch; the iterator shuffles the batches of each epoch by its own seed.
+        # The task groups with seed + epoch; the iterator shuffles the batches of each epoch with a seed of
+        # its own.
         iterator = get_batch_iterator(task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options)
         iterator.seed = seed
         return iterator
@@ -77,12 +78,12 @@ def _batches_of_the_first_epoch(get_batch_iterator: Callable) -> Callable:
 
 
 def _announcing_updates(train_step: Callable) -> Callable:
-    """Wrap the trainer's update: the task hears of it before, and the model afterwards."""
+    """Wrap the trainer's update: the task is told before it, and the model after it."""
 
     @functools.wraps(train_step)
     def wrapped(trainer: Any, samples: Any, *args: Any, **options: Any) -> Any:
         for observer in observers_of(trainer.get_model()):
-            observer.forget()  # what an update saw that overflowed and was not made
+            observer.forget()  # left by an update that overflowed and was skipped
         before_update = getattr(trainer.task, "before_update", None)
         if before_update is not None:
             before_update(trainer, samples)
@@ -96,7 +97,7 @@ def _announcing_updates(train_step: Callable) -> Callable:
 
 
 def _not_observing_fillers(train_step: Callable) -> Callable:
-    """Wrap a task's micro-batch: one that only fills a gap among the workers is no observation."""
+    """Wrap a task's micro-batch: nothing observes one that a worker runs only to take part."""
 
     @functools.wraps(train_step)
     def wrapped(
@@ -108,8 +109,8 @@ def _not_observing_fillers(train_step: Callable) -> Callable:
     return wrapped
 
 
-def _but_for_what_encoders_return(add_hooks: Callable) -> Callable:
-    """Wrap the hooks by which fairseq finds the module that made a NaN."""
+def _skipping_encoders(add_hooks: Callable) -> Callable:
+    """Wrap the hooks that find the module which made a NaN: encoders get no backward hook."""
 
     @functools.wraps(add_hooks)
     def wrapped(detector: Any, module: Any) -> None:
@@ -124,7 +125,7 @@ def _but_for_what_encoders_return(add_hooks: Callable) -> Callable:
 
 
 def _explaining_optimizers(load_checkpoint: Callable) -> Callable:
-    """Wrap the trainer's loading of a checkpoint to resume from."""
+    """Wrap the trainer's loading of a checkpoint: an optimizer of other parameters is a UserError."""
 
     @functools.wraps(load_checkpoint)
     def wrapped(trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
@@ -147,7 +148,7 @@ def _explaining_optimizers(load_checkpoint: Callable) -> Callable:
 
 
 def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the state of flattened parameters (--fp16) has their length: torch does not look."""
+    """Whether the state of flattened parameters (--fp16) has their length: torch does not check."""
     return all(
         value.numel() in (1, parameter.numel())
         for parameter, state in optimizer.state.items()
@@ -171,13 +172,13 @@ class Patch(NamedTuple):
 
     owner: Any  # the module or class that holds it
     name: str
-    change: Callable[[Any], Any]  # from fairseq's to ours
+    change: Callable[[Any], Any]  # takes fairseq's function, returns ours
     reason: str
     test: str  # file::name under tests/
 
 
 def patches() -> List[Patch]:
-    """What is changed in fairseq. Raises ImportError where there is none."""
+    """The functions of fairseq that are changed. Raises ImportError without fairseq."""
     from fairseq import checkpoint_utils
     from fairseq.data import data_utils
     from fairseq.data.fasta_dataset import FastaDataset
@@ -207,13 +208,13 @@ def patches() -> List[Patch]:
         ),
         Patch(
             *(Trainer, "load_checkpoint", checkpoint_files.resuming_from_regular_files),
-            "fairseq starts a new training, without a word, where checkpoint_last.pt is not a regular file.",
+            "fairseq silently starts a new training if checkpoint_last.pt is not a regular file.",
             files + "test_training_does_not_begin_anew_beside_what_is_no_file",
         ),
         Patch(
             *(checkpoint_utils, "torch_persistent_save", checkpoint_files.writing_whole),
             "fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, "
-            "its second attempt appends to the rest of the first.",
+            "its second attempt appends to what the first one left.",
             files + "test_a_disk_that_is_full_for_a_moment",
         ),
         Patch(
@@ -234,12 +235,12 @@ def patches() -> List[Patch]:
         ),
         Patch(
             *(distributed_utils, "distributed_main", collectives.with_a_time_limit),
-            "When a process hangs, the others wait for half an hour and never say for whom.",
+            "When a process hangs, the others wait for half an hour and never say for which one.",
             "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named",
         ),
         Patch(
             *(distributed_fairseq_model, "DistributedTimeoutWrapper", collectives.watching_later),
-            "It would interrupt the process just before the message that names the rank.",
+            "Its timeout would interrupt the process just before the message that names the rank.",
             "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named",
         ),
         Patch(
@@ -255,25 +256,25 @@ def patches() -> List[Patch]:
         ),
         Patch(
             *(AMPOptimizer, "clip_grad_norm", cpu_autocast.stopping_at_what_is_not_finite),
-            "On the CPU torch's gradient scaler is off, and NaN in the gradients under --amp was an "
+            "On the CPU torch's gradient scaler is off, and NaN in the gradients under --amp raised an "
             "AttributeError.",
             "fairseq_patches/test_cpu_autocast.py::test_nan_on_the_cpu_ends_a_training_as_without_amp",
         ),
         Patch(
-            *(NanDetector, "add_hooks", _but_for_what_encoders_return),
+            *(NanDetector, "add_hooks", _skipping_encoders),
             "The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of "
-            "tensors, in which torch's backward hooks find none.",
+            "tensors, in which torch's backward hooks find no tensor.",
             compat + "test_the_module_that_made_a_nan_is_named",
         ),
         Patch(
             *(FairseqTask, "get_batch_iterator", _batches_of_the_first_epoch),
-            "Sentences are grouped into batches once, by the seed of the first epoch that a process sees: a "
-            "restart in a later epoch regroups them, and repeats some and skips others.",
+            "Sentences are grouped into batches once, with the seed of the first epoch that a process "
+            "runs: a restart in a later epoch groups them anew, repeats some and skips others.",
             "test_resume.py::test_killed_and_resumed_equals_uninterrupted",
         ),
         Patch(
             *(data_utils, "batch_by_size", _keeping_the_last_batch),
-            "fairseq's main branch drops the last batch of a data set whenever its size is no multiple of "
+            "fairseq's main branch drops the last batch of a data set whenever its size is not a multiple of "
             "--required-batch-size-multiple (8), in validation and generation too.",
             compat + "test_the_last_batch_is_kept",
         ),
@@ -299,7 +300,7 @@ def patches() -> List[Patch]:
         Patch(
             *(Trainer, "load_checkpoint", _explaining_optimizers),
             "A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded "
-            "wrongly where the sizes fit by chance.",
+            "wrongly if the sizes happen to fit.",
             "test_resume.py::test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
         ),
     ]

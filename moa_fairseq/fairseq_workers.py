@@ -1,4 +1,4 @@
-"""What training with several processes needs of fairseq; `fairseq_compat.install()` installs it.
+"""Changes to fairseq for training with several processes; `fairseq_compat.install()` makes them.
 
 1. torchrun's processes train one model together. Where fairseq takes the number of processes to be 1 (on a
    CPU, or with one GPU per machine) it ignores torchrun and trains as many *independent* models as
@@ -12,11 +12,11 @@
    torch's own default refuses. What the processes of one training send each other is no file of unknown
    origin; fairseq exchanges it by pickle elsewhere, too.
 4. Data workers (--num-workers, 1 by default) load the epoch that is being trained. fairseq keeps the worker
-   processes for the whole training, with the data set as it was when they were started: what depends on
-   the epoch (the masks of a masked LM, noise, crops) stays that of the first epoch, until a restart
-   brings another. Here each training epoch starts its own, so that workers hold whatever the data set
-   became at `set_epoch`. That costs about a tenth of a second of processor time per epoch, for a
-   hundred million tokens as for a thousand. Validation, whose data set never changes, keeps its workers.
+   processes for the whole training, with the data set as it was when they were started: what depends on the
+   epoch (the masks of a masked LM, noise, crops) stays as in the first epoch until a restart. Here each
+   training epoch starts its own workers, which hold the data set as `set_epoch` has left it. That costs about
+   a tenth of a second of processor time per epoch, for a thousand tokens or a hundred million. Validation,
+   whose data set never changes, keeps its workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class _PeerTorch(types.ModuleType):
-    """torch as fairseq's communication sees it: `load` takes what another process of the training sent."""
+    """Stands for torch in fairseq's communication: `load` reads only what another process sent."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -97,7 +97,7 @@ def _on_cpu() -> bool:
 
 
 def _saving_the_place_of_all_processes(state_dict: Callable) -> Callable:
-    """Wrap what an epoch's iterator saves: also how many processes shared how many batches."""
+    """Wrap the state that an epoch's iterator saves: add the numbers of processes and of batches."""
 
     @functools.wraps(state_dict)
     def wrapped(iterator: Any) -> Dict[str, Any]:
@@ -111,7 +111,7 @@ def _saving_the_place_of_all_processes(state_dict: Callable) -> Callable:
 
 
 def _restoring_the_place_of_all_processes(load_state_dict: Callable) -> Callable:
-    """Wrap what an epoch's iterator restores: the place is converted to this number of processes."""
+    """Wrap the restoring of an epoch's iterator: convert the place to this number of processes."""
 
     @functools.wraps(load_state_dict)
     def wrapped(iterator: Any, state: Dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def converted_place(place: int, shards: int, batches: int, new_shards: int, new_
 
 
 def _from_any_place(init: Callable) -> Callable:
-    """Wrap the grouping of batches for --update-freq: an epoch may go on inside of a former group.
+    """Wrap the grouping of batches for --update-freq: an epoch may go on inside a former group.
 
     fairseq counts the groups from the epoch's beginning and then finds one fewer than there are.
     """
@@ -162,10 +162,10 @@ def _from_any_place(init: Callable) -> Callable:
 
 
 def _starting_new_data_workers(next_epoch_itr: Callable) -> Callable:
-    """Wrap the step to the next epoch: where the data set hears of it, its workers are started anew.
+    """Wrap the step to the next epoch: if the data set is told of it, its workers are started anew.
 
-    A new loader also has the order that is asked for; the one of the last epoch goes on as the
-    first did, so that --curriculum would never end.
+    A new loader also follows the order that is asked for. The old one would keep the order of the first
+    epoch, and --curriculum would never end.
     """
 
     @functools.wraps(next_epoch_itr)
@@ -180,7 +180,7 @@ def _starting_new_data_workers(next_epoch_itr: Callable) -> Callable:
 
 
 def _forgetting_the_last_epoch(set_epoch: Callable) -> Callable:
-    """Wrap what tells a caching data set of an epoch: the items that it keeps are of the epoch before."""
+    """Wrap `set_epoch` of a caching data set: drop its items, which belong to the epoch before."""
     from fairseq.data import LRUCacheDataset
 
     @functools.wraps(set_epoch)

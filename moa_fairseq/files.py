@@ -28,18 +28,18 @@ def atomic_write(
     """Open a temporary neighbour of `path` for writing and rename it into place on success.
 
     path: the final name; its folder is created. mode: "w" (UTF-8, LF line ends) or "wb".
-    temporary: its name, for a file that only one process writes: what a killed process left there is
-    overwritten, so that large files do not pile up. By default a new name that nobody else has.
-    check: is given the temporary name when all is on the disk, and raises where it is not what it should be.
-    An exception inside the block removes the temporary file and leaves an existing `path` as it
-    was. Raises UserError when the disk is full, the folder cannot be written, or `path` is no file.
+    temporary: the neighbour's name, for a file that only one process writes: what a killed process left there
+    is overwritten, so that large files do not pile up. By default a new, unique name. check: is called with
+    the temporary name when all is on the disk, and raises if the file is wrong. An exception inside the block
+    removes the temporary file and leaves an existing `path` as it was. Raises UserError when the disk is
+    full, the folder cannot be written, or `path` is not a file.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
     path = Path(path)
     if path.exists() and not path.is_file():
         # a folder, or a device such as /dev/null: renaming onto it would replace it
-        raise UserError(f"Cannot write {path}: it exists and is no ordinary file. Choose another name.")
+        raise UserError(f"Cannot write {path}: it exists and is not an ordinary file. Choose another name.")
     encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def atomic_write(
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a renaming to the disk, where the system knows how to."""
+    """Make a renaming durable, on systems that can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""JSON files that a crash, a disk or a hand may have damaged: checked before anything relies on them."""
+"""Reads JSON files that a crash, a bad disk or an edit may have damaged, and checks them before use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-# What a value may have to be, in words.
+# The kinds of values, in the words of error messages.
 TEXT, NUMBER, MAPPING = "text", "a number", "a mapping"
 _KINDS: Dict[str, Callable[[Any], bool]] = {
     TEXT: lambda value: isinstance(value, str),
@@ -46,7 +46,8 @@ def check_kinds(
 ) -> None:
     """Raise a UserError that names `where`, the key and `remedy` unless `mapping` is as described.
 
-    kinds: key → TEXT, NUMBER or MAPPING. A key may be missing or null unless it is required; others pass.
+    kinds: key → TEXT, NUMBER or MAPPING. A key may be missing or null unless it is required; other keys are
+    not checked.
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{where} must be {MAPPING}, not {reprlib.repr(mapping)}. {remedy}")

@@ -3,9 +3,9 @@
 moa-fairseq analyze attention-maps runs/B --sentence 3 --output maps.png            every layer
 moa-fairseq analyze attention-maps runs/B --sentence 3 --layer 2 --output heads.png one layer, head by head
 
-Without --layer a map is the largest weight of any head. With it each head has a map of its own (for MoA and
-MoH a slot: the experts differ from token to token), and strips beside it show the gates of the experts that a
-token chose: on the left those of the attending tokens, below those of the tokens that are attended to.
+Without --layer a map shows the largest weight of any head. With it each head has a map of its own (for MoA
+and MoH each slot, since the experts differ from token to token). Strips beside it show the gates of the
+experts that a token chose: on the left for the attending tokens, below for the tokens that they attend to.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def analyze(args: argparse.Namespace) -> int:
 class AttentionMap:
     """The attention of one module on one sentence.
 
-    weights [H, T, S]: of each head or slot; queries and keys: the T and S tokens. gates: "queries" and "keys"
-    → [E, T] or [E, S], the gate of each expert for each token, zero where it is not chosen; absent where
-    nothing is routed. groups: equal parts of the experts, one for each head.
+    weights [H, T, S]: the attention of each head or slot; queries and keys: the T and S tokens. gates:
+    "queries" and "keys" → [E, T] or [E, S], the gate of each expert for each token, zero where it is not
+    chosen; absent where nothing is routed. groups: equal parts of the experts, one for each head.
     """
 
     name: str
@@ -116,7 +116,7 @@ def measure_attention(
     found: Dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
-        if hasattr(module, "ever_training"):  # else fairseq's encoder calls torch's fused layer: no weights
+        if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
             vars(module)["ever_training"] = True
         if not isinstance(module, (MixtureAttention, MultiheadAttention)):
             continue

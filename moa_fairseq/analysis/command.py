@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the analysis that was asked for."""
+    """Run the chosen analysis."""
     picture = getattr(args, "output", None)
     if picture is not None and picture.suffix.lower() != ".png":
         raise UserError(f"--output {picture}: the picture is a PNG, so its name must end in .png.")

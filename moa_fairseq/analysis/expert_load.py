@@ -52,7 +52,7 @@ def analyze(args: argparse.Namespace) -> int:
 
 @dataclass
 class ExpertLoad:
-    """What one router did with a data set, padding and experts that are always on (MoH) left out.
+    """What one router did with a data set, without padding and without experts that are always on (MoH).
 
     counts [E]: how many tokens chose each expert. gate_mass [E]: the gates they gave it, added up.
     """
@@ -74,7 +74,7 @@ class ExpertLoad:
 
     @property
     def gate_share(self) -> Tensor:
-        """Share of all gate weight that each expert got, [E], sum 1. Even when K = E, this can differ."""
+        """Share of all gate weight that each expert got, [E], sum 1. It can be uneven even if K = E."""
         return self.gate_mass / self.gate_mass.sum()
 
     def summary(self) -> Dict[str, Any]:

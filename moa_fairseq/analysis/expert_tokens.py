@@ -1,21 +1,21 @@
-"""The tokens that tell most of an expert: greatest pointwise mutual information (MAE §5.1, Table 6).
+"""The most indicative tokens of an expert, by pointwise mutual information (MAE §5.1, Table 6).
 
   moa-fairseq analyze expert-tokens runs/mae7 --words --top 5
   moa-fairseq analyze expert-tokens runs/moa --module decoder.layers.0.self_attn --json tokens.json
 
 PMI(token, expert) = log p(token, expert) / (p(token) p(expert)), in nats. In MAE all tokens of a sequence
-count for the expert to which its gate gives the most weight (at a decoder's gates, each token for that of
-its position); in MoA a token counts for the K experts that it chose, or with K = E for the one of the
-greatest weight. Tokens are those at the module's queries: of the source in the encoder, of the target so
-far in the decoder. Padding, sentence ends and unknown words do not count.
+count for the expert to which its gate gives the most weight (in a decoder each token counts for the expert of
+its own position). In MoA a token counts for the K experts that it chose, or with K = E for the one with the
+greatest weight. Tokens are those at the module's queries: the source in the encoder, the target so far in the
+decoder. Padding, sentence ends and unknown words do not count.
 
-BPE pieces ("sub@@") are counted as they are; --words joins them, and each of a word's n pieces then
-brings 1/n of the word to its expert. Experts count from 0.
+BPE pieces ("sub@@") are counted as they are; --words joins them, and each of a word's n pieces then counts as
+1/n of the word for its expert. Experts are numbered from 0.
 
-Ids of GPT-2's byte-pair encoding are decoded: ' cat' in quotes begins a word, and bytes that are no
-character by themselves are written as \\xNN. In a masked language model the positions chosen to be
-guessed (masked, replaced or kept: its --mask-prob) do not count, nor do words with such a piece; how many
-positions these are is printed.
+Ids of GPT-2's byte-pair encoding are decoded: ' cat' in quotes begins a word, and bytes that are not a
+character by themselves are written as \\xNN. In a masked language model the positions chosen to be guessed
+(masked, replaced or kept: its --mask-prob) do not count, nor do words with such a piece; the number of these
+positions is printed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
 NAME = "expert-tokens"
-SUMMARY = "the tokens that tell most of each expert, by PMI (MAE Table 6)"
+SUMMARY = "the most indicative tokens of each expert, by PMI (MAE Table 6)"
 CONTINUES = "@@"  # at the end of a BPE piece: the next piece belongs to the same word
 
 Segmenter = Callable[[Sequence[Optional[str]]], Iterator[Tuple[str, List[int]]]]
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="tokens of each expert (10)")
     parser.add_argument(
-        "--min-count", type=int, default=5, metavar="N", help="only tokens that occur N times or more (5)"
+        "--min-count", type=int, default=5, metavar="N", help="only tokens that occur at least N times (5)"
     )
     parser.add_argument("--words", action="store_true", help='join BPE pieces ("@@ ") into words')
 
@@ -64,7 +64,7 @@ def analyze(args: argparse.Namespace) -> int:
     """Run a data set through a model and list each expert's tokens."""
     for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
         if value < 1:
-            raise UserError(f"{flag} {value}: at least 1.")
+            raise UserError(f"{flag} {value} must be at least 1.")
     checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
     found = measure_expert_tokens(
         checkpoint,
@@ -90,7 +90,7 @@ def analyze(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Indicative:
-    """A token that an expert gets more often than chance would have it. pmi in nats."""
+    """A token that an expert gets more often than by chance. pmi in nats."""
 
     token: str
     pmi: float
@@ -119,8 +119,8 @@ def words(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
 class TokenCounter:
     """How often each token met each expert of one module.
 
-    A token counts once for every expert that its position is attributed to, and a word of n pieces 1/n for
-    those of each piece.
+    A token counts once for every expert that its position is attributed to. Each of a word's n pieces counts
+    1/n for the experts of that piece.
     """
 
     def __init__(self, segment: Segmenter = pieces) -> None:
@@ -137,7 +137,8 @@ class TokenCounter:
     ) -> None:
         """Count a batch: B sequences of T symbols each; experts [B, T, E] bool, as of `attributed`.
 
-        hidden: [B, T] bool, positions whose symbol the model does not see: no token with one counts.
+        hidden: [B, T] bool, positions whose symbol the model does not see: tokens with such a position do not
+        count.
         """
         self.num_experts = experts.size(-1)
         masks = experts.new_zeros(experts.shape[:2]) if hidden is None else hidden
@@ -161,7 +162,7 @@ class TokenCounter:
         """For each expert the `top` tokens of greatest PMI that occur at least min_count times.
 
         PMI = log p(token, expert) / (p(token) p(expert)), probabilities being shares of all attributions.
-        Of equals, the one that the expert gets more often comes first.
+        Among equals, the one that the expert gets more often comes first.
         """
         totals = self._totals()
         everything = sum(totals)
@@ -184,8 +185,8 @@ class TokenCounter:
 def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
     """Which experts each position of a batch counts for: [B, T, E] bool.
 
-    Those that it chose; where every expert takes part (MAE; MoA with K = E), the one with the greatest
-    weight. Where a sequence has one decision, all of its positions count for it.
+    Those that it chose; if every expert takes part (MAE; MoA with K = E), the one with the greatest weight.
+    If a sequence has one decision, it holds for all positions.
     """
     index = decision.expert_index
     if decision.chooses_all:
@@ -199,8 +200,8 @@ def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
 class ExpertTokens:
     """One module's experts and their tokens: shares [E] of all tokens, tokens [E] lists.
 
-    masked_out: the positions that were left out because the model had to guess them, of a masked language
-    model; None of others.
+    masked_out: in a masked language model, the number of positions left out because the model had to guess
+    them; None for other models.
     """
 
     name: str
@@ -221,7 +222,7 @@ def measure_expert_tokens(
     max_tokens: int = 4096,
     cpu: bool = False,
 ) -> ExpertTokens:
-    """Run `subset` of the binarised `data` through the model; whose queries are an expert's?
+    """Run `subset` of the binarised `data` through the model, and count which tokens chose which expert.
 
     module: its path in the model; None for the first that runs (the first layer's self-attention). Ids of
     GPT-2's encoding are decoded. Of a masked language model the positions that are chosen to be guessed
@@ -258,15 +259,15 @@ def _decision_of(
 ) -> RoutingDecision:
     named = dict(decisions)
     if module not in named:
-        raise UserError(f"--module {module} is none of this model's: {', '.join(named)}.")
+        raise UserError(f"--module {module} is not in this model, which has {', '.join(named)}.")
     attention = dict(model.named_modules())[module]
     if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
-        raise UserError(f"The gate of {module} is uniform: it prefers no expert to another for any token.")
+        raise UserError(f"The gate of {module} is uniform: it prefers no expert for any token.")
     return named[module]
 
 
 def _queries(module: str, net_input: Dict[str, Any], task: Any) -> Tuple[Tensor, Any]:
-    """The tokens [B, T] at the queries' positions of a module, and the dictionary that they are of."""
+    """The tokens [B, T] at the queries' positions of a module, and their dictionary."""
     if module.startswith("decoder") and "prev_output_tokens" in net_input:
         return net_input["prev_output_tokens"], task.target_dictionary
     return net_input["src_tokens"], task.source_dictionary
@@ -287,5 +288,5 @@ def _lists(found: ExpertTokens, unit: str) -> str:
 
 
 def _shown(token: str) -> str:
-    """In quotes where the eye would miss a space or a control character."""
+    """In quotes if it holds a space or a control character, which a reader would not see."""
     return token if token == token.strip() and token.isprintable() else repr(token)

@@ -1,11 +1,11 @@
-"""Entropy of MAE's gates, and the share of instances whose favourite each expert is (§5.1, Table 8).
+"""Entropy of MAE's gates, and the share of instances that prefer each expert (§5.1, Table 8).
 
   moa-fairseq analyze gates runs/mae7 --output gates.png --json gates.json
 
---untrained 1 gives the values to compare with: those of gates that nobody has trained, on the same inputs.
+--untrained 1 gives values to compare with: those of untrained gates on the same inputs.
 An instance is a sequence in the encoder and a position in a decoder, whose gates see the inputs so far. The
 paper's entropies (1.91 nats for MAE-7, 2.02 for NOBCD, 2.08 = ln 8 for UNI-MAE-7) are means over encoder
-layers on WMT14's development set. Experts count from 0.
+layers on WMT14's development set. Experts are numbered from 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
 NAME = "gates"
 SUMMARY = "entropy of MAE's gates and the experts they prefer (MAE §5.1, Table 8)"
-FEW = 10  # experts whose shares fit on a line of the table, and into the fields of the picture
+FEW = 10  # the shares of so many experts fit on a line of the table, and into the fields of the picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--untrained",
         type=int,
         metavar="SEED",
-        help="draw the gates' weights anew, as a new model's: what untrained gates show on the same inputs",
+        help="draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
 
@@ -65,11 +65,11 @@ def analyze(args: argparse.Namespace) -> int:
     lines = _table(summaries, means)
     if args.untrained is not None:
         lines.append(
-            f"The gates' weights drawn anew by seed {args.untrained}: nobody has trained these gates."
+            f"The gates' weights were drawn anew with seed {args.untrained}: these gates are untrained."
         )
     if any(use.counts is None for use in uses):
         lines.append(
-            "Uniform gates prefer no expert: no instance is attributed to one, and there are no shares."
+            "Uniform gates prefer no expert: instances are attributed to none, and there are no shares."
         )
     report = {"checkpoint": str(checkpoint), "subset": args.subset, "means": means, "modules": summaries}
     finish("\n".join(lines), {**report, "untrained_seed": args.untrained}, args.json, args.output)
@@ -81,7 +81,7 @@ class GateUse:
     """What one gate did with a data set, padding left out.
 
     total_entropy: Σ H(g) over the instances, in nats. counts [E]: how many instances gave each expert the
-    greatest weight; None for a uniform gate, which prefers nobody.
+    greatest weight; None for a uniform gate, which prefers no expert.
     """
 
     name: str
@@ -98,7 +98,7 @@ class GateUse:
 
     @property
     def uniform_entropy(self) -> float:
-        """ln E: the entropy of a gate that weights all experts alike, the greatest there is."""
+        """ln E: the entropy of a gate that weights all experts equally, the greatest possible."""
         return math.log(self.num_experts)
 
     @property
@@ -169,11 +169,10 @@ def measure_gates(
 ) -> List[GateUse]:
     """Run `subset` of the binarised `data` through the model with teacher forcing, and count.
 
-    A language model reads the subset in the blocks of its training. untrained: a seed by which the gates'
-    weights are drawn anew first, as a new model's, the rest and the gates' statistics staying: what gates
-    show on these inputs that nobody has trained. Raises UserError if the checkpoint
-    cannot be loaded, does not fit the data or has no such gates, or if the subset does not exist or is
-    empty.
+    A language model reads the subset in the blocks of its training. untrained: a seed with which the gates'
+    weights are first drawn anew, as in a new model; all else, and the gates' statistics, stay. This shows
+    untrained gates on these inputs. Raises UserError if the checkpoint cannot be loaded, does not fit the
+    data or has no such gates, or if the subset does not exist or is empty.
     """
     model, task = load_trained(checkpoint, data)
     uses = uses_of(model)
@@ -210,8 +209,7 @@ def _table(summaries: List[Dict[str, Any]], means: Dict[str, Dict[str, float]]) 
 def draw_gates(uses: Sequence[GateUse], title: str = "") -> Figure:
     """Left: H(g) of each layer against ln E, the uniform gate's. Right: layers × experts, shares as colours.
 
-    One heat map per kind of attention, all in one scale. Uniform gates attribute nothing: there is no map
-    of theirs.
+    One heat map per kind of attention, all on one scale. Uniform gates attribute nothing and have no map.
     """
     groups = by_kind(uses)
     maps = {label: group for label, group in groups.items() if group[0].counts is not None}
@@ -243,7 +241,7 @@ def _draw_entropies(panel: Axes, groups: dict) -> None:
         panel.axhline(height, color=GREY, linestyle="--", linewidth=1.0, label=f"uniform gate, {height:.2f}")
     panel.set(xlabel="layer", ylabel="gate entropy H(g) in nats")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.set_ylim(bottom=min(panel.get_ylim()[0], heights[0] - 0.05))  # rounding errors are no picture
+    panel.set_ylim(bottom=min(panel.get_ylim()[0], heights[0] - 0.05))  # rounding errors stay small
     style(panel)
 
 

@@ -1,4 +1,4 @@
-"""Ids of GPT-2's byte-pair encoding as text that one can read: pieces, and the words that they make."""
+"""Ids of GPT-2's byte-pair encoding as readable text: pieces, and the words that they make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPACE = "\u0120"  # how the encoding writes the space before a word
 class Gpt2Pieces:
     """Spells symbols of a dictionary that are ids of the encoding.
 
-    encoder: fairseq's. cut_samples: samples may begin in the middle of a word.
+    encoder: fairseq's. cut_samples: whether samples may begin in the middle of a word.
     """
 
     def __init__(self, encoder: Encoder, cut_samples: bool = False) -> None:
@@ -26,7 +26,7 @@ class Gpt2Pieces:
     def pieces(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
         """(text, [its position]) of a sequence; a piece that begins a word carries its space. None: no text.
 
-        Bytes that are no character by themselves are written as \\xNN.
+        Bytes that are not a character by themselves are written as \\xNN.
         """
         for position, symbol in enumerate(symbols):
             if symbol is not None:
@@ -58,9 +58,9 @@ class Gpt2Pieces:
 
 
 def gpt2_pieces(task: Any, data: Path) -> Optional[Gpt2Pieces]:
-    """How to spell the symbols of a task's dictionary, or None where they are no ids of GPT-2's encoding.
+    """How to spell the symbols of a task's dictionary, or None if they are not ids of GPT-2's encoding.
 
-    They are where all of them are numbers and the binarised folder `data` holds the encoding's files, or the
+    They are ids if all are numbers and either the binarised folder `data` holds the encoding's files or the
     model is a masked language model (enwik8's symbols are numbers, too: of bytes).
     """
     dictionary = task.source_dictionary

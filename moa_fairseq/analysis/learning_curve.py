@@ -74,9 +74,9 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     """The curve of a run folder (its train.jsonl) or of a log file.
 
     metric: a key of METRICS. from_epoch: what was measured before this epoch is left out. Repeated lines
-    count once (fairseq's --log-file writes epoch N's lines N times); where a resumed training repeats
-    updates, the later record stands. fairseq's clock `wall` starts at zero in every process; the curve's
-    clock goes on from where the earlier process ended. Raises UserError if there is nothing to draw.
+    count once (fairseq's --log-file writes epoch N's lines N times); if a resumed training repeats updates,
+    the later record counts. fairseq's clock `wall` starts at zero in every process; the curve's clock goes on
+    from where the earlier process ended. Raises UserError if there is nothing to draw.
     """
     file = path / "train.jsonl" if path.is_dir() else path
     if not file.is_file():
@@ -106,7 +106,7 @@ def _append(points: List[Point], updates: Any, seconds: Optional[float], value: 
     try:
         position, number = int(float(updates)), float(value)  # the value may be infinite
     except (TypeError, ValueError, OverflowError):
-        return  # no measurement
+        return  # not a measurement
     while points and points[-1].updates >= position:
         points.pop()
     points.append(Point(position, seconds, number))
@@ -117,8 +117,8 @@ def draw_learning_curves(
 ) -> Figure:
     """Validation (thick) and training (thin) curves of several runs in one picture.
 
-    Left against updates; right against hours of training, if every log tells the time. from_zero: whether
-    these begin at 0, or where the curves do.
+    On the left against updates; on the right against hours of training, if every log has times. from_zero:
+    whether both axes begin at 0, or where the curves do.
     """
     times = [point.seconds for curve in curves for point in curve.train + curve.valid]
     longest = max((seconds or 0 for seconds in times), default=0)

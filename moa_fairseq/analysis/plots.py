@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.files import atomic_write
 
-# Okabe and Ito's colours, told apart by every kind of eyesight
+# Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
 DPI = 150

@@ -29,7 +29,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the data that runs through it, and how."""
     parser.add_argument("model", type=Path, metavar="RUN_DIR|CHECKPOINT")
     parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
-    parser.add_argument("--subset", default="valid", help="which part of the data to run (valid)")
+    parser.add_argument("--subset", default="valid", help="which subset of the data to run (valid)")
     parser.add_argument("--max-tokens", type=int, default=4096, metavar="N", help="tokens in a batch (4096)")
     add_report_arguments(parser)
 
@@ -59,7 +59,7 @@ def checkpoint_and_data(
         return checkpoint, data or Path(RunState(model).get("prepare").get("folder", "."))
     if data is None:
         raise UserError(
-            f"{model} is no run folder, so --data must name the binarised data to run through it."
+            f"{model} is not a run folder, so --data must name the binarised data to run through it."
         )
     return model, data
 
@@ -78,7 +78,7 @@ def forward_passes(
         with torch.no_grad(), collect_decisions() as decisions:
             model(**sample["net_input"], features_only=True)  # there is no router in the output layer
         if not decisions:
-            raise UserError(f"This model routes nothing: {type(model).__name__} has no mixture of experts.")
+            raise UserError(f"This model has no router: {type(model).__name__} has no mixture of experts.")
         yield sample, decisions
         empty = False
     if empty:

@@ -1,10 +1,10 @@
-"""What a trained MAE loses when one expert in each module does the mixture's work (MAE Table 5).
+"""What a trained MAE loses when each module uses one expert instead of the mixture (MAE Table 5).
 
   moa-fairseq analyze single-expert runs/mae7 --draws 5 --json table5.json
 
-Evaluates the subset with the mixture, with each gate's favourite alone, and with random experts (drawn anew
-by each seed, one for each module), by the generate and score settings of the run. The evaluations stay in
-RUN_DIR/single-expert; what is finished is not done again.
+Evaluates the subset with the mixture, with each gate's favourite alone, and with random experts (one for each
+module, drawn anew with each seed), using the generate and score settings of the run. The evaluations stay in
+RUN_DIR/single-expert; finished ones are not repeated.
 
 fairseq-generate, fairseq-validate and fairseq-eval-lm do the same for any trained model with
 --model-overrides "{'mae_evaluate_with': 'random-expert', 'mae_evaluate_seed': 2}" (or 'top-expert').
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def analyze(args: argparse.Namespace) -> int:
     """Evaluate and print the rows of Table 5."""
     if args.draws < 0:
-        raise UserError(f"--draws {args.draws}: it is the number of random draws, 0 or more.")
+        raise UserError(f"--draws {args.draws} must be 0 or more: it is the number of random draws.")
     run, present = open_run(args.run_dir), detect_hardware()
     hardware = choose_devices(present, 0 if args.cpu else min(1, present.gpus), dry_run=False)
     report = evaluate_single_experts(run, args.subset, args.draws, hardware)
@@ -66,7 +66,7 @@ def analyze(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: its resolved recipe, its data, the checkpoint to evaluate and that one's --mae-gate."""
+    """A finished run: its resolved recipe, its data, the checkpoint to evaluate, and its --mae-gate."""
 
     folder: Path
     recipe: Recipe
@@ -76,11 +76,11 @@ class TrainedRun:
 
 
 def open_run(folder: Path) -> TrainedRun:
-    """Raises UserError if the folder is none of a trained MAE, or if its recipe evaluates nothing."""
+    """Raises UserError if the folder does not hold a trained MAE, or if its recipe evaluates nothing."""
     config, known = folder / "recipe.yaml", RunState(folder).get("prepare")
     if not config.is_file() or not known:
         raise UserError(
-            f"{folder} is no run folder of `moa-fairseq recipe`: it lacks recipe.yaml or state.json."
+            f"{folder} is not a run folder of `moa-fairseq recipe`: it lacks recipe.yaml or state.json."
         )
     recipe = build(Recipe, yaml.safe_load(config.read_text(encoding="utf-8")), str(config), "")
     prepared = Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
@@ -98,7 +98,7 @@ def open_run(folder: Path) -> TrainedRun:
 def _gate_of(checkpoint: Path) -> Optional[str]:
     state = load_checkpoint(checkpoint)
     settings = (state.get("cfg") or {}).get("model") or state.get("args")
-    settings = settings if isinstance(settings, dict) else vars(settings)  # of fairseq-hydra-train, or not
+    settings = settings if isinstance(settings, dict) else vars(settings)  # a dict: fairseq-hydra-train's
     return settings.get("mae_gate")
 
 
@@ -133,7 +133,7 @@ def evaluate_single_experts(
 
 
 def _part(run: TrainedRun, name: str, subset: str, model_overrides: Dict[str, Any]) -> Run:
-    """The run as its recipe has it, but for one subset, the model's overrides and a folder of its own."""
+    """The run of its recipe, with one subset, the model's overrides and a folder of its own."""
     recipe, folder = run.recipe, run.folder / FOLDER / name
     section = "generate" if recipe.kind == TRANSLATION else "score"
     settings = getattr(recipe, section)
@@ -151,7 +151,7 @@ def _part(run: TrainedRun, name: str, subset: str, model_overrides: Dict[str, An
 
 def _report(run: TrainedRun, subset: str, scores: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
     """The scores and their differences to the mixture's; every number of each evaluation in `metrics`."""
-    assert run.recipe.score is not None  # `open_run` has looked
+    assert run.recipe.score is not None  # `open_run` has checked it
     metric = run.recipe.score.headline
     values = {name: metrics[metric] for name, metrics in scores.items()}
     mixture = values[MIXTURE]

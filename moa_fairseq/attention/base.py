@@ -34,13 +34,13 @@ class FamilySettings(abc.ABC):
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention[Any]":
         """The attention of a layer of width embed_dim.
 
-        num_heads: what the model's flags say of dense attention; causal: whether it stands in a decoder,
-        where nothing may look at later queries; role: further arguments of `MixtureAttention`.
-        Raises UserError for impossible settings.
+        num_heads: the number of heads in the model's flags; causal: whether it stands in a decoder, where a
+        query must not see later positions; role: further arguments of `MixtureAttention`. Raises UserError
+        for impossible settings.
         """
 
     def check(self, attentions: Sequence["MixtureAttention[Any]"]) -> None:  # noqa: B027 (most have nothing to check)
-        """Look at all attentions of a model. Raises UserError where they make no sense together."""
+        """Check all attentions of a model. Raises UserError for settings that do not fit it."""
 
 
 Decision = TypeVar("Decision", bound=Optional[RoutingDecision])
@@ -50,7 +50,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     """A drop-in for fairseq's `MultiheadAttention` whose heads are chosen or weighted token by token.
 
     A family supplies `route`, `project_queries`, `project_keys_values`, `project_output`, and its cost:
-    `projection_macs`, `kept_elements`. self_attention: keys and values are made of the queries' own input;
+    `projection_macs`, `kept_elements`. self_attention: keys and values are made from the queries' own input;
     encoder_decoder_attention: of an encoder's output, given as `key`. dropout: probability with which
     attention weights are dropped, or a module that has it as `p` (fairseq's FairseqDropout).
     positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings. num_heads,
@@ -91,7 +91,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
 
     @abc.abstractmethod
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> Decision:
-        """Decide about queries x [B, T, C]; padding [B, T], True = padding. cache: of earlier steps.
+        """The decision for queries x [B, T, C]; padding [B, T], True = padding. cache: of earlier steps.
 
         None where a setting of the family leaves nothing to decide about queries.
         """
@@ -120,7 +120,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         need_weights: bool,
         bias: Optional[Tensor],
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """`core.attend`, for a family whose decision says which queries there are to override."""
+        """`core.attend`; a family whose decision determines which queries there are overrides it."""
         return attend(q, k, v, attn_mask, key_padding_mask, self._dropout_now, need_weights, bias)
 
     @abc.abstractmethod
@@ -129,7 +129,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
-        """Multiply-accumulates of one sequence of so many tokens: of the "router", and of "projections"."""
+        """Multiply-accumulates of one sequence with so many tokens, by part: "router" and "projections"."""
 
     def macs(self, queries: int, keys: int) -> Dict[str, int]:
         """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
@@ -147,7 +147,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         """How many numbers per token are kept for the backward pass, attention weights not counted."""
 
     def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
-        """What SwitchHead's authors count for this layer and a chunk of so many tokens (arXiv 2312.07987).
+        """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).
 
         "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
         print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
@@ -156,7 +156,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         return None
 
     def restore_initialization(self) -> None:
-        """Draw routers and experts anew, for models that first do so with every nn.Linear (as BERT does)."""
+        """Draw routers and experts anew, after a model has initialised every nn.Linear (as BERT does)."""
         for child in self.children():
             reset = getattr(child, "reset_parameters", None)
             if reset is not None and not isinstance(child, nn.Linear):
@@ -179,9 +179,9 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
 
         query [T, B, C], key and value [S, B, kdim / vdim] (ignored in self-attention; may be None once
         static_kv keys are cached). key_padding_mask [B, S], True = padding; attn_mask [T, S] additive
-        or bool. query_padding_mask [B, T] keeps padding out of what is decided and of its statistics; it
+        or bool. query_padding_mask [B, T] keeps padding out of decisions and their statistics; it
         defaults to what `query_padding` declared, or to key_padding_mask in self-attention.
-        Self-attention looks at the inputs of a `carried_context` block as well, as keys before its own.
+        Self-attention also attends to the inputs of a `carried_context` block, as keys before its own.
         Returns (output [T, B, C], weights): weights is None, [B, T, S] averaged over the heads
         (need_weights), or [H, B, T, S] (need_head_weights).
         """
@@ -227,7 +227,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         if cache is not None:
             k, v = extend_cache(cache, k, v, static_kv)
             key_padding_mask = extend_padding(cache, key_padding_mask, k.size(0), k.size(2), static_kv)
-        assert k is not None and v is not None  # keys that are cached come with a cache
+        assert k is not None and v is not None  # without a cache they were projected above
         heads, weights = self.attend_heads(
             q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias
         )

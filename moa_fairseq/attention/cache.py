@@ -13,7 +13,7 @@ IncrementalState = Dict[str, Cache]
 
 _instances = itertools.count()
 _OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask")
-_SHARED = "beam"  # an entry [beam, 0]: where it is, a row of the keys serves all hypotheses of a sentence
+_SHARED = "beam"  # an entry [beam, 0]: if present, a row of the keys serves all hypotheses of a sentence
 
 
 class CachedAttention(nn.Module):
@@ -35,13 +35,13 @@ class CachedAttention(nn.Module):
         self._state_key = f"mixture_attention.{next(_instances)}"
 
     def cache_in(self, incremental_state: Optional[IncrementalState]) -> Optional[Cache]:
-        """This module's part of the state, empty before the first step; None outside of a generation."""
+        """This module's part of the state, empty before the first step; None when nothing is generated."""
         if incremental_state is None:
             return None
         return incremental_state.setdefault(self._state_key, {})
 
     def _get_input_buffer(self, incremental_state: Optional[IncrementalState]) -> Cache:
-        """fairseq's decoder layer looks whether keys are cached."""
+        """fairseq's decoder layer calls this to see whether keys are cached."""
         return self.cache_in(incremental_state) or {}
 
     def reorder_incremental_state(
@@ -91,8 +91,8 @@ def extend_cache(
 ) -> Tuple[Tensor, Tensor]:
     """The keys and values of all steps so far, [B, H, S, D]; the cache is updated in place.
 
-    static: keys and values that were cached once (of the encoder) are returned as they are. Without any to
-    add, those of the cache are returned.
+    static: the encoder's keys and values, cached once, are returned as they are. Without new ones, those of
+    the cache are returned.
     """
     keys, values = cache.get("prev_key"), cache.get("prev_value")
     if k is None or v is None or (static and keys is not None):
@@ -112,7 +112,7 @@ def extend_padding(
     A step may come without a mask before or after one with it: missing steps are unpadded.
     """
     previous = cache.get("prev_key_padding_mask")
-    if static and "prev_key_padding_mask" in cache:  # of the same keys
+    if static and "prev_key_padding_mask" in cache:  # the keys are the same, so is their padding
         return previous
     if previous is not None:
         step = length - previous.size(1)

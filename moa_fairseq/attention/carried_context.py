@@ -1,4 +1,4 @@
-"""What was read before: the inputs of earlier chunks of a text, which self-attention looks at as keys."""
+"""Carried context: the inputs of earlier chunks of a text, which self-attention uses as further keys."""
 
 import contextlib
 from contextvars import ContextVar
@@ -11,7 +11,7 @@ _inputs: ContextVar[Optional[Tensor]] = ContextVar("carried_inputs", default=Non
 
 @contextlib.contextmanager
 def carried_context(inputs: Optional[Tensor]) -> Iterator[None]:
-    """Every self-attention inside the block has keys and values of inputs [M, B, C] before its own.
+    """Every self-attention inside the block puts keys and values of inputs [M, B, C] before its own.
 
     They are projected anew, so that the projections learn from them (Dai et al., arXiv 1901.02860, §3.2).
     None: no context.

@@ -24,8 +24,8 @@ _hypotheses: ContextVar[int] = ContextVar("hypotheses", default=1)
 def collect_decisions() -> Iterator[NamedDecisions]:
     """Collect (module name, RoutingDecision) of every router that runs inside the block, in order.
 
-    Blocks may be nested: each one hears of every decision made inside it. Activation checkpointing runs a
-    layer again during the backward pass, outside the block: a layer is counted once.
+    Blocks may be nested: each one collects every decision made inside it. Activation checkpointing runs a
+    layer again in the backward pass, outside the block, so each layer is counted once.
     """
     decisions: NamedDecisions = []
     token = _collectors.set((*_collectors.get(), decisions))
@@ -58,9 +58,9 @@ def padding_of_queries(
 ) -> Optional[Tensor]:
     """The padding of an attention's queries, bool [B, T], or None.
 
-    given: the caller's own; else what the innermost `query_padding` block declares; else key_padding,
-    which an attention passes on when its keys are its queries. A declared mask of another shape is ignored;
-    a caller's own raises ValueError.
+    given: the caller's own mask. Without one, what the innermost `query_padding` block declares, else
+    key_padding, which an attention passes when its keys are its queries. A declared mask of another shape is
+    ignored; a given one raises ValueError.
     """
     if given is not None and given.shape != (batch, tgt_len):
         raise ValueError(

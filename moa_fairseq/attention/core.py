@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moa_fairseq.torch_compat import is_compiling
 
-_BLOCKED = -1e30  # a score without weight, far from overflowing
+_BLOCKED = -1e30  # a score that gets no weight, far from overflowing
 _KEY_BLOCK = 128  # keys of one program in a flash kernel's backward pass
 # cuDNN's attention, torch's first choice on Hopper since 2.11, gives NaN gradients with some masks, plans
-# anew for each of a corpus's many batch shapes, and is not deterministic: the process does without it.
+# anew for each of a corpus's many batch shapes, and is not deterministic: it is switched off.
 CUDNN_VARIABLE = "MOA_FAIRSEQ_CUDNN_ATTENTION"
 if os.environ.get(CUDNN_VARIABLE, "0") != "1" and hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -26,8 +26,8 @@ def merge_masks(
 
     attn_mask [T, S], additive float or bool (True = blocked); key_padding_mask [B, S], True = padding.
     Returns (mask [1 or B, 1, T or 1, S] of `dtype` or None, blind [1 or B, 1, T or 1, 1] bool or None).
-    A blind row (a sentence of padding only) would be 0/0 in the softmax: it is opened here, and the
-    caller writes zeros over it.
+    A blind row (a sentence of padding only) would be 0/0 in the softmax: it is unblocked here, and the caller
+    writes zeros over it.
     """
     additive = blocked = None
     if attn_mask is not None:
@@ -54,10 +54,10 @@ def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def only_padding(key_padding_mask: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
-    """Padding as an additive mask [B, 1, 1, S], and the values [B, G, S, D] with zeros where it is.
+    """Padding as an additive mask [B, 1, 1, S], and the values [B, G, S, D] with zeros at padding.
 
-    Blocked scores are very small instead of −inf, so that a sentence of padding only has a softmax; it then
-    adds up zeros. That is two passes over small tensors; `merge_masks` takes ten.
+    Blocked scores are very small instead of −inf, so that the softmax of a sentence of padding only is
+    defined; it weights zeros. This takes two passes over small tensors, `merge_masks` ten.
     """
     padding = key_padding_mask.to(torch.bool)[:, None, None, :]
     mask = torch.empty(padding.shape, dtype=v.dtype, device=v.device)
@@ -78,11 +78,11 @@ def attend(
     """Softmax(q·kᵀ/√D + bias)·v for H query heads over G key/value heads (MoA Eq. 10-11).
 
     q [B, H, T, D], k and v [B, G, S, D] → ([B, H, T, D], weights [B, H, T, S] float32 if need_weights
-    else None). G divides H: query head i reads key head i mod G. Shared heads are not copied; nor
-    are keys that stand once for the n hypotheses of a beam, k and v [B / n, G, S, D] with masks of B / n
-    rows. dropout: probability with which attention weights are zeroed (0 outside training); the returned
-    weights are from before the dropout. Masks as in `merge_masks`; a query without any key gets zeros.
-    bias [B or 1, H or 1, T, S] is added to the scaled scores.
+    else None). G divides H: query head i reads key head i mod G. Shared heads are not copied; nor are keys
+    that the n hypotheses of a beam share: k and v [B / n, G, S, D] with masks of B / n rows. dropout:
+    probability with which attention weights are zeroed (0 outside training); the returned weights are from
+    before the dropout. Masks as in `merge_masks`; a query without any key gets zeros. bias [B or 1, H or 1,
+    T, S] is added to the scaled scores.
     """
     if k.size(0) != q.size(0):  # the beam's hypotheses become more heads
         batch, heads, tgt_len, dim = q.shape
@@ -133,7 +133,7 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
 
     The keys are then read once instead of H / G times, and their gradient is one product instead of a sum
     over copies. Only a mask that differs between queries must be repeated per head. A GPU's backward pass
-    has a program for each block of keys: with few of them (few long sentences) the copies pay.
+    runs one program per block of keys: with few blocks (few long sentences) copying is faster.
     """
     batch, heads, tgt_len, dim = q.shape
     groups = k.size(1)
@@ -175,7 +175,7 @@ _RIGHT_PADDED = "_moa_fairseq_right_padded"
 def mark_causal(mask: Tensor) -> Tensor:
     """Mark an attn_mask [T, T] that blocks the future and nothing else: fast kernels make use of it.
 
-    The mark is a hint on this tensor object; where it gets lost, the mask itself still holds.
+    The mark is a hint on this tensor object; if it gets lost, the mask itself still works.
     """
     setattr(mask, _CAUSAL, True)
     return mask

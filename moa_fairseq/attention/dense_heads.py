@@ -1,4 +1,4 @@
-"""What mixtures of a dense attention's own heads share with it: its four projections."""
+"""The four projections of dense attention, for mixtures of its heads."""
 
 import math
 from typing import Any, Optional, Tuple
@@ -11,7 +11,7 @@ from moa_fairseq.attention.base import Decision, MixtureAttention
 class DenseHeadsAttention(MixtureAttention[Decision]):
     """A mixture over the heads of fairseq's attention, with its parameters and their names (MAE, MoH).
 
-    A subclass calls `reset_parameters` when it has built its router.
+    A subclass calls `reset_parameters` after it has built its router.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def reset_parameters(self) -> None:
-        """The projections as in fairseq's attention; what routes initialises itself."""
+        """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""
         same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
         for projection in (self.k_proj, self.v_proj, self.q_proj):
             nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)

@@ -1,17 +1,19 @@
-"""An expert per sequence and module, drawn from a gate: what an F step computes with (MAE Algorithm 2).
+"""Draws the expert of each sequence and module from a gate, for F steps (MAE Algorithm 2).
 
-One expert per sequence, as the paper has it, where one gate sees the whole sequence: in encoders. In decoders
-a gate must not see later tokens, so there is one per position, and the drawn expert can change along the
-sequence; `ExpertDraw.choose` keeps those changes few. Measured on Multi30k's valid set, tiny models: the
-share of sentence × decoder module pairs in which the expert changes somewhere, and its changes as a multiple
-of those that any draw must make; beside it the same for one number and the cumulated probabilities:
+In encoders one gate sees the whole sequence, and one expert is drawn per sequence, as in the paper. In
+decoders a gate must not see later tokens, so there is one per position, and the drawn expert can change along
+the sequence; `ExpertDraw.choose` keeps those changes few. Measured on Multi30k's valid set, tiny models: the
+share of sentence × decoder module pairs in which the expert changes somewhere, and in brackets its changes as
+a multiple of those that any draw must make. The right column is for the usual draw, which looks one random
+number up in the cumulated probabilities:
 
     MAE-7, untrained                                   14 % (1.3)    25 % (2.3)
     MAE-7 after 360 updates, 120 of them with G steps  30 % (1.3)    55 % (2.3)
     MAE-6, untrained                                   15 % (1.4)    50 % (4.2)
     MAE-6 after 180 updates, 60 of them with G steps   32 % (1.4)    81 % (4.2)
 
-Cumulated probabilities of 28 experts (MAE-6) have more borders that move; this does not affect the race.
+With the 28 experts of MAE-6 the cumulated probabilities have more borders that move; `choose` does not use
+them.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ _active: List["ExpertDraw"] = []
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the constants of splitmix64, as signed numbers
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-_BITS = 24  # of a float32's mantissa
+_BITS = 24  # the bits of a float32's mantissa
 
 
 class ExpertDraw:
@@ -52,13 +54,13 @@ class ExpertDraw:
 
         Gumbel-max: argmax_i (log p_i + G_i), written as a race, argmax_i p_i / X_i with X_i = −log u_i
         exponential. A sequence has one set of E numbers for the module. Where one gate decides for the whole
-        sequence (an encoder), so does one expert. Where the gate changes from position to position (a causal
-        one, in a decoder), so may the expert: each position's follows its own gate's distribution and
-        depends on that gate and the sequence's numbers alone, on nothing that comes later. It then changes
-        from i to j only where p_j / p_i has grown, between two gates at a distance d in total variation with
-        a probability of 2d / (1 + d) at most, where d is the least that any draw can do. (One number per
-        sequence, looked up in the cumulated probabilities, changes more often: there each expert's stretch
-        moves when any before it grows.)
+        sequence (an encoder), one expert is drawn. Where the gate changes from position to position (a causal
+        one, in a decoder), the expert may change, too: each position's expert follows the distribution of its
+        own gate, and depends only on that gate and the sequence's numbers, not on later positions. It changes
+        from i to j only where p_j / p_i has grown. Between two gates at total variation distance d it changes
+        with a probability of at most 2d / (1 + d); no draw can do better than d. (One number per sequence,
+        looked up in the cumulated probabilities, changes more often: there each expert's stretch moves when
+        any before it grows.)
         """
         if self.sequence_ids.numel() != probs.size(0):
             raise ValueError(

@@ -11,7 +11,7 @@ from moa_fairseq.kernels import project, resolve_backend
 
 
 class ExpertLinear(nn.Module):
-    """E linear maps from d_in to d_out; `kernels.project` says what is done with them.
+    """E linear maps from d_in to d_out; `kernels.project` applies them.
 
     into "experts": d_in is the model's width C, d_out the experts' D; into "model": the reverse. weight is
     [E, D, C] in either case, so both directions are one GEMM over E·D without a copy when K = E. Each

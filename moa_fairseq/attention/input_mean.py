@@ -1,4 +1,4 @@
-"""Means of an attention module's inputs, which MAE's gate looks at: of a sequence, or up to each position."""
+"""Means of an attention module's inputs, for MAE's gate: of a sequence, or up to each position."""
 
 from typing import Optional
 
@@ -22,8 +22,8 @@ def running_mean(
     """Mean, at each position, of the latest `window` real inputs up to and including it.
 
     x [B, T, C] → [B, T, C], float32 or wider; window None: of all inputs so far. padding [B, T], True =
-    padding: takes no part, but occupies its place in the window. cache: what the steps before left
-    while generating (entry gate_total [B, C + 1], or gate_rows [B, ≤ window, C + 1]); updated in place.
+    padding: takes no part, but occupies its place in the window. cache: what earlier steps of a generation
+    left (entry gate_total [B, C + 1], or gate_rows [B, ≤ window, C + 1]); updated in place.
     """
     rows = _rows(x, padding)
     if window is None:
@@ -46,7 +46,7 @@ def running_mean(
 
 
 def _rows(x: Tensor, padding: Optional[Tensor]) -> Tensor:
-    """[B, T, C + 1]: the inputs, zero where padding is, and a last column that counts."""
+    """[B, T, C + 1]: the inputs, zero at padding, and a last column of 1 for real inputs, 0 for padding."""
     x = x if x.dtype == torch.float64 else x.float()
     real = x.new_ones(x.shape[:2]) if padding is None else (~padding).to(x.dtype)
     real = real.unsqueeze(-1)

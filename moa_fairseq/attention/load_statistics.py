@@ -17,7 +17,7 @@ def load_statistics(routed: Union[RoutingDecision, RoutingSums]) -> Dict[str, Te
     if isinstance(routed, RoutingDecision):
         return {key: value.squeeze(0) for key, value in load_statistics(RoutingSums([routed])).items()}
     share = routed.load.flatten(1)
-    if routed.groups > 1:  # each has as many slots
+    if routed.groups > 1:  # all groups have the same number of slots
         share = share / routed.groups
     least, most = share.aminmax(dim=1)
     return {

@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers: pure functions, float32, 0 for padding only.
+"""Auxiliary losses of routers: pure functions, float32, 0 if all tokens are padding.
 
 Each takes a RoutingDecision and returns a scalar, or RoutingSums of M decisions and returns [M].
 """
@@ -56,7 +56,7 @@ def mutual_information_loss(routed: RoutingSums) -> Tensor:
     """−I(E; X) = H(E|X) − H(E) in nats (SUT, arXiv 2310.07096, Eq. 8); with groups, their mean.
 
     H(E) is the entropy of the mean probabilities over tokens, H(E|X) the mean entropy of a token's. From
-    −log E, when each token is sure of its expert and all experts get as many, to 0, when all tokens
+    −log E, when each token is sure of its expert and all experts get equally many, to 0, when all tokens
     are routed alike. (SUT's released code adds H(E) instead of subtracting it, which rewards a collapse.)
     """
     return routed.mean_entropy - entropies(routed.mean_probs) / routed.groups
@@ -66,7 +66,8 @@ def mutual_information_loss(routed: RoutingSums) -> Tensor:
 def entropy_loss(routed: RoutingSums) -> Tensor:
     """−H(E) in nats, of the mean softmax over tokens (σ-MoE, arXiv 2310.10837, §5); with groups, their mean.
 
-    From −log E, when on average all experts are as likely, to 0. The gates may be sigmoids of the logits.
+    From −log E, when on average all experts are equally likely, to 0. The gates may be sigmoids of the
+    logits.
     """
     return -entropies(routed.mean_softmax) / routed.groups
 
@@ -75,7 +76,7 @@ def entropy_loss(routed: RoutingSums) -> Tensor:
 def z_loss(routed: RoutingSums) -> Tensor:
     """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
 
-    It stays finite where the log of a sum of exponentials overflows, and whatever padding's logits are.
+    It stays finite where a sum of exponentials would overflow, and for any logits of padding.
     """
     return routed.squared_lse / routed.tokens.clamp_min(1.0)
 

@@ -1,4 +1,4 @@
-"""MAE, a mixture of attentive experts (arXiv 2005.06537): experts of all heads but t, weighted by a gate."""
+"""MAE, a mixture of attentive experts (arXiv 2005.06537): a gate weights experts that lack t heads each."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class MAESettings(FamilySettings):
         default="learned",
         metadata={
             "choices": GATES,
-            "help": "how experts are weighted: by a gate that sees the input, or all alike (UNI-MAE)",
+            "help": "how experts are weighted: by a gate that sees the input, or all equally (UNI-MAE)",
         },
     )
     gate_hidden_dim: int = field(default=256, metadata={"help": "hidden size of the gate's MLP"})
@@ -49,19 +49,19 @@ class MAESettings(FamilySettings):
         default="earlier",
         metadata={
             "choices": NORMS,
-            "help": "batch normalisation of a gate's input while the gate is updated: by the running "
-            "statistics of earlier updates, a departure from the paper by which nothing leaks (earlier), or "
-            "by the batch's own, as the paper has it (batch: encoders only; in decoders a batch's "
-            "statistics would tell a gate of later tokens, so their gates always use earlier). Experts are "
-            "drawn and models evaluated with running statistics in either case",
+            "help": "batch normalisation of a gate's input while the gate is updated. earlier: by the "
+            "running statistics of earlier updates, which departs from the paper so that nothing leaks; "
+            "batch: by the batch's own, as in the paper (encoders only: in decoders they would leak later "
+            "tokens to a gate, so gates there always use earlier). Experts are always drawn, and models "
+            "evaluated, with running statistics",
         },
     )
     mae_evaluate_with: str = field(
         default=MIXTURE,
         metadata={
             "choices": EVALUATIONS,
-            "help": "in evaluation (never in training): mix the experts, or use each gate's favourite "
-            "alone, or one random expert in each module; for trained models by --model-overrides",
+            "help": "in evaluation (never in training): mix the experts, use only each gate's favourite, "
+            "or use one random expert in each module; give it to trained models by --model-overrides",
         },
     )
     mae_evaluate_seed: int = field(default=1, metadata={"help": "seed of --mae-evaluate-with random-expert"})
@@ -99,18 +99,17 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
     Expert i leaves out a set D_i of t = dropped_heads of the h heads: f_i = h/(h−t) · Σ_{j ∉ D_i} H_j
     (Eq. 5 for t = 1: MAE-7 of 8 heads; t = 2: the 28 pairs of MAE-6). No expert is ever built: the sum
     over experts is a rescaling of head j by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) before the output
-    projection, whose bias belongs to no expert. Inside of `drawing_experts` (an F step) g is the one-hot
+    projection, whose bias belongs to no expert. Inside `drawing_experts` (an F step) g is the one-hot
     vector of an expert drawn from it, and t heads are zeroed: one expert per sequence where one gate sees
     the sequence, and one that can change along it where the gate is causal (see `ExpertDraw.choose`).
     Head weights that `forward` returns are not rescaled.
 
     gate: "learned" (a SequenceGate over the mean of the queries' inputs), or "uniform" (g = 1/E; mixing
-    is then plain dense attention). causal: the gate at a position sees the inputs up to it only, the
-    latest gate_window of them; it is for decoders, in self- and cross-attention, where queries are a
-    translation's tokens. Otherwise one gate per sequence sees all of its tokens.
-    gate_norm: "earlier" or "batch" (see GateNorm), by which statistics the gate's input is normalised
-    while the gate learns; a causal gate takes "earlier" always.
-    evaluate_with, evaluate_seed: outside of training, a single expert in the mixture's place (see
+    is then plain dense attention). causal: the gate at a position sees only the inputs up to it, the latest
+    gate_window of them; for decoders, in self- and cross-attention, where queries are a translation's tokens.
+    Otherwise one gate per sequence sees all of its tokens. gate_norm: "earlier" or "batch" (see GateNorm),
+    the statistics that normalise the gate's input while the gate learns; a causal gate always uses "earlier".
+    evaluate_with, evaluate_seed: outside training, a single expert instead of the mixture (see
     `single_expert`). Raises UserError for an impossible number of heads or dropped heads.
     """
 
@@ -145,7 +144,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         self.register_buffer("dropped", dropped, persistent=False)
         self.gate: Optional[SequenceGate] = None
         if gate == "learned":
-            norm = "earlier" if causal else gate_norm  # a causal gate must not hear of later positions
+            norm = "earlier" if causal else gate_norm  # a causal gate must not see later positions
             self.gate = SequenceGate(embed_dim, self.num_experts, gate_hidden_dim, gate_dropout, norm)
         self.reset_parameters()
 
@@ -232,7 +231,7 @@ def _check_sizes(embed_dim: int, num_heads: int, dropped_heads: int, gate_window
             f"an expert leaves out some of the {num_heads} attention heads, but not all."
         )
     if gate_window is not None and gate_window < 1:
-        raise UserError(f"--gate-window {gate_window}: the gate sees at least the current input.")
+        raise UserError(f"--gate-window {gate_window} must be at least 1: the gate sees the current input.")
 
 
 def _check_gate(gate: str, gate_norm: str) -> None:
@@ -249,6 +248,6 @@ def _check_evaluation(evaluate_with: str, gate: str) -> None:
         )
     if evaluate_with == TOP_EXPERT and gate == "uniform":
         raise UserError(
-            f"--mae-evaluate-with {TOP_EXPERT} needs a gate that prefers experts, and a uniform one weights "
-            "all alike: choose random-expert."
+            f"--mae-evaluate-with {TOP_EXPERT} needs a gate that prefers experts, but a uniform one weights "
+            "all equally: choose random-expert."
         )

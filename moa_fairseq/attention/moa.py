@@ -31,16 +31,17 @@ class MoASettings(FamilySettings):
     heads_per_expert: int = field(
         default=1,
         metadata={
-            "help": "attention heads inside of an expert, with as many heads of keys and values that all "
-            "experts share (1: MoA; more: the mixture of multi-head attention of SUT and JetMoE)"
+            "help": "attention heads inside an expert; all experts share as many heads of keys and values "
+            "(1: MoA; more: the mixture of multi-head attention of SUT and JetMoE)"
         },
     )
     expert_keys_values: str = field(
         default="shared",
         metadata={
             "choices": KEYS_VALUES,
-            "help": "keys and values that all experts share (MoA Eq. 12), or a head of each expert's own: "
-            "with K = E that is dense multi-head attention with gates, the control for what routing adds",
+            "help": "shared: all experts share keys and values (MoA Eq. 12); own: each expert has a head "
+            "of its own, which with K = E is dense multi-head attention with gates, the control for what "
+            "routing adds",
         },
     )
     expert_bias: bool = field(
@@ -58,7 +59,7 @@ class MoASettings(FamilySettings):
         default="softmax",
         metadata={
             "choices": ACTIVATIONS,
-            "help": "what makes gates of the router's logits: softmax (MoA Eq. 7), or a sigmoid of each",
+            "help": "what turns the router's logits into gates: softmax (MoA Eq. 7), or a sigmoid of each",
         },
     )
     router_renormalize: str = field(
@@ -113,9 +114,9 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
     heads_per_expert: P heads of size D in each expert, and P shared heads of keys and values (SUT, arXiv
     2310.07096; JetMoE, arXiv 2404.07413). keys_values: "own" gives each expert its own, which takes
     K = E: dense attention whose heads are gated. bias: biases of keys, values, query experts and
-    output experts (the router has none in either case). router: another than `TopKRouter`.
-    Head weights stand slot by slot: slot k is the k-th most probable expert (expert k when K = E).
-    Raises UserError for impossible sizes.
+    output experts (the router has none in either case). router: one to use instead of `TopKRouter`. Head
+    weights stand slot by slot: slot k is the k-th most probable expert (expert k when K = E). Raises
+    UserError for impossible sizes.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
             raise UserError(f"--expert-keys-values {keys_values} is unknown: choose shared or own.")
         if keys_values == "own" and experts_per_token != num_experts:
             raise UserError(
-                f"--expert-keys-values own needs every expert for every token, and --experts-per-token "
+                "--expert-keys-values own needs every expert for every token, but --experts-per-token "
                 f"{experts_per_token} chooses among --num-experts {num_experts}: give both the same number."
             )
         key_heads = heads_per_expert * (num_experts if keys_values == "own" else 1)
@@ -171,7 +172,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Keys and values as fairseq's attention does; router and experts initialise themselves."""
+        """Initialise keys and values as in fairseq's attention; router and experts initialise themselves."""
         for projection in (self.k_proj, self.v_proj):
             nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2))
             if projection.bias is not None:
@@ -204,7 +205,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         """Whether one matrix product for keys and values together is faster than one for each.
 
         One product needs a copy of both weights side by side at each call. That pays for many rows, but not
-        for a step of generation, which reads little else than the weights. Projections that something has
+        for a step of generation, which reads hardly anything but the weights. Projections that something has
         replaced or hooked into (an adapter, for example) are called one by one.
         """
         if key.size(0) * key.size(1) < _ROWS_OF_ONE_PRODUCT:

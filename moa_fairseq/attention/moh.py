@@ -27,14 +27,14 @@ class MoHSettings(FamilySettings):
 
     moh_shared_heads: int = field(default=2, metadata={"help": "heads that work for every token (h_s)"})
     experts_per_token: int = field(
-        default=4, metadata={"help": "of the other heads, how many each token chooses (K)"}
+        default=4, metadata={"help": "how many of the other heads each token chooses (K)"}
     )
     moh_scaling: str = field(
         default="paper",
         metadata={
             "choices": SCALINGS,
-            "help": "gates as in MoH Eq. 5-6, which add up to 1 at most (paper), or as in the authors' code, "
-            "where even ones are 1 each (released: it goes with --balance-loss moh-released and "
+            "help": "paper: gates as in MoH Eq. 5-6, which add up to at most 1; released: as in the "
+            "authors' code, where even gates are 1 each (use it with --balance-loss moh-released and "
             "--aux-loss-reduce mean)",
         },
     )
@@ -43,7 +43,7 @@ class MoHSettings(FamilySettings):
         metadata={
             "choices": ROUTERS,
             "help": "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' "
-            "queries, without parameters and with gates of 1, for models that have been trained (MoH 4.4)",
+            "queries, without parameters and with gates of 1, to continue trained models (MoH 4.4)",
         },
     )
     moh_skip: str = field(
@@ -81,15 +81,15 @@ class MoHSettings(FamilySettings):
 class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
     """Σ_i g_i · H^i · W_O^i (MoH Eq. 4), a drop-in for fairseq's attention with the same parameters.
 
-    Of the h heads h_s = shared_heads work for every token, and K = routed_per_token of the others, which a
-    router chooses (Eq. 5-6). The output's bias belongs to no head. Keys and values are those of all heads: a
-    later token may choose any of them. A head that a token did not choose has no query, no row of
-    attention and no product with W_O there (skip "always"), or all of that with a weight of zero ("never");
-    "auto" takes what is faster, or leaves them out of the attention alone. The results are the same.
-    causal: whether the masks of this self-attention hide the future; only "auto" uses it.
-    scaling: of the learned router's gates, see `SharedAndRoutedRouter`. router: "learned", "query-norm", or a
-    module. Head weights stand slot by slot: the shared heads, then those chosen, the most probable first.
-    Raises UserError for impossible numbers of heads.
+    Of the h heads, h_s = shared_heads work for every token. A router chooses K = routed_per_token of the
+    others (Eq. 5-6). The output's bias belongs to no head. Keys and values are computed for all heads: a
+    later token may choose any of them. A head that a token did not choose has no query, no row of attention
+    and no product with W_O there (skip "always"), or all of that with a weight of zero ("never"); "auto"
+    takes what is faster, which may be to leave them out of the attention only. The results are the same.
+    causal: whether the masks of this self-attention hide the future; only "auto" uses it. scaling: of the
+    learned router's gates, see `SharedAndRoutedRouter`. router: "learned", "query-norm", or a module. Head
+    weights stand slot by slot: the shared heads, then those chosen, the most probable first. Raises UserError
+    for impossible numbers of heads.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         )
 
     def project_queries(self, x: Tensor, decision: HeadDecision) -> Tensor:
-        """[B, H, T, D]; where heads are skipped the slots' queries instead, [B, h_s + K, T, D]."""
+        """Queries [B, H, T, D], or where heads are skipped those of the slots, [B, h_s + K, T, D]."""
         rows, queries = x.view(-1, self.embed_dim), decision.queries
         if not decision.skips:
             return self._split((self.q_proj(rows) if queries is None else queries).view_as(x))
@@ -198,7 +198,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         batch, _, tgt_len, dim = q.shape
         index = decision.expert_index.view(batch, tgt_len, -1, 1).transpose(1, 2)  # [B, h_s + K, T, 1]
         if decision.skips and (need_weights or k.size(0) != batch):
-            # Rows of weights are made of all heads, and so are those of keys that a beam shares: few tokens.
+            # Returned weights, and keys that a beam shares, need all heads. Then there are few tokens.
             every = q.new_zeros(batch, self.num_heads, tgt_len, dim)
             every = every.scatter(1, index.expand(-1, -1, -1, dim), q)
             out, weights = attend(every, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
@@ -257,7 +257,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         }
 
     def macs(self, queries: int, keys: int) -> Dict[str, int]:
-        """As the base's; rows of attention are those of the heads that work."""
+        """As the base class counts, but attention only for the heads that work."""
         scores = 2 * queries * keys * self.active_heads * self.head_dim
         return {**self.projection_macs(queries, keys), "scores": scores}
 

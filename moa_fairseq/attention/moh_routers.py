@@ -44,7 +44,7 @@ class HeadDecision(RoutingDecision):
 
 
 def check_heads(num_heads: int, shared_heads: int, routed_per_token: int) -> None:
-    """Raises UserError unless every head can work for some token, and each token has one."""
+    """Raises UserError unless every head can work for some token, and each token has a head."""
     if not 0 <= shared_heads <= num_heads:
         raise UserError(
             f"--moh-shared-heads {shared_heads} must lie between 0 and the number of attention heads, "
@@ -86,7 +86,7 @@ class _Router(nn.Module):
         logits: List[Tensor],
         padding_mask: Optional[Tensor],
     ) -> HeadDecision:
-        """Put together from parts, in each list those of the shared heads and those of the routed heads."""
+        """The decision made of its parts; each list has the shared heads' part, then the routed heads'."""
         shared_index = self.every_head[: self.shared_heads].expand(routed_index.size(0), -1)
         gate = torch.cat(gates, 1)
         if padding_mask is not None:
@@ -108,10 +108,10 @@ class SharedAndRoutedRouter(_Router):
 
     [α1, α2] = softmax(W_h x). Of the h − h_s routed heads the K with the largest W_r x are chosen.
     scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": the authors' code
-    divides the chosen routed gates by their sum and multiplies them by K, and has h_s·softmax(W_s x) and
-    2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared
-    heads, or without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code).
-    All of it runs in float32, whatever the model's dtype or autocast. Raises UserError for impossible sizes.
+    divides the chosen routed gates by their sum and multiplies them by K, and uses h_s·softmax(W_s x) and
+    2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared heads, or
+    without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). All of it runs in
+    float32, whatever the model's dtype or autocast. Raises UserError for impossible sizes.
     """
 
     def __init__(
@@ -168,20 +168,19 @@ class SharedAndRoutedRouter(_Router):
 
 
 class QueryNormRouter(_Router):
-    """The router without parameters for models that have been trained (MoH §4.4): l2 norms of the queries.
+    """A router without parameters for trained models (MoH §4.4): it compares the l2 norms of the queries.
 
     A routed head's logit is the norm of its query, divided by the standard deviation of the norms over the
-    routed heads, as in the released code (which does not train). The divisor is a temperature: it has no
-    gradient, which would take away that of two heads, and is at least 0.01 of the mean norm, for heads whose
-    norms are equal. The K largest are chosen. Gates are 1(chosen) in the
-    forward pass and have the gradient of the softmax probability (straight-through: ∂L/∂g = ∂L/∂g^q). Shared
-    heads have the gate 1.
+    routed heads, as in the released code (which does not train). The divisor is a temperature. It has no
+    gradient, which would cancel the one of two routed heads, and is at least 0.01 of the mean norm, for heads
+    whose norms are equal. The K largest are chosen. Gates are 1(chosen) in the forward pass and have the
+    gradient of the softmax probability (straight-through: ∂L/∂g = ∂L/∂g^q). Shared heads have the gate 1.
     """
 
     reads_queries = True
 
     def forward(self, queries: Tensor, padding_mask: Optional[Tensor] = None) -> HeadDecision:
-        """Route by the queries [N, H·D] of every head, as projected, before any position turns them."""
+        """Route by the queries [N, H·D] of every head, as projected, before positions rotate them."""
         with full_precision(queries.device.type):
             dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
             heads = queries.to(dtype).view(queries.size(0), self.num_heads, -1)

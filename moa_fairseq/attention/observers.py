@@ -1,4 +1,4 @@
-"""Modules that keep statistics over updates: what they see during an update counts after it."""
+"""Modules that keep statistics over updates: what they see during an update takes effect after it."""
 
 import contextlib
 from typing import Callable, Iterator, List, Optional, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 class Observer(nn.Module):
     """Adds up what it sees in training (`pending`), and takes it in after the update (`absorb`).
 
-    So a batch acts on later updates alone, all accumulation steps and workers count, and an update that
-    is not made leaves no trace. Its buffers stay in float32 whatever the model is cast to: counts of tokens
-    and small steps are lost in half precision.
+    So a batch affects only later updates, all accumulation steps and workers count, and a skipped update
+    leaves no trace. Its buffers stay in float32 whatever the model is cast to: counts of tokens and small
+    steps are lost in half precision.
     """
 
     pending: Tensor  # a buffer [n] of sums, not part of checkpoints
@@ -50,7 +50,7 @@ def observers_of(model: nn.Module) -> List[Observer]:
 def absorb_pending(
     observers: Sequence[Observer], all_reduce: Optional[Callable[[Tensor], object]] = None
 ) -> None:
-    """Let each take in what it has observed since the last call.
+    """Let each observer take in what it has seen since the last call.
 
     all_reduce: sums a tensor over all workers in place; every worker must call at the same time.
     """
@@ -66,7 +66,7 @@ def absorb_pending(
 
 @contextlib.contextmanager
 def forgetting(observers: Sequence[Observer]) -> Iterator[None]:
-    """Drop what is observed inside the block. `has_pending` stays set, so that all workers still meet."""
+    """Drop what is observed inside the block. `has_pending` stays set: all workers still call all_reduce."""
     before = [observer.pending.clone() for observer in observers]
     yield
     for observer, pending in zip(observers, before):

@@ -1,4 +1,4 @@
-"""Positions inside of attention, for every family: how far apart a query and a key are."""
+"""Positions inside attention, for every family: how far apart a query and a key are."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from moa_fairseq.errors import UserError
 
 
 class Positions(nn.Module):
-    """What a self-attention asks about positions; this base class adds none.
+    """The positions of a self-attention; this base class adds none.
 
     Queries stand at first_query, first_query + 1, …; keys at 0, 1, …, counted from the first cached or
     carried one.
@@ -41,7 +41,7 @@ class Positions(nn.Module):
 class RotaryPositions(Positions):
     """RoPE (Su et al., arXiv 2104.09864, Eq. 34): scores then depend on distances only.
 
-    The pair (x_j, x_{j + D/2}) of a head's D numbers turns by the angle p · base^(−2j/D) at position p.
+    The pair (x_j, x_{j + D/2}) of a head's D numbers is rotated by the angle p · base^(−2j/D) at position p.
     Raises UserError for an odd D.
     """
 
@@ -51,8 +51,8 @@ class RotaryPositions(Positions):
         super().__init__()
         if head_dim % 2:
             raise UserError(
-                f"--positions rope turns pairs of numbers, and heads of dimension {head_dim} have an odd "
-                "one: choose an even head dimension."
+                f"--positions rope rotates pairs of numbers, but the head dimension {head_dim} is odd: "
+                "choose an even head dimension."
             )
         speed = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         self.register_buffer("speed", speed, persistent=False)
@@ -77,17 +77,18 @@ class RotaryPositions(Positions):
 
 
 class HalfRotaryPositions(RotaryPositions):
-    """RoPE on the first half of a head's numbers (down to an even count); the others know no position.
+    """RoPE on the first half of a head's numbers (rounded down to an even count); the rest stay as they are.
 
-    The setting of SwitchHead's released code. Raises UserError where no pair is left to turn.
+    The setting of SwitchHead's released code. Raises UserError where no pair is left to rotate.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
         self.turned = 2 * (head_dim // 4)
         if not self.turned:
             raise UserError(
-                f"--positions rope-half turns pairs of numbers in half of a head, and heads of dimension "
-                f"{head_dim} have none there: choose a head dimension of 4 or more, or --positions rope."
+                "--positions rope-half rotates pairs of numbers in half of a head, but half of the head "
+                f"dimension {head_dim} holds no pair: choose a head dimension of 4 or more, or --positions "
+                "rope."
             )
         super().__init__(self.turned, base)
 
@@ -108,7 +109,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RelativePositions(Positions):
-    """Transformer-XL's (Dai et al., arXiv 1901.02860, §3.3), for G heads of keys of size D.
+    """Transformer-XL's relative positions (Dai et al., arXiv 1901.02860, §3.3), for G key heads of size D.
 
     A_ij = q_i·k_j (a) + q_i·W_R R_{i−j} (b) + u·k_j (c) + v·W_R R_{i−j} (d), over √D. R is the sinusoid of
     the distance i − j; W_R [G·D, C], u and v [G, D] are learned, and query head h takes those of key
@@ -128,7 +129,7 @@ class RelativePositions(Positions):
         return cls(embed_dim, key_heads, head_dim)
 
     def reset_parameters(self) -> None:
-        """W_R as one matrix of the attention; no position and no key is preferred at first."""
+        """W_R starts like a matrix of the attention, u and v at zero: no position or key is preferred."""
         nn.init.xavier_uniform_(self.projection.weight)
         nn.init.zeros_(self.content_bias)
         nn.init.zeros_(self.position_bias)
@@ -180,7 +181,7 @@ def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, infe
     return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim].float()
 
 
-# What --positions names, apart from embeddings.
+# The choices of --positions that are not embeddings.
 POSITIONS_IN_ATTENTION: Dict[str, Type[Positions]] = {
     "rope": RotaryPositions,
     "rope-half": HalfRotaryPositions,

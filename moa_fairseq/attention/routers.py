@@ -25,14 +25,13 @@ class TopKRouter(Observer):
     renormalize: "detached" divides by the sum of the chosen probabilities without a gradient through
     it (Eq. 9, the paper); "full" divides with the gradient; "none" leaves the probabilities (the
     authors' released code). noise: adds ε·softplus(x·W_noise), ε ~ N(0, 1), to the logits in
-    training (Eq. 3). activation: "sigmoid" makes each expert's probability its own, so that they do not
-    add up to 1; Eq. 9 applies to them all the same where K < E.
-    bias_rate: u of balancing without a gradient (arXiv 2408.15664): experts are chosen by probability
-    plus a bias b_i, weighted by probability alone, and b_i moves by u · sign(mean load − load_i)
-    after each update (`absorb`; the counts of an update wait in `pending`).
-    backend: of `--expert-backend`; with Triton's, plain routing is one kernel.
-    All of it runs in float32, whatever the model's dtype or autocast.
-    Raises UserError unless 1 ≤ K ≤ E and renormalize and activation are known.
+    training (Eq. 3). activation: "sigmoid" computes each expert's probability by itself, so they do not add
+    up to 1; where K < E, Eq. 9 still applies to them. bias_rate: u, to balance without a gradient (arXiv
+    2408.15664): experts are chosen by probability plus a bias b_i, weighted by probability alone, and b_i
+    moves by u · sign(mean load − load_i) after each update (`absorb`; the counts of an update wait in
+    `pending`). backend: a choice of `--expert-backend`; with triton, plain routing is one kernel. All of it
+    runs in float32, whatever the model's dtype or autocast. Raises UserError unless 1 ≤ K ≤ E and renormalize
+    and activation are known.
     """
 
     every_expert: Tensor  # a buffer: 0, 1, …, E − 1
@@ -66,7 +65,7 @@ class TopKRouter(Observer):
             )
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
-                f"--routing-bias-rate {bias_rate} balances which experts are chosen: it is positive, and "
+                f"--routing-bias-rate {bias_rate} must be positive, and balances which experts are chosen: "
                 f"there is nothing to choose when --experts-per-token is --num-experts ({num_experts})."
             )
         self.activation, self.bias_rate, self.backend = activation, bias_rate, resolve_backend(backend)
@@ -116,7 +115,7 @@ class TopKRouter(Observer):
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
     def _in_one_kernel(self, x: Tensor, padding_mask: Optional[Tensor]) -> Optional[Routed]:
-        """(logits, probs, gate, index), or None where there is more to do than the kernel does."""
+        """(logits, probs, gate, index), or None where the kernel does not do all that is asked for."""
         is_noisy = self.noise_projection is not None and self.training
         if self.activation != "softmax" or self.bias_rate or self.projection.bias is not None or is_noisy:
             return None

@@ -1,4 +1,4 @@
-"""What a router says about a batch of tokens, and what losses and statistics need to know of it."""
+"""A router's decision about a batch of tokens, and the sums of it that losses and statistics need."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class RoutingDecision:
     side         "queries", or "keys" where the tokens are those that keys and values are made of
     scope        "tokens", or "sequences" where a sequence has one decision
     padding_mask [N] bool, or None when there is none; True marks padding
-    auxiliary    whether losses may act on it; without (SwitchHead's attention), there are statistics only
+    auxiliary    whether losses may act on it; if not (SwitchHead's attention), it only has statistics
     """
 
     expert_index: Tensor
@@ -77,9 +77,9 @@ class RoutingSums:
     """Sums over the real tokens of M decisions: all that losses and statistics need to know of them.
 
     The decisions are alike in number of experts, slots, groups and shared experts, and in whether losses may
-    act on them (`by_kind`); they may be about different numbers of tokens. Their rows are computed on
-    together, so that a GPU starts as many kernels for 18 routers as for one. E is the number of routed
-    experts here, shared ones left out, and G the number of groups.
+    act on them (`by_kind`); they may be about different numbers of tokens. Their rows are processed together,
+    so that a GPU starts as many kernels for 18 routers as for one. E is the number of routed experts here,
+    shared ones left out, and G the number of groups.
 
     order: row m of every sum is decision order[m] of those given.
     """
@@ -125,7 +125,7 @@ class RoutingSums:
 
     @property
     def tokens(self) -> Tensor:
-        """How many tokens are no padding, [M]."""
+        """How many tokens are not padding, [M]."""
         return self._sums[3]
 
     @cached_property
@@ -137,7 +137,7 @@ class RoutingSums:
     def mean_entropy(self) -> Tensor:
         """The mean over tokens and groups of the probabilities' entropy in nats, [M].
 
-        In each group they are made to add up to 1 (a sigmoid's do not).
+        They are normalised to add up to 1 in each group (sigmoids do not by themselves).
         """
         return self._entropies[0]
 
@@ -181,7 +181,7 @@ class RoutingSums:
 
     @cached_property
     def _padding(self) -> Optional[Tensor]:
-        """Of all decisions: [ΣN] bool, or None where there is none."""
+        """The padding of all decisions: [ΣN] bool, or None where there is none."""
         if all(d.padding_mask is None for d in self._decisions):
             return None
         masks = [
@@ -200,7 +200,7 @@ class RoutingSums:
         return rows[:, self._decisions[0].shared :]
 
     def _real_rows(self, name: str) -> Tensor:
-        """`_rows`, with zeros for padding: a NaN there would stay one in a sum, times zero or not."""
+        """`_rows`, with zeros for padding: a NaN there would stay a NaN in a sum, even times zero."""
         rows = self._rows(name)
         return rows if self._padding is None else rows.masked_fill(self._padding.unsqueeze(1), 0.0)
 

@@ -1,4 +1,4 @@
-"""Attention of the (token, head) pairs that were chosen, and of no other."""
+"""Attention for the (token, head) pairs that were chosen, and for no others."""
 
 from typing import Optional, Tuple
 
@@ -26,8 +26,8 @@ def attend_selected(
     [B, S] → [N·K, D]. A query without any key gets zeros.
 
     Heads are computed one after the other. The queries that chose a head form a block [B, M, D], M being
-    the largest number of them in one sequence; shorter rows are filled up. Little is wasted where all
-    sequences have about as many.
+    the largest number of them in one sequence; shorter rows are filled up. Little is wasted if all sequences
+    have about equally many.
     """
     (batch, heads, _, dim), (_, columns, tgt_len, _) = k.shape, q.shape
     per_token, slots = order.per_token, order.expert.numel()
@@ -85,7 +85,7 @@ _GATHERED_WIDE = {
 }  # projections: for each of a token's C numbers and each chosen head
 _GATHERED_MASK = {"cpu": 36, "cuda": 100}  # for each key and chosen head, where masks differ between queries
 _STEP = {"cpu": 1.5e6, "cuda": 6.4e7}  # for each head
-_LEAST_SAVING = 0.05  # of the layer: less is not worth the risk of the estimate's error
+_LEAST_SAVING = 0.05  # of the layer's cost: less is within the error of the estimate
 
 
 def skipping_pays(

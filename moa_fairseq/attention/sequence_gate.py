@@ -12,7 +12,7 @@ from moa_fairseq.attention.observers import Observer
 NORMS = ("earlier", "batch")
 # Weight of an update in the running statistics. Measured on Multi30k (MAE-7 tiny, batches of 2,048 tokens,
 # the first 240 updates): what they miss is drift, not noise. The squared distance of the running means from
-# those of the model as it stands, in its variances, is 0.022 with 0.3, 0.148 with 0.1 and 0.72 with 0.01
+# the current model's means, in units of its variances, is 0.022 with 0.3, 0.148 with 0.1 and 0.72 with 0.01
 # after 40 updates, and 0.044, 0.055 and 0.22 after 240 (0.5: 0.011 and 0.042, but means of two batches only).
 MOMENTUM = 0.3
 
@@ -25,21 +25,19 @@ class GateNorm(nn.BatchNorm1d, Observer):
     all of its positions, and dividing by them would tell a causal gate about later positions and other
     sentences. Here a forward pass normalises by the running statistics as they stand, and only adds up
     what it sees (`pending`); `absorb` lets those sums in after the update, so that a batch acts on later
-    updates alone. Further: an output depends neither on who else is in the batch nor on how the batch is
-    spread over workers and accumulation steps, and F steps, G steps and evaluation apply one and the same
-    function.
+    updates alone. Also, an output depends neither on the rest of the batch nor on how the batch is spread
+    over workers and accumulation steps, and F steps, G steps and evaluation apply the same function.
 
     statistics "batch": the paper's (Ioffe & Szegedy 2015), where nothing leaks over time: in gates that
     see a whole sequence at once (encoders). A forward pass that trains the gate (`own`: a G step, a joint
-    update) normalises by mean and variance over the real rows of its own micro-batch, with gradients
-    through them; fewer than two rows have none, and take the running ones. All else normalises by the
-    running statistics: evaluation, and the draw of an F step, which trains no gate. So a draw still
-    depends on its own sequence alone, not on its neighbours, workers or accumulation steps; only the
-    updates of gates do.
+    update) normalises by mean and variance over the real rows of its own micro-batch, with gradients through
+    them; with fewer than two rows it uses the running ones. All else normalises by the running statistics:
+    evaluation, and the draw of an F step, which trains no gate. So a draw still depends only on its own
+    sequence, not on its neighbours, workers or accumulation steps; only updates of gates depend on those.
 
-    Every training forward pass is observed, F steps too: else gates would draw experts by the statistics
-    0 and 1 until the first G epoch. Those are the prior, with the weight of one update in the running mean,
-    which becomes a moving average once updates are many.
+    Every training forward pass is observed, F steps too; otherwise gates would draw experts with the initial
+    statistics, 0 and 1, until the first G epoch. These count like one update in the running mean, which
+    becomes a moving average once there are many updates.
     """
 
     running_mean: Tensor
@@ -87,7 +85,7 @@ class GateNorm(nn.BatchNorm1d, Observer):
     def absorb(self, sums: Tensor) -> None:
         """Let sums (as `pending`, over all workers) into the running statistics.
 
-        Sums that overflowed, of a batch in half precision, are passed over.
+        Sums that overflowed (a batch in half precision) are ignored.
         """
         sums = torch.where(sums.isfinite().all(), sums, torch.zeros_like(sums))
         count = sums[-1]
@@ -105,8 +103,8 @@ class SequenceGate(nn.Module):
 
     norm: one of NORMS, see GateNorm. While the gate is frozen (its parameters do not require gradients: an
     F step) it is the function that evaluation uses: it drops nothing out, and normalises by the running
-    statistics. It observes in all of training. It stays in float32 whatever the model is cast to, its
-    parameters too: steps of plain SGD are lost in half precision.
+    statistics. It observes throughout training. It and its parameters stay in float32 whatever the model is
+    cast to: steps of plain SGD are lost in half precision.
     """
 
     def __init__(

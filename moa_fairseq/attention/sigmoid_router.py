@@ -13,7 +13,7 @@ from moa_fairseq.torch_compat import full_precision
 
 
 def check_init_scale(prefix: str, scale: float) -> None:
-    """Raises UserError for a deviation of nothing or less: matrices of zeros would stay zeros in training."""
+    """Raises UserError unless the scale is positive: matrices of zeros would stay zeros in training."""
     if not 0 < scale < math.inf:
         raise UserError(f"--{prefix}-init-scale {scale} must be a positive number: it scales the weights.")
 
@@ -26,9 +26,8 @@ class SigmoidTopKRouter(nn.Module):
     neither normalised nor noisy. expert_dropout: δ of σ-MoE: in training a token does without each expert
     with this probability. init_scale: W is normal with deviation init_scale / √C, and its rows are
     then made equally long, so that at first only the direction of a token matters. side, auxiliary: of the
-    decisions; flags: what the names of the flags begin with in errors.
-    Runs in float32, whatever the model's dtype or autocast.
-    Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
+    decisions; flags: how the names of flags begin in errors. Runs in float32, whatever the model's dtype or
+    autocast. Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
     """
 
     first_expert: Tensor  # a buffer [H, 1]: the number of each head's first expert
@@ -53,7 +52,7 @@ class SigmoidTopKRouter(nn.Module):
                 f"{num_experts}: a token cannot choose more experts than there are."
             )
         if not 0 <= expert_dropout < 1:
-            raise UserError(f"{prefix}expert-dropout {expert_dropout} must lie between 0 and 1, below 1.")
+            raise UserError(f"{prefix}expert-dropout {expert_dropout} must be at least 0 and below 1.")
         self.num_experts, self.experts_per_token, self.groups = num_experts, experts_per_token, groups
         self.expert_dropout, self.init_scale = expert_dropout, init_scale
         self.side, self.auxiliary = side, auxiliary

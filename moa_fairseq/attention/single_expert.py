@@ -11,9 +11,9 @@ MIXTURE, TOP_EXPERT, RANDOM_EXPERT = EVALUATIONS = ("mixture", "top-expert", "ra
 def single_expert(how: str, probs: Tensor, name: str, seed: int) -> Tensor:
     """The expert that stands for the mixture: probs [..., E] → index [...] int64.
 
-    TOP_EXPERT: the one with the greatest probability, which is another one from sequence to sequence and,
-    where the gate is causal, from position to position. RANDOM_EXPERT: the same one everywhere in the
-    module `name`, all experts being equally likely over the seeds; the gate is not looked at.
+    TOP_EXPERT: the one with the greatest probability, which can differ between sequences and, where the gate
+    is causal, between positions. RANDOM_EXPERT: the same one everywhere in the module `name`, all experts
+    being equally likely over the seeds; the gate is not looked at.
     """
     if how == TOP_EXPERT:
         return probs.argmax(-1)

@@ -47,8 +47,8 @@ class SwitchHeadSettings(FamilySettings):
     switchhead_init_scale: float = field(
         default=1.0,
         metadata={
-            "help": "scales the deviations of the initial weights; the paper's pre-norm models of n layers "
-            "have the root of 2/n"
+            "help": "factor of the initial weights' standard deviations; the paper's pre-norm models of n "
+            "layers have the square root of 2/n"
         },
     )
     expert_backend: str = field(
@@ -60,7 +60,7 @@ class SwitchHeadSettings(FamilySettings):
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
-        """num_heads and causal are unused: --switchhead-heads says the heads, and masks hide the future."""
+        """num_heads and causal are unused: --switchhead-heads gives the heads, and masks hide the future."""
         return SwitchHeadAttention(
             embed_dim,
             num_heads=self.switchhead_heads,
@@ -80,7 +80,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
 
     The source side decides about keys and values, the destination side about queries and outputs:
     s_S^h = σ(x W_S^h), s_D^h = σ(x W_D^h), and the k largest of E each (Eq. 7-8). Then
-    V^h = Σ_{e ∈ E_S^h} s_S^h[e] · x W_V^{h,e} (Eq. 9), keys and queries alike, and
+    V^h = Σ_{e ∈ E_S^h} s_S^h[e] · x W_V^{h,e} (Eq. 9), keys and queries likewise, and
     y = Σ_h Σ_{e ∈ E_D^h} s_D^h[e] · A^h V^h W_O^{h,e} (Eq. 10).
 
     experts: which of v, k, q, o are mixtures; the others have one matrix per head, and "none" is

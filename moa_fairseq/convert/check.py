@@ -1,4 +1,4 @@
-"""Whether two models compute the same function, and what they lose on data."""
+"""Whether two models compute the same function, and their losses on data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LENGTHS = (9, 5, 1)
 def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: argparse.Namespace) -> float:
     """The largest difference of two models' outputs on random sentences, over the largest output.
 
-    In float64 and in evaluation mode; positions of padding are left out. Both models are left in float64.
+    In float64 and in evaluation mode; positions of padding are left out. Both models stay in float64.
     """
     limits = ("max_source_positions", "max_target_positions", "max_positions", "tokens_per_sample")
     most = min([int(getattr(settings, name, None) or 99) for name in limits])
@@ -70,10 +70,10 @@ def mean_losses(
     Raises UserError if the data cannot be read, or belongs to other dictionaries.
     """
     if not data.is_dir():
-        raise UserError(f"--data {data} is no folder: name the one that fairseq-preprocess wrote.")
+        raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
     group = copy.deepcopy(checkpoint.cfg.get("task"))
     if checkpoint.is_old or group is None:
-        raise UserError("--data needs a checkpoint that says what its task was, and this old one does not.")
+        raise UserError("--data needs a checkpoint that names its task, and this old one does not.")
     group = {**(group if isinstance(group, dict) else vars(group)), "data": str(data)}
     try:
         task = tasks.setup_task(OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True)

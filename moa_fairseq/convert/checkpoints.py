@@ -25,10 +25,10 @@ _REMEDY = "Name a pair of files that moa-fairseq convert --format safetensors wr
 
 @dataclass
 class Checkpoint:
-    """What a conversion needs of a checkpoint.
+    """What a conversion needs from a checkpoint.
 
-    model: its weights. cfg: all of fairseq's settings, by group; of an old checkpoint the group "model"
-    alone, with all of them. settings: those of the model.
+    model: its weights. cfg: all of fairseq's settings, by group; an old checkpoint has all of them in the one
+    group "model". settings: those of the model.
     """
 
     model: State
@@ -43,10 +43,10 @@ class Checkpoint:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint as data; nothing that stands in it is run.
+    """Read a checkpoint as data; no code in it is run.
 
     Raises UserError if it is missing, damaged, holds anything but tensors, containers and namespaces, or is
-    no checkpoint of a whole fairseq model.
+    not a checkpoint of a whole fairseq model.
     """
     state = _read_safetensors(path) if path.suffix == ".safetensors" else load_checkpoint(path)
     if not isinstance(state, dict):
@@ -75,7 +75,7 @@ def _is_model(model: Dict[Any, Any]) -> bool:
 
 
 def write(checkpoint: Checkpoint, path: Path, file_format: str) -> None:
-    """Write a checkpoint that fairseq takes for one before its first update: no optimizer state.
+    """Write a checkpoint as fairseq does before its first update: without optimizer state.
 
     Raises UserError where it cannot be written; nothing half-written is left.
     """
@@ -133,7 +133,7 @@ def _read_safetensors(path: Path) -> Dict[str, Any]:
         raise UserError(f"{error.filename or path} does not exist. {_REMEDY}") from error
     except UserError:
         raise
-    except Exception as error:  # the library's own errors have no common class but this
+    except Exception as error:  # the only class that all errors of the library share
         raise UserError(f"{path} cannot be read ({error}). {_REMEDY}") from error
     check_kinds(settings, {"cfg": MAPPING, "tied": MAPPING}, str(beside), _REMEDY, ("cfg", "tied"))
     for name, leader in settings["tied"].items():

@@ -1,16 +1,16 @@
 """Turn a trained Transformer of fairseq into a mixture of attention heads, or a mixture into a Transformer.
 
   moa-fairseq convert dense.pt --to moh --moh-shared-heads 2 --experts-per-token 1 moh.pt
-  moa-fairseq convert dense.pt --to mae mae.pt                       gates even: the same outputs
+  moa-fairseq convert dense.pt --to mae mae.pt                       even gates: the same outputs
   moa-fairseq convert uni_mae.pt --to dense dense.pt                 for stock fairseq and CTranslate2
-  moa-fairseq convert dense.pt --to moa moa.pt --data data-bin       not exact: how much the loss moves
+  moa-fairseq convert dense.pt --to moa moa.pt --data data-bin       not exact: how the loss changes
   moa-fairseq convert model.pt --format safetensors model.safetensors
 
 Translation, masked and causal language models. Before anything is written, both models are run in float64
-on random sentences: a conversion that is exact must give the same outputs, or nothing is written. Where
-exact is impossible a reason is printed, and with --data the loss before and after; --to dense refuses
-instead. The flags of the new family are those of its architectures. The file has no optimizer state; go on
-training with fairseq-train --finetune-from-model OUT and an architecture's flags as before.
+on random sentences: an exact conversion must give the same outputs, or nothing is written. Where a conversion
+cannot be exact, the reason is printed, and with --data the loss before and after; --to dense refuses instead.
+The flags of the new family are those of its architectures. The file has no optimizer state; continue training
+with fairseq-train --finetune-from-model OUT and the flags of the architecture.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = {"translation_bcd": "translation", "language_modeling_bcd": "language_m
 
 @dataclasses.dataclass
 class Converted:
-    """A conversion's outcome. reason: why it is not exact, or None where it is, within `difference`."""
+    """A conversion's outcome. reason: why it is not exact, or None if it is exact within `difference`."""
 
     checkpoint: Checkpoint
     model: nn.Module
@@ -50,8 +50,8 @@ class Converted:
 def convert(checkpoint: Checkpoint, source: nn.Module, family: str, given: Dict[str, Any]) -> Converted:
     """The same model with another attention.
 
-    family: of TARGETS; given: values of its flags. source: the checkpoint's model; it is left in float64.
-    Raises UserError where that is impossible, or not exact where it has to be.
+    family: of TARGETS; given: values of its flags. source: the checkpoint's model; it stays in float64.
+    Raises UserError if the conversion is impossible, or not exact where it has to be.
     """
     settings = checkpoint.settings
     origin, job = kind_of(settings)
@@ -92,7 +92,7 @@ def _values(
     known = {field.name: field.default for field in dataclasses.fields(FAMILIES[family])}
     foreign = [name for name in given if name not in known]
     if foreign:
-        raise UserError(f"{_flag(foreign[0])} is no flag of --to {family}: leave it out.")
+        raise UserError(f"{_flag(foreign[0])} is not a flag of --to {family}: leave it out.")
     heads = weights.heads_of(settings, job)
     values = {**known, **weights.default_values(family, heads[0], given)}
     if family == "moa":
@@ -102,7 +102,7 @@ def _values(
 
 
 def _in_precision_of(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
-    """Weights in half precision stay so, new routers and gates apart."""
+    """Weights in half precision stay so, except in new routers and gates."""
     half = {
         name: t.dtype for name, t in checkpoint.model.items() if t.dtype in (torch.float16, torch.bfloat16)
     }
@@ -115,7 +115,7 @@ def _in_precision_of(model: nn.Module, checkpoint: Checkpoint) -> nn.Module:
 
 
 def _tolerance(checkpoint: Checkpoint) -> float:
-    """What rounding rescaled weights to the checkpoint's precision may change."""
+    """The difference that rounding rescaled weights to the checkpoint's precision may make."""
     kinds = {tensor.dtype for tensor in checkpoint.model.values() if tensor.is_floating_point()}
     return 10 * max(torch.finfo(kind).eps for kind in kinds)
 
@@ -129,7 +129,7 @@ def _tied_as(model: nn.Module, state: Dict[str, torch.Tensor]) -> Dict[str, torc
 
 
 def _config(checkpoint: Checkpoint, group: Any, family: str) -> Dict[str, Any]:
-    """All settings with the new model's; of a dense model such that stock fairseq knows every name."""
+    """All settings, with the new model's. For a dense model, stock fairseq knows every name in them."""
     cfg = {**checkpoint.cfg, "model": group}
     if family != DENSE or checkpoint.is_old:
         return cfg
@@ -149,12 +149,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq convert`."""
     parser.add_argument("input", type=Path, metavar="IN", help="a checkpoint of fairseq's, or .safetensors")
     parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
-    parser.add_argument("--to", choices=TARGETS, help="the attention to convert to; none: the same model")
+    parser.add_argument("--to", choices=TARGETS, help="the attention to convert to; without: the same model")
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="what to write: fairseq's .pt, or .safetensors and its settings as .json "
-        "beside it (default: by OUT's ending)",
+        help="what to write: fairseq's .pt, or .safetensors with the settings as .json "
+        "beside it (default: by the ending of OUT)",
     )
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="binarised data: print the loss before and after"
@@ -162,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--subset", default="valid", help="which part of the data (valid)")
     parser.add_argument("--max-tokens", type=int, default=2048, help="tokens in a batch of the data (2048)")
     parser.add_argument(
-        "--max-batches", type=int, default=50, metavar="N", help="use at most N batches of it (50)"
+        "--max-batches", type=int, default=50, metavar="N", help="use at most N batches of the data (50)"
     )
     family = parser.add_argument_group("flags of the new family")
     fields: Dict[str, dataclasses.Field] = {}
@@ -186,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, check, print what is to be known, and write."""
+    """Convert, check, print the outcome, and write."""
     names = {field.name for family in FAMILIES.values() for field in dataclasses.fields(family)}
     given = {name: value for name, value in vars(args).items() if name in names}
     by_ending = "safetensors" if args.output.suffix == ".safetensors" else "pt"
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = read(args.input)
     if args.to is None:
         if given:
-            raise UserError(f"{_flag(next(iter(given)))} needs --to: without it the model stays what it is.")
+            raise UserError(f"{_flag(next(iter(given)))} needs --to: without it the model is not converted.")
         write(checkpoint, args.output, file_format)
         print(f"wrote the same model to {_files(args.output, file_format)}")
         return 0
@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
         before, after = mean_losses([source, done.model], checkpoint, done.job, *limits)
         print(f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})")
     elif done.reason is not None:
-        print("how much the loss moves: --data DIR measures it")
+        print("--data DIR measures how much the loss changes")
     write(done.checkpoint, args.output, file_format)
     print(f"wrote {_files(args.output, file_format)}")
     return 0

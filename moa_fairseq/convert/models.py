@@ -1,4 +1,4 @@
-"""Which models there are, and how one is built of a checkpoint's settings without its data."""
+"""Which models can be converted, and how one is built from a checkpoint's settings without its data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
 from moa_fairseq.transformer.translation import MixtureTransformerModel
 
 DENSE = "dense"
-# job → fairseq's model, its name, and what a family's model of that job is built on
+# job → fairseq's model, its name, and the base class of a family's model for that job
 BODIES = {
     "translation": (TransformerModel, "transformer", MixtureTransformerModel),
     "masked LM": (RobertaModel, "roberta", MixtureRobertaModel),
@@ -44,7 +44,7 @@ def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
             return found.attention_family, job
     arch = getattr(settings, "arch", name)
     raise UserError(
-        f"The checkpoint holds a model of the architecture {arch}, and conversions know fairseq's "
+        f"The checkpoint holds a model of the architecture {arch}, but conversions only know fairseq's "
         "transformer, roberta and transformer_lm, and the mixtures built on them (those of a plugin with "
         "moa-fairseq --user-dir DIR convert)."
     )
@@ -67,7 +67,7 @@ def settings_for(
     """The settings of the same model with another attention; values: of the family's flags."""
     name = named(family, job)
     own = {field.name for known in FAMILIES.values() for field in dataclasses.fields(known)}
-    # A translation model of fairseq's may have fields of a family's name only if it was such a mixture.
+    # fairseq's translation model may have a family's fields only if it was a mixture of that family.
     kept = {key: value for key, value in vars(settings).items() if key not in own | _OF_MIXTURES}
     kept.update(values)
     if family != DENSE:
@@ -79,7 +79,7 @@ def settings_for(
 
 
 def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
-    """cfg.model as fairseq writes it: a dict for what has a dataclass of fairseq's, else a namespace."""
+    """cfg.model as fairseq writes it: a dict for a model with a fairseq dataclass, else a namespace."""
     if (family, job) != (DENSE, "causal LM"):
         return settings
     known = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
@@ -112,7 +112,7 @@ def build(settings: argparse.Namespace, weights: State, seed: int = 1) -> nn.Mod
             return model.build_model(settings, task)
     except UserError:
         raise
-    except Exception as error:  # whatever settings of unknown origin lead to
+    except Exception as error:  # settings of unknown origin can cause any error
         raise UserError(f"fairseq cannot build {name} with these settings: {error!r:.300}") from error
 
 
@@ -128,20 +128,20 @@ def load(model: nn.Module, weights: State, may_lack: Tuple[str, ...] = ()) -> No
     lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]
     for what, names in (
         ("lacks", lacking),
-        ("has, beside all that the model needs,", result.unexpected_keys),
+        ("has more than the model needs:", result.unexpected_keys),
     ):
         if names:
             raise UserError(f"The checkpoint {what} {', '.join(sorted(names)[:4])}: it is of another model.")
 
 
 def _name(settings: argparse.Namespace) -> Any:
-    """What ARCH_MODEL_REGISTRY or MODEL_REGISTRY has the model under."""
+    """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY."""
     names = (getattr(settings, key, None) for key in ("_name", "arch"))
     return next((name for name in names if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY), None)
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> nn.Module:
-    """The model that a checkpoint holds, in evaluation mode. Raises UserError for one that is not known."""
+    """The model that a checkpoint holds, in evaluation mode. Raises UserError for an unknown one."""
     kind_of(checkpoint.settings)
     model = build(checkpoint.settings, checkpoint.model)
     load(model, checkpoint.model)

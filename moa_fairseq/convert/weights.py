@@ -1,4 +1,4 @@
-"""What becomes of an attention's weights: out of dense attention into a mixture, and back."""
+"""Converts the weights of an attention: from dense attention into a mixture, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moa_fairseq.attention.single_expert import MIXTURE
 from moa_fairseq.convert.checkpoints import State
 from moa_fairseq.errors import UserError
 
-# What a mixture has and dense attention has not: parts of parameters' names.
+# What only a mixture has, as parts of parameters' names.
 OF_ROUTING = ("router", "gate")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 _SHARED_KEYS = (
@@ -43,8 +43,8 @@ def default_values(family: str, heads: int, given: Dict[str, Any]) -> Dict[str, 
 def fill(model: nn.Module, dense: State, load: Callable[[nn.Module, State], None]) -> Optional[str]:
     """Put the weights of a dense model into `model`, a new mixture of the same size.
 
-    load(model, weights) takes what is there by name. Returns None if the result computes the same function,
-    or why it does not. Raises UserError where the two do not fit.
+    load(model, weights) copies weights by name. Returns None if the result computes the same function, else
+    why it does not. Raises UserError where the two do not fit.
     """
     attentions = name_attentions(model)
     reasons: List[Optional[str]] = []
@@ -77,17 +77,17 @@ def _taken(state: State, attention: MixtureAttention) -> State:
 
 
 def _into_heads(attention: MixtureOfHeads, old: State) -> Optional[str]:
-    """MoH: the same weights, but W_O is divided by the even gates, which the paper's scaling makes small."""
+    """MoH: the same weights, but W_O is divided by the even gates, which are small in the paper's scaling."""
     router, routed = attention.router, attention.num_heads - attention.shared_heads
     everyone = attention.routed_per_token == routed
     if not router.reads_queries:
-        if everyone:  # where heads are chosen, even logits would be ties
+        if everyone:  # with even logits, a choice of heads would be a tie
             nn.init.zeros_(router.projection.weight)
         attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(attention.head_dim)
     if everyone:
         return None
     active = attention.active_heads
-    return f"{active} of {attention.num_heads} heads work for a token, and the others' results are left out."
+    return f"{active} of {attention.num_heads} heads work for a token; the others' results are left out."
 
 
 def _even_gates(attention: MixtureOfHeads) -> Tensor:
@@ -114,7 +114,7 @@ def _into_moa(attention: MixtureOfAttention, old: State) -> Optional[str]:
     """MoA: each expert has the query and the output of a head; K even gates of 1/K each add up to 1."""
     if isinstance(attention.positions, RelativePositions):
         raise UserError(
-            "--positions xl: it has weights of its own for each head, and MoA's keys have other ones."
+            "--positions xl: its weights belong to the heads of keys, and MoA's keys have other heads."
         )
     dim, experts = attention.expert_dim, attention.num_experts
     heads, rest = divmod(old["q_proj.weight"].size(0), dim)
@@ -159,11 +159,11 @@ _INTO = {
 
 
 def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
-    """Raises UserError for a mixture that has, beside its attention, parts that no dense model has."""
+    """Raises UserError for a mixture with parts outside its attention that no dense model has."""
     positions = getattr(settings, "positions", None)
     if positions in POSITIONS_IN_ATTENTION:
         raise UserError(
-            f"--positions {positions}: fairseq's own Transformer knows no positions inside of its attention."
+            f"--positions {positions}: fairseq's own Transformer has no positions inside its attention."
         )
     if getattr(settings, "sigma_moe_num_experts", 0):
         raise UserError(
@@ -173,7 +173,7 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
 
 
 def dense_weights(model: nn.Module) -> State:
-    """The weights of the dense attention that computes the same as this mixture's; all others as they are.
+    """The weights of a dense model that computes the same: only those of the attention change.
 
     Raises UserError, with the reason, where there is none.
     """
@@ -201,14 +201,14 @@ def _constant_of_mae(attention: MixtureOfAttentiveExperts) -> Tensor:
     """[H] ones, where the gate is uniform."""
     if attention.evaluate_with != MIXTURE:
         raise UserError(
-            f"--mae-evaluate-with {attention.evaluate_with}: a single expert is no dense attention."
+            f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
         )
     gate = attention.gate
     constant = gate is None or _is_zero(gate.fc2.weight)
     if not constant or (gate is not None and (gate.fc2.bias != gate.fc2.bias[0]).any()):
         raise UserError(
-            f"{attention.name} has a gate that depends on its input, and dense attention weights its heads "
-            "alike everywhere: only a uniform gate (--mae-gate uniform, UNI-MAE) can become dense."
+            f"{attention.name} has a gate that depends on its input, but dense attention weights its heads "
+            "equally for every input: only a uniform gate (--mae-gate uniform, UNI-MAE) can become dense."
         )
     return torch.ones(attention.num_heads)
 
@@ -217,15 +217,15 @@ def _constant_of_moh(attention: MixtureOfHeads) -> Tensor:
     """[H] gates, where all heads work and none depends on the input."""
     if attention.active_heads != attention.num_heads:
         raise UserError(
-            f"{attention.name} has {attention.active_heads} of {attention.num_heads} heads at work, other "
-            "ones for each token, and dense attention has all of them: only 100 % can become dense."
+            f"{attention.name} has {attention.active_heads} of {attention.num_heads} heads at work, which "
+            "differ between tokens, but in dense attention all heads work: only 100 % can become dense."
         )
     if attention.router.reads_queries:
         return torch.ones(attention.num_heads)
     if not _is_zero(attention.router.projection.weight):
         raise UserError(
-            f"{attention.name} has gates that depend on its input, and dense attention weights its heads "
-            "alike everywhere: a learned router cannot become dense once it has learned."
+            f"{attention.name} has gates that depend on its input, but dense attention weights its heads "
+            "equally for every input: a learned router cannot become dense once it is trained."
         )
     return _even_gates(attention)
 

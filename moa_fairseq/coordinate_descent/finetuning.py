@@ -16,7 +16,7 @@ METHODS = ("all", "ftg", "ftg_plus", "ftall")
 
 
 def updated_by(model: nn.Module, method: str) -> List[Tensor]:
-    """What a method updates: gates φ (ftg); gates and the weights W of Eq. 4 (ftg_plus); all."""
+    """The parameters a method updates: gates φ (ftg); gates and the weights W of Eq. 4 (ftg_plus); all."""
     if method in ("all", "ftall"):
         return [*model.parameters()]
     gates: List[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
@@ -41,7 +41,7 @@ def freeze_rest(model: nn.Module, method: str) -> None:
 
 
 def report_updated(model: nn.Module, method: str) -> None:
-    """Say in the log how many parameters are updated, those of the gates included."""
+    """Log how many parameters are updated, those of the gates included."""
     total = sum(parameter.numel() for parameter in model.parameters())
     updated = sum(parameter.numel() for parameter in updated_by(model, method))
     logger.info(f"{updated:,} of {total:,} parameters are updated")

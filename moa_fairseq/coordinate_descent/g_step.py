@@ -1,4 +1,4 @@
-"""One G step: all gates move along the gradient of one whole update's batch (MAE Algorithm 1)."""
+"""One G step: all gates are updated by the gradient of one whole update's batch (MAE Algorithm 1)."""
 
 import contextlib
 import math
@@ -19,9 +19,9 @@ class GStep:
     """Takes G steps with a fairseq trainer's model and criterion, whose optimizer it leaves alone.
 
     trainer: fairseq's. lr, clip_norm: of the gates' SGD (no clipping if clip_norm is 0). In fp16 the
-    loss is scaled as fairseq scales it in that update; should the gates' gradients overflow
-    nevertheless, the step is tried again at half the scale. That scale is not kept, so that a restart from a
-    checkpoint takes the same steps. The gates and their gradients are in float32 always.
+    loss is scaled as fairseq scales it in that update; if the gates' gradients still overflow, the step is
+    tried again at half the scale. That scale is not kept, so that a restart from a checkpoint takes the same
+    steps. The gates and their gradients are always in float32.
     """
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
@@ -57,7 +57,7 @@ class GStep:
     def _gradients(
         self, samples: Sequence[Dict[str, Any]], parameters: Sequence[Parameter], scale: float
     ) -> GateGradients:
-        """Forward and backward passes of all micro-batches, at one and the same state of the gates."""
+        """Forward and backward passes of all micro-batches, all with the same state of the gates."""
         trainer = self.trainer
         model, criterion = trainer.get_model(), trainer.get_criterion()
         trainer._set_seed()
@@ -91,7 +91,7 @@ def loss_scale(optimizer: Any) -> float:
 
 @contextlib.contextmanager
 def requiring_gradients(parameters: Sequence[Parameter]) -> Iterator[None]:
-    """A block in which parameters that are frozen otherwise require gradients."""
+    """A block in which these parameters, frozen elsewhere, require gradients."""
     for parameter in parameters:
         parameter.requires_grad_(True)
     try:

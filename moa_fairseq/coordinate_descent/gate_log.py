@@ -16,7 +16,7 @@ _PREFIX = f"{_NAME}/"
 class GateEntropyLog:
     """A criterion that also reports each gate's entropy H(g) = −Σ g_i log g_i in nats (MAE §5.1).
 
-    Called like the criterion it wraps. An entropy is the mean over the gate's rows that are no padding.
+    Called like the criterion it wraps. An entropy is the mean over the gate's rows without padding.
 
     Decisions are collected around the forward pass only: activation checkpointing makes them again in
     the backward pass.

@@ -1,7 +1,7 @@
 """Plain SGD for MAE's gates: no momentum, no weight decay, no schedule, hence no state (MAE Appendix A).
 
-The paper keeps gates away from momentum-based optimisers, which let the rich get richer. Nothing but
-the parameters themselves has to be stored in a checkpoint or agreed upon between workers.
+The paper keeps gates away from momentum-based optimisers, which let the rich get richer. So only the
+parameters have to be stored in a checkpoint and agreed upon between workers.
 """
 
 from typing import List, Optional, Sequence
@@ -14,7 +14,7 @@ from torch.nn import Parameter
 class GateGradients:
     """Gradients of the gates, summed over micro-batches and workers: Σ ∂loss/∂φ, not yet a mean.
 
-    fairseq's losses are sums over sample_size tokens; the sum over everything is divided in the end.
+    fairseq's losses are sums over sample_size tokens; the total is divided at the end.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -63,9 +63,9 @@ class GateGradients:
 def sgd_step(
     parameters: Sequence[Parameter], gradients: Sequence[Tensor], lr: float, clip_norm: Optional[float] = None
 ) -> Tensor:
-    """φ ← φ − lr · ∇φ, the gradients' norm over all gates cut to clip_norm if that is positive.
+    """φ ← φ − lr · ∇φ, with the gradients' norm over all gates clipped to clip_norm if that is positive.
 
-    Returns the norm before the cut.
+    Returns the norm before clipping.
     """
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
     factor = (clip_norm / (norm + 1e-6)).clamp_max(1.0) if clip_norm else 1.0

@@ -18,12 +18,13 @@ class JointStep:
     """Takes one plain SGD step on the gates per update, along the gradient of the update's own backward.
 
     To fairseq the gates are frozen: its optimizer, gradient all-reduce, clipping and schedule never see
-    them. They require gradients inside `passing` only, around forward and backward pass of a micro-batch,
-    which leaves its share in their `.grad`, scaled as fairseq scales the loss. After fairseq's own step
-    `stepping` adds up all workers' shares, divides by the update's sample size, and steps: no second
-    pass. An update that fairseq skips for an overflow skips the gates. Between updates nothing is kept.
+    them. They require gradients only inside `passing`, which surrounds the forward and backward pass of a
+    micro-batch; the pass leaves its share in their `.grad`, scaled as fairseq scales the loss. After
+    fairseq's own step `stepping` adds up all workers' shares, divides by the update's sample size, and
+    updates the gates, without a second pass. If fairseq skips an update for an overflow, the gates skip it,
+    too. Between updates nothing is kept.
 
-    model: with gates. lr, clip_norm: as in GStep (no clipping if clip_norm is 0).
+    model: one with gates. lr, clip_norm: as in GStep (no clipping if clip_norm is 0).
     """
 
     def __init__(self, model: nn.Module, lr: float, clip_norm: float):
@@ -33,7 +34,7 @@ class JointStep:
         self.sample_size = 0.0
 
     def begin(self) -> None:
-        """Forget what is left of an update that was not completed."""
+        """Drop what an incomplete update has left."""
         self.sample_size = 0.0
         for parameter in self.parameters:
             parameter.grad = None
@@ -48,7 +49,7 @@ class JointStep:
         scale = loss_scale(optimizer)
         yield
         if isinstance(optimizer, AMPOptimizer) and loss_scale(optimizer) < scale:
-            return  # it has backed off: torch's scaler skipped the step, and fairseq tries again
+            return  # torch's scaler skipped the step and lowered the scale; fairseq tries again
         gradients = GateGradients(self.parameters)
         gradients.take(self.sample_size, scale)
         all_reduce = sum_over_workers()

@@ -1,27 +1,27 @@
 """MAE's block coordinate descent: gates in G steps, everything else in F steps (MAE §3, Algorithms 1-3).
 
-How it sits in fairseq:
+How it works within fairseq:
 
-* An F step is fairseq's own update. The gates do not require gradients in it, so they are in no
-  optimizer of fairseq's, in no gradient all-reduce, under no schedule, weight decay or clipping, and a
-  restart finds the same optimizer again. The task opens `drawing_experts` around forward and backward
-  pass, and every attention computes with one drawn expert per sequence (in decoders: see `expert_draw`).
-* A G step comes before it. fairseq hands a task one micro-batch at a time, which is too late: the F step
-  of the first micro-batch draws from gates that have been updated with the last one. So the plugin has
-  the trainer announce each update with all of its micro-batches (`before_update`), and the G step is
-  carried out there: forward passes with mixed experts, gradients with respect to the gates alone
-  (`torch.autograd.grad`: no expert's .grad is touched, and Adam takes no part), summed over
-  micro-batches and workers, divided by the sample size, one plain SGD step.
-* Nothing has to be remembered but the parameters and the gates' running statistics, which G and F steps
-  add to: SGD has no state, epochs are fairseq's, and a draw is a function of seed, update number,
-  sentence, module and gate.
+* An F step is fairseq's own update. The gates do not require gradients in it, so fairseq's optimizer,
+  gradient all-reduce, schedule, weight decay and clipping do not touch them, and a restart finds the same
+  optimizer again. The task opens `drawing_experts` around forward and backward pass, and every attention
+  computes with one drawn expert per sequence (in decoders: see `expert_draw`).
+* A G step comes before it. fairseq hands a task one micro-batch at a time, which is too late: the F step of
+  the first micro-batch must draw from gates that all micro-batches have updated. So the plugin has the
+  trainer announce each update with all of its micro-batches (`before_update`), and the G step is carried out
+  there: forward passes with mixed experts, gradients with respect to the gates alone (`torch.autograd.grad`:
+  no expert's .grad is touched, and Adam takes no part), summed over micro-batches and workers, divided by the
+  sample size, one plain SGD step.
+* Only the parameters and the gates' running statistics have to be saved, and G and F steps add to the latter:
+  SGD has no state, epochs are fairseq's, and a draw is a function of seed, update number, sentence, module
+  and gate.
 
-Joint training (`--bcd none`: NOBCD) moves gates and experts along the gradients of one and the same backward
-passes: the gates by plain SGD (see `_joint_step`), the rest by fairseq's optimizer; with `--gate-optimizer
-fairseq` it updates all of them.
+Joint training (`--bcd none`: NOBCD) updates gates and experts by the gradients of the same backward passes:
+the gates by plain SGD (see `joint_step`), the rest by fairseq's optimizer. With `--gate-optimizer fairseq`
+that optimizer updates both.
 
-Fine-tuning (MAE §5.2) freezes parameters and is otherwise the same. FTG updates gates only: no F step is
-left, and its G steps are ordinary updates of mixed experts by fairseq's own optimizer, `--optimizer sgd`.
+Fine-tuning (MAE §5.2) freezes parameters and is otherwise the same. FTG updates gates only: it has no F
+steps, and its G steps are ordinary updates with mixed experts by fairseq's own optimizer, `--optimizer sgd`.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ class BlockCoordinateDescentConfig:
     bcd: Steps = field(
         default="alternate",
         metadata={
-            "help": "update gates and experts in turn, experts being drawn (alternate: MAE Algorithm 3), "
-            "or all together, experts being mixed (none: the paper's NOBCD)"
+            "help": "alternate: update gates and experts in turn, with drawn experts (MAE Algorithm 3); "
+            "none: update all together, with mixed experts (the paper's NOBCD)"
         },
     )
     bcd_g_every: int = field(
@@ -75,25 +75,25 @@ class BlockCoordinateDescentConfig:
     gate_optimizer: GateOptimizer = field(
         default="sgd",
         metadata={
-            "help": "what updates the gates in joint training (--bcd none): plain SGD with --gate-lr, "
-            "without momentum, weight decay or schedule, as the paper has it for NOBCD too (sgd), or "
-            "--optimizer with the rest of the model (fairseq). G steps are plain SGD always"
+            "help": "what updates the gates in joint training (--bcd none). sgd: plain SGD with --gate-lr, "
+            "without momentum, weight decay or schedule, as in the paper's NOBCD; fairseq: --optimizer, "
+            "with the rest of the model. G steps are always plain SGD"
         },
     )
     gate_lr: float = field(default=1.0, metadata={"help": "fixed learning rate of the gates' SGD"})
     gate_clip_norm: float = field(
         default=0.0,
         metadata={
-            "help": "clip the gradient norm of all gates in their SGD; 0 does not (--clip-norm is for the "
-            "parameters of --optimizer)"
+            "help": "clip the gradient norm of all gates in their SGD; 0: no clipping (--clip-norm is for "
+            "the parameters of --optimizer)"
         },
     )
     finetune: Method = field(
         default="all",
         metadata={
-            "help": "what is updated: all or ftall: everything; ftg_plus: gates and output projections; ftg: "
-            "gates only, in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). The others "
-            "keep the values that --finetune-from-model gives them"
+            "help": "what is updated: all or ftall: everything; ftg_plus: gates and output projections; "
+            "ftg: gates only, in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). All "
+            "other parameters keep their values from --finetune-from-model"
         },
     )
 
@@ -101,7 +101,7 @@ class BlockCoordinateDescentConfig:
 class BlockCoordinateDescent(Extended):
     """The two kinds of steps. Precedes the fairseq task it extends.
 
-    Every model of `mae_*` architectures can be trained. One with uniform gates (UNI-MAE) has no G steps.
+    It trains every `mae_*` architecture. Models with uniform gates (UNI-MAE) have no G steps.
     """
 
     _epoch = 0
@@ -121,16 +121,16 @@ class BlockCoordinateDescent(Extended):
 
     @property
     def optimizer_remedy(self) -> str:
-        """The flag that lets a run go on from a checkpoint whose optimizer updated other parameters."""
+        """For an error: the flag with which to resume if the optimizer had other parameters."""
         if str(self.cfg_of_bcd.bcd) != "none":
             return ""
         if self.steps_jointly:
-            return " (--gate-optimizer fairseq if that one had the gates, as before the flag existed)"
+            return " (--gate-optimizer fairseq if its optimizer had the gates, as before the flag existed)"
         return " (--gate-optimizer sgd if the gates had steps of their own)"
 
     @property
     def finetune(self) -> str:
-        """One of METHODS; older checkpoints know of none."""
+        """One of METHODS; older checkpoints have no such setting."""
         return str(getattr(self.cfg_of_bcd, "finetune", None) or "all")
 
     @property
@@ -139,7 +139,7 @@ class BlockCoordinateDescent(Extended):
         return self.cfg if getattr(self, "cfg", None) is not None else self.args
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> nn.Module:
-        """Build the model and freeze its gates: fairseq's optimizer is not to have them.
+        """Build the model and freeze its gates, so that fairseq's optimizer does not get them.
 
         Raises UserError for a model without mixtures of attentive experts, or impossible flags.
         """
@@ -165,7 +165,7 @@ class BlockCoordinateDescent(Extended):
         return self.alternates and epoch % self.cfg_of_bcd.bcd_g_every == 0
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
-        """fairseq's hook; says in the log which steps the epoch takes."""
+        """fairseq's hook; logs which steps the epoch takes."""
         super().begin_epoch(epoch, model)
         if not self._epoch:
             report_updated(model, self.finetune)
@@ -183,7 +183,7 @@ class BlockCoordinateDescent(Extended):
         logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
 
     def before_update(self, trainer: Any, samples: List[Dict[str, Any]]) -> None:
-        """The plugin's hook: all micro-batches that the trainer is about to make one update of."""
+        """The plugin's hook; samples: all micro-batches of the update that the trainer is about to make."""
         gates = gates_of(trainer.get_model())
         if self.steps_jointly and gates:
             if self._joint_step is None:
@@ -230,13 +230,13 @@ class BlockCoordinateDescent(Extended):
         return loss, sample_size, logging_output
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
-        """fairseq's step, and the gates' beside it in joint training."""
+        """fairseq's step and, in joint training, the gates' own step."""
         step = self._joint_step
         with contextlib.nullcontext() if step is None else step.stepping(optimizer):
             super().optimizer_step(optimizer, model=model, update_num=update_num)
 
     def valid_step(self, sample: Dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any):
-        """fairseq's, with the gates' entropies: experts are mixed, as in a G step."""
+        """fairseq's step, which also logs the gates' entropies: experts are mixed, as in a G step."""
         return super().valid_step(sample, model, GateEntropyLog(criterion), **kwargs)
 
     def reduce_metrics(self, logging_outputs: List[Dict[str, Any]], criterion: Any) -> None:

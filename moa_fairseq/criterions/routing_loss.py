@@ -41,10 +41,10 @@ class RoutingLossConfig:
     balance_loss: BalanceLoss = field(
         default="moa",
         metadata={
-            "help": "what evens out the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or E times "
-            "it as in MoH's code, the mutual information of tokens and experts (SUT, arXiv 2310.07096), the "
-            "entropy of the mean softmax (sigma-MoE, arXiv 2310.10837), or nothing; SwitchHead's attention "
-            "never has one; loads are logged in any case"
+            "help": "the loss that balances the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or "
+            "E times it as in MoH's code, the mutual information of tokens and experts (SUT, arXiv "
+            "2310.07096), the entropy of the mean softmax (sigma-MoE, arXiv 2310.10837), or none; it never "
+            "applies to SwitchHead's attention; loads are always logged"
         },
     )
     load_balance_coef: float = field(
@@ -55,7 +55,7 @@ class RoutingLossConfig:
     )
     aux_loss_reduce: Reduction = field(
         default="sum",
-        metadata={"help": "add the auxiliary losses of all modules up (MoA Eq. 17), or take their mean"},
+        metadata={"help": "add up the auxiliary losses of all modules (MoA Eq. 17), or take their mean"},
     )
     aux_loss_scale: Scale = field(
         default="sample-size",
@@ -74,8 +74,8 @@ class RoutingLossMixin(Extended):
     """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion it extends.
 
     The auxiliary term is added in training only: validation loss and perplexity are the model's.
-    Every router's losses and load statistics are logged in both; `load_balance_loss` is always MoA's L_a,
-    and another balance loss that was chosen is logged as `balance_loss`.
+    Every router's losses and load statistics are logged in both. `load_balance_loss` is always MoA's L_a; if
+    another balance loss was chosen, it is logged as `balance_loss`.
     """
 
     routing = RoutingLossConfig()
@@ -84,7 +84,7 @@ class RoutingLossMixin(Extended):
     def build_criterion(cls, cfg: Any, task: Any) -> "RoutingLossMixin":
         """Build fairseq's criterion, which knows nothing of routing, and give it the flags.
 
-        Raises UserError for a coefficient that is negative or no number.
+        Raises UserError for a coefficient that is negative or not a number.
         """
         for name in ("load_balance_coef", "z_loss_coef"):
             if not 0 <= getattr(cfg, name) < math.inf:
@@ -109,9 +109,9 @@ class RoutingLossMixin(Extended):
         return loss, sample_size, logging_output
 
     def terms(self, decisions: NamedDecisions) -> Tuple[Tensor, Dict[str, Any]]:
-        """Of one forward pass: Σ α·L_balance + β·L_z over modules, a scalar, and what is to be logged.
+        """The scalar Σ α·L_balance + β·L_z over the modules of one forward pass, and what is to be logged.
 
-        What is logged waits on the device: means over modules ("dead_experts": of the whole model), and
+        The values to log stay on the device: means over modules ("dead_experts": the sum over the model), and
         each module's own on request.
         """
         name = str(self.routing.balance_loss)

@@ -31,7 +31,7 @@ class RunningSum:
     """The sum of models given one after another.
 
     Parameters that share storage in every model (a tied output projection) are added once and stay
-    one tensor; where a later model no longer shares them, they part.
+    one tensor; if a later model no longer shares them, they become two.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class RunningSum:
         self._leaders: Dict[str, str] = {}  # parameter → the first parameter of the same storage
 
     def add(self, model: State, name: str) -> None:
-        """Add `model` to the sum. `name` is what an error calls it.
+        """Add `model` to the sum. `name`: its name in errors.
 
         Raises UserError if a parameter is missing, additional, or of another shape than before.
         """
@@ -89,7 +89,7 @@ class RunningSum:
 def average_checkpoints(paths: Sequence[Path]) -> dict:
     """The checkpoint whose model is the average of those at `paths`, settings from the last of them.
 
-    Raises UserError for fewer than two paths, for a file that is truncated, malicious or no fairseq
+    Raises UserError for fewer than two paths, for a file that is truncated, malicious or not a fairseq
     checkpoint, and for models that differ in parameters or shapes.
     """
     if len(paths) < 2:
@@ -101,7 +101,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     for path in paths:
         state = load_checkpoint(path)
         if not isinstance(state, dict) or not _is_model(state.get("model")):
-            raise UserError(f"{path} is no fairseq checkpoint: it holds no model.")
+            raise UserError(f"{path} is not a fairseq checkpoint: it holds no model.")
         total.add(state.pop("model"), str(path))
         if "last_optimizer_state" in state:
             state["last_optimizer_state"] = None
@@ -122,11 +122,13 @@ def last_checkpoints(
 ) -> List[Path]:
     """The `number` newest checkpoints in `folder`, oldest first.
 
-    by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E. upper_bound:
-    nothing later than this epoch or update. Raises UserError if there are fewer.
+    by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E. upper_bound: the
+    last epoch or update to take. Raises UserError if there are fewer.
     """
     if not folder.is_dir():
-        raise UserError(f"--inputs {folder} is no folder: --num-epoch-checkpoints and the like want one.")
+        raise UserError(
+            f"--inputs {folder} is not a folder, which --num-epoch-checkpoints and the like need."
+        )
     found = numbered_checkpoints(folder, by_updates)
     if upper_bound is not None:
         found = [(position, path) for position, path in found if position <= upper_bound]
@@ -156,7 +158,7 @@ def shared_storage(model: State) -> Dict[str, str]:
 
 
 def _widened(tensor: Tensor, copy: bool = False) -> Tensor:
-    """The type sums run in: float32, or what it is if float64 or no floating-point type."""
+    """In the dtype of the sum: float32; float64 and integers stay as they are."""
     narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(torch.float32 if narrow else tensor.dtype, copy=copy)
 

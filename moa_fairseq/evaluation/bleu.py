@@ -47,13 +47,13 @@ def corpus_bleu(
     """BLEU-4 of `hypotheses` against one or more `references`, as multi-bleu.perl defines it.
 
     hypotheses: one tokenised line each. references: one sequence of lines per reference. lowercase:
-    its -lc, which lowers ASCII letters only. Counts are clipped by the most generous reference, the
-    reference length is that closest to the hypothesis (of two equally close, the shorter), nothing
-    is smoothed: an order without a match makes the score 0.
+    its -lc, which lowers ASCII letters only. Counts are clipped by the largest count in any reference. The
+    reference length is the one closest to the hypothesis (of two equally close, the shorter). Nothing is
+    smoothed: an order without a match makes the score 0.
 
-    Where the script misleads we differ: unequal numbers of lines raise UserError (it ignores missing
-    hypotheses), an all-empty output scores 0 (it dies dividing by zero), and the last line counts in
-    full even without a line end (it drops a character).
+    It differs where the script misleads: unequal numbers of lines raise UserError (the script ignores missing
+    hypotheses), an all-empty output scores 0 (the script divides by zero), and the last line counts in full
+    even without a line end (the script drops a character).
     """
     for number, reference in enumerate(references, 1):
         if len(reference) != len(hypotheses):
@@ -83,7 +83,7 @@ def _bleu(matched: List[int], total: List[int], hyp_len: int, ref_len: int) -> B
     if hyp_len == 0 or ref_len == 0:
         return Bleu(0.0, tuple(precisions), 0.0, hyp_len, ref_len)
     penalty = math.exp(1 - ref_len / hyp_len) if hyp_len < ref_len else 1.0
-    # multi-bleu.perl's log of nothing; its exponential is exactly 0.
+    # multi-bleu.perl's log of 0; its exponential is exactly 0.
     logs = [math.log(precision) if precision else -9999999999.0 for precision in precisions]
     score = penalty * math.exp(sum(logs) / MAX_ORDER)
     return Bleu(100 * score, tuple(100 * precision for precision in precisions), penalty, hyp_len, ref_len)

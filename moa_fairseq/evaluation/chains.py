@@ -1,4 +1,4 @@
-"""The chains of processing that papers put before BLEU, each under its own name."""
+"""The text processing that papers apply before BLEU: each chain of steps has a name."""
 
 import re
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
@@ -11,9 +11,9 @@ _HYPHEN = re.compile(rb"(\S)-(\S)")
 
 
 class Chain(NamedTuple):
-    """What happens to a hypothesis and a reference line before multi-bleu counts n-grams, and in words.
+    """What is done to a hypothesis and a reference line before multi-bleu counts n-grams; also in words.
 
-    wants: what the hypotheses and the references must be.
+    wants: the form that the hypotheses and the references must have.
     """
 
     key: str
@@ -26,7 +26,7 @@ class Chain(NamedTuple):
 def split_compounds(line: str) -> str:
     """`perl -ple 's{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g'`: a-b-c becomes `a ##AT##-##AT## b-c`.
 
-    Matches do not overlap, and work on bytes as in Perl: a no-break space is no space.
+    Matches do not overlap, and work on bytes as in Perl: a no-break space is not a space.
     """
     return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", line.encode("utf-8")).decode("utf-8")
 

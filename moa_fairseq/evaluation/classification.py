@@ -42,13 +42,13 @@ def guesses(
 def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, cpu: bool) -> Dict[str, Any]:
     """The accuracy in percent, as a whole and by the groups of the data, as `--json` prints it.
 
-    Raises UserError for what is no classifier, or for a damaged file of groups.
+    Raises UserError for a model that is not a classifier, or for a damaged file of groups.
     """
     model, task = load_trained(checkpoint, data)
     heads = getattr(model, "classification_heads", {})
     if not len(heads) or not hasattr(task, "label_dictionary"):
         raise UserError(
-            f"{checkpoint} is no classifier of sentences: it was trained for {type(task).__name__}."
+            f"{checkpoint} is not a classifier of sentences: it was trained for {type(task).__name__}."
         )
     device = device_for(cpu)
     right = guesses(model.to(device).eval(), task, subset, next(iter(heads)), max_tokens, device)
@@ -65,7 +65,7 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
     return {"accuracy": {**_accuracy(right), "by": by}, "meta": {**meta, "evaluation": evaluation}}
 
 
-_FEW = 10  # values of a group that are reported in one line
+_FEW = 10  # values of a group that fit on one line
 
 
 def _accuracy(right: Tensor) -> Dict[str, Any]:
@@ -73,7 +73,7 @@ def _accuracy(right: Tensor) -> Dict[str, Any]:
 
 
 def _groups(path: Path, sentences: int) -> Dict[str, Dict[int, List[int]]]:
-    """Name → value → the sentences that have it; nothing where the data has no groups."""
+    """Name → value → the sentences that have it; empty if the data has no groups."""
     if not path.is_file():
         return {}
     head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]

@@ -1,13 +1,13 @@
 """The papers' numbers beside ours: paper, ours, difference, or why there is none.
 
-Scores come from results/measured/, where `moa-fairseq recipe ... --record` puts them; parameters and
-MACs are counted on the spot. Naming run folders compares those runs alone, by their result.json.
-Without flags the tables go to the screen.
+Scores come from results/measured/, where `moa-fairseq recipe ... --record` puts them; parameters and MACs are
+counted from the models. If run folders are named, only those runs are compared, by their result.json. Without
+flags the tables go to the screen.
 
 MoA's BLEU on WMT14 is compared twice. Its text is tokenised with split hyphens, so (multi-bleu), plain
-multi-bleu.perl, is the score after one compound split, which the paper describes. (moa-release) is the
-script of MoA's release, which splits those hyphens a second time and so prints about 0.9 BLEU more for
-German and 0.8 for French: what the release would print of the same output.
+multi-bleu.perl, is the score after one compound split, which the paper describes. (moa-release) is the score
+that the script of MoA's release would print for the same output: it splits those hyphens a second time, which
+adds about 0.9 BLEU for German and 0.8 for French.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moa_fairseq.evaluation.results import load_comparison
 from moa_fairseq.evaluation.results_markdown import render, render_headlines
 from moa_fairseq.files import atomic_write
 
-# Of a generated part of a document, by its name.
+# The markers of a generated part of a document, by its name.
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 
 
@@ -34,17 +34,17 @@ def default_results() -> Path:
 
 
 def fill(text: str, parts: Mapping[str, str]) -> str:
-    """`text` with everything between the markers of each of the named parts replaced by that part.
+    """`text`, with the content between the markers of each named part replaced by that part.
 
     A document need not have all parts. Raises UserError when it has none of them, or when a part's two
-    markers do not stand in it once each, in order.
+    markers do not each occur once, in order.
     """
     found = [name for name in parts if any(marker.format(name) in text for marker in (BEGIN, END))]
     for name in found or parts:
         begin, end = BEGIN.format(name), END.format(name)
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise UserError(
-                f"The text goes between one line {begin} and one line {end}: the file lacks them."
+                f"The text goes between one line {begin} and one line {end}, which the file lacks."
             )
         before, rest = text.split(begin)
         text = f"{before}{begin}\n\n{parts[name].strip()}\n\n{end}{rest.split(end)[1]}"
@@ -53,7 +53,7 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq compare`."""
-    parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="run folders to show alone")
+    parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="show only these runs")
     parser.add_argument("--results", type=Path, metavar="DIR", help="folder with papers/ and measured/")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to FILE")

@@ -8,11 +8,11 @@ attention counts as the full square that a GPU computes.
   plain count          linear layers, expert projections, router, attention scores and values
   papers' convention   the same without the attention's scores and values: this is what the
                        printed MACs of MoA's Tables 1 and 3 and of Table 2's dense row contain
-  attention twice      the plain count with scores and values once more: what the MoA rows of
-                       Table 2 come out at (within 0.7 %; give --vocab-size 50265 --src-len 128)
+  attention twice      the plain count with scores and values once more: what the MoA rows of Table 2
+                       contain (within 0.7 %; give --vocab-size 50265 --src-len 128)
   SwitchHead's layer   one attention layer, one chunk of --tgt-len tokens, by the formula that prints the
                        tables of the SwitchHead paper: MACs, and the numbers that training stores;
-                       with --positions xl a carried chunk is looked at as well
+                       with --positions xl a carried chunk is attended to as well
 
 Everything after a lone -- goes to fairseq as model flags:
 
@@ -53,19 +53,19 @@ FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
 class Cost:
     """What a model costs. `parameters` and `macs` map a key of PARTS to a count.
 
-    layer: of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors, and
-    "plain_macs", every matrix product once.
+    layer: the cost of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors,
+    and "plain_macs", every matrix product once.
     """
 
     parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     macs: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     not_counted: List[str] = field(default_factory=list)  # module types whose MACs no rule knows
     layer: Optional[Dict[str, int]] = None
-    updated: Dict[str, int] = field(default_factory=dict)  # of MAE: parameters that a --finetune updates
+    updated: Dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
 
     @property
     def total_parameters(self) -> int:
-        """Every parameter once, tied ones too."""
+        """All parameters; tied ones count once."""
         return sum(self.parameters.values())
 
     @property
@@ -90,8 +90,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
     counts once, under the module that comes first, so a tied output projection has no parameters.
     Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
-    cross-attention see src_len. A mixture states its own cost. With Transformer-XL's positions, keys are
-    those of a carried chunk as well.
+    cross-attention see src_len. A mixture states its own cost. With Transformer-XL's positions, a carried
+    chunk adds its keys.
     """
     cost = Cost()
     modules = dict(model.named_modules())
@@ -156,7 +156,7 @@ def part_of(name: str, module: nn.Module) -> str:
 
 
 def linear_macs(module: nn.Module) -> Optional[int]:
-    """MACs per token of one linear map, or None where `module` is none."""
+    """MACs per token of one linear map, or None if `module` is not one."""
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features
     # Both multiply by the tied embedding itself. Of an adaptive softmax every band counts.

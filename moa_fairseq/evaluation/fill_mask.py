@@ -2,8 +2,9 @@
 
   moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save the file."
 
-Prints the most probable tokens with their probabilities. For models over GPT-2's byte-pair encoding (what
-`moa-fairseq prepare *_gpt2bpe` and the masked-LM recipes make); a token that begins a word carries its space.
+Prints the most probable tokens with their probabilities. For models with GPT-2's byte-pair encoding (as
+`moa-fairseq prepare *_gpt2bpe` and the masked-LM recipes make them); a token that begins a word carries its
+space.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Filled(NamedTuple):
 def load_hub(checkpoint: Path, data: Optional[Path] = None) -> RobertaHubInterface:
     """fairseq's interface (encode, extract_features, fill_mask, predict) to a RoBERTa or its mixture.
 
-    data: the binarised text, None for the one it was trained on; the encoding's files are taken from it, or
-    fetched. Raises UserError if the checkpoint is no masked language model.
+    data: the binarised text, None for the one it was trained on; the encoding's files are taken from there,
+    or fetched. Raises UserError if the checkpoint is not a masked language model.
     """
     model, task = load_trained(checkpoint, data)
     if not hasattr(task, "mask_idx"):
         raise UserError(
-            f"{checkpoint} is no masked language model: it was trained for {type(task).__name__}."
+            f"{checkpoint} is not a masked language model: it was trained for {type(task).__name__}."
         )
     encoder, vocab = encoding_files(Path(task.cfg.data))
     bpe = {"_name": "gpt2", "gpt2_encoder_json": str(encoder), "gpt2_vocab_bpe": str(vocab)}
@@ -55,12 +56,12 @@ def encoding_files(data: Path) -> Sequence[Path]:
 
 @torch.no_grad()
 def fill_mask(hub: RobertaHubInterface, text: str, top: int) -> List[Filled]:
-    """The `top` most probable tokens for the `<mask>` in `text`; </s> and other symbols are passed over.
+    """The `top` most probable tokens for the `<mask>` in `text`; </s> and other symbols are skipped.
 
     Raises UserError unless the text holds exactly one `<mask>` and fits into the model.
     """
     if text.count(MASK) != 1:
-        raise UserError(f"The text must hold exactly one {MASK}, and it holds {text.count(MASK)}: {text!r}")
+        raise UserError(f"The text must hold exactly one {MASK}, but it holds {text.count(MASK)}: {text!r}")
     if top < 1:
         raise UserError(f"--top {top}: ask for at least one token.")
     before, after = (span.rstrip() for span in text.split(MASK))

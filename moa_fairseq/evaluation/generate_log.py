@@ -13,7 +13,7 @@ Entries = Dict[str, Dict[int, str]]
 _ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
 _DICTIONARY = re.compile(r"\[(\w+)\] dictionary: [0-9]+ types")
 # "Generate SUBSET with beam=N: "; old versions log it with a time stamp. Two patterns, one after the other: a
-# single one would look for the second half once more behind every "| Generate " of a line.
+# single one would search for the second half again after every "| Generate " of a line.
 _LAST_LINE = re.compile(r"(?:^|\| )Generate (?=.)")
 _WITH_BEAM = re.compile(r". with beam=[0-9]+: ")
 
@@ -22,8 +22,8 @@ _WITH_BEAM = re.compile(r". with beam=[0-9]+: ")
 class GenerateLog:
     """The sentences of one log, sorted by id; all lists have one entry per sentence.
 
-    hypotheses are the best ones as the model wrote them (H), decoded what fairseq's --bpe and
-    --tokenizer made of them (D; equal to H without these flags or in logs of old versions).
+    hypotheses: the best ones as the model wrote them (H). decoded: the same after fairseq's --bpe and
+    --tokenizer (D; equal to H without these flags or in logs of old versions).
     """
 
     ids: List[int] = field(default_factory=list)
@@ -38,10 +38,10 @@ class GenerateLog:
 def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> GenerateLog:
     """Parse the standard output (or --results-path file) of fairseq-generate.
 
-    With --nbest the first, best hypothesis of a sentence counts. allow_partial: accept a log without
-    its closing "Generate ... with beam" line and leave out sentences without target or hypothesis.
-    Raises UserError, naming the file and line, for a missing or incomplete log, bytes that are not
-    UTF-8, a sentence that occurs twice, or a log without targets or translations.
+    With --nbest only the first hypothesis of a sentence counts, which is the best. allow_partial: accept a
+    log without its closing "Generate ... with beam" line and leave out sentences without target or
+    hypothesis. Raises UserError, naming the file and line, for a missing or incomplete log, bytes that are
+    not UTF-8, a sentence that occurs twice, or a log without targets or translations.
     """
     lines = read_lines(path)
     entries: Entries = {kind: {} for kind in "STHD"}
@@ -99,7 +99,7 @@ def _add_entry(entries: Entries, match: "re.Match[str]", path: Union[str, Path],
         entries[kind].setdefault(sentence, text.partition("\t")[2])
     elif sentence in entries[kind]:
         raise UserError(
-            f"{path}, line {number}: {kind}-{sentence} stands there for the second time, so the file holds "
+            f"{path}, line {number}: {kind}-{sentence} occurs for the second time, so the file holds "
             f"more than one run. Give the log of a single fairseq-generate."
         )
     else:

@@ -26,7 +26,7 @@ KINDS = (BOUNDARY_START, LINE_END, TEXT)
 
 @dataclasses.dataclass
 class Masking:
-    """What one masking of a data set gave: per kind of token, how many there are, how many were masked,
+    """The result of one masking of a data set: per kind of token, how many there are, how many were masked,
     and the negative log-likelihood of the masked ones, in nats."""
 
     tokens: Dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -34,7 +34,7 @@ class Masking:
     nll: Dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
 
     def perplexity(self) -> float:
-        """Over all masked positions, as fairseq's validation has it: e^(mean NLL) = 2^(loss in bits)."""
+        """Over all masked positions, as in fairseq's validation: e^(mean NLL) = 2^(loss in bits)."""
         return math.exp(sum(self.nll.values()) / sum(self.masked.values()))
 
     def text_perplexity(self) -> float:
@@ -42,9 +42,9 @@ class Masking:
         return math.exp(self._mean(TEXT))
 
     def word_perplexity(self, words: int, lines: int) -> float:
-        """The mean NLL of a subword, taken for all subwords of the text and shared out to its words.
+        """Per word: from the mean NLL of a subword, times the number of subwords, over the number of words.
 
-        words: white-space words of the text; lines: its ends of line, each counted as one more word, as in
+        words: white-space words of the text; lines: its line ends, each counted as one more word, as in
         WikiText's own perplexities.
         """
         total = sum(self._mean(kind) * self.tokens[kind] for kind in (TEXT, LINE_END))
@@ -58,9 +58,9 @@ class Masking:
 def measure(
     model: nn.Module, task: Any, subset: str, seed: int, max_tokens: int, device: torch.device
 ) -> Masking:
-    """Mask a subset by `seed`, with the probabilities the model was trained with, and let the model guess.
+    """Mask a subset with `seed` and the probabilities of the model's training, and let the model guess.
 
-    Which tokens are masked depends on the seed and their place in the data alone, not on the batches.
+    Which tokens are masked depends only on the seed and their place in the data, not on the batches.
     Raises UserError for a subset that does not exist or is empty.
     """
     task.cfg.seed = seed
@@ -99,11 +99,11 @@ def _count(counts: Dict[str, int], tokens: Tensor, special: Dict[str, int]) -> N
 def score(
     checkpoint: Path, data: Optional[Path], subset: str, seeds: List[int], max_tokens: int, cpu: bool
 ) -> Dict[str, Any]:
-    """All scores of one checkpoint, as `--json` prints them. Raises UserError for what cannot be scored."""
+    """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored."""
     model, task = load_trained(checkpoint, data)
     if not hasattr(task, "mask_idx"):
         raise UserError(
-            f"{checkpoint} is no masked language model: it was trained for {type(task).__name__}."
+            f"{checkpoint} is not a masked language model: it was trained for {type(task).__name__}."
         )
     device = device_for(cpu)
     model = model.to(device).eval()

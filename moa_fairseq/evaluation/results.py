@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 
-# What a run can come to besides a number; "no recipe" is said of rows that nothing here runs.
+# What a run can have instead of a number; "no recipe" marks rows for which there is no recipe here.
 STATUSES = ("not run", "running", "OOM", "diverged")
 MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
 
@@ -35,8 +35,8 @@ class Cell:
 
     quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
     metric, or None. ours is the mean over the runs; spread their sample standard deviation where there
-    are several. difference is ours minus the paper's. plain: for MACs, the count of every matrix product
-    once, or of SwitchHead's layer.
+    are several. difference is ours minus the paper's. plain: for MACs, every matrix product counted once, in
+    the model or in SwitchHead's layer.
     """
 
     column: str
@@ -79,7 +79,7 @@ class Table:
 
 @dataclass
 class Comparison:
-    """All tables, and the runs that stand for no row of any."""
+    """All tables, and the runs that stand for no row."""
 
     tables: List[Table]
     other: List[dict]
@@ -136,7 +136,7 @@ def _read_run(path: Path) -> dict:
     kinds = {name: TEXT if name.endswith("_signature") else NUMBER for name in data["metrics"]}
     check_kinds(data["metrics"], kinds, f"{path}: metrics", _REMEDY)
     if (data.get("status") or "not run") not in STATUSES:
-        raise UserError(f"{path}: status {data['status'][:40]!r} is none of {', '.join(STATUSES)}.")
+        raise UserError(f"{path}: status {data['status'][:40]!r} must be one of {', '.join(STATUSES)}.")
     return {"name": path.stem if path.stem != "result" else path.absolute().parent.name, **data}
 
 
@@ -157,9 +157,9 @@ def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
 
 
 def _abouts(table: dict, row: dict, column: str) -> List[dict]:
-    """Where our number comes from: the column's description, with the changes that the row makes to it.
+    """Where our number comes from: the column's description, with the row's changes.
 
-    Further ones follow for the metrics that are compared with the same printed number.
+    More descriptions follow for further metrics that are compared with the same printed number.
     """
     about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
     return [about, *({**about, "metric": metric} for metric in about.get("also", ()))]

@@ -37,7 +37,7 @@ FURTHER_SCORES = {
 
 
 def render(comparison: Comparison) -> str:
-    """Every table with something of ours in it, then the runs that stand for no printed row."""
+    """Every table that has a number of ours, then the runs that stand for no printed row."""
     blocks: List[str] = []
     paper = None
     for table in comparison.tables:
@@ -96,7 +96,7 @@ def _scores(table: Table) -> str:
 
 
 def _score_name(row: Row, cell: Cell) -> str:
-    """The column, and by which chain where the printed number is compared with more than one."""
+    """The column, and the chain if the printed number is compared with several."""
     shared = sum(other.column == cell.column for other in row.cells) > 1
     chain = cell.quantity or ""
     chain = {**OTHER_SCORES, **FURTHER_SCORES}.get(chain, chain)

@@ -80,7 +80,7 @@ class Material(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
     parser.add_argument("log", nargs="?", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
-    parser.add_argument("--hypothesis", metavar="FILE", help="instead of a log: one translation a line")
+    parser.add_argument("--hypothesis", metavar="FILE", help="instead of a log: one translation per line")
     parser.add_argument(
         "--reference", metavar="FILE", action="append", default=[], help="its reference; can be repeated"
     )
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove-bpe",
         choices=SUBWORDS,
-        help="join subwords first; auto goes by the marks (@@ or ▁) of each side by itself (default: auto "
+        help="join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
         "for a log, none for files)",
     )
     parser.add_argument("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
         flag = "--masked-lm" if args.masked_lm else "--classifier"
         if args.log or args.hypothesis or args.reference or (args.masked_lm and args.classifier):
             raise UserError(
-                f"{flag} scores one checkpoint: leave GENERATE_OUTPUT, --hypothesis, --reference and "
-                "other models out."
+                f"{flag} scores one checkpoint: leave out GENERATE_OUTPUT, --hypothesis, --reference and "
+                "other models."
             )
         return (masked_lm if args.masked_lm else classification).run(args)
     if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
@@ -187,7 +187,7 @@ def score(material: Material, chains: Sequence[str], lowercase: bool = False) ->
 
 
 def join_subwords(line: str, kind: str) -> str:
-    """Undo subwords: "subword_nmt" removes `@@ `, "sentencepiece" glues the pieces at ▁; else as it is."""
+    """Undo subwords: "subword_nmt" removes `@@ `, "sentencepiece" joins pieces at ▁; else no change."""
     if kind == "subword_nmt":
         return f"{line} ".replace("@@ ", "").rstrip(" ")
     if kind == "sentencepiece":
@@ -196,7 +196,7 @@ def join_subwords(line: str, kind: str) -> str:
 
 
 def _doubts(material: Material, chains: Sequence[str]) -> List[str]:
-    """Warnings about sides that are not what the chains are made for."""
+    """Warnings about hypotheses or references that the chains are not made for."""
     given = RUNNING if material.detokenized else ""
     wants: Dict[str, Sequence[str]] = {
         name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains
@@ -214,7 +214,7 @@ def _from_log(args: argparse.Namespace) -> Material:
     wanted = args.remove_bpe or "auto"
     joined, kind = _joined(log.hypotheses, wanted)
     targets, target_kind = _joined(log.targets, wanted)
-    # fairseq applies --bpe and --tokenizer to T and D, not to H: then D is what compares with T.
+    # fairseq applies --bpe and --tokenizer to T and D, not to H: then D has to be compared with T.
     decoded = log.decoded != log.hypotheses
     hypotheses = log.decoded if decoded else joined
     raw = None
@@ -246,9 +246,9 @@ def _log_warnings(log: GenerateLog, path: str) -> List[str]:
     unknown = sum(line.count("<<unk>>") for line in log.targets)
     if unknown:
         warnings.append(
-            f"{path}: {unknown} reference words are unknown to the dictionary and stand as <<unk>>: each "
-            f"counts as one word that never matches; to be exact, score text files with --hypothesis and "
-            f"--reference"
+            f"{path}: {unknown} reference words are unknown to the dictionary and appear as <<unk>>: each "
+            "counts as one word that never matches; to be exact, score text files with --hypothesis and "
+            "--reference"
         )
     skipped = log.ids[-1] + 1 - len(log.ids)
     if skipped:
@@ -304,6 +304,6 @@ def _read_text(path: str) -> List[str]:
 
 
 def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:
-    """One side with its subwords joined, and what they were: by its own marks where that is wanted."""
+    """One side with its subwords joined, and their kind, which "auto" finds by their marks."""
     kind = subword_kind(lines) if wanted == "auto" else wanted
     return [join_subwords(line, kind) for line in lines], kind

@@ -80,13 +80,13 @@ def _build(args: argparse.Namespace, task: SimpleNamespace) -> BaseFairseqModel:
     try:
         with torch.device("meta"), _without_bert_initialisation():
             return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
-    except NotImplementedError:  # something copies values while it initialises: only real weights will do
+    except NotImplementedError:  # an initialisation copies values, which needs real weights
         return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
 
 
 @contextlib.contextmanager
 def _without_bert_initialisation() -> Iterator[None]:
-    """RoBERTa draws its weights on the CPU and copies them, which the meta device cannot."""
+    """Skip RoBERTa's initialisation: it copies weights from the CPU, which the meta device cannot do."""
     modules: Tuple[Any, ...] = (fairseq_roberta, masked_lm)
     real = fairseq_roberta.init_bert_params
     for module in modules:

@@ -1,12 +1,12 @@
-"""What can be seen in a text: subwords that are left over, whether it is tokenised, unknown words."""
+"""What a text shows: remaining subwords, whether it is tokenised, unknown words."""
 
 import re
 from typing import Dict, List, Sequence
 
 _LEFT_OVER = re.compile(r"\S@@(?: |$)")
 _PIECE = "\u2581"
-# A sign that a tokenizer takes off its word, and the same sign standing alone. Commas and full stops of
-# numbers stand before a digit; full stops within a line may be those of abbreviations.
+# A sign that a tokenizer separates from its word, and the same sign alone. In numbers, commas and full stops
+# stand before a digit; full stops within a line may belong to abbreviations.
 _ATTACHED = re.compile(r"\w[,!?](?!\S)|\w\.$")
 _ALONE = re.compile(r"(?<!\S)[,!?](?!\S)|(?<!\S)\.$")
 TOKENISED, RUNNING, UNDECIDED = "tokenised", "running", "undecided"
@@ -16,7 +16,7 @@ _UNKNOWN_REFERENCE, _UNKNOWN_HYPOTHESIS = "<<unk>>", "<unk>"
 
 
 def subword_kind(lines: Sequence[str]) -> str:
-    """The subwords that `lines` are made of: "subword_nmt", "sentencepiece" or "none"."""
+    """The kind of subwords in `lines`: "subword_nmt", "sentencepiece" or "none"."""
     if any(_LEFT_OVER.search(line) for line in lines):
         return "subword_nmt"
     # A stray ▁ is a character of the text: sentencepiece begins every line with one.
@@ -34,7 +34,7 @@ def lines_with_subwords(lines: Sequence[str]) -> int:
 
 
 def tokenisation(lines: Sequence[str]) -> str:
-    """TOKENISED, RUNNING or UNDECIDED: do punctuation signs stand alone, or at the words, in most cases?"""
+    """TOKENISED, RUNNING or UNDECIDED: whether most punctuation signs stand alone or at a word."""
     attached = sum(len(_ATTACHED.findall(line)) for line in lines)
     alone = sum(len(_ALONE.findall(line)) for line in lines)
     if attached == alone:
@@ -46,18 +46,18 @@ def one_word_for_unknown(line: str, reference: bool) -> str:
     """`line` with fairseq's mark of an unknown word replaced by one character that nothing splits or matches.
 
     multi-bleu.perl counts `<<unk>>` as one word that never matches; sacreBLEU's tokenizer would make five
-    words of it, and so a longer reference.
+    words of it, and the reference longer.
     """
-    # Unicode keeps these two code points free of any meaning.
+    # Unicode gives these two code points no meaning.
     mark, stand_in = (_UNKNOWN_REFERENCE, "\ufdd0") if reference else (_UNKNOWN_HYPOTHESIS, "\ufdd1")
     return line.replace(mark, stand_in)
 
 
 def doubts(chains: Dict[str, Sequence[str]], sides: Dict[str, List[str]]) -> List[str]:
-    """Warnings about sides that are not what a chain is made for.
+    """Warnings about hypotheses or references that a chain is not made for.
 
-    chains: chain → what it wants of the hypotheses and of the references (TOKENISED, RUNNING or "" for
-    either). sides: "hypotheses" and "references" → lines.
+    chains: chain → what the hypotheses and the references must be (TOKENISED, RUNNING or "" for either).
+    sides: "hypotheses" and "references" → lines.
     """
     warnings = []
     for side, lines in sides.items():
@@ -81,6 +81,6 @@ def doubts(chains: Dict[str, Sequence[str]], sides: Dict[str, List[str]]) -> Lis
                 said.setdefault(verb, []).append(chain)
     remedies = {"untokenised": "it counts words between spaces: give tokenised text"}
     for verb, names in said.items():
-        remedy = remedies.get(verb.rpartition(" ")[2], "it wants running text there: detokenise it first")
+        remedy = remedies.get(verb.rpartition(" ")[2], "it needs running text there: detokenise it first")
         warnings.append(f"{', '.join(names)}: {verb}; {remedy}")
     return warnings

@@ -1,4 +1,4 @@
-"""A trained model with the data it is to be measured on."""
+"""Loads a trained model and the data to measure it on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
     if not checkpoint.is_file():
         raise UserError(f"{checkpoint} does not exist: name a checkpoint, such as a run's average.pt.")
     if data is not None and not data.is_dir():
-        raise UserError(f"--data {data} is no folder: name the one that fairseq-preprocess wrote.")
+        raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
     overrides = {} if data is None else {"data": str(data)}
     try:
         models, _, task = checkpoint_utils.load_model_ensemble_and_task(
@@ -39,7 +39,7 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
 
 
 def device_for(cpu: bool) -> torch.device:
-    """The GPU where there is one, unless the CPU is asked for."""
+    """The GPU if there is one, unless the CPU is asked for."""
     return torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
 
 

@@ -1,1 +1,1 @@
-"""What fairseq and torch need today, a subject a file; `fairseq_compat` lists and installs it."""
+"""Changes to fairseq and torch, one file per subject; `fairseq_compat` lists and makes them."""

@@ -42,8 +42,8 @@ _IRREGULAR = {
 def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
     """Load a fairseq checkpoint; only tensors, plain containers and ALLOWED_TYPES may be in it.
 
-    Raises UserError if the file is missing, no regular file, truncated or changed since it was written, or
-    if it holds anything else: the message names the offending type, and nothing of it was run.
+    Raises UserError if the file is missing, not a regular file, truncated or changed since it was written. If
+    it holds anything else, the error names the offending type, and none of its code was run.
     """
     if not os.path.lexists(path):
         raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
@@ -53,7 +53,7 @@ def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
 
 
 def refuse_irregular(path: Union[str, Path]) -> None:
-    """Raises UserError if the path is no regular file: a pipe would hang, a device fill the memory."""
+    """Raises UserError if the path is not a regular file: a pipe would hang, a device fill the memory."""
     if not os.path.lexists(path):
         return
     try:
@@ -78,7 +78,7 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
             raise _refusal(name, error) from error
-        raise _damaged(name, "it is no file that torch.save wrote") from error
+        raise _damaged(name, "torch.save did not write it") from error
     except (
         *(RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError),
         *(zipfile.BadZipFile, zlib.error),
@@ -89,7 +89,7 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
 def check_sums(stream: IO[bytes]) -> None:
     """Read a checkpoint once and compare what it holds with the checksums that torch wrote with it.
 
-    torch itself compares none, so that a byte that changed on the disk would become a wrong weight. Leaves
+    torch itself does not compare them, so a byte that changed on the disk would become a wrong weight. Leaves
     the stream where it was. Files older than torch 1.6 have no checksums and pass. Raises BadZipFile.
     """
     start = stream.tell()
@@ -105,7 +105,7 @@ def check_sums(stream: IO[bytes]) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    """What happened; the rest of torch's messages advises, for example to switch safety off."""
+    """What happened, without the advice that torch adds, such as to switch safety off."""
     message = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))  # a place in torch's source
     return re.split(r"[.\n]", message)[0] or type(error).__name__
 
@@ -114,17 +114,17 @@ def _refusal(name: str, error: Exception) -> UserError:
     found = _GLOBAL_PATTERN.search(str(error))
     offender = found.group(1) if found else str(error).splitlines()[0]
     return UserError(
-        f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs nothing but "
-        f"tensors, plain containers and argparse.Namespace. Loading it could run code of whoever wrote it; "
-        f"nothing was run. Use a checkpoint from a source that you trust and that was saved by fairseq."
+        f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs only tensors, "
+        "plain containers and argparse.Namespace. Loading it could run the code of whoever wrote it; "
+        "nothing was run. Use a checkpoint from a source that you trust and that was saved by fairseq."
     )
 
 
 def _damaged(name: str, reason: str) -> UserError:
     return UserError(
         f"Checkpoint {name} cannot be read ({reason}): the file is truncated, was changed on the disk, or is "
-        f"no checkpoint. Copy it again, or resume from an older one (for example with --restore-file "
-        f"checkpointN.pt)."
+        "not a checkpoint. Copy it again, or resume from an older one (for example with --restore-file "
+        "checkpointN.pt)."
     )
 
 
@@ -160,7 +160,7 @@ def restricted_pickle() -> types.ModuleType:
 
 
 class SafeTorch(types.ModuleType):
-    """torch as fairseq's code that loads files sees it: everything passes through but `load`."""
+    """Stands for torch in fairseq's code that loads files: only `load` differs."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -187,7 +187,7 @@ def from_regular_files(load: Callable) -> Callable:
 
 
 def resuming_from_regular_files(load_checkpoint: Callable) -> Callable:
-    """Wrap `Trainer.load_checkpoint`, which begins anew where it finds anything but a file."""
+    """Wrap `Trainer.load_checkpoint`, which starts a new training if it finds anything but a file."""
 
     @functools.wraps(load_checkpoint)
     def wrapped(trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
@@ -198,9 +198,9 @@ def resuming_from_regular_files(load_checkpoint: Callable) -> Callable:
 
 
 def save_checkpoint(state: Any, filename: Union[str, Path]) -> None:
-    """Write a checkpoint: under a temporary name, checked and on the disk before it gets its own.
+    """Write a checkpoint under a temporary name; rename it once it is checked and on the disk.
 
-    Raises UserError when the third attempt fails; what stood under `filename` is then still there.
+    Raises UserError when the third attempt fails; an earlier file of that name is then still there.
     """
     _written(filename, lambda stream: torch.save(state, stream))
 
@@ -236,7 +236,7 @@ def copying_whole(copy: Callable) -> Callable:
 
 
 def _is_remote(path: str) -> bool:
-    """A path of iopath (s3://…), which has no renaming."""
+    """Whether iopath handles this path (s3://…), where nothing can be renamed."""
     from fairseq.file_io import PathManager
 
     return PathManager.path_requires_pathmanager(path)

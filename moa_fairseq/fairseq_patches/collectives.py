@@ -1,8 +1,8 @@
-"""A process that hangs does not make the others wait without end: collectives have a time limit.
+"""Collectives have a time limit, so that no process waits for ever for one that hangs.
 
 `--heartbeat-timeout SECONDS` sets it (fairseq: "kill the job if no progress is made in N seconds"); without
 the flag it is DEFAULT_SECONDS. fairseq itself only watches for a forward pass and then interrupts Python,
-which a process that waits for another inside of a collective does not notice.
+which has no effect on a process that waits inside a collective.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fairseq.distributed import utils as distributed_utils
 from moa_fairseq.errors import UserError
 
 DEFAULT_SECONDS = 1800  # one process writes a large checkpoint on a slow network disk, the others wait
-ANSWER_SECONDS = 5.0  # how long those who are there have to say so
-_fairseqs: Dict[str, Callable] = {}  # what is patched here, for `distributed_main`
+ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
+_fairseqs: Dict[str, Callable] = {}  # the functions that are replaced here, for `distributed_main`
 
 
 def time_limit(cfg: Any) -> int:
@@ -30,7 +30,7 @@ def time_limit(cfg: Any) -> int:
 
 
 class _TimedDist(types.ModuleType):
-    """torch.distributed as fairseq sees it: every group of processes gets the time limit."""
+    """Stands for torch.distributed in fairseq: every group of processes gets the time limit."""
 
     limit = timedelta(seconds=DEFAULT_SECONDS)
 
@@ -70,10 +70,10 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -
 
 
 def with_a_time_limit(fairseqs_distributed_main: Callable) -> Callable:
-    """Put `distributed_main` in the place of fairseq's.
+    """Replace fairseq's `distributed_main` with the one of this module.
 
-    It is not a wrapper of that name: spawned processes import a function from the module that defines it, and
-    so import this package before they connect.
+    It is not a wrapper under fairseq's name: spawned processes import a function from the module that defines
+    it, so they import this package before they connect.
     """
     _fairseqs["distributed_main"] = fairseqs_distributed_main
     return distributed_main
@@ -90,10 +90,10 @@ def watching_later(wrapper: Callable) -> Callable:
 
 
 def _silent_ranks() -> List[int]:
-    """The ranks that do not say within ANSWER_SECONDS that their collective has failed, too.
+    """The ranks that do not report within ANSWER_SECONDS that their collective has failed, too.
 
-    The processes say so in the store through which they connected. Process 0 holds it: if the store does not
-    answer, process 0 is the silent one.
+    The processes report it in the store through which they connected. Process 0 holds it: if the store does
+    not answer, process 0 is the silent one.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     silent = [0]

@@ -1,4 +1,4 @@
-"""--amp on the CPU: torch's autocast to bfloat16, where fairseq asks for a GPU's alone."""
+"""--amp on the CPU: torch's autocast to bfloat16, where fairseq only asks for a GPU's."""
 
 import functools
 import warnings
@@ -25,7 +25,7 @@ def autocasting_on_the_cpu(train_step: Callable) -> Callable:
             with torch.autocast("cpu"):
                 return criterion(*inputs, **named)
 
-        with warnings.catch_warnings():  # that there is no CUDA to autocast for
+        with warnings.catch_warnings():  # the warning that there is no CUDA
             warnings.filterwarnings("ignore", message=".*CUDA is not available")
             return train_step(task, sample, model, in_bfloat16, optimizer, *args, **options)
 
@@ -33,10 +33,10 @@ def autocasting_on_the_cpu(train_step: Callable) -> Callable:
 
 
 def stopping_at_what_is_not_finite(clip_grad_norm: Callable) -> Callable:
-    """Wrap the norm of --amp's gradients: where nothing scales the loss, NaN is no overflow to retry.
+    """Wrap the gradient norm of --amp: without loss scaling, a retry does not help against NaN.
 
-    On the CPU torch's scaler is switched off. It neither skips the step of such gradients nor knows a smaller
-    scale; the trainer ends, as it does in float32. bfloat16 overflows no sooner.
+    On the CPU torch's scaler is switched off. It would neither skip the step nor lower a scale, so training
+    ends, as it does in float32. bfloat16 does not overflow sooner.
     """
 
     @functools.wraps(clip_grad_norm)

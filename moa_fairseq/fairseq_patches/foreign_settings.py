@@ -1,4 +1,4 @@
-"""What else a checkpoint's configuration, or a file it names, could make fairseq do.
+"""Other harm that a checkpoint's configuration, or a file it names, could make fairseq do.
 
 fairseq's other models load further files with torch, its tokenizers download what a setting names, a data set
 of FASTA files is counted by a shell command that holds its path, and a criterion opens a file for writing.
@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 
 from moa_fairseq.errors import UserError
 
-# settings that name what a training wrote; a checkpoint that is loaded has no say in where to write
+# settings that name output files: a checkpoint that is loaded must not choose where to write
 OUTPUTS = ("save_predictions", "tensorboard_logdir")
 LOAD_WITH_TORCH = (
     "fairseq.checkpoint_utils",
@@ -42,7 +42,7 @@ def forget_outputs(state: Any) -> Any:
 
 
 class _LocalFiles(types.ModuleType):
-    """`file_utils` as fairseq's tokenizers see it: files, and what fairseq itself offers for download."""
+    """Stands for `file_utils` in fairseq's tokenizers: local files, and downloads of fairseq's own only."""
 
     def __init__(self, file_utils: types.ModuleType) -> None:
         super().__init__(file_utils.__name__)
@@ -55,9 +55,9 @@ class _LocalFiles(types.ModuleType):
         address = urlparse(str(name))
         if address.scheme in ("http", "https", "s3") and address.hostname != FAIRSEQ_HOST:
             raise UserError(
-                f"A tokenizer's file is to be downloaded from {name}. The address may stand in a checkpoint "
-                f"that somebody else made; nothing was fetched. Download the file yourself if you trust it, "
-                f"and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
+                f"A tokenizer's file would be downloaded from {name}. The address may come from a checkpoint "
+                "that somebody else made, so nothing was fetched. Download the file yourself if you trust "
+                "it, and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
             )
         return self._file_utils.cached_path(name, cache_dir)
 
@@ -73,7 +73,7 @@ def quoting_the_path(build_index: Callable) -> Callable:
 
 
 def install(safe_torch: types.ModuleType) -> None:
-    """Give fairseq's tokenizers local files only, and `safe_torch` to all that loads a file with torch."""
+    """Give fairseq's tokenizers local files only, and `safe_torch` to code that loads files with torch."""
     for name in LOAD_WITH_TORCH:
         if name in sys.modules:
             vars(sys.modules[name])["torch"] = safe_torch

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from moa_fairseq.errors import UserError
 
-MAX_ITEMS = 10_000  # of the lists, tuples and strings that + and * make in one setting, together
+MAX_ITEMS = 10_000  # in all lists, tuples and strings together that + and * make in one setting
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set)
 _SEQUENCES = (list, tuple, str)
 _NUMBERS = (int, float)
@@ -29,7 +29,7 @@ def literal(text: Any, *_: Any) -> Any:
 
     text: numbers, strings, booleans, None, lists, tuples, sets and dictionaries; sums, differences and
     products of numbers; sums and repetitions of lists, tuples and strings. Raises UserError that names the
-    setting for anything else, and TypeError as `eval` does for what is no text.
+    setting for anything else, and TypeError, as `eval` does, for anything but a text.
     """
     if not isinstance(text, str):
         raise TypeError(f"a setting is a text, not {type(text).__name__}")
@@ -38,10 +38,10 @@ def literal(text: Any, *_: Any) -> Any:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
         shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise UserError(
-            f"The setting {_name_of(text, sys._getframe(1))} is refused: {shown!r} is no plain value. "
-            f"fairseq would run it as Python code, and it may stand in a checkpoint that somebody else made; "
-            f"nothing was run. Allowed are numbers, texts, lists, tuples, dictionaries, and sums and "
-            f"repetitions such as [(512, 3)] * 20."
+            f"The setting {_setting_name(text, sys._getframe(1))} is refused: {shown!r} is no plain value. "
+            "fairseq would run it as Python code, and it may come from a checkpoint that somebody else "
+            "made, so nothing was run. Allowed are numbers, texts, lists, tuples, dictionaries, and sums "
+            "and repetitions such as [(512, 3)] * 20."
         ) from error
 
 
@@ -60,7 +60,7 @@ def _value(node: ast.expr, budget: list) -> Any:
         return -value if isinstance(node.op, ast.USub) else +value
     if isinstance(node, ast.BinOp):
         return _combined(node.op, _value(node.left, budget), _value(node.right, budget), budget)
-    raise ValueError(f"{type(node).__name__} is no literal")
+    raise ValueError(f"{type(node).__name__} is not a literal")
 
 
 def _combined(operator: ast.operator, left: Any, right: Any, budget: list) -> Any:
@@ -86,8 +86,8 @@ def _spend(budget: list, items: int) -> None:
         raise ValueError(f"more than {MAX_ITEMS} items")
 
 
-def _name_of(text: str, frame: Optional[types.FrameType]) -> str:
-    """Which setting `text` is: the name under which it stands in a configuration of the callers."""
+def _setting_name(text: str, frame: Optional[types.FrameType]) -> str:
+    """Which setting `text` is: its name in a configuration of the callers."""
     for _ in range(5):
         if frame is None:
             break
@@ -112,7 +112,7 @@ def _settings(variables: Mapping[str, Any]) -> Iterator[Mapping[Any, Any]]:
 
 
 def _own(value: Any, *names: str) -> Tuple[Any, ...]:
-    """Attributes that an object itself holds; a property or a `__getattr__` is not asked."""
+    """Attributes that an object itself holds; no property and no `__getattr__` is called."""
     attributes = getattr(value, "__dict__", {})
     return tuple(attributes[name] for name in names if isinstance(attributes, dict) and name in attributes)
 

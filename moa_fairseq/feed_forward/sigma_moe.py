@@ -28,13 +28,15 @@ class SigmaMoESettings:
     sigma_moe_expert_dim: int = field(default=128, metadata={"help": "inner units of a feed-forward expert"})
     sigma_moe_expert_dropout: float = field(
         default=0.0,
-        metadata={"help": "probability that a token must do without a feed-forward expert in training"},
+        metadata={
+            "help": "probability with which each feed-forward expert is unavailable to a token in training"
+        },
     )
     sigma_moe_init_scale: float = field(
         default=1.0,
         metadata={
-            "help": "scales the deviations of the initial weights; the paper's pre-norm models of n layers "
-            "have the root of 2/n"
+            "help": "factor of the initial weights' standard deviations; the paper's pre-norm models of n "
+            "layers have the square root of 2/n"
         },
     )
 
@@ -55,8 +57,8 @@ class SigmaMoESettings:
 class SigmaMoE(nn.Module):
     """y = Σ_{e ∈ E_x} s[e] · W_2^e · act(W_1^e x), E_x = argtopk(s, K), s = σ(W_3 x) (σ-MoE §5).
 
-    x [T, B, C] → [T, B, C]. activation: of the inner units. Its decisions leave through `record` under
-    `name`, with the balance loss that training chose: the paper's is "entropy". No biases. Inner units
+    x [T, B, C] → [T, B, C]. activation: of the inner units. Its decisions are handed to `record` under
+    `name`; the balance loss is the one that training chose (in the paper: "entropy"). No biases. Inner units
     of all K experts are kept for the backward pass, [T·B·K, D], and nothing of width C per expert.
     """
 
@@ -102,7 +104,7 @@ class SigmaMoE(nn.Module):
         nn.init.normal_(self.down.weight, std=self.init_scale / math.sqrt(inner))
 
     def restore_initialization(self) -> None:
-        """For models that draw every nn.Linear anew, as BERT does."""
+        """As `reset_parameters`, for models that initialise every nn.Linear anew, as BERT does."""
         self.router.reset_parameters()
         self.reset_parameters()
 
@@ -119,11 +121,11 @@ class SigmaMoE(nn.Module):
 
     def kept_elements(self) -> int:
         """How many numbers per token are kept for the backward pass."""
-        # logits, inner units (of relu the results alone), the output
+        # logits, inner units (for relu only the results), the output
         return self.up.num_experts + self.experts_per_token * self.up.d_out + self.embed_dim
 
     def macs(self, tokens: int) -> Dict[str, int]:
-        """Multiply-accumulates of so many tokens: of the "router", and of "projections"."""
+        """Multiply-accumulates of so many tokens, by part: "router" and "projections"."""
         chosen = self.experts_per_token * (self.up.d_out + self.down.d_in)
         return {
             "router": tokens * self.router.projection.weight.numel(),

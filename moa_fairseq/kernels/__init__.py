@@ -1,9 +1,9 @@
-"""Products with the experts that were chosen: one function, `project`, and interchangeable backends.
+"""Products with the chosen experts: one function, `project`, and interchangeable backends.
 
     order = SlotOrder.from_index(expert_index, num_experts)        expert_index [N, K]
     slots = project(x, order, weight, into="experts", slots_per_row=K, slots_per_sum=1)
 
-Needs torch alone; the backend `triton` needs Triton.
+Needs only torch; the backend `triton` needs Triton, too.
 """
 
 from moa_fairseq.kernels.projection import BACKENDS, project, resolve_backend

@@ -1,4 +1,4 @@
-"""The one function that every expert projection goes through, and the choice of what computes it."""
+"""The one function that every expert projection goes through, and the choice of its backend."""
 
 import logging
 from functools import cache
@@ -23,7 +23,7 @@ BACKENDS = ("auto", "reference", "grouped", "triton")
 def resolve_backend(name: str) -> str:
     """The backend that `--expert-backend NAME` stands for on this machine; logged once, with the reason.
 
-    "auto" stays "auto" where Triton's kernels may be used beside the others, and becomes "grouped" elsewhere.
+    "auto" stays "auto" where Triton's kernels may be used beside the others; else it becomes "grouped".
     Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
     """
     if name not in BACKENDS:
@@ -73,12 +73,12 @@ def project(
     bias: Optional[Tensor] = None,
     backend: str = "grouped",
 ) -> Tensor:
-    """Send each row through the experts of its slots, and add the slots up, gate-weighted.
+    """Send each row through the experts of its slots, and add up the slots, weighted by their gates.
 
         sums[m] = Σ_{s : s // slots_per_sum = m} gate[s] · (A_e(s) · rows[s // slots_per_row] + bias[e(s)])
 
     e(s) is the expert that `order` has for slot s. Into "experts", A_e is weight[e], from the model's
-    width C to the experts' D; into "model" it is its transpose, from D to C. Where it is used, with K
+    width C to the experts' D; into "model" it is the transpose of weight[e], from D to C. Its uses, with K
     experts per token, or H heads with k experts each (K = H·k, slots head by head):
 
         into      slots_per_row  slots_per_sum  gate  use

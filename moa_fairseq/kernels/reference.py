@@ -1,4 +1,4 @@
-"""The obvious backend: every expert on every row, then pick. Slow, differentiable twice, unmistakable."""
+"""The obvious backend: every expert on every row, then pick. Slow, differentiable twice, easy to check."""
 
 from typing import Optional
 

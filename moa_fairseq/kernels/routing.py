@@ -1,4 +1,4 @@
-"""What a router computes: logits in float32 that keep no copy of their input, and all of it in one kernel."""
+"""What a router computes: float32 logits without a float32 copy of the input, or all of it in one kernel."""
 
 from typing import Any, Optional, Tuple
 
@@ -13,11 +13,11 @@ from moa_fairseq.torch_compat import is_compiling
 
 _HALF = (torch.float16, torch.bfloat16)
 _HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
-_MOST_EXPERTS = 128  # whose logits of 64 tokens one program holds
+_MOST_EXPERTS = 128  # one program holds their logits for 64 tokens
 
 
 class _WideProduct(Function):
-    """x [N, C], weight [E, C] → x · weightᵀ in float32. Kept are x and weight as they are.
+    """x [N, C], weight [E, C] → x · weightᵀ in float32. Only x and weight are kept, as they are.
 
     The product of two half-precision numbers is exact in float32, so nothing is lost in the forward pass.
     The gradient of the logits is rounded to the dtype of x, as every other gradient of a model in half
@@ -105,8 +105,8 @@ def top_k_routing(
     """MoA Eq. 7-9 in one kernel: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E).
 
     x [N, C], weight [E, C]; renormalize: "detached", "full" or "none"; padding [N] bool: gates to set to
-    zero. Ties go to the expert with the lower number. None where the backend is not Triton's or its kernel
-    does not take x: then the caller has to do it.
+    zero. Ties go to the expert with the lower number. Returns None, and the caller has to do it, where the
+    backend is not Triton's or its kernel does not take x.
     """
     if backend not in ("auto", "triton") or is_compiling() or not triton.takes(x, weight):
         return None

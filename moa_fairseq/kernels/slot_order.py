@@ -7,8 +7,8 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-# An expert's rows are walked over in pieces of about so many: what is gathered for one stays small. Shorter
-# pieces cost time (512: 2 % of a layer of 16K32E256D on two CPU cores), longer ones gain nothing.
+# An expert's rows are processed in pieces of about this size, so that gathered rows take little memory.
+# Shorter pieces cost time (512: 2 % of a layer of 16K32E256D on two CPU cores), longer ones gain nothing.
 _PIECE = 1024
 
 
@@ -46,12 +46,12 @@ class SlotOrder:
     @property
     def expert(self) -> Tensor:
         """[S] int64: flat slot → expert; the K slots of a token have different experts."""
-        if self._expert is None:  # where all experts are chosen this is a copy, which nobody asks for
+        if self._expert is None:  # if all experts are chosen this is a copy, so it is made on demand
             self._expert = self._expert_index.reshape(-1)
         return self._expert
 
     def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
-        """Let `sort` compute (order, offsets) unless they are known; None leaves it to torch."""
+        """Let `sort` compute (order, offsets) unless they are known; if it returns None, torch sorts."""
         if self._order_and_offsets is None:
             self._order_and_offsets = sort(self)
 
@@ -111,8 +111,8 @@ class SlotOrder:
 class Pieces:
     """The positions of each expert, one piece after the other.
 
-    experts   the expert of each piece; a long share makes several pieces, none is empty
-    unchosen  the experts without any
+    experts   the expert of each piece; a large share makes several pieces, none is empty
+    unchosen  the experts without a piece
     """
 
     def __init__(self, order: SlotOrder):
@@ -148,7 +148,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Fan:
-    """How one projection's slots leave its rows and meet in its sums.
+    """How one projection's slots read its rows and are added to its sums.
 
     Slot s reads row s // slots_per_row and is added to sum s // slots_per_sum. The wide side has the
     model's width C, the narrow side the experts' width D: rows are wide and sums narrow if the product

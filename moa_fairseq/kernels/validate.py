@@ -1,11 +1,11 @@
-"""Every Triton kernel in every tile configuration against float64 on this machine; the outcome is kept.
+"""Check every Triton kernel in every tile configuration against float64 here, and keep the outcome.
 
     python -m moa_fairseq.kernels.validate [--repeats N] [--device cuda|cpu]
 
 `--expert-backend auto` takes the Triton kernels on a GPU where this has passed. Each case is computed by
-torch in float64, by torch in its own dtype (whose error is what may be expected), and by the kernels, N
-times: the results must be as good, and bitwise the same each time. On the CPU a few small cases run under
-Triton's interpreter. Exits with 1 if anything fails.
+torch in float64, by torch in its own dtype (which shows the error to expect), and N times by the kernels:
+their results must be as good, and bitwise the same each time. On the CPU a few small cases run under Triton's
+interpreter. Exits with 1 if anything fails.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _SMALL: Dict[str, Shape] = {
 
 
 def _configurations(sample: Tensor) -> Iterator[Dict[Any, Any]]:
-    """What to force: each configuration of each tuned kernel that fits the device; once nothing."""
+    """What to force: first nothing, then each configuration of each tuned kernel that fits the device."""
     from moa_fairseq.kernels.triton import kernels, tuning, weight_grad
 
     yield {}
@@ -105,7 +105,7 @@ def complaints(fast: Dict[str, Tensor], plain: Dict[str, Tensor], exact: Dict[st
         error, allowed = (got - truth).abs().max().item(), (plain[name].double() - truth).abs().max().item()
         roundings = 8 if fast[name].dtype == torch.float32 else 1
         allowed = 2 * allowed + roundings * truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
-        if not error <= allowed:  # not a number, too
+        if not error <= allowed:  # also true for NaN
             found.append(f"{name} is off by {error:.1e}, {allowed:.1e} is expected")
     return found
 

@@ -1,7 +1,7 @@
 """Whether the Triton kernels were checked on this machine: a file that `validate` writes, `auto` reads.
 
-A compiler's mistake is silent, and concerns one kind of GPU with one version of Triton. So the file is valid
-for one GPU, torch, Triton and source text of the kernels. It lies in the user's cache folder.
+A compiler's mistake is silent, and affects one kind of GPU with one version of Triton. So the file is valid
+for one GPU, one torch, one Triton and one source text of the kernels. It lies in the user's cache folder.
 """
 
 import datetime
@@ -45,7 +45,7 @@ def write(checked: int, failed: List[str]) -> Path:
     found = {**machine(), "date": datetime.date.today().isoformat(), "checked": checked, "failed": failed}
     draft = target.with_name(f"{target.name}.{os.getpid()}")
     draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, target)  # never half a file under its name
+    os.replace(draft, target)  # so that the file is always whole
     return target
 
 
@@ -56,7 +56,7 @@ def verdict() -> Tuple[bool, str]:
         same = all(found[key] == value for key, value in machine().items())
         checked, failed, date = int(found["checked"]), list(found["failed"]), found["date"]
     except FileNotFoundError:
-        return False, f"its kernels have not been checked on this machine; {COMMAND} does, in minutes"
+        return False, f"its kernels have not been checked on this machine; {COMMAND} checks them in minutes"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return False, f"{path()} cannot be read ({error}); {COMMAND} writes it anew"
     if not same or not checked:

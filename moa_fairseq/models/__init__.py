@@ -1,4 +1,4 @@
-"""What `--arch` and `--task` name: models, a file a family, and the rows of the papers' tables."""
+"""What `--arch` names: models, one file per family, and the rows of the papers' tables."""
 
 from moa_fairseq.models import dense, mae, moa, moh, switchhead
 

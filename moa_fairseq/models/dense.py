@@ -1,4 +1,4 @@
-"""Dense counterparts that fairseq has not, and the bodies that mixtures share with them."""
+"""Dense counterparts that fairseq lacks, and the settings that mixtures share with them."""
 
 from typing import Optional
 
@@ -9,7 +9,7 @@ from moa_fairseq.transformer.archs import register_arch
 # The feed-forward of fairseq's transformer_iwslt_de_en.
 IWSLT = {"encoder_ffn_embed_dim": 1024, "decoder_ffn_embed_dim": 1024}
 
-# Multi30k's Transformer-Tiny (Wu et al. 2021), but for its attention.
+# Multi30k's Transformer-Tiny (Wu et al. 2021), without its attention.
 TINY = {
     "encoder_embed_dim": 128,
     "encoder_ffn_embed_dim": 256,
@@ -32,7 +32,7 @@ def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: i
 def lm_body(
     layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "xl", dropout: Optional[float] = None
 ) -> dict:
-    """A causal language model of SwitchHead's Table 9, but for its attention.
+    """A causal language model of SwitchHead's Table 9, without its attention.
 
     Input and output embeddings are two matrices there: only so do the printed parameters come out.
     """

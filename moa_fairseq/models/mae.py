@@ -16,8 +16,8 @@ from moa_fairseq.transformer.translation import MixtureTransformerModel
 class MAETransformerModel(MixtureTransformerModel):
     """Encoder self-, decoder self- and cross-attention are mixtures of attentive experts (MAE §2.3).
 
-    Each has a gate of its own. `--mae-dropped-heads 2` makes MAE-6 of MAE-7, `--mae-gate uniform`
-    UNI-MAE; whether training alternates or is joint (NOBCD) is the task's choice (`translation_bcd`).
+    Each has a gate of its own. `--mae-dropped-heads 2` turns MAE-7 into MAE-6, `--mae-gate uniform` into
+    UNI-MAE. The task (`translation_bcd`) chooses between alternating and joint (NOBCD) training.
     """
 
     attention_family, default_arch = "mae", "mae_transformer_base"
@@ -25,7 +25,7 @@ class MAETransformerModel(MixtureTransformerModel):
 
 # MAE-7 over transformer-base: 8 heads, 6 + 6 layers, width 512, feed-forward 2048 (MAE App. A).
 register_arch("mae_transformer", "mae_transformer_base", base_architecture, {})
-# Feed-forward 1024 (MAE App. A). fairseq's transformer_iwslt_de_en has 4 heads; MAE-7 is made of 8.
+# Feed-forward 1024 (MAE App. A). fairseq's transformer_iwslt_de_en has 4 heads, but MAE-7 needs 8.
 register_arch("mae_transformer", "mae_transformer_iwslt_de_en", base_architecture, IWSLT)
 # 8 heads of 16 dimensions, where Transformer-Tiny has 4 of 32; the gates' hidden layer is narrower in the
 # same proportion as the model.
@@ -34,7 +34,7 @@ register_arch("mae_transformer", "mae_transformer_tiny", base_architecture, {**T
 
 @register_model("mae_roberta")
 class MAERobertaModel(MixtureRobertaModel):
-    """Masked language models, of which the paper has none: what a dense one can be converted to."""
+    """Masked language models. The paper has none; a dense one can be converted to these."""
 
     attention_family, default_arch = "mae", "mae_roberta_medium"
 

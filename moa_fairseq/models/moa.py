@@ -18,7 +18,7 @@ def _sizes(per_token: int, num_experts: int, dim: int) -> dict:
 
 @register_model("moa_transformer")
 class MoATransformerModel(MixtureTransformerModel):
-    """Translation (MoA §5.1): encoder self-, decoder self- and cross-attention, all of them."""
+    """Translation (MoA §5.1): encoder self-, decoder self- and cross-attention are all MoA."""
 
     attention_family, default_arch = "moa", "moa_transformer_base"
 
@@ -50,7 +50,7 @@ class MoARobertaModel(MixtureRobertaModel):
     attention_family, default_arch = "moa", "moa_roberta_8k8e128d"
 
 
-# Only with biases in keys, values and experts do Table 2's parameters come out (to 0.01M).
+# Parameters match Table 2 (to 0.01M) only with biases in keys, values and experts.
 MASKED_LM = {
     "8k8e128d": {**_sizes(8, 8, 128), **MEDIUM_ROBERTA},
     "8k8e256d": {**_sizes(8, 8, 256), **MEDIUM_ROBERTA},
@@ -72,8 +72,8 @@ class MoALanguageModel(MixtureLanguageModel):
     attention_family, default_arch = "moa", "moa_lm_47m"
 
 
-# Table 1 prints no settings: E and D are those whose cost by its authors' formula is what it prints. K is
-# that of the models which its Table 5 times; the other rows have another --experts-per-token.
+# Table 1 prints no settings: E and D are chosen so that its authors' formula gives the printed cost. K is
+# that of the models timed in their Table 5; the other rows have another --experts-per-token.
 LANGUAGE_MODELS = {
     "47m": {**_sizes(4, 10, 88), **lm_body(16, 412, 2053)},
     "262m": {**_sizes(8, 16, 144), **lm_body(18, 1024, 4110)},

@@ -16,7 +16,7 @@ def _heads(shared: int, routed_per_token: int) -> dict:
     return {"moh_shared_heads": shared, "experts_per_token": routed_per_token}
 
 
-# All of them have 75 % of their heads at work; --moh-shared-heads and --experts-per-token make other shares.
+# In all of these 75 % of the heads work; --moh-shared-heads and --experts-per-token set other shares.
 
 
 @register_model("moh_transformer")

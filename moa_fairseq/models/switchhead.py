@@ -46,7 +46,7 @@ LANGUAGE_MODELS = {
     "switchhead_lm_enwik8": {**lm_body(12, 512, 2088), **_heads(2, 112, 4, 2)},
     "switchhead_rope_lm_45m": {**lm_body(16, 412, 2092, "rope-half"), **_heads(2, 64, 5, 3)},
     "switchhead_rope_lm_243m": {**lm_body(18, 1024, 4136, "rope-half"), **_heads(4, 100, 4, 2)},
-    # The feed-forward's experts replace --decoder-ffn-embed-dim. No dropout in SwitchAll (App. A.5).
+    # The feed-forward's experts replace --decoder-ffn-embed-dim. SwitchAll has no dropout (App. A.5).
     "switchall_lm_47m": {**lm_body(16, 412, 2048, dropout=0.0), **_heads(2, 76, 5, 2), **_sigma_moe(16, 128)},
     "switchall_lm_259m": {
         **lm_body(18, 1024, 4096, dropout=0.0),

@@ -1,4 +1,4 @@
-"""What --task names: block coordinate descent, texts read in order, sentences batched by length."""
+"""The choices of --task: block coordinate descent, texts read in order, sentences batched by length."""
 
 from moa_fairseq.tasks import (
     language_modeling_bcd,

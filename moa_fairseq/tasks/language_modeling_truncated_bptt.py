@@ -18,7 +18,7 @@ class TruncatedBPTTConfig(LanguageModelingConfig):
     carried_chunks: int = field(
         default=1,
         metadata={
-            "help": "how many chunks of --tokens-per-sample tokens before the present one are looked at "
+            "help": "how many earlier chunks of --tokens-per-sample tokens self-attention also sees "
             "(Transformer-XL; 0: none, but chunks are still read in order)"
         },
     )
@@ -38,7 +38,7 @@ class OrderedChunks(BaseWrapperDataset):
         self.chunks = -(-len(dataset) // self.rows)
 
     def batches(self, num_shards: int) -> List[List[int]]:
-        """Blocks of each batch, for shard 0, 1, … in turn: a shard keeps its texts. rows fill all shards."""
+        """Blocks of each batch, shard by shard. A shard keeps its texts; num_shards divides rows."""
         per_shard, total = self.rows // num_shards, len(self.dataset)
         first_blocks = range(0, self.rows * self.chunks, self.chunks)
         shards = [first_blocks[shard * per_shard : (shard + 1) * per_shard] for shard in range(num_shards)]
@@ -60,8 +60,8 @@ class TruncatedBPTTTask(LanguageModelingTask):
     """Language modelling over contiguous batches (Transformer-XL, Dai et al., arXiv 1901.02860, §3.2).
 
     --batch-size texts (or --max-tokens / --tokens-per-sample) are read side by side; a batch goes on
-    where the batch before ended, in training and in evaluation, and its self-attentions look at the
-    --carried-chunks before as well. The models are those of this package, with --positions xl or rope.
+    where the batch before ended, in training and in evaluation, and its self-attentions also see the
+    --carried-chunks before it. It takes the models of this package, with --positions xl or rope.
     """
 
     @classmethod
@@ -70,8 +70,8 @@ class TruncatedBPTTTask(LanguageModelingTask):
             raise UserError(f"--carried-chunks {args.carried_chunks} must not be negative.")
         if args.sample_break_mode not in (None, "none"):
             raise UserError(
-                f"--sample-break-mode {args.sample_break_mode}: chunks that go on where the last one ended "
-                "are cut from one text: leave the flag out, or say none."
+                f"--sample-break-mode {args.sample_break_mode}: consecutive chunks are cut from one text, so "
+                "leave the flag out, or give none."
             )
         return super().setup_task(args, **kwargs)
 
@@ -109,12 +109,14 @@ class TruncatedBPTTTask(LanguageModelingTask):
         data_buffer_size: int = 0,
         **kwargs: Any,
     ) -> iterators.EpochBatchIterator:
-        """Batches in order. Raises UserError where not one text for each process is left."""
+        """Batches in order. Raises UserError if there is not one text for each process."""
         length = self.args.tokens_per_sample
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
         per_shard = min((limit for limit in limits if limit is not None), default=1)
         if per_shard < 1:
-            raise UserError(f"--max-tokens {max_tokens} holds not one chunk of --tokens-per-sample {length}.")
+            raise UserError(
+                f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}."
+            )
         per_shard = max(1, min(per_shard, len(dataset) // num_shards))
         ordered = OrderedChunks(dataset, per_shard * num_shards)
         if ordered.rows < num_shards:

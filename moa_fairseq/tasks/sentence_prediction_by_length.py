@@ -18,14 +18,14 @@ class SentencePredictionByLengthConfig(SentencePredictionConfig):
 
 @register_task("sentence_prediction_by_length", dataclass=SentencePredictionByLengthConfig)
 class SentencePredictionByLengthTask(SentencePredictionTask):
-    """fairseq's task, whose batches are of sentences of like length, as those of translation are.
+    """fairseq's task with batches of sentences of similar length, as in translation.
 
     fairseq's own mixes all lengths, and every batch is padded to the longest sentence.
     """
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> SortDataset:
         mixed = super().load_dataset(split, combine, **kwargs)
-        if isinstance(mixed, SortDataset):  # --no-shuffle makes none
-            # The last key is the first to count; sentences of one length stay in random order.
+        if isinstance(mixed, SortDataset):  # not so with --no-shuffle
+            # The last key is the primary one; sentences of equal length stay in random order.
             self.datasets[split] = SortDataset(mixed.dataset, [*mixed.sort_order, mixed.dataset.sizes[0]])
         return self.datasets[split]

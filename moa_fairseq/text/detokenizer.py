@@ -1,4 +1,4 @@
-"""From tokens back to running text: Moses' `detokenizer.perl`, by way of sacremoses."""
+"""From tokens back to running text: Moses' `detokenizer.perl` as in sacremoses."""
 
 from functools import cache
 
@@ -6,7 +6,7 @@ from sacremoses import MosesDetokenizer
 
 
 def detokenize(line: str, lang: str) -> str:
-    """Join Moses tokens, given as one line with spaces between, to running text of language `lang`.
+    """Join the Moses tokens of a line, separated by spaces, into running text of language `lang`.
 
     Undoes ` @-@ ` and the entities (&quot; &apos; &amp; &#124; &lt; &gt; &#91; &#93;).
     """

@@ -12,8 +12,8 @@ from typing import Dict, List, Optional, Pattern, Tuple
 
 from moa_fairseq.errors import UserError
 
-# (what must be in the text, pattern or None, replacement): without a pattern the first is replaced as it
-# stands. Looking for a fixed string first is what makes this fast: most rules concern few lines.
+# (what must be in the text, pattern or None, replacement): without a pattern the text itself is replaced.
+# Looking for a fixed string first makes this fast: most rules concern few lines.
 Rule = Tuple[str, Optional[Pattern], str]
 
 # "current" is Moses' master branch; that of December 2017 made Multi30k's published files.
@@ -66,12 +66,12 @@ _GUILLEMETS_AND_NO_BREAK_SPACES = [
     (",\u00a0", None, ", "),
     _ONE_SPACE,
 ]
-# Moses has s/(\.+)"(\s*[^<])/"$1$2/, which looks through a run of dots once for each of its dots: here a run
-# that no quote follows is matched, too, and put back.
+# Moses has s/(\.+)"(\s*[^<])/"$1$2/, which scans a run of dots once for each of its dots. To avoid that, a
+# run without a quote after it is matched here, too, and put back.
 _COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)(?:(")(\s*[^<]))?', r"\2\1\3")]
 _COMMA_BEFORE_QUOTE = [('"', r'"([,.]+)', r'\1"')]
 
-# Wide and typographic signs → ASCII. "１" becomes a quote in Moses too: a slip that every score has.
+# Wide and typographic signs → ASCII. "１" becomes a quote in Moses too: a slip that all scores share.
 _UNICODE_PUNCTUATION: Dict[str, str] = {
     **dict.fromkeys("，、", ","),
     **dict.fromkeys("”“《》１」「", '"'),

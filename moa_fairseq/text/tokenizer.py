@@ -33,7 +33,7 @@ _HAS_ALPHA = regex.compile(_ALPHA)
 _STARTS_LOWER = regex.compile(r"\p{Lowercase}")
 _STARTS_WITH_DIGIT = re.compile(r"[0-9]")
 _SPACES = re.compile(r" +")
-# The first is the first to be replaced, as it stands in the others.
+# Replaced in this order: & must be first, since it occurs in the other entities.
 _ESCAPES = (
     *(("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&apos;"), ('"', "&quot;")),
     *(("|", "&#124;"), ("[", "&#91;"), ("]", "&#93;")),
@@ -71,14 +71,14 @@ def tokenize(
     line: text without its line end; a blank line comes back as it is. aggressive_hyphens: write a
     hyphen between letters as ` @-@ `. escape: write & | < > ' " [ ] as entities. edition: "2017-12"
     leaves a last full stop at an abbreviation or number unsplit, as the Moses that made Multi30k's
-    published files did. Spaces are single ones, but for a line that ends in a full stop and a quote:
-    there Moses may leave two before the full stop, and leaves one at the end. Raises UserError for
-    UNSUPPORTED_LANGUAGES and for an unknown edition.
+    published files did. Spaces are single, except in a line that ends in a full stop and a quote: there Moses
+    may leave two before the full stop, and leaves one at the end. Raises UserError for UNSUPPORTED_LANGUAGES
+    and for an unknown edition.
     """
     if lang in UNSUPPORTED_LANGUAGES or edition not in EDITIONS:
         raise UserError(
             f"Moses' tokenizer for language {lang!r}, edition {edition!r} is not available: choose an "
-            f"edition of {', '.join(EDITIONS)} and another language than {', '.join(UNSUPPORTED_LANGUAGES)}."
+            f"edition of {', '.join(EDITIONS)} and a language other than {', '.join(UNSUPPORTED_LANGUAGES)}."
         )
     text = line if line.isprintable() else line.translate(_CONTROLS)
     if not text.strip():

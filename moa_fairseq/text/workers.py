@@ -15,7 +15,7 @@ from typing import Any, Callable, Deque, Iterable, Iterator, List, Tuple
 
 from tqdm import tqdm
 
-# So few batches are done sooner than new processes have started.
+# Fewer batches than this are done before new processes would have started.
 FEW = 3
 
 
@@ -29,8 +29,8 @@ def ordered_map(
 ) -> Iterator[Any]:
     """Yield `work(batch)` for each batch, in order. work and the batches must be picklable.
 
-    workers: processes; 1, or few batches, stay in this one. label: of the progress bar, which counts
-    the items of the batches and begins at `done`.
+    workers: processes; with 1, or few batches, all work stays in this one. label: of the progress bar, which
+    counts the items of the batches and begins at `done`.
     """
     batches = iter(batches)
     first = list(itertools.islice(batches, FEW))
@@ -60,24 +60,24 @@ def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iter
 
 
 def _context(module: str) -> multiprocessing.context.BaseContext:
-    """Processes that do not come out of this one: forking one that has started threads can hang for ever.
+    """Processes that are not forked from this one: forking a process with threads can hang for ever.
 
-    A fork server is begun once, loads the module with the work once, and then makes workers in no time.
+    A fork server is started once, loads the module with the work once, and then starts workers at once.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
-    with _interrupt_later(signal.SIG_IGN):  # the server inherits what is done about Ctrl-C
+    with _interrupt_later(signal.SIG_IGN):  # the server inherits how Ctrl-C is handled
         forkserver.ensure_running()
     return context
 
 
 @contextlib.contextmanager
 def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
-    """Hold Ctrl-C back to the end of the block: a worker half begun would outlive its pool, and complain.
+    """Hold Ctrl-C back to the end of the block: a half-started worker would outlive its pool and complain.
 
-    meanwhile: another way to take it.
+    meanwhile: another handler to use inside the block.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not (callable(before) or meanwhile):

@@ -1,4 +1,4 @@
-"""Named architectures: a row of a paper's table is a set of values over a body of fairseq's."""
+"""Named architectures: a row of a paper's table is a set of values for one of fairseq's architectures."""
 
 from typing import Any, Callable, Mapping
 
@@ -10,15 +10,15 @@ from moa_fairseq.transformer.families import set_defaults, set_family_defaults
 def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Mapping[str, Any]) -> None:
     """Register `--arch arch` of a registered model.
 
-    values: of flags (as in the args namespace), which hold unless the user gives others; body: fairseq's
-    function that gives every other flag its value.
+    values: of flags (as in the args namespace), unless the user gives others; body: fairseq's function that
+    sets every other flag.
     """
 
     def architecture(args: Any) -> None:
         set_defaults(args, values)
         pre_norm = getattr(args, "decoder_normalize_before", None)
         body(args)
-        if pre_norm is not None:  # fairseq's body of language models overwrites what was given
+        if pre_norm is not None:  # fairseq's function for language models overwrites it
             args.decoder_normalize_before = pre_norm
         family = getattr(MODEL_REGISTRY[model], "attention_family", None)  # none: a dense counterpart
         if family is not None:

@@ -1,4 +1,4 @@
-"""Texts that are read chunk by chunk: a decoder that keeps the layers' inputs of the chunk before."""
+"""For texts that are read chunk by chunk: keeps the inputs that a decoder's layers had in earlier chunks."""
 
 import functools
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -16,9 +16,9 @@ class CarriedContext:
     """Hands each layer the inputs that it had in the last `chunks` chunks, without their gradients.
 
     As in Transformer-XL (Dai et al., arXiv 1901.02860, §3.2): h̃ = [SG(h_τ) ∘ h_{τ+1}] makes keys and values.
-    Training and evaluation have a text each, so that a validation in the middle of an epoch disturbs
-    nothing. It is not part of the model's state: a training that is resumed in the middle of an epoch
-    begins with a chunk without context, as an epoch does.
+    Training and evaluation have separate contexts, so a validation in the middle of an epoch disturbs
+    nothing. A context is not part of the model's state: a training resumed in the middle of an epoch begins
+    with a chunk without context, as an epoch does.
     """
 
     def __init__(self, layers: Sequence[nn.Module], chunks: int):
@@ -33,7 +33,7 @@ class CarriedContext:
     def begin(self, chunk: int, training: bool, batch: int) -> None:
         """The next pass reads chunk number `chunk` of `batch` texts.
 
-        It gets what was kept if that is the chunk before it, of the same texts (the last chunk may lack texts
+        It gets what was kept if that is the chunk before it in the same texts (the last chunk may lack texts
         at the end of the batch). Otherwise it begins without a context.
         """
         kept = self._kept.pop(training, None)
@@ -43,13 +43,13 @@ class CarriedContext:
         self._now = []
 
     def end(self, chunk: int, training: bool) -> None:
-        """Keep what the pass read."""
+        """Keep the layers' inputs of this pass."""
         if self._now is not None:
             self._kept[training] = _Kept(chunk, self._now)
         self._before = self._now = None
 
     def abandon(self) -> None:
-        """The pass failed: the next one begins anew."""
+        """The pass failed: the next one begins without a context."""
         self._before = self._now = None
 
     def _enter(self, index: int, layer: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]):

@@ -16,7 +16,7 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
-        """The parent's flags without their defaults, which would hide those of an architecture."""
+        """The parent's flags without their defaults, which would hide an architecture's values."""
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         cls.add_mixture_args(parser)
 
@@ -24,8 +24,8 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
     def build_model(cls, args: Any, task: Any) -> "MixtureLanguageModel":
         """Build from command-line arguments or a hydra config. Raises UserError for impossible flags.
 
-        The parent builds embeddings and decoder in one go and asks no hook for the decoder: it is made
-        to build one without layers, and the mixture's decoder is then built on the same embeddings.
+        The parent builds embeddings and decoder at once and has no hook for the decoder. So it builds one
+        without layers, and the mixture's decoder is then built on the same embeddings.
         """
         args = cls.completed(args)
         layers, args.decoder_layers = args.decoder_layers, 0

@@ -1,4 +1,4 @@
-"""The families of mixtures: what each one's flags are, and how an attention is made of them."""
+"""The families of mixtures: the flags of each one, and how an attention is built from them."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ from moa_fairseq.attention.moh import MoHSettings
 from moa_fairseq.attention.switchhead import SwitchHeadSettings
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE, SigmaMoESettings
 
-# Family → its settings. There is no default.
+# Family → the class of its settings. No family is the default.
 FAMILIES: Dict[str, Type[FamilySettings]] = {}
 
 
@@ -44,7 +44,7 @@ def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
 
 
 def _as_fairseq(settings: Type) -> FairseqDataclass:
-    """The settings as a dataclass of fairseq's, whose choices are an enum."""
+    """The settings as a dataclass for fairseq, where choices are an enum."""
     types = typing.get_type_hints(settings)
     fields = []
     for field in dataclasses.fields(settings):
@@ -55,7 +55,7 @@ def _as_fairseq(settings: Type) -> FairseqDataclass:
 
 
 def set_defaults(args: Any, values: Mapping[str, Any]) -> None:
-    """Give args each value unless the user, or an architecture before, gave it one."""
+    """Set each value in args unless the user, or an earlier architecture, has set it."""
     for name, value in values.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
@@ -68,7 +68,7 @@ def set_family_defaults(args: Any, family: str) -> None:
 
 
 def settings_of(cfg: Any) -> FamilySettings:
-    """The settings of a model's family, out of its arguments or config."""
+    """The settings of a model's family, taken from its arguments or config."""
     return _filled(FAMILIES[cfg.attention_family], cfg)
 
 
@@ -79,8 +79,8 @@ def _filled(settings: Type, cfg: Any) -> Any:
 def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any) -> MixtureAttention:
     """The attention of the family that `cfg.attention_family` names.
 
-    role: whether it is self- or cross-attention, as fairseq's attention takes it; decoder: whether it
-    stands in a decoder, where nothing may look at later queries.
+    role: whether it is self- or cross-attention, as fairseq's attention takes it; decoder: whether it stands
+    in a decoder, where a query must not see later positions.
     """
     side = cfg.decoder if decoder else cfg.encoder
     dropout = FairseqDropout(cfg.attention_dropout)
@@ -97,7 +97,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any
 
 
 def build_sigma_moe(cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]) -> Optional[SigmaMoE]:
-    """The feed-forward that cfg asks for, or None where it is fairseq's own."""
+    """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own."""
     settings = _filled(SigmaMoESettings, cfg)
     if settings.sigma_moe_num_experts == 0:
         return None

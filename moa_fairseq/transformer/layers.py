@@ -18,7 +18,7 @@ from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.carried_context import CarriedContext
 from moa_fairseq.transformer.families import build_attention, build_sigma_moe
 
-_BEAM = "beam"  # of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
+_BEAM = "beam"  # a key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
 
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ else:
 class MixtureFeedForward(Extended):
     """A layer whose feed-forward may be a mixture of experts. Precedes a layer of fairseq's.
 
-    A mixture stands in the place of fc1; fc2, and what fairseq's layer does between the two, do nothing then.
+    A mixture takes the place of fc1; fc2, and what fairseq's layer does between the two, then do nothing.
     """
 
     activation_fn: Any
@@ -91,7 +91,7 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
         context: Optional[Tensor] = None,
         **kwargs: Any,
     ):
-        """context [M, B, C]: what this layer read before x, which its self-attention looks at, too."""
+        """context [M, B, C]: this layer's inputs before x, to which its self-attention attends, too."""
         if context is not None and self.normalize_before:
             context = self.self_attn_layer_norm(context)
         # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
@@ -113,9 +113,9 @@ def _finish_layer(layer: nn.Module, cfg: Any) -> nn.Module:
 
 
 class _Known(Tensor):
-    """A tensor with the answer to a question for which fairseq's encoder would wait for the device.
+    """A tensor that carries an answer for which fairseq's encoder would wait for the device.
 
-    known: the answer. All else is as for other tensors, and results computed from it are ordinary ones.
+    known: the answer. Otherwise it behaves like any tensor, and results computed from it are ordinary ones.
     """
 
     known: Any
@@ -136,7 +136,7 @@ class _Tokens(_Known):
 
 
 class _Padding(_Known):
-    """A mask [B, T] of which it is known whether anything is padded."""
+    """A mask [B, T] that knows whether anything is padded."""
 
     def any(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().any(*args, **kwargs) if args or kwargs else self.known
@@ -155,7 +155,7 @@ class MixtureEncoder(TransformerEncoderBase):
     def forward_scriptable(
         self, src_tokens: Tensor, *args: Any, **kwargs: Any
     ) -> Dict[str, Optional[List[Tensor]]]:
-        """fairseq's, with one wait for the device: it asks in every layer whether anything is padded.
+        """fairseq's, with one wait for the device: fairseq asks in every layer if there is padding.
 
         Where nothing is, "encoder_padding_mask" is empty, which means None to fairseq: no cross-attention
         has to ask again.
@@ -176,7 +176,7 @@ class MixtureEncoder(TransformerEncoderBase):
     ) -> Dict[str, List[Tensor]]:
         """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
 
-        fairseq's generator does not tell the model the size of the beam: it shows in this order alone.
+        fairseq's generator does not tell the model the size of the beam; only this order shows it.
         """
         sentences = encoder_out["encoder_out"][0].size(1)
         result = super().reorder_encoder_out(encoder_out, new_order)
@@ -195,11 +195,11 @@ class MixtureDecoder(TransformerDecoderBase):
     def carry_context(self, chunks: int) -> None:
         """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
 
-        0: to none. Raises UserError where positions are embeddings, which begin anew with each chunk.
+        0: to none. Raises UserError if positions are embeddings, which begin anew with each chunk.
         """
         if chunks and self.embed_positions is not None:
             raise UserError(
-                "A context that is carried from chunk to chunk needs positions that tell distances: give "
+                "A context that is carried from chunk to chunk needs relative positions: give "
                 "--positions xl or --positions rope."
             )
         self.context = CarriedContext(self.layers, chunks) if chunks else None

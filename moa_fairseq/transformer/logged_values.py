@@ -1,8 +1,8 @@
-"""Many values of a forward pass in fairseq's log: one tensor on the device, one wait of the host for it.
+"""Many values of a forward pass for fairseq's log, in one tensor: the host waits for the device once.
 
-fairseq adds the logging outputs of micro-batches and workers up entry by entry, and every metric looks at
-its own sum. A tensor is an entry as good as a number, so a pass has one with all of its values and a 1, which
-counts the passes; their names, which every process knows, are its key.
+fairseq adds up the logging outputs of micro-batches and workers entry by entry, and every metric reads its
+own sum. An entry may be a tensor, so each pass has one with all of its values and a 1, which counts the
+passes. Its key is made of the values' names, which every process knows.
 """
 
 from typing import Any, Dict, Sequence, Tuple

@@ -1,4 +1,4 @@
-"""What every model with mixtures does before fairseq builds it, and after each update."""
+"""What is common to all models with mixtures: steps before fairseq builds one, and after each update."""
 
 import argparse
 from typing import TYPE_CHECKING, Any, ClassVar, Dict, Optional, TypeVar
@@ -29,10 +29,9 @@ Model = TypeVar("Model", bound=nn.Module)
 class MixtureModel(Extended):
     """Precedes the fairseq model that it extends.
 
-    attention_family: a name of FAMILIES. default_arch: the architecture whose values hold
-    where neither the user nor another architecture gave one.
-    refused: options of fairseq that rebuild or read the inside of its own attention, which a mixture does
-    not have, with the value that means off.
+    attention_family: a name of FAMILIES. default_arch: the architecture whose values are used where neither
+    the user nor another architecture gave one. refused: options of fairseq that change or read the inside of
+    its own attention, which a mixture lacks, each with the value that means off.
     """
 
     attention_family: ClassVar[str]
@@ -61,15 +60,14 @@ class MixtureModel(Extended):
             "--positions",
             choices=POSITIONS,
             default=argparse.SUPPRESS,
-            help="how tokens know where they stand: embeddings that are learned or sinusoidal, rotated "
-            "queries and keys in every self-attention (rope; of half of their numbers: rope-half), or "
-            "Transformer-XL's learned function of the distance in every self-attention (xl); the "
-            "architecture's own if left out",
+            help="how positions are encoded: learned or sinusoidal embeddings, rotated queries and keys in "
+            "every self-attention (rope; rope-half rotates half of their numbers), or Transformer-XL's "
+            "learned function of the distance in every self-attention (xl); default: the architecture's",
         )
 
     @classmethod
     def completed(cls, args: Any) -> argparse.Namespace:
-        """Command-line arguments, or the config of fairseq-hydra-train as such, with every default.
+        """Command-line arguments (or the config of fairseq-hydra-train as such) with every default.
 
         Raises UserError for a refused option.
         """
@@ -95,11 +93,11 @@ class MixtureModel(Extended):
         return model
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq's hook: after each update, what its modules observed enters their statistics.
+        """fairseq's hook: after each update, what the modules observed enters their statistics.
 
         The model is told the number of updates after every update, and once more before every micro-batch;
-        only a new number ends an update. In each update either all workers observe something or none does;
-        so all of them meet here, or none.
+        only a new number ends an update. In each update either all workers observe something or none does, so
+        all call all_reduce here, or none.
         """
         super().set_num_updates(num_updates)
         if num_updates != self._updates_seen:
@@ -118,8 +116,8 @@ def _set_positions(args: argparse.Namespace) -> None:
     if args.positions in POSITIONS_IN_ATTENTION:
         if getattr(args, "cross_self_attention", False):
             raise UserError(
-                f"--positions {args.positions} is for self-attention, and --cross-self-attention leaves the "
-                "decoder none, which would then know nothing of the order of its tokens: choose another "
+                f"--positions {args.positions} is for self-attention, and with --cross-self-attention the "
+                "decoder has none, so it would know nothing of the order of its tokens: choose another "
                 "--positions, or leave --cross-self-attention out."
             )
         args.no_token_positional_embeddings = True

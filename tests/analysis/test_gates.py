@@ -91,7 +91,7 @@ def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, 
     assert all(use.shares is None for use in uses)
     flags = ["--data", str(toy_data), "--output", str(tmp_path / "gates.png"), "--cpu"]
     assert main(["analyze", "gates", str(uniform_mae), *flags]) == 0
-    assert "no instance is attributed" in capsys.readouterr().out
+    assert "instances are attributed to none" in capsys.readouterr().out
     assert (tmp_path / "gates.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -105,7 +105,7 @@ def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(mae, toy_
         assert one.entropy < 0.9 * one.uniform_entropy < 0.95 * one.uniform_entropy < initial.entropy
     flags = ["--data", str(toy_data), "--output", str(tmp_path / "gates.png"), "--cpu", "--untrained", "1"]
     assert main(["analyze", "gates", str(mae), *flags, "--json", str(tmp_path / "gates.json")]) == 0
-    assert "gates' weights drawn anew by seed 1" in capsys.readouterr().out
+    assert "gates' weights were drawn anew with seed 1" in capsys.readouterr().out
     report = json.loads((tmp_path / "gates.json").read_text())
     assert report["untrained_seed"] == 1
     assert report["modules"][0]["entropy"] == pytest.approx(fresh[0].entropy)

@@ -300,13 +300,13 @@ def test_bad_inputs_are_refused_and_nothing_is_written(kind, words, dense, conve
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--to", "moh", "--mae-dropped-heads", 1), "--mae-dropped-heads is no flag of --to moh"),
+        (("--to", "moh", "--mae-dropped-heads", 1), "--mae-dropped-heads is not a flag of --to moh"),
         (("--to", "dense"), "is of that family already"),
         (("--experts-per-token", 1), "--experts-per-token needs --to"),
         (("--to", "moh", "--experts-per-token", 3), "--experts-per-token 3 must lie between 1 and 2"),
         (("--to", "moa", "--num-experts", 6), "--num-experts 6"),
         (("--format", "safetensors"), "ends in .safetensors"),
-        (("--to", "moh", "--data", "/nowhere"), "--data /nowhere is no folder"),
+        (("--to", "moh", "--data", "/nowhere"), "--data /nowhere is not a folder"),
     ],
 )
 def test_flags_that_make_no_sense(flags, words, dense, convert, tmp_path):

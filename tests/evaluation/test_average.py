@@ -165,7 +165,7 @@ def test_too_few_checkpoints(folder):
         (["--inputs", "FOLDER", "--num-update-checkpoints", "0"], "at least two"),
         (["--inputs", "FOLDER/checkpoint1.pt"], "at least two"),
         (["--inputs", "FOLDER", "FOLDER", "--num-epoch-checkpoints", "2"], "one folder"),
-        (["--inputs", "FOLDER/none", "--num-epoch-checkpoints", "2"], "no folder"),
+        (["--inputs", "FOLDER/none", "--num-epoch-checkpoints", "2"], "is not a folder"),
         (["--inputs", "FOLDER/none.pt", "FOLDER/none.pt"], "none.pt does not exist"),
         (["--inputs", "a.pt", "b.pt", "--checkpoint-upper-bound", "3"], "--checkpoint-upper-bound"),
         (["--inputs", "FOLDER/checkpoint1.pt", "FOLDER/checkpoint2.pt"], "checkpoint1.pt cannot be read"),
@@ -210,7 +210,7 @@ def test_planted_code_is_refused_and_not_run(tmp_path, capsys):
 def test_a_file_that_is_no_checkpoint(tmp_path):
     good = save(tmp_path / "a.pt", model(1))
     torch.save([1, 2], tmp_path / "b.pt")
-    with pytest.raises(UserError, match=r"b\.pt is no fairseq checkpoint"):
+    with pytest.raises(UserError, match=r"b\.pt is not a fairseq checkpoint"):
         average_checkpoints([good, tmp_path / "b.pt"])
     (tmp_path / "c.pt").write_bytes(pickle.dumps({"model": 1}, protocol=2))
     with pytest.raises(UserError, match=r"c\.pt"):

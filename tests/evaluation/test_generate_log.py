@@ -78,7 +78,7 @@ def test_target_without_hypothesis_is_refused(write):
 @pytest.mark.parametrize(
     "content, message",
     [
-        (sentence(0) + sentence(0) + END, "line 6: S-0 stands there for the second time"),
+        (sentence(0) + sentence(0) + END, "line 6: S-0 occurs for the second time"),
         (sentence(0).encode() + b"T-1\tcaf\xe9\n" + END.encode(), "line 6: byte 0xe9 is not UTF-8"),
         ("", "no translation"),
         (HEADER + END, "no translation"),

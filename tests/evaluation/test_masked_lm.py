@@ -92,8 +92,8 @@ def test_text_report_and_missing_manifest(toy_masked_lm, toy_wiki_data, tmp_path
     [
         (["--subset", "test9"], "--subset test9"),
         (["--maskings", "0"], "--maskings must be at least 1"),
-        (["--data", "nowhere"], "--data nowhere is no folder"),
-        (["generate-test.txt"], "leave GENERATE_OUTPUT"),
+        (["--data", "nowhere"], "--data nowhere is not a folder"),
+        (["generate-test.txt"], "leave out GENERATE_OUTPUT"),
     ],
 )
 def test_bad_input(toy_masked_lm, capsys, flags, says):
@@ -103,4 +103,4 @@ def test_bad_input(toy_masked_lm, capsys, flags, says):
 
 def test_a_translation_model_is_refused(toy_checkpoint, toy_data, capsys):
     assert main(["score", "--masked-lm", str(toy_checkpoint), "--data", str(toy_data)]) == 2
-    assert "no masked language model" in capsys.readouterr().err
+    assert "is not a masked language model" in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""Grouped backend: each expert's matrix meets the rows that chose it, with gradients of its own.
+"""Grouped backend: multiplies each expert's matrix with the rows that chose it; has its own gradients.
 
-Three ways to walk over the experts, same results: `sorted_rows` (torch's grouped_mm) where torch has a
-kernel for the device and dtype, `every_expert` (one GEMM, then a choice) where there is little to compute,
-else `expert_loop`. Beside them stands `dense`, for K = E.
+Three ways to go through the experts, with the same results: `sorted_rows` (torch's grouped_mm) where torch
+has a kernel for the device and dtype, `every_expert` (one GEMM, then a choice) where there is little to
+compute, else `expert_loop`. Beside them stands `dense`, for K = E.
 """
 
 from typing import Any, Optional, Tuple
@@ -15,12 +15,12 @@ from moa_fairseq.kernels.grouped import every_expert, expert_loop, slotwise, sor
 from moa_fairseq.kernels.slot_order import Fan
 from moa_fairseq.torch_compat import is_compiling
 
-# When computing every expert beats walking over them, from benchmarks/kernels.py on two CPU cores: the
-# surplus products per expert must cost less than the loop's step, in which gathering and calling weigh
-# as much as 24 columns of arithmetic. A GPU's step waits for the host, and its arithmetic is cheaper.
+# When computing every expert beats a loop over them, from benchmarks/kernels.py on two CPU cores: the surplus
+# products per expert must cost less than a step of the loop, in which gathering and calls cost as much as 24
+# columns of arithmetic. A GPU's step waits for the host, and its arithmetic is cheaper.
 _STEP = {"cpu": 1.0e6, "cuda": 6.4e7}  # multiply-accumulates; the GPU's is an estimate
 _STEP_COLUMNS = 24
-# A loop leaves the matrices of unchosen experts unread, which pays once they do not fit the cache.
+# A loop does not read the matrices of unchosen experts, which pays once they do not fit the cache.
 _CACHED_WEIGHTS = 1.5e6  # elements
 
 
@@ -40,7 +40,7 @@ def prefers_every_expert(weight: Tensor, fan: Fan) -> bool:
 
 
 def _walk(rows: Tensor, weight: Tensor, fan: Fan) -> Tuple[Any, Any]:
-    """(module with `forward` and `backward`, module of the products that they are made of)"""
+    """(module with `forward` and `backward`, module with the products that these two use)"""
     if prefers_every_expert(weight, fan):
         return slotwise, every_expert
     return (slotwise, sorted_rows) if sorted_rows.takes(rows, weight) else (expert_loop, expert_loop)
@@ -70,6 +70,6 @@ class _Project(Function):
 def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan) -> Tensor:
     """As reference.project."""
     if is_compiling() and prefers_every_expert(weight, fan):
-        fan.order.cells(fan.per_wide)  # torch.compile lets nothing out of a Function that is to be kept
+        fan.order.cells(fan.per_wide)  # before the Function: torch.compile would not let it keep this
     sums: Tensor = _Project.apply(rows, weight, bias, gate, fan)
     return sums

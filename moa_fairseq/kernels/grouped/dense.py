@@ -20,7 +20,7 @@ def into_experts(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
 
 
 class _IntoModel(Function):
-    """slots [N·E, D], gate [N·E], weight [E, D, C] → [N, C]; uses_triton: its one kernel may be used.
+    """slots [N·E, D], gate [N·E], weight [E, D, C] → [N, C]; uses_triton: Triton's kernel may be used.
 
     The gated slots are computed again in the backward pass rather than kept: they are as large as the
     attention's output, which is kept already.
@@ -37,7 +37,7 @@ class _IntoModel(Function):
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         slots, gate, weight = ctx.saved_tensors
         grad_slots = grad_gate = grad_weight = gated = None
-        grad = grad.contiguous()  # once, not in each of the products
+        grad = grad.contiguous()  # once here instead of in each product
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad_slots = (grad @ weight.flatten(0, 1).t()).view_as(slots)
             if ctx.uses_triton:

@@ -1,6 +1,6 @@
 """Every expert on every wide row in one GEMM, then those that were chosen: for few rows or small experts.
 
-Does E / K times the arithmetic, and no step per expert: no loop, nothing to wait for, nothing sorted.
+Does E / K times the arithmetic, but has no step per expert: no loop, no wait for the host, no sorting.
 The functions are those that `slotwise` describes.
 """
 

@@ -1,8 +1,8 @@
-"""One expert after the other: gather its rows, multiply, write or add them where they belong.
+"""One expert after the other: gather its rows, multiply them, write or add the products to their places.
 
-What is gathered is a piece of one expert's share of the batch, small enough for the processor's cache:
-nothing as large as all slots is ever stored. An expert's slots belong to different rows, so adding them
-never collides. Each iteration needs the expert's row count on the host: made for the CPU.
+Each step gathers a piece of one expert's share of the batch, small enough for the processor's cache: nothing
+as large as all slots is ever stored. An expert's slots belong to different rows, so adding them never
+collides. Each iteration needs the expert's row count on the host, so this is for the CPU.
 """
 
 from typing import Any, List, Optional, Sequence
@@ -37,7 +37,7 @@ def forward(
         pieces.experts, pieces.owner(fan.slots_per_row), pieces.owner(fan.slots_per_sum), pieces.column(gate)
     ):
         inputs, matrix = rows.index_select(0, source), matrices[expert]
-        if share is not None and not fan.into_experts:  # the gate meets the narrow side
+        if share is not None and not fan.into_experts:  # the gate is applied on the narrow side
             inputs.mul_(share)
         product = inputs @ matrix if bias is None else torch.addmm(bias[expert], inputs, matrix)
         if share is not None and fan.into_experts:
@@ -62,7 +62,7 @@ def backward(
     grad_weight = torch.empty_like(weight) if needs[1] else None
     grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
     grad_shares: List[Tensor] = []
-    for expert in pieces.unchosen:  # a zero gradient, not none
+    for expert in pieces.unchosen:  # its gradient is zero, not missing
         for each in (grad_weight, grad_bias):
             if each is not None:
                 each[expert].zero_()
@@ -80,7 +80,7 @@ def backward(
             if grad_rows is not None:
                 product = product if share is None else product.mul_(share)
                 _put(grad_rows, source, product, fan.slots_per_row)
-        if needs[1] and inputs is None:  # not before: the cache holds two such buffers, hardly three
+        if needs[1] and inputs is None:  # not earlier: the cache has room for two such buffers
             inputs = rows.index_select(0, source)
         narrow, wide = (upstream, inputs) if fan.into_experts else (inputs, upstream)
         if share is not None and narrow is not None:

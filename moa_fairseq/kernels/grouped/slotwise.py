@@ -1,7 +1,7 @@
 """A projection and its gradients from a handful of products, each over all experts and all slots at once.
 
-What a slot has of the experts' width, [S, D], is stored; nothing of the model's width, [S, C], is. The
-products come from a `walk`: `every_expert` or `sorted_rows`. Both have
+Results of the experts' width, [S, D], are stored for every slot; those of the model's width, [S, C], never.
+The products come from a `walk`: `every_expert` or `sorted_rows`. Both have
 
     into_experts(wide, weight, bias, fan)   A_e(s) · wide[s // per_wide] + bias[e(s)], [S, D] by flat slot
     place(slots, weight, fan)               slots [S, D], as the other products want them

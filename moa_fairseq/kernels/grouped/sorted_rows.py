@@ -2,7 +2,7 @@
 
 For GPUs: nothing waits for the host. Rows are only ever gathered, never scattered: a permutation's
 gradient is the inverse permutation, and the slots of a row are neighbours, so their sum is a plain
-reduction. What has the model's width is made in steps, of rows or of columns, never for all slots at once.
+reduction. Results of the model's width are made in steps of rows or columns, never for all slots at once.
 The functions are those that `slotwise` describes.
 """
 
@@ -21,11 +21,11 @@ _UNIT = 128  # rows or columns of a step are a multiple of it
 
 
 def takes(rows: Tensor, weight: Tensor) -> bool:
-    """Whether grouped_mm accepts rows [M, I] times weight [E, O, I] transposed, and gains by it."""
+    """Whether grouped_mm accepts rows [M, I] times weight [E, O, I] transposed, and is faster."""
     if not HAS_GROUPED_MM or rows.dtype != weight.dtype or rows.size(0) == 0:
         return False
     if not rows.is_cuda or rows.dtype != torch.bfloat16:
-        return False  # elsewhere it is a loop that synchronises: no gain over ours
+        return False  # elsewhere it is a loop that waits for the host: no faster than ours
     if torch.version.hip is None and torch.cuda.get_device_properties(rows.device).major != 9:
         return False  # Ampere has that loop, too, and Blackwell wrong gradients for an expert without rows
     unit = _ALIGNMENT // rows.element_size()
@@ -68,7 +68,7 @@ def into_model(placed: Tensor, weight: Tensor, fan: Fan) -> Tensor:
 
 
 def weight_grad(placed: Tensor, wide: Tensor, weight: Tensor, fan: Fan) -> Tensor:
-    """[E, D, C], in steps of columns. An expert without rows gets zeros: a zero gradient, not none."""
+    """[E, D, C], in steps of columns. The gradient of an expert without rows is zero, not missing."""
     owner, parts = fan.order.owner(fan.per_wide), []
     for start, end in _steps(weight.size(2), fan.slots, weight.size(1)):
         rows = wide[:, start:end].index_select(0, owner)
