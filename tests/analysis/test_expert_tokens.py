@@ -148,7 +148,7 @@ def test_command_lists_and_writes(mae, toy_data, tmp_path, capsys):
 
 
 def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data):
-    with pytest.raises(UserError, match=r"--module encoder\.x is none.*decoder\.layers\.1\.encoder_attn"):
+    with pytest.raises(UserError, match=r"--module encoder\.x is not in this model.*\.1\.encoder_attn"):
         measure_expert_tokens(mae, toy_data, module="encoder.x", cpu=True)
     with pytest.raises(UserError, match=r"encoder\.layers\.0\.self_attn is uniform"):
         measure_expert_tokens(uniform_mae, toy_data, cpu=True)

@@ -110,7 +110,8 @@ def test_all_stages(masked, toy_wiki_data, tmp_path, monkeypatch, said):
         == metrics["masked_lm_ppl"]
     )
     assert said[-2].startswith(f"{run / 'result.json'}: masked_lm_ppl")
-    text = render(Comparison([], [json.loads((tmp_path / "recorded.json").read_text())]))
+    recorded = json.loads((tmp_path / "recorded.json").read_text())
+    text = render(Comparison([], [{"name": "recorded", **recorded}]))
     assert f"| {metrics['masked_lm_ppl']:.2f} | {metrics['masked_lm_word_ppl']:.2f} |" in text
     assert "maskings 2" in text
 
