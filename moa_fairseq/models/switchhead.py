@@ -109,6 +109,7 @@ _LISTOPS = {
     "encoder_attention_heads": 8,  # unused
     "encoder_normalize_before": True,
     "positions": "xl",
+    "activation_fn": "relu",
     "switchhead_init_scale": math.sqrt(2 / 6),
 }
 ENCODERS = {
