@@ -1,4 +1,4 @@
-"""Reads JSON files that a crash, a bad disk or an edit may have damaged, and checks them before use."""
+"""Writes JSON files, and reads those that a crash, a bad disk or an edit may have damaged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, Sequence
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
 
 
 def is_number(value: Any) -> bool:
@@ -39,6 +40,22 @@ def read_json(path: Path, remedy: str) -> Any:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON ({error}). {remedy}") from error
+
+
+def saved_json(path: Path) -> Dict[str, Any]:
+    """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as JSON that people can read, whole or not at all."""
+    with atomic_write(path) as stream:
+        json.dump(content, stream, indent=1, ensure_ascii=False)
+        stream.write("\n")
 
 
 def check_kinds(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -14,7 +13,7 @@ from torch import nn
 from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches
-from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import write_json
 from moa_fairseq.recipes.run_folder import RunState, trained_checkpoint
 
 # Label of a kind of attention → first and last part of its modules' paths, in the order of the pictures.
@@ -101,9 +100,7 @@ def by_kind(measured: Sequence[Any]) -> Dict[str, List[Any]]:
 def finish(text: str, report: Dict[str, Any], json_file: Optional[Path], *pictures: Path) -> None:
     """Write the report where --json names a file, print the text, and say which files were written."""
     if json_file:
-        with atomic_write(json_file) as stream:
-            json.dump(report, stream, indent=1, ensure_ascii=False)
-            stream.write("\n")
+        write_json(json_file, report)
     print(text)
     written = [*pictures, json_file] if json_file else pictures
     if written:

@@ -16,9 +16,10 @@ from moa_fairseq.corpus.split import SPLITS, SourcedPair, split_pairs, unique_pa
 from moa_fairseq.data_prep.catalogue import PublicFile
 from moa_fairseq.data_prep.download import PIP, Unavailable, obtain
 from moa_fairseq.data_prep.manifest import MANIFEST
-from moa_fairseq.data_prep.stage_folder import build_folder, fingerprint_of, saved_json, write_json
+from moa_fairseq.data_prep.stage_folder import build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, checksum
+from moa_fairseq.json_files import saved_json, write_json
 
 PACKAGES = Path(__file__).with_name("packages.json")
 SOURCES, PAIRS = "SOURCES.json", "pairs.tsv"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Dict
 
 from moa_fairseq.corpus.build import build, load_packages
-from moa_fairseq.data_prep.gpt2_files import default_cache
+from moa_fairseq.data_prep.download import default_cache
 from moa_fairseq.errors import UserError
 
 DEFAULT_OUTPUT = Path("data/embedded_en_de")

@@ -92,6 +92,12 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
     return ""
 
 
+def default_cache() -> Path:
+    """Where files for all data sets are kept: `$XDG_CACHE_HOME/moa_fairseq`, else under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "moa_fairseq"
+
+
 def obtain(
     source: PublicFile,
     at_hand: Sequence[Path],

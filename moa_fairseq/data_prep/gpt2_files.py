@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
 from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.binarised import DICTIONARY
 from moa_fairseq.data_prep.catalogue import PublicFile, public_files
-from moa_fairseq.data_prep.download import Unavailable, obtain
+from moa_fairseq.data_prep.download import Unavailable, default_cache, obtain
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
@@ -35,12 +34,6 @@ def bpe_files(folder: Path) -> Optional[List[Path]]:
     """encoder.json and vocab.bpe of a binarised folder, or None."""
     paths = [folder / ENCODER, folder / VOCAB]
     return paths if all(path.is_file() for path in paths) else None
-
-
-def default_cache() -> Path:
-    """Where files for all data sets are kept: `$XDG_CACHE_HOME/moa_fairseq`, else under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "moa_fairseq"
 
 
 def obtain_gpt2_files(

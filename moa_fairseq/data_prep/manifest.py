@@ -11,8 +11,8 @@ from typing import Any, Dict, List, Mapping, Sequence
 import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.parallel_text import Piece
-from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark, write_json
-from moa_fairseq.json_files import read_json
+from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
+from moa_fairseq.json_files import read_json, write_json
 
 MANIFEST = "manifest.json"
 TOOLS = (

@@ -14,8 +14,9 @@ from moa_fairseq.data_prep.gpt2_files import ENCODER, NUMERIC_ORDER, ROBERTA_ORD
 from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.data_prep.manifest import MANIFEST, write_manifest
 from moa_fairseq.data_prep.obtain import Store
-from moa_fairseq.data_prep.stage_folder import fingerprint_of, write_json
+from moa_fairseq.data_prep.stage_folder import fingerprint_of
 from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import write_json
 
 if TYPE_CHECKING:
     from moa_fairseq.data_prep.prepare import Preparation

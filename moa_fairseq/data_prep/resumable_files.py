@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import IO, Any, Callable, Dict, Iterator, Sequence, Tuple
 
-from moa_fairseq.data_prep.stage_folder import file_size, saved_json, write_json
+from moa_fairseq.data_prep.stage_folder import file_size
+from moa_fairseq.json_files import saved_json, write_json
 
 PROGRESS = "progress.json"
 

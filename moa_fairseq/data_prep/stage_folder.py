@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, Optional
 
 from moa_fairseq.data_prep.parallel_text import Piece, count_lines
 from moa_fairseq.files import atomic_write, checksum, disk_errors
+from moa_fairseq.json_files import saved_json, write_json
 
 MARK = "stage.json"
 RESUME = "unfinished"
@@ -75,22 +76,6 @@ def read_mark(folder: Path) -> Dict[str, Any]:
     """What stage.json of a finished folder says; {} for a folder that is absent, foreign or unfinished."""
     mark = saved_json(folder / MARK)
     return mark if {"fingerprint", "files", "facts"} <= set(mark) else {}
-
-
-def saved_json(path: Path) -> Dict[str, Any]:
-    """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON that people can read, whole or not at all."""
-    with atomic_write(path) as stream:
-        json.dump(content, stream, indent=1, ensure_ascii=False)
-        stream.write("\n")
 
 
 def fingerprint_of(*values: Any) -> str:

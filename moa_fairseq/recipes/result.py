@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import subprocess
 from pathlib import Path
 from typing import Any, Dict, Optional
 
 from moa_fairseq.data_prep.manifest import tool_versions
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.files import atomic_write
-from moa_fairseq.json_files import is_number
+from moa_fairseq.json_files import is_number, write_json
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import precision_name
 from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe, Score
@@ -78,9 +76,7 @@ def write_throughput(run: Run, path: Path, command: str) -> None:
 def _write(path: Path, values: Dict[str, Any], command: str) -> Path:
     """Write `values` as JSON, and what made them: versions, commit, date, the moa-fairseq line."""
     made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
-    with atomic_write(path) as stream:
-        json.dump({**values, **made_by, "command": command}, stream, indent=1, ensure_ascii=False)
-        stream.write("\n")
+    write_json(path, {**values, **made_by, "command": command})
     return path
 
 

@@ -156,7 +156,7 @@ def terminate_as_interrupt() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """For a while, `handler` gets these signals. Outside the main thread: no change."""
+    """Inside the block, `handler` gets these signals; outside of the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

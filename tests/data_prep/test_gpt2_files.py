@@ -8,7 +8,7 @@ import pytest
 from moa_fairseq.data_prep import catalogue
 from moa_fairseq.data_prep import download as downloading
 from moa_fairseq.data_prep.binarised import DICTIONARY
-from moa_fairseq.data_prep.download import Unavailable
+from moa_fairseq.data_prep.download import Unavailable, default_cache
 from moa_fairseq.data_prep.gpt2_files import (
     ENCODER,
     ENTRIES,
@@ -17,7 +17,6 @@ from moa_fairseq.data_prep.gpt2_files import (
     VOCAB,
     WHEEL,
     check_dictionary,
-    default_cache,
     obtain_gpt2_files,
 )
 from moa_fairseq.errors import UserError

@@ -1,12 +1,18 @@
-"""Chains over whole files: same result with any number of processes, errors named."""
+"""Chains of line functions: in order; on several processes with the same result; errors named."""
+
+import functools
 
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.text import process_lines
 from moa_fairseq.text.pipeline import apply_steps
+from moa_fairseq.text.workers import chunks, ordered_map
 
 STEPS = [("lowercase", {}), ("normalize_punctuation", {"lang": "de"}), ("tokenize", {"lang": "de"})]
+
+
+def work(batch, steps=STEPS):
+    return [apply_steps(line, steps) for line in batch]
 
 
 def test_steps_run_in_order():
@@ -16,14 +22,16 @@ def test_steps_run_in_order():
 @pytest.mark.parametrize("count", [0, 1, 12_345])  # none, one batch, batches that do not divide evenly
 def test_processes_keep_order(count):
     lines = [f"Zeile {i}, z.B. {i % 7}." for i in range(count)]
-    assert list(process_lines(lines, STEPS, workers=2)) == list(process_lines(lines, STEPS))
+    found = [line for batch in ordered_map(work, chunks(lines, 500), 2, "text") for line in batch]
+    assert found == work(lines)
 
 
 def test_unknown_step_is_named():
     with pytest.raises(KeyError, match="stem"):
-        process_lines(["x"], [("stem", {})])
+        apply_steps("x", [("stem", {})])
 
 
 def test_error_of_a_worker_reaches_the_caller():
+    finnish = functools.partial(work, steps=[("tokenize", {"lang": "fi"})])
     with pytest.raises(UserError, match="not available"):
-        list(process_lines(["x"], [("tokenize", {"lang": "fi"})], workers=2))
+        list(ordered_map(finnish, chunks(["x"] * 10, 1), 2, "text"))
