@@ -59,13 +59,13 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
     evaluation: Dict[str, Any] = {"sentences": len(right)}
     for name, values in by.items():
         if len(values) <= _FEW:
-            parts = [f"{value}: {found['score']:.1f}" for value, found in values.items()]
-            evaluation[f"accuracy_by_{name}"] = ", ".join(parts)
+            scores = {str(value): round(found["score"], 2) for value, found in values.items()}
+            evaluation[f"accuracy_by_{name}"] = scores
     meta = {"checkpoint": str(checkpoint), "data": str(task.cfg.data), "subset": subset}
     return {"accuracy": {**_accuracy(right), "by": by}, "meta": {**meta, "evaluation": evaluation}}
 
 
-_FEW = 10  # values of a group that fit on one line
+_FEW = 10  # values of a group that are kept with the result of a recipe
 
 
 def _accuracy(right: Tensor) -> Dict[str, Any]:

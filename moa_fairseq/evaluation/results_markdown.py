@@ -142,7 +142,9 @@ def _evidence(runs: List[dict]) -> str:
 def _facts(run: dict) -> List[str]:
     facts = [form.format(run[key]) for key, form in FACTS.items() if run.get(key) is not None]
     for section in ("generation", "evaluation"):
-        facts += [f"{key.replace('_', ' ')} {value}" for key, value in (run.get(section) or {}).items()]
+        for key, value in (run.get(section) or {}).items():
+            if not isinstance(value, dict):  # those stand in the table over seeds
+                facts.append(f"{key.replace('_', ' ')} {value}")
     if run.get("commit"):
         commit, dash, dirty = run["commit"].partition("-")
         facts.append(f"commit {commit[:10]}{dash}{dirty}")
