@@ -7,8 +7,8 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.compare import BEGIN, END, default_results, fill
-from moa_fairseq.evaluation.results import load_comparison
-from moa_fairseq.evaluation.results_markdown import render
+from moa_fairseq.evaluation.results import Comparison, load_comparison
+from moa_fairseq.evaluation.results_markdown import render, render_headlines
 from moa_fairseq.evaluation.skeleton import task_of
 
 PAPER = {
@@ -132,6 +132,23 @@ def test_runs_for_no_row_stand_apart(results):
     text = render(comparison)
     assert "| quickstart_moa_0 | 7.50 |  |  |  | 1.2M | 1.5 min |" in text
     assert f"- `quickstart_moa_0`: subset test, seed 3, commit 0123456789-dirty, `{signature}`" in text
+
+
+def test_runs_that_differ_in_their_seed_get_a_mean_and_a_deviation(results):
+    runs = [run("quickstart_moa", None, bleu, seed=seed) for seed, bleu in ((1, 7.0), (2, 8.0), (3, 9.0))]
+    for each, score in zip(runs, (10.0, 20.0, 30.0)):
+        each.update(headline="multi_bleu", evaluation={"accuracy_by_depth": {"2": score, "3": 5.0}})
+    longer = run("quickstart_moa", None, 30.0, seed=4, headline="multi_bleu", updates=9)
+    again = run("quickstart_moa", None, 7.0, seed=1, headline="multi_bleu")
+    comparison = record(results, *runs, longer, again)
+    text, head = render(comparison), render_headlines(comparison)
+    assert "| quickstart_moa | multi-bleu | 8.00 ± 1.00 | 7.00, 8.00, 9.00 |" in text
+    assert "| accuracy by depth | 2 | 3 |" in text
+    assert "| quickstart_moa | 20.00 ± 10.00 | 5.00 ± 0.00 |" in text
+    assert "| `quickstart_moa` (3 seeds) | multi-bleu |  | 8.00 ± 1.00 |" in head
+    assert "| `quickstart_moa_3` | multi-bleu |  | 30.00 |" in head
+    assert "| `quickstart_moa_4` | multi-bleu |  | 7.00 |" in head
+    assert "Over seeds" not in render(Comparison([], [comparison.other[0], comparison.other[3]]))
 
 
 def test_a_changed_run_of_a_known_experiment_does_not_stand_for_the_row(results):
