@@ -26,6 +26,7 @@ METRICS = {
     "ppl": "perplexity",
     "nll_loss": "negative log-likelihood (bits per token)",
     "loss": "loss (bits per token)",
+    "accuracy": "accuracy (%)",
 }
 
 
@@ -64,7 +65,8 @@ def analyze(args: argparse.Namespace) -> int:
     save(draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1), args.output)
     for curve in curves:
         if curve.valid:
-            best = min(curve.valid, key=lambda point: point.value)
+            choose = max if args.metric == "accuracy" else min
+            best = choose(curve.valid, key=lambda point: point.value)
             print(f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates")
     print(f"wrote {args.output}")
     return 0

@@ -83,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flavour",
         metavar="NAME",
-        help="another edition: vaswani or vaswani_rebuilt (of wmt14_en_de), cased (of iwslt14_de_en)",
+        help="another edition: vaswani or vaswani_rebuilt (of wmt14_en_de), cased (of iwslt14_de_en), "
+        "depth3 (of listops)",
     )
     parser.add_argument("--source", metavar="LANG", help="source language, to turn a pair round")
     parser.add_argument("--target", metavar="LANG", help="target language")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from moa_fairseq.analysis.learning_curve import read_learning_curve
+from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 
 
@@ -79,3 +80,14 @@ def test_nothing_to_draw(tmp_path):
         curve(tmp_path, "no records here")
     with pytest.raises(UserError, match=r"train\.jsonl does not exist"):
         read_learning_curve(tmp_path / "some_run" / "..")
+
+
+def test_the_best_accuracy_is_the_highest(tmp_path, capsys):
+    values = (
+        {"valid_accuracy": str(accuracy), "valid_num_updates": str(at)} for at, accuracy in ((5, 30), (9, 20))
+    )
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"epoch": 1, **each}) for each in values))
+    picture = tmp_path / "curve.png"
+    words = ["analyze", "learning-curve", str(tmp_path), "--metric", "accuracy", "--output", str(picture)]
+    assert main(words) == 0 and picture.is_file()
+    assert "best valid accuracy 30 after 5 updates" in capsys.readouterr().out
