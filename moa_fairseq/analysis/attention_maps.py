@@ -143,7 +143,11 @@ def measure_attention(
         # The decoder of a language model reads the source tokens.
         queries = target if target and name.startswith("decoder.") else source
         keys = source if name.endswith(".encoder_attn") else queries
-        own = [decision for named, decision in decisions if named == name and decision.scope == "tokens"]
+        own = [
+            decision
+            for named, decision in decisions
+            if named.removesuffix(f".{decision.side}") == name and decision.scope == "tokens"
+        ]
         gates = {decision.side: _gates(decision) for decision in own}
         groups = own[0].groups if own else 1
         maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))

@@ -58,15 +58,14 @@ def render(comparison: Comparison) -> str:
 
 
 def render_headlines(comparison: Comparison) -> str:
-    """One table: the papers' rows that results/papers calls headlines, then the runs of no row."""
+    """One table: the papers' rows that results/papers calls headlines."""
     lines = [
         _headline(f"{row.row} ({PAPERS.get(table.paper, table.paper)}, Table {table.table})", row)
         for table in comparison.tables
         for row in table.rows
         if row.headline
     ]
-    lines += [_small_runs(runs) for runs in _by_seed(comparison.other)]
-    head = ["Model or experiment", "Measure", "Paper", "Here", "Parameters: paper", "here"]
+    head = ["Model", "Measure", "Paper", "Here", "Parameters: paper", "here"]
     return _grid(head, lines, left=2)
 
 
@@ -77,59 +76,40 @@ def _headline(name: str, row: Row) -> List[str]:
     return [name, row.headline or "", str(score.paper), _ours(score), *parameters]
 
 
-def _by_seed(runs: Sequence[dict]) -> List[List[dict]]:
-    """The runs, those together that differ in their seed alone."""
-    groups: Dict[tuple, List[dict]] = defaultdict(list)
-    for run in runs:
-        alike = (run["experiment"], *(run.get(key) for key in ("headline", "subset", "updates", "status")))
-        seed = run.get("seed")
-        repeated = seed is None or any(seed == other.get("seed") for other in groups[alike])
-        groups[(*alike, run["name"]) if repeated else alike].append(run)
-    return [group for group in groups.values() if group]
-
-
-def _small_runs(runs: List[dict]) -> List[str]:
-    run, scores = runs[0], [other["metrics"] for other in runs]
-    names = {**OTHER_SCORES, **FURTHER_SCORES}
-    key = run.get("headline") or next((name for name in names if name in scores[0]), "")
-    score = run.get("status") or _mean([metrics.get(key) for metrics in scores])
-    epochs = "" if run.get("epochs") is None else f", {run['epochs']} epochs"
-    parameters = "" if run.get("parameters") is None else f"{run['parameters'] / 1e6:.1f}M"
-    name = f"`{run['name']}`" if len(runs) == 1 else f"`{run['experiment']}` ({len(runs)} seeds)"
-    return [name, f"{names.get(key, key)}{epochs}", "", score, "", parameters]
-
-
-def _mean(values: Sequence[Optional[float]]) -> str:
-    """The mean ± the sample standard deviation of several runs; "" where one has no value."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return ""
-    return f"{statistics.mean(known):.2f}" + (f" ± {statistics.stdev(known):.2f}" if len(known) > 1 else "")
-
-
 def _over_seeds(runs: List[dict]) -> List[str]:
     """Mean and deviation of the runs that differ in their seed alone, and of their scores by group."""
-    several = [group for group in _by_seed(runs) if len(group) > 1]
-    if not several:
-        return []
+    alike: Dict[tuple, Dict[int, dict]] = defaultdict(dict)
+    for run in runs:
+        seed, score = run.get("seed"), run["metrics"].get(run.get("headline"))
+        if seed is not None and score is not None:
+            settings = (run["experiment"], run["headline"], run.get("subset"), run.get("updates"))
+            alike[settings].setdefault(seed, run)
     names = {**OTHER_SCORES, **FURTHER_SCORES}
     lines, by_group = [], defaultdict(list)
-    for group in several:
-        first = group[0]
-        key = first.get("headline") or next(name for name in names if name in first["metrics"])
-        scores = [run["metrics"].get(key) for run in group]
-        each = ", ".join("" if score is None else f"{score:.2f}" for score in scores)
-        lines.append([first["experiment"], names.get(key, key), _mean(scores), each])
-        for kind, values in (first.get("evaluation") or {}).items():
+    for (experiment, metric, *_), by_seed in alike.items():
+        group = [by_seed[seed] for seed in sorted(by_seed)]
+        if len(group) == 1:
+            continue
+        scores = [run["metrics"][metric] for run in group]
+        each = ", ".join(f"{score:.2f}" for score in scores)
+        lines.append([experiment, names.get(metric, metric), _mean(scores), each])
+        for kind in group[0].get("evaluation") or {}:
             found: List[Any] = [(run.get("evaluation") or {}).get(kind) for run in group]
-            if all(isinstance(scores, dict) for scores in found):
-                by_value = [_mean([scores.get(value) for scores in found]) for value in values]
-                by_group[kind, tuple(values)].append([first["experiment"], *by_value])
+            if all(isinstance(values, dict) and values.keys() == found[0].keys() for values in found):
+                means = [_mean([values[value] for values in found]) for value in found[0]]
+                by_group[kind, tuple(found[0])].append([experiment, *means])
+    if not lines:
+        return []
     head = ["Experiment", "Score", "Mean ± standard deviation", "Each seed"]
     blocks = ["**Over seeds.** Runs that differ in their seed alone.", _grid(head, lines, left=2)]
     for (kind, group_values), rows in by_group.items():
         blocks.append(_grid([kind.replace("_", " "), *group_values], rows, left=1))
     return blocks
+
+
+def _mean(values: Sequence[float]) -> str:
+    """Mean ± sample standard deviation."""
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
 def _scores(table: Table) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from moa_fairseq.analysis.attention_maps import measure_attention
+from moa_fairseq.analysis.attention_maps import draw_heads, measure_attention
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
@@ -49,6 +49,24 @@ def test_a_map_is_what_the_module_computes(loaded):
     with torch.no_grad():
         weights = attention(**{**seen[0], "need_head_weights": True})[1]
     torch.testing.assert_close(first.weights, weights[:, 0])
+
+
+@pytest.mark.parametrize("shared", [(), ("--switchhead-shared-selection",)])
+def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_path, shared):
+    sizes = ("--encoder-layers", "1", "--decoder-layers", "1", "--num-experts", "3")
+    more = (*sizes, "--experts-per-token", "2", *shared)
+    path = save_model(toy_data, tmp_path / "model.pt", *more, arch="switchhead_transformer_tiny")
+    maps = measure_attention(*load_trained(path, toy_data), "valid", 1, torch.device("cpu"))
+    assert len(maps) == 3
+    for each in maps:
+        assert each.gates.keys() == (
+            {"queries", "keys"} if not shared or "encoder_attn" in each.name else {"queries"}
+        )
+        for side, tokens in (("queries", each.queries), ("keys", each.keys)):
+            if side in each.gates:
+                assert each.gates[side].shape == (each.groups * 3, len(tokens))
+                assert (each.gates[side] > 0).sum(0).tolist() == [each.groups * 2] * len(tokens)
+    draw_heads(maps).savefig(tmp_path / "heads.png")
 
 
 def test_pictures_and_numbers_of_the_command(toy_checkpoint, toy_data, tmp_path, capsys):

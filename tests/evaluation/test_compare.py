@@ -8,7 +8,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.compare import BEGIN, END, default_results, fill
 from moa_fairseq.evaluation.results import Comparison, load_comparison
-from moa_fairseq.evaluation.results_markdown import render, render_headlines
+from moa_fairseq.evaluation.results_markdown import render
 from moa_fairseq.evaluation.skeleton import task_of
 
 PAPER = {
@@ -141,13 +141,11 @@ def test_runs_that_differ_in_their_seed_get_a_mean_and_a_deviation(results):
     longer = run("quickstart_moa", None, 30.0, seed=4, headline="multi_bleu", updates=9)
     again = run("quickstart_moa", None, 7.0, seed=1, headline="multi_bleu")
     comparison = record(results, *runs, longer, again)
-    text, head = render(comparison), render_headlines(comparison)
+    text = render(comparison)
     assert "| quickstart_moa | multi-bleu | 8.00 ± 1.00 | 7.00, 8.00, 9.00 |" in text
     assert "| accuracy by depth | 2 | 3 |" in text
     assert "| quickstart_moa | 20.00 ± 10.00 | 5.00 ± 0.00 |" in text
-    assert "| `quickstart_moa` (3 seeds) | multi-bleu |  | 8.00 ± 1.00 |" in head
-    assert "| `quickstart_moa_3` | multi-bleu |  | 30.00 |" in head
-    assert "| `quickstart_moa_4` | multi-bleu |  | 7.00 |" in head
+    assert text.count("| quickstart_moa | multi-bleu |") == 1  # not the longer, nor the repeated one
     assert "Over seeds" not in render(Comparison([], [comparison.other[0], comparison.other[3]]))
 
 
