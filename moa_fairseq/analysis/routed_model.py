@@ -87,13 +87,16 @@ def forward_passes(
 def by_kind(measured: Sequence[Any]) -> Dict[str, List[Any]]:
     """Measurements of modules (each has the module's `name`) by kind of attention; no empty kinds.
 
-    "decoder.layers.3.encoder_attn" is a "decoder cross-attention"; a name that fits nowhere is "other".
+    "decoder.layers.3.encoder_attn" is a "decoder cross-attention"; its choice for keys and values, whose name
+    ends in ".keys", is "decoder cross-attention, keys"; a name that fits nowhere is "other".
     """
     labels = {ends: label for label, ends in KINDS_OF_ATTENTION.items()}
-    found: Dict[str, List[Any]] = {label: [] for label in (*KINDS_OF_ATTENTION, "other")}
+    kinds = [kind for label in (*KINDS_OF_ATTENTION, "other") for kind in (label, f"{label}, keys")]
+    found: Dict[str, List[Any]] = {kind: [] for kind in kinds}
     for item in measured:
-        path = item.name.split(".")
-        found[labels.get((path[0], path[-1]), "other")].append(item)
+        path = item.name.removesuffix(".keys").split(".")
+        side = ", keys" if item.name.endswith(".keys") else ""
+        found[labels.get((path[0], path[-1]), "other") + side].append(item)
     return {label: group for label, group in found.items() if group}
 
 

@@ -1,8 +1,10 @@
 """What a run folder stands for."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from moa_fairseq.analysis.routed_model import checkpoint_and_data
+from moa_fairseq.analysis.routed_model import by_kind, checkpoint_and_data
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.run_folder import RunState
 
@@ -28,3 +30,19 @@ def test_what_is_missing_is_named(run_folder, tmp_path_factory):
         checkpoint_and_data(run_folder / "average.pt", None)
     with pytest.raises(UserError, match=r"neither average\.pt nor"):
         checkpoint_and_data(tmp_path_factory.mktemp("empty"), None)
+
+
+def test_the_two_sides_of_an_attention_are_two_kinds():
+    names = (
+        "decoder.layers.0.encoder_attn.keys",
+        "decoder.layers.0.encoder_attn",
+        "x.keys",
+        "encoder.layers.1.mlp",
+    )
+    kinds = by_kind([SimpleNamespace(name=name) for name in names])
+    assert {kind: [item.name for item in group] for kind, group in kinds.items()} == {
+        "decoder cross-attention": [names[1]],
+        "decoder cross-attention, keys": [names[0]],
+        "other": [names[3]],
+        "other, keys": [names[2]],
+    }
