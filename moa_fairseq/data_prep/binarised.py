@@ -106,7 +106,7 @@ def is_binarised(folder: Path) -> bool:
 
 def is_classification(folder: Path) -> bool:
     """True for a binarised folder of `sentence_prediction`, whole or not."""
-    return (folder / INPUT / DICTIONARY).is_file()
+    return (folder / INPUT / DICTIONARY).is_file() and any((folder / INPUT).glob("*.idx"))
 
 
 def check_binarised(

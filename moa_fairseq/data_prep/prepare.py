@@ -67,6 +67,12 @@ class Preparation:
         check_place(self.root)
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             check_place(self.source)
+            dataset = datasets().get(self.settings["recipe"])
+            if dataset and is_classification(self.source) != (dataset.kind == CLASSIFICATION):
+                raise UserError(
+                    f"--data {self.source} was binarised for another kind of model than data recipe "
+                    f"{dataset.name} is for: name the folder of that data set, or leave --data away."
+                )
             log.info(f"{self.source}: binarised already; used as it is")
             sentences = check_binarised(self.source, self.languages, self.subsets, self._joined)
             # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.

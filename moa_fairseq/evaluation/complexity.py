@@ -26,6 +26,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Sequence, Set, Tuple
 
+from fairseq.models import FairseqLanguageModel
 from torch import nn
 
 from moa_fairseq.attention.base import MixtureAttention
@@ -90,8 +91,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
     counts once, under the module that comes first, so a tied output projection has no parameters.
     Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
-    cross-attention see src_len. A mixture states its own cost. With Transformer-XL's positions, a carried
-    chunk adds its keys.
+    cross-attention see src_len. A mixture states its own cost. In a language model with Transformer-XL's
+    positions a carried chunk adds its keys.
     """
     cost = Cost()
     modules = dict(model.named_modules())
@@ -107,7 +108,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             if isinstance(module, SigmaMoE):
                 macs = module.macs(queries)
             else:
-                chunks = 2 if isinstance(module.positions, RelativePositions) else 1
+                carries = isinstance(model, FairseqLanguageModel)
+                chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
                 macs = module.macs(queries, keys * chunks)
                 published = module.published_cost(queries, chunks) if cost.layer is None else None
                 if published is not None:

@@ -21,7 +21,9 @@ MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
 
 
 _RUN = {
-    **dict.fromkeys(("experiment", "status", "subset", "hardware", "date", "commit"), TEXT),
+    **dict.fromkeys(
+        ("experiment", "status", "headline", "subset", "hardware", "date", "commit", "command"), TEXT
+    ),
     **dict.fromkeys(("epochs", "updates", "checkpoints_averaged", "seed", "parameters"), NUMBER),
     **dict.fromkeys(("metrics", "reproduces", "generation", "evaluation"), MAPPING),
     "train_seconds": NUMBER,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from typing import Any, Dict, List, Optional, Sequence
 
 from moa_fairseq.evaluation.results import COMPUTED, NO_RECIPE, Cell, Comparison, Row, Table
+from moa_fairseq.json_files import is_number
 
 # What a run in results/measured/ may say about itself, in the order in which it is printed.
 FACTS = {
@@ -36,6 +38,8 @@ FURTHER_SCORES = {
     "lm_bits": "bits per token",
     "accuracy": "Accuracy (%)",
 }
+# What the command of a run says that may differ between seeds.
+_OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")
 
 
 def render(comparison: Comparison) -> str:
@@ -81,9 +85,11 @@ def _over_seeds(runs: List[dict]) -> List[str]:
     alike: Dict[tuple, Dict[int, dict]] = defaultdict(dict)
     for run in runs:
         seed, score = run.get("seed"), run["metrics"].get(run.get("headline"))
-        if seed is not None and score is not None:
-            settings = (run["experiment"], run["headline"], run.get("subset"), run.get("updates"))
-            alike[settings].setdefault(seed, run)
+        if seed is not None and score is not None and not run.get("status"):
+            keys = ("subset", "updates", "parameters", "checkpoints_averaged", "generation")
+            settings = (str(run.get(key)) for key in keys)
+            command = _OF_ONE_RUN.sub("", run.get("command") or "")
+            alike[(run["experiment"], run["headline"], command, *settings)].setdefault(seed, run)
     names = {**OTHER_SCORES, **FURTHER_SCORES}
     lines, by_group = [], defaultdict(list)
     for (experiment, metric, *_), by_seed in alike.items():
@@ -95,7 +101,7 @@ def _over_seeds(runs: List[dict]) -> List[str]:
         lines.append([experiment, names.get(metric, metric), _mean(scores), each])
         for kind in group[0].get("evaluation") or {}:
             found: List[Any] = [(run.get("evaluation") or {}).get(kind) for run in group]
-            if all(isinstance(values, dict) and values.keys() == found[0].keys() for values in found):
+            if all(_are_scores(values) and values.keys() == found[0].keys() for values in found):
                 means = [_mean([values[value] for values in found]) for value in found[0]]
                 by_group[kind, tuple(found[0])].append([experiment, *means])
     if not lines:
@@ -105,6 +111,10 @@ def _over_seeds(runs: List[dict]) -> List[str]:
     for (kind, group_values), rows in by_group.items():
         blocks.append(_grid([kind.replace("_", " "), *group_values], rows, left=1))
     return blocks
+
+
+def _are_scores(values: Any) -> bool:
+    return isinstance(values, dict) and all(map(is_number, values.values()))
 
 
 def _mean(values: Sequence[float]) -> str:

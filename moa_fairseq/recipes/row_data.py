@@ -24,11 +24,19 @@ OWN = ("parallel", "binarised")
 def on_the_rows_data(recipe: Recipe, folder: Path, lines: Optional[Mapping[str, int]] = None) -> Recipe:
     """The recipe, without `reproduces` where the data is not that of its row; logs which of the two it is.
 
+    A recipe that stands for no row only gets a warning about data of another name.
+
     folder: the binarised data; a manifest.json in it or beside it names the data set. lines: sentences of
     each split; counted in the folder where they are not given.
     """
     cell = recipe.reproduces
     if cell is None:
+        found = _name(_manifest(folder))
+        if found not in (None, recipe.data.recipe, *OWN):
+            log.warning(
+                "%s is for data of %s, and %s is %s by its manifest.json.",
+                *(recipe.experiment, recipe.data.recipe, folder, found),
+            )
         return recipe
     counted = dict(lines or {})
     for split in recipe.splits if lines is None else ():
@@ -48,8 +56,7 @@ def _difference(recipe: Recipe, folder: Path, lines: Mapping[str, int], name: Op
     if name is None or name in OWN:
         return None
     manifest = _manifest(folder)
-    settings = _mapping(manifest.get("settings"))
-    found = settings.get("recipe", manifest.get("recipe"))
+    settings, found = _mapping(manifest.get("settings")), _name(manifest)
     if found not in (None, name, *OWN):
         return f"The data is {found} by its manifest.json, and the row's is {name}."
     merges, wanted = settings.get("bpe"), recipe.data.bpe
@@ -84,6 +91,11 @@ def _manifest(folder: Path) -> Mapping[str, Any]:
             if manifest := _mapping(read_manifest(place)):
                 return manifest
     return {}
+
+
+def _name(manifest: Mapping[str, Any]) -> Any:
+    """What data recipe made the data; None where that is not known."""
+    return _mapping(manifest.get("settings")).get("recipe", manifest.get("recipe"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import torch
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
+from fairseq.modules import LayerDropModuleList
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
@@ -195,12 +196,18 @@ class MixtureDecoder(TransformerDecoderBase):
     def carry_context(self, chunks: int) -> None:
         """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
 
-        0: to none. Raises UserError if positions are embeddings, which begin anew with each chunk.
+        0: to none. Raises UserError if positions are embeddings, which begin anew with each chunk, and if
+        layers are dropped.
         """
         if chunks and self.embed_positions is not None:
             raise UserError(
                 "A context that is carried from chunk to chunk needs relative positions: give "
                 "--positions xl or --positions rope."
+            )
+        if chunks and isinstance(self.layers, LayerDropModuleList):
+            raise UserError(
+                "--carried-chunks keeps a context for each layer, and --decoder-layerdrop leaves layers out "
+                "at random: leave one of the two flags out."
             )
         self.context = CarriedContext(self.layers, chunks) if chunks else None
 

@@ -7,8 +7,10 @@ import statistics
 import pytest
 
 from moa_fairseq.cli import main
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.data_prep.listops import OPERATORS, Expression, ListOps
+from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
 
 SIZES = {"train": 600, "valid": 50, "test": 203}
@@ -173,6 +175,20 @@ def test_prepared_data_is_what_fairseqs_task_reads(prepare, tmp_path):
     assert "binarised/input0/train.bin" in manifest["outputs"]
     status, said, _ = prepare(tmp_path / "out", "--sizes", 100, 10, 20, "--seed", 5)
     assert status == 0 and said.count("up to date") == 2
+
+
+def test_data_of_another_kind_of_model_is_refused(prepare, tmp_path):
+    """A language model's for a classifier, and the other way round, before fairseq finds no dictionary."""
+    assert prepare(tmp_path / "out", "--sizes", 20, 5, 5)[0] == 0
+    words = tmp_path / "words"
+    words.mkdir()
+    for name in ("dict.txt", "train.idx"):
+        (words / name).touch()
+    for recipe, folder in (("listops", words), ("wikitext103_word", tmp_path / "out" / "binarised")):
+        job = Preparation({"recipe": recipe, "flags": {}}, ["train"], folder, tmp_path / "root", print)
+        with pytest.raises(UserError, match=f"--data {folder} was binarised for another kind of model"):
+            job.run()
+    assert is_binarised(tmp_path / "out" / "binarised") and not is_binarised(tmp_path / "out" / "text")
 
 
 def test_one_seed_gives_the_same_bytes(prepare, tmp_path):

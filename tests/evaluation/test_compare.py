@@ -140,12 +140,24 @@ def test_runs_that_differ_in_their_seed_get_a_mean_and_a_deviation(results):
         each.update(headline="multi_bleu", evaluation={"accuracy_by_depth": {"2": score, "3": 5.0}})
     longer = run("quickstart_moa", None, 30.0, seed=4, headline="multi_bleu", updates=9)
     again = run("quickstart_moa", None, 7.0, seed=1, headline="multi_bleu")
-    comparison = record(results, *runs, longer, again)
+    wider = run(
+        "quickstart_moa", None, 40.0, seed=5, headline="multi_bleu", command="recipe --set model.arch=x"
+    )
+    failed = [
+        run("quickstart_moa", None, 1.0, seed=seed, headline="multi_bleu", status="diverged")
+        for seed in (6, 7)
+    ]
+    runs[0]["command"] = "recipe --save-dir runs/a --record"
+    runs[1]["command"] = "recipe --set train.seed=2 --record two --save-dir b"
+    runs[2]["command"] = again["command"] = longer["command"] = "recipe"
+    comparison = record(results, *runs, longer, again, wider, *failed)
     text = render(comparison)
     assert "| quickstart_moa | multi-bleu | 8.00 ± 1.00 | 7.00, 8.00, 9.00 |" in text
     assert "| accuracy by depth | 2 | 3 |" in text
     assert "| quickstart_moa | 20.00 ± 10.00 | 5.00 ± 0.00 |" in text
-    assert text.count("| quickstart_moa | multi-bleu |") == 1  # not the longer, nor the repeated one
+    assert (
+        text.count("| quickstart_moa | multi-bleu |") == 1
+    )  # not the longer, repeated, wider or failed ones
     assert "Over seeds" not in render(Comparison([], [comparison.other[0], comparison.other[3]]))
 
 

@@ -127,6 +127,14 @@ def test_language_model():
     assert cost.macs["encoder_attention"] == 0
 
 
+@pytest.mark.parametrize("arch", ["switchhead_roberta_listops", "transformer_xl_roberta_listops"])
+def test_an_encoder_carries_no_chunk(arch):
+    model = build_skeleton(arch, 20)
+    cost, attention = count(model, 10, 10), model.encoder.sentence_encoder.layers[0].self_attn
+    assert cost.macs["attention_matmul"] == 6 * attention.macs(10, 10)["scores"]
+    assert cost.layer is None or cost.layer["plain_macs"] == sum(attention.macs(10, 10).values())
+
+
 def test_json_keys(capsys):
     flags = ["--num-experts", "16", "--json", "--", "--encoder-layers", "2"]
     assert main(["complexity", "--arch", "moa_transformer_tiny", "--src-len", "4", *flags]) == 0

@@ -49,6 +49,14 @@ def test_and_by_the_name_in_its_manifest(tmp_path):
     assert judged("iwslt14_deen_mae7", data, {**IWSLT, "train": 160238})[0].reproduces is None
 
 
+def test_data_of_another_name_is_told_of_a_recipe_without_a_row_too(tmp_path):
+    for name, warned in (("listops_depth3", True), ("listops", False), ("binarised", False)):
+        manifest(tmp_path, recipe=name)
+        recipe, said = judged("listops_switchhead_2h", tmp_path, {})
+        assert recipe == recipe_of("listops_switchhead_2h") and bool(said) == warned
+        assert not warned or ("is for data of listops, and" in said[0] and "listops_depth3" in said[0])
+
+
 def test_a_part_of_the_training_pairs_is_counted_as_such(tmp_path):
     whole, tenth = {"train": 160239, "valid": 7283}, {"train": 16024, "valid": 7283}
     part = recipe_of("iwslt14_ende_mae7_scratch", "data.train_fraction=0.1")

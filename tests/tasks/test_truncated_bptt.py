@@ -330,6 +330,12 @@ def test_fairseq_eval_lm_in_order_and_sliding(fairseq, toy_text, toy_lm):
     assert math.isfinite(sliding) and abs(sliding - apart) > 2e-3
 
 
+def test_dropped_layers_and_a_carried_context_are_refused():
+    build(chunks=0, flags=["--decoder-layerdrop", "0.5"])
+    with pytest.raises(UserError, match="--decoder-layerdrop leaves layers out"):
+        build(flags=["--decoder-layerdrop", "0.5"])
+
+
 def test_a_context_window_and_a_carried_context_are_refused():
     task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
     with pytest.raises(UserError, match="--context-window"):
