@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 # From the ground up. Rooms on one line do not know each other.
 FLOORS = (
     ("errors", "torch_compat", "host_memory"),
-    ("files", "json_files", "kernels"),
-    ("attention", "running", "text"),
+    ("files", "kernels"),
+    ("attention", "json_files", "running", "text"),
     ("fairseq_patches", "fairseq_workers", "feed_forward"),
     ("fairseq_compat",),
     ("transformer",),
