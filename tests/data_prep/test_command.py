@@ -106,7 +106,7 @@ def test_a_pair_can_be_turned_round(source, target, pair):
 
 def test_each_data_set_has_its_script():
     names = {path.stem for path in SCRIPTS}
-    flavours = {"wmt14_en_de_vaswani", "wmt14_en_de_vaswani_rebuilt", "iwslt14_de_en_cased"}
+    flavours = {"wmt14_en_de_vaswani", "wmt14_en_de_vaswani_rebuilt", "iwslt14_de_en_cased", "listops_depth3"}
     own = {"text_gpt2bpe", "embedded_gpt2bpe"}
     assert names | flavours | own | {"wikitext103_raw", "wikitext2_raw"} == set(command.names())
     for path in SCRIPTS:

@@ -220,10 +220,8 @@ def test_a_document_has_the_parts_that_it_has_room_for(results):
     assert main(["compare", "--results", str(results), "--update-readme"]) == 0
     assert "### A Paper" in whole.read_text() and "### A Paper" not in short.read_text()
     rows = [line for line in short.read_text().splitlines() if line.startswith("| ")]
-    assert (
-        len(rows) == 4 and rows[2].startswith("| Ours (") and "BLEU, a test set | 20.0 | 21.25 |" in rows[2]
-    )
-    assert rows[3].startswith("| `quickstart_moa_1` | ")
+    assert len(rows) == 3 and rows[2].startswith("| Ours (")  # the runs of no row are in results/ alone
+    assert "BLEU, a test set | 20.0 | 21.25 |" in rows[2] and "quickstart_moa_1" in whole.read_text()
 
 
 @pytest.mark.parametrize("text", ["", FIRST, f"{LAST}\n{FIRST}", f"{FIRST}{FIRST}{LAST}"])
