@@ -149,7 +149,7 @@ def measure_attention(
             if named.removesuffix(f".{decision.side}") == name and decision.scope == "tokens"
         ]
         gates = {decision.side: _gates(decision) for decision in own}
-        if getattr(model.get_submodule(name), "shares_selection", False):
+        if getattr(model.get_submodule(name), "shares_selection", False):  # recorded once for both sides
             gates["keys"] = gates["queries"]
         groups = own[0].groups if own else 1
         maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))

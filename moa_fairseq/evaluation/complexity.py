@@ -99,6 +99,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         cost.parameters[part_of(owner, modules[owner])] += parameter.numel()
+    carries = isinstance(model, FairseqLanguageModel)
     unknown: Set[str] = set()
     told: Set[nn.Module] = set()  # the attention around these modules has stated their cost
     for name, module in modules.items():
@@ -108,7 +109,6 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             if isinstance(module, SigmaMoE):
                 macs = module.macs(queries)
             else:
-                carries = isinstance(model, FairseqLanguageModel)
                 chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
                 macs = module.macs(queries, keys * chunks)
                 published = module.published_cost(queries, chunks) if cost.layer is None else None

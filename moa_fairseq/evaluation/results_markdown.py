@@ -101,7 +101,9 @@ def _over_seeds(runs: List[dict]) -> List[str]:
         lines.append([experiment, names.get(metric, metric), _mean(scores), each])
         for kind in group[0].get("evaluation") or {}:
             found: List[Any] = [(run.get("evaluation") or {}).get(kind) for run in group]
-            if all(_are_scores(values) and values.keys() == found[0].keys() for values in found):
+            if not all(isinstance(values, dict) and values.keys() == found[0].keys() for values in found):
+                continue
+            if all(is_number(score) for values in found for score in values.values()):
                 means = [_mean([values[value] for values in found]) for value in found[0]]
                 by_group[kind, tuple(found[0])].append([experiment, *means])
     if not lines:
@@ -111,10 +113,6 @@ def _over_seeds(runs: List[dict]) -> List[str]:
     for (kind, group_values), rows in by_group.items():
         blocks.append(_grid([kind.replace("_", " "), *group_values], rows, left=1))
     return blocks
-
-
-def _are_scores(values: Any) -> bool:
-    return isinstance(values, dict) and all(map(is_number, values.values()))
 
 
 def _mean(values: Sequence[float]) -> str:

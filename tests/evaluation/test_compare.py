@@ -155,9 +155,8 @@ def test_runs_that_differ_in_their_seed_get_a_mean_and_a_deviation(results):
     assert "| quickstart_moa | multi-bleu | 8.00 ± 1.00 | 7.00, 8.00, 9.00 |" in text
     assert "| accuracy by depth | 2 | 3 |" in text
     assert "| quickstart_moa | 20.00 ± 10.00 | 5.00 ± 0.00 |" in text
-    assert (
-        text.count("| quickstart_moa | multi-bleu |") == 1
-    )  # not the longer, repeated, wider or failed ones
+    # not the longer, the repeated, the wider or the failed ones
+    assert text.count("| quickstart_moa | multi-bleu |") == 1
     assert "Over seeds" not in render(Comparison([], [comparison.other[0], comparison.other[3]]))
 
 
