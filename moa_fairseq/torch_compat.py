@@ -1,7 +1,7 @@
 """What differs between torch versions in the parts that this package calls."""
 
 import contextlib
-from typing import ContextManager, Optional
+from typing import ContextManager, Iterator, Optional
 
 import torch
 
@@ -20,6 +20,20 @@ def full_precision(device_type: str) -> ContextManager:
     if autocast_dtype(device_type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+@contextlib.contextmanager
+def without_fused_attention() -> Iterator[None]:
+    """A block in which F.scaled_dot_product_attention on the CPU is plain matrix products.
+
+    The switch stands under `cuda`, but torch asks it on the CPU, too; torch.nn.attention is younger (2.3).
+    """
+    enabled = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_flash_sdp(enabled)
 
 
 def is_compiling() -> bool:

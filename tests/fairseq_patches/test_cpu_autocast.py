@@ -42,3 +42,26 @@ def test_nan_on_the_cpu_ends_a_training_as_without_amp():
     parameter.grad[1] = float("nan")
     with pytest.raises(FloatingPointError, match="gradients are Nan/Inf"):
         amp.clip_grad_norm(1.0)
+
+
+@pytest.mark.parametrize("length, plain", [(128, True), (129, False)])
+def test_short_sentences_attend_in_plain_products(length, plain):
+    """torch's fused attention pays for each head of each sentence; afterwards the switch stands as before."""
+    from moa_fairseq.fairseq_patches.cpu_autocast import autocasting_on_the_cpu
+
+    seen = []
+
+    def train_step(task, sample, model, criterion, optimizer):
+        criterion(model, sample)
+
+    def criterion(model, sample):
+        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        query = torch.randn(1, 2, 3, 4, requires_grad=True)
+        out = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        seen.append("Flash" not in type(out.grad_fn).__name__)
+
+    optimizer = AMPOptimizer.__new__(AMPOptimizer)
+    sample = {"net_input": {"src_tokens": torch.zeros(2, length), "src_lengths": torch.zeros(2)}}
+    autocasting_on_the_cpu(train_step)(None, sample, torch.nn.Linear(1, 1), criterion, optimizer)
+    assert seen == [not plain, plain]
+    assert torch.backends.cuda.flash_sdp_enabled()
