@@ -77,8 +77,13 @@ class Hardware:
         return {"CUDA_VISIBLE_DEVICES": ",".join(used)} if 0 < len(used) < len(self.visible) else {}
 
     def describe(self) -> str:
-        """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores."""
-        return f"{self.devices} x {self.name}" if self.gpus or self.world else self.name
+        """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores.
+
+        Processes of a world may share one machine's CPU, so their number does not multiply its cores.
+        """
+        if self.gpus:
+            return f"{self.devices} x {self.name}"
+        return f"{self.devices} processes, {self.name} on each machine" if self.world else self.name
 
 
 def detect_hardware() -> Hardware:

@@ -85,3 +85,12 @@ def test_what_several_programs_cannot_share(options, message, small, write_confi
             Options(save_dir=tmp_path / "run", **options),
         )
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_processes_on_one_cpu_do_not_multiply_its_cores():
+    """A record said "2 x 2 CPU cores" of two processes of torchrun on a machine with two cores."""
+    around = dict(zip(("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "2002", strict=True))
+    world = find_world(0, environment={**around, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})
+    assert Hardware(name="2 CPU cores", world=world).describe() == "2 processes, 2 CPU cores on each machine"
+    assert Hardware(2, "V100", (7, 0), ("0", "1"), world).describe() == "2 x V100"
+    assert Hardware(name="2 CPU cores").describe() == "2 CPU cores"
