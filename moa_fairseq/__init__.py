@@ -21,3 +21,4 @@ if importlib.util.find_spec("fairseq") is not None:
     fairseq_compat.install()
     if not torch.cuda.is_available():
         host_memory.keep_freed_memory()
+        host_memory.keep_compiled_kernels()

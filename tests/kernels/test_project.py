@@ -224,6 +224,14 @@ def test_when_computing_every_expert_pays(sizes, pays):
     assert every_expert_pays(tokens, per_token, torch.empty(num_experts, dim, model_dim)) == pays
 
 
+@pytest.mark.parametrize("sizes, pays", [((4000, 4, 8, 48, 128), True), ((8192, 8, 32, 256, 1024), False)])
+def test_every_expert_pays_sooner_in_bfloat16(sizes, pays):
+    """Products are cheaper there, and each new number of rows costs the compilation of a kernel."""
+    tokens, per_token, *shape = sizes
+    assert every_expert_pays(tokens, per_token, torch.empty(shape, dtype=torch.bfloat16)) == pays
+    assert not every_expert_pays(tokens, per_token, torch.empty(shape))
+
+
 @pytest.mark.parametrize(
     "major, is_bf16, taken", [(9, True, True), (8, True, False), (10, True, False), (9, False, False)]
 )
