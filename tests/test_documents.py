@@ -134,6 +134,8 @@ def test_a_line_is_understood_by_its_program(document, words):
         rest = words[words.index(script) + 1 :]
         assert (ROOT / script).is_file()
         name = rest.pop(0) if script.startswith("scripts/launch/") else Path(script).stem
+        if script.endswith("torchrun.sh") and "--" in rest:
+            del rest[rest.index("--") :]  # what follows is torchrun's
         if (ROOT / "configs" / f"{name}.yaml").is_file():
             build_parser(["recipe"]).parse_args(["recipe", name, *rest])
         else:
