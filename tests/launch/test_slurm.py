@@ -115,7 +115,7 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     assert second.returncode == 0, output[-3000:]
     assert "checkpoint_last.pt is damaged" in output and "going on from checkpoint" in output
     assert "going on from update" in output and "train: done before" in output
-    assert RunState(tmp_path / "run").get("train")["hardware"].startswith("2 x ")
+    assert RunState(tmp_path / "run").get("train")["hardware"].startswith("2 processes, ")
     ended = [r for r in read_records(tmp_path / "run" / "train.jsonl") if "valid_loss" in r]
     assert [record["epoch"] for record in ended] == list(range(1, EPOCHS + 1))
 
