@@ -29,8 +29,9 @@ def autocasting_on_the_cpu(train_step: Callable) -> Callable:
         if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
             return train_step(task, sample, model, criterion, optimizer, *args, **options)
 
-        tokens = [x for x in sample["net_input"].values() if torch.is_tensor(x) and x.dim() == 2]
-        short = max(x.size(1) for x in tokens) <= _PLAIN_ATTENTION_UP_TO
+        inputs = sample.get("net_input", {}).values()  # not every task of fairseq has tokens, or one input
+        lengths = [x.size(1) for x in inputs if torch.is_tensor(x) and x.dim() == 2]
+        short = bool(lengths) and max(lengths) <= _PLAIN_ATTENTION_UP_TO
 
         def in_bfloat16(*inputs: Any, **named: Any) -> Any:
             with torch.autocast("cpu"), without_fused_attention() if short else contextlib.nullcontext():

@@ -44,8 +44,16 @@ def test_nan_on_the_cpu_ends_a_training_as_without_amp():
         amp.clip_grad_norm(1.0)
 
 
-@pytest.mark.parametrize("length, plain", [(128, True), (129, False)])
-def test_short_sentences_attend_in_plain_products(length, plain):
+@pytest.mark.parametrize(
+    "sample, plain",
+    [
+        ({"net_input": {"src_tokens": torch.zeros(2, 128), "src_lengths": torch.zeros(2)}}, True),
+        ({"net_input": {"src_tokens": torch.zeros(2, 9), "prev_output_tokens": torch.zeros(2, 129)}}, False),
+        ({"net_input": {"source": torch.zeros(2, 9, 80)}}, False),  # frames of speech
+        ({"net_input1": {"src_tokens": torch.zeros(2, 9)}}, False),  # sentence ranking
+    ],
+)
+def test_short_sentences_attend_in_plain_products(sample, plain):
     """torch's fused attention pays for each head of each sentence; afterwards the switch stands as before."""
     from moa_fairseq.fairseq_patches.cpu_autocast import autocasting_on_the_cpu
 
@@ -61,7 +69,6 @@ def test_short_sentences_attend_in_plain_products(length, plain):
         seen.append("Flash" not in type(out.grad_fn).__name__)
 
     optimizer = AMPOptimizer.__new__(AMPOptimizer)
-    sample = {"net_input": {"src_tokens": torch.zeros(2, length), "src_lengths": torch.zeros(2)}}
     autocasting_on_the_cpu(train_step)(None, sample, torch.nn.Linear(1, 1), criterion, optimizer)
     assert seen == [not plain, plain]
     assert torch.backends.cuda.flash_sdp_enabled()
