@@ -73,9 +73,10 @@ def analyze(args: argparse.Namespace) -> int:
 
 
 def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
-    """The curve of a run folder (its train.jsonl) or of a log file.
+    """The curve of a run folder (its train.jsonl) or of a log file, which gives the curve its name.
 
-    metric: a key of METRICS. from_epoch: what was measured before this epoch is left out. Repeated lines
+    metric: a key of METRICS. from_epoch: what was measured before this epoch is left out. A log without
+    updates, only with epochs, has each epoch's mean at its end as the training's curve. Repeated lines
     count once (fairseq's --log-file writes epoch N's lines N times); if a resumed training repeats updates,
     the later record counts. fairseq's clock `wall` starts at zero in every process; the curve's clock goes on
     from where the earlier process ended. Raises UserError if there is nothing to draw.
@@ -83,7 +84,9 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     file = path / "train.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file} does not exist: name a run folder with a train.jsonl, or a JSON log.")
-    curve = LearningCurve((path if path.is_dir() else path.parent).resolve().name)
+    named = file.parent.resolve().name if file.name == "train.jsonl" else file.stem
+    curve = LearningCurve(named)
+    epochs: List[Point] = []  # means of whole epochs
     now: Optional[float] = None  # seconds of training up to the record
     earlier = last = 0.0  # seconds of the processes before this one; the latest `wall` of this one
     unique = {json.dumps(record): record for record in read_records(file)}
@@ -97,6 +100,9 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
                 now, last = earlier + wall, wall
             if shown:
                 _append(curve.train, record["num_updates"], now, record[metric])
+        elif f"train_{metric}" in record and shown:
+            _append(epochs, record.get("train_num_updates"), now, record[f"train_{metric}"])
+    curve.train = curve.train or epochs
     if not curve.train and not curve.valid:
         if from_epoch > 1:
             raise UserError(f"{file} holds no {metric} of epoch {from_epoch} or later: lower --from-epoch.")
@@ -145,7 +151,8 @@ def draw_learning_curves(
             panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             panel.yaxis.set_minor_locator(NullLocator())
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    columns = 2 if max(map(len, labels)) <= 32 else 1  # as many letters as half the picture holds
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     return figure
 
 
@@ -155,7 +162,6 @@ def _draw_curve(panel: Axes, curve: LearningCurve, colour: str, x: Callable[[Poi
         "validation": {"linewidth": 1.8, "marker": "o", "markersize": 3.5},
     }
     for (kind, look), points in zip(looks.items(), (curve.train, curve.valid)):
-        values = [point.value for point in points]
-        panel.plot(
-            [x(point) for point in points], values, color=colour, label=f"{curve.name}, {kind}", **look
-        )
+        if points:
+            places, values = [x(point) for point in points], [point.value for point in points]
+            panel.plot(places, values, color=colour, label=f"{curve.name}, {kind}", **look)

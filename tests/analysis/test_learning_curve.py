@@ -42,6 +42,15 @@ def test_lines_with_a_log_prefix_and_another_metric(tmp_path):
     assert curve(tmp_path, valid(5, 80), metric="nll_loss").valid == [(5, None, 1.0)]
 
 
+def test_a_log_of_epochs_alone_has_their_means_and_its_own_name(tmp_path):
+    file = tmp_path / "dense.jsonl"
+    file.write_text("\n".join((valid(10, 50), epoch_end(10), valid(20, 40), epoch_end(20))))
+    read = read_learning_curve(file)
+    assert read.name == "dense"
+    assert read.train == [(10, None, 9.0), (20, None, 9.0)]
+    assert read.valid == [(10, None, 50.0), (20, None, 40.0)]
+
+
 def test_lines_written_several_times_count_once(tmp_path):
     lines = [inner(5, 80, 2), inner(5, 80, 2), valid(5, 70), valid(5, 70), inner(10, 60, 4), inner(10, 60, 4)]
     read = curve(tmp_path, *lines)

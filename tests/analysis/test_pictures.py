@@ -55,7 +55,15 @@ def test_curves_against_updates_and_minutes():
     assert list(minutes.get_lines()[0].get_xdata()) == [1.0, 2.0]
     assert minutes.get_xlabel() == "minutes of training"
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["a, training", "a, validation", "b, training", "b, validation"]
+    assert labels == ["a, training", "a, validation", "b, training"]  # b was never validated
+
+
+@pytest.mark.parametrize("name", ["short", "experiment_with_a_rather_long_name_4k4e64d"])
+def test_the_legend_lies_inside_the_picture(name):
+    figure = draw_learning_curves([LearningCurve(name, points := [Point(1, None, 5.0)], points)] * 3)
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= legend.x0 and legend.x1 <= figure.bbox.x1
 
 
 def test_curves_from_a_later_epoch_on_begin_where_they_do():
