@@ -15,8 +15,9 @@
    processes for the whole training, with the data set as it was when they were started: what depends on the
    epoch (the masks of a masked LM, noise, crops) stays as in the first epoch until a restart. Here each
    training epoch starts its own workers, which hold the data set as `set_epoch` has left it. That costs about
-   a tenth of a second of processor time per epoch, for a thousand tokens or a hundred million. Validation,
-   whose data set never changes, keeps its workers.
+   a tenth of a second of processor time per epoch, for a thousand tokens or a hundred million; on a CPU,
+   whose process holds gigabytes of freed memory, copying what it writes to beside the worker costs seconds;
+   recipes have no worker there. Validation, whose data set never changes, keeps its workers.
 """
 
 from __future__ import annotations

@@ -65,12 +65,15 @@ def train_command(run: Run) -> List[str]:
     train, model, world = recipe.train, recipe.model, hardware.world
     batch = plan_batch(train, hardware.devices)
     # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
-    # expert that no token chose has a gradient of zeros.
-    on_cpus = {"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"}
+    # expert that no token chose has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
+    # where the training's memory is large, every page that the training writes to is then copied.
+    on_cpus: Dict[str, Any] = {"num-workers": 0}
+    if world:
+        on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
     values = {
         **model.as_flags(),
         "criterion": train.criterion,
-        **(on_cpus if world and not hardware.gpus else {}),
+        **({} if hardware.gpus else on_cpus),
         **train.flags,
         "max-tokens": batch.max_tokens,
         "update-freq": batch.update_freq,

@@ -154,6 +154,17 @@ def test_train_command_of_a_mixture(small, write_config, tmp_path):
     assert "--cpu" not in planned_commands(recipe, A100, options)[0]
 
 
+@pytest.mark.parametrize(("said", "on_cpu", "on_gpu"), [(None, "0", None), (2, "2", "2")])
+def test_on_a_cpu_the_training_loads_its_batches_itself(small, write_config, said, on_cpu, on_gpu):
+    small["train"]["flags"].pop("num-workers", None)
+    if said is not None:
+        small["train"]["flags"]["num-workers"] = said
+    recipe = load_recipe(write_config(small))
+    for hardware, workers in ((CPU, on_cpu), (A100, on_gpu)):
+        (line,) = planned_commands(recipe, hardware, Options(stage="train"))
+        assert (line[line.index("--num-workers") + 1] if "--num-workers" in line else None) == workers
+
+
 def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config, tmp_path):
     small["average"] = None
     recipe = load_recipe(write_config(small))
