@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -62,6 +63,10 @@ def analyze(args: argparse.Namespace) -> int:
     if args.from_epoch < 1:
         raise UserError(f"--from-epoch {args.from_epoch}: the first epoch is 1.")
     curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
+    places = [_place(path) for path in args.runs]
+    common = os.path.commonpath([place.parent for place in places])
+    for curve, place in zip(curves, places):  # runs of different folders may have the same last name
+        curve.name = place.relative_to(common).as_posix()
     save(draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1), args.output)
     for curve in curves:
         if curve.valid:
@@ -72,8 +77,15 @@ def analyze(args: argparse.Namespace) -> int:
     return 0
 
 
+def _place(path: Path) -> Path:
+    """What a curve is named after: the run folder, or the log file without its ending."""
+    if path.name == "train.jsonl":
+        path = path.parent
+    return path.resolve() if path.is_dir() else path.resolve().with_suffix("")
+
+
 def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
-    """The curve of a run folder (its train.jsonl) or of a log file, which gives the curve its name.
+    """The curve of a run folder (its train.jsonl) or of a log file.
 
     metric: a key of METRICS. from_epoch: what was measured before this epoch is left out. A log without
     updates, only with epochs, has each epoch's mean at its end as the training's curve. Repeated lines
@@ -84,8 +96,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     file = path / "train.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file} does not exist: name a run folder with a train.jsonl, or a JSON log.")
-    named = file.parent.resolve().name if file.name == "train.jsonl" else file.stem
-    curve = LearningCurve(named)
+    curve = LearningCurve(_place(path).name)
     epochs: List[Point] = []  # means of whole epochs
     now: Optional[float] = None  # seconds of training up to the record
     earlier = last = 0.0  # seconds of the processes before this one; the latest `wall` of this one

@@ -51,6 +51,17 @@ def test_a_log_of_epochs_alone_has_their_means_and_its_own_name(tmp_path):
     assert read.valid == [(10, None, 50.0), (20, None, 40.0)]
 
 
+def test_curves_of_one_picture_have_different_names(tmp_path, capsys):
+    files = [tmp_path / place for place in ("a/log.json", "b/log.json", "b/v1.5/train.jsonl")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(valid(10, 50))
+    runs = [*map(str, files[:2]), str(files[2].parent)]
+    assert main(["analyze", "learning-curve", *runs, "--output", str(tmp_path / "c.png")]) == 0
+    names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert names == ["a/log", "b/log", "b/v1.5"]
+
+
 def test_lines_written_several_times_count_once(tmp_path):
     lines = [inner(5, 80, 2), inner(5, 80, 2), valid(5, 70), valid(5, 70), inner(10, 60, 4), inner(10, 60, 4)]
     read = curve(tmp_path, *lines)
