@@ -29,6 +29,7 @@ METRICS = {
     "loss": "loss (bits per token)",
     "accuracy": "accuracy (%)",
 }
+MARKED_POINTS = 30  # a dot for each validation; the dots of more would hide the other curves
 
 
 class Point(NamedTuple):
@@ -156,9 +157,9 @@ def draw_learning_curves(
         style(panel)
         if from_zero:
             panel.set_xlim(left=0)
-        if metric == "ppl":  # round numbers on a logarithmic axis: 10, 15, 20, 30, 50, 70, 100
+        if metric == "ppl":  # round numbers on a logarithmic axis: 10, 15, 20, 30, 40, 50, 70, 100
             panel.set_yscale("log")
-            panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
             panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             panel.yaxis.set_minor_locator(NullLocator())
     handles, labels = panels[0].get_legend_handles_labels()
@@ -170,9 +171,11 @@ def draw_learning_curves(
 def _draw_curve(panel: Axes, curve: LearningCurve, colour: str, x: Callable[[Point], float]) -> None:
     looks: Dict[str, Dict[str, Any]] = {
         "training": {"linewidth": 0.8, "alpha": 0.45},
-        "validation": {"linewidth": 1.8, "marker": "o", "markersize": 3.5},
+        "validation": {"linewidth": 1.8, "markersize": 3.5},
     }
     for (kind, look), points in zip(looks.items(), (curve.train, curve.valid)):
         if points:
+            if kind == "validation" and len(points) <= MARKED_POINTS:
+                look["marker"] = "o"
             places, values = [x(point) for point in points], [point.value for point in points]
             panel.plot(places, values, color=colour, label=f"{curve.name}, {kind}", **look)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moa_fairseq.analysis.learning_curve import read_learning_curve
+from moa_fairseq.analysis.learning_curve import draw_learning_curves, read_learning_curve
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 
@@ -49,6 +49,13 @@ def test_a_log_of_epochs_alone_has_their_means_and_its_own_name(tmp_path):
     assert read.name == "dense"
     assert read.train == [(10, None, 9.0), (20, None, 9.0)]
     assert read.valid == [(10, None, 50.0), (20, None, 40.0)]
+
+
+@pytest.mark.parametrize("validations, marker", [(30, "o"), (31, "None")])
+def test_dots_of_many_validations_do_not_hide_the_other_curves(tmp_path, validations, marker):
+    read = curve(tmp_path, *(valid(10 * epoch, 50) for epoch in range(1, validations + 1)))
+    (line,) = draw_learning_curves([read]).axes[0].get_lines()
+    assert line.get_marker() == marker
 
 
 def test_curves_of_one_picture_have_different_names(tmp_path, capsys):
