@@ -119,7 +119,8 @@ def _result(file: Path, run: dict) -> str:
     metric = run["headline"]
     name = {**OTHER_SCORES, **FURTHER_SCORES}.get(metric, metric)
     budget = f" after {run['epochs']} epochs" if not run.get("reproduces") else ""
-    return f"[{run['metrics'][metric]:.2f}](../results/measured/{file.name}) {name}{budget}"
+    seed = f", seed {run['seed']}" if run["seed"] != 1 else ""
+    return f"[{run['metrics'][metric]:.2f}](../results/measured/{file.name}) {name}{budget}{seed}"
 
 
 def hours(path: Path) -> str:

@@ -169,13 +169,12 @@ def draw_learning_curves(
 
 
 def _draw_curve(panel: Axes, curve: LearningCurve, colour: str, x: Callable[[Point], float]) -> None:
+    dot = "o" if len(curve.valid) <= MARKED_POINTS else None
     looks: Dict[str, Dict[str, Any]] = {
         "training": {"linewidth": 0.8, "alpha": 0.45},
-        "validation": {"linewidth": 1.8, "markersize": 3.5},
+        "validation": {"linewidth": 1.8, "marker": dot, "markersize": 3.5},
     }
     for (kind, look), points in zip(looks.items(), (curve.train, curve.valid)):
         if points:
-            if kind == "validation" and len(points) <= MARKED_POINTS:
-                look["marker"] = "o"
             places, values = [x(point) for point in points], [point.value for point in points]
             panel.plot(places, values, color=colour, label=f"{curve.name}, {kind}", **look)
