@@ -16,7 +16,8 @@ class ExpertLinear(nn.Module):
     into "experts": d_in is the model's width C, d_out the experts' D; into "model": the reverse. weight is
     [E, D, C] in either case, so both directions are one GEMM over E·D without a copy when K = E. Each
     expert is Xavier-uniform by its own d_in and d_out, as in MoA's released code; biases [E, d_out] start
-    at zero.
+    at zero. fan_in: of how many inputs a result is made, for other initialisations; d_in, unless the results
+    of several experts or heads are added up.
     """
 
     def __init__(
@@ -27,12 +28,13 @@ class ExpertLinear(nn.Module):
         into: str = "experts",
         bias: bool = False,
         backend: str = "auto",
+        fan_in: Optional[int] = None,
     ):
         super().__init__()
         if into not in ("experts", "model"):
             raise ValueError(f"into must be 'experts' or 'model', not {into!r}")
         self.num_experts, self.d_in, self.d_out, self.into = num_experts, d_in, d_out, into
-        self.backend = resolve_backend(backend)
+        self.backend, self.fan_in = resolve_backend(backend), fan_in or d_in
         expert_dim, model_dim = (d_out, d_in) if into == "experts" else (d_in, d_out)
         self.weight = nn.Parameter(torch.empty(num_experts, expert_dim, model_dim))
         self.bias = nn.Parameter(torch.empty(num_experts, d_out)) if bias else None

@@ -166,7 +166,9 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         )
         width = heads_per_expert * expert_dim
         self.q_experts = ExpertLinear(num_experts, embed_dim, width, "experts", bias, backend)
-        self.out_experts = ExpertLinear(num_experts, width, embed_dim, "model", bias, backend)
+        self.out_experts = ExpertLinear(
+            num_experts, width, embed_dim, "model", bias, backend, fan_in=experts_per_token * width
+        )
         self.k_proj = nn.Linear(kdim or embed_dim, self.key_heads * expert_dim, bias=bias)
         self.v_proj = nn.Linear(vdim or embed_dim, self.key_heads * expert_dim, bias=bias)
         self.reset_parameters()

@@ -12,10 +12,11 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.torch_compat import full_precision
 
 
-def check_init_scale(prefix: str, scale: float) -> None:
-    """Raises UserError unless the scale is positive: matrices of zeros would stay zeros in training."""
-    if not 0 < scale < math.inf:
-        raise UserError(f"--{prefix}-init-scale {scale} must be a positive number: it scales the weights.")
+@torch.no_grad()
+def draw_rows_of_one_length(weight: Tensor, scale: float = 1.0) -> None:
+    """Rows [E, C] of random directions, all `scale` long: at first only a token's direction matters."""
+    weight.normal_()
+    weight.mul_(scale / weight.norm(dim=1, keepdim=True))
 
 
 class SigmoidTopKRouter(nn.Module):
@@ -24,8 +25,7 @@ class SigmoidTopKRouter(nn.Module):
     groups: the H heads, each with E = num_experts experts of its own and k = experts_per_token choices.
     Expert e of head h has the number h·E + e, and slots stand head by head. Gates are the chosen s,
     neither normalised nor noisy. expert_dropout: δ of σ-MoE: in training a token does without each expert
-    with this probability. init_scale: W is normal with deviation init_scale / √C, and its rows are
-    then made equally long, so that at first only the direction of a token matters. side, auxiliary: of the
+    with this probability. side, auxiliary: of the
     decisions; flags: how the names of flags begin in errors. Runs in float32, whatever the model's dtype or
     autocast. Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
     """
@@ -39,7 +39,6 @@ class SigmoidTopKRouter(nn.Module):
         experts_per_token: int,
         groups: int = 1,
         expert_dropout: float = 0.0,
-        init_scale: float = 1.0,
         side: str = "queries",
         auxiliary: bool = True,
         flags: str = "",
@@ -54,7 +53,7 @@ class SigmoidTopKRouter(nn.Module):
         if not 0 <= expert_dropout < 1:
             raise UserError(f"{prefix}expert-dropout {expert_dropout} must be at least 0 and below 1.")
         self.num_experts, self.experts_per_token, self.groups = num_experts, experts_per_token, groups
-        self.expert_dropout, self.init_scale = expert_dropout, init_scale
+        self.expert_dropout = expert_dropout
         self.side, self.auxiliary = side, auxiliary
         self.projection = nn.Linear(model_dim, groups * num_experts, bias=False)
         first = torch.arange(groups).unsqueeze(1) * num_experts
@@ -62,11 +61,7 @@ class SigmoidTopKRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        weight = self.projection.weight
-        std = self.init_scale / math.sqrt(weight.size(1))
-        with torch.no_grad():
-            weight.normal_()
-            weight.mul_(std * math.sqrt(weight.size(1)) / weight.norm(dim=1, keepdim=True))
+        draw_rows_of_one_length(self.projection.weight)
 
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
         """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""

@@ -1,6 +1,5 @@
 """SwitchHead (arXiv 2312.07987): few attention maps, whose projections are mixtures of experts."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional, Tuple, Union
 
@@ -10,9 +9,10 @@ from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.collector import record
 from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter, check_init_scale
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS
 
@@ -44,13 +44,6 @@ class SwitchHeadSettings(FamilySettings):
         default=False,
         metadata={"help": "self-attention chooses the same experts as query and as key (section 3.6)"},
     )
-    switchhead_init_scale: float = field(
-        default=1.0,
-        metadata={
-            "help": "factor of the initial weights' standard deviations; the paper's pre-norm models of n "
-            "layers have the square root of 2/n"
-        },
-    )
     expert_backend: str = field(
         default="auto",
         metadata={
@@ -69,7 +62,6 @@ class SwitchHeadSettings(FamilySettings):
             experts_per_token=self.experts_per_token,
             experts=self.switchhead_experts,
             shared_selection=self.switchhead_shared_selection,
-            init_scale=self.switchhead_init_scale,
             backend=self.expert_backend,
             **role,
         )
@@ -86,8 +78,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
     experts: which of v, k, q, o are mixtures; the others have one matrix per head, and "none" is
     dense multi-head attention. E = 1 is dense attention with gates. shared_selection: one router
     for both sides of a self-attention (§3.6). No auxiliary loss, no biases.
-    init_scale: matrices into the heads are normal with deviation init_scale / √C, those out of them
-    with init_scale / √(H·D), as in the authors' code.
+    Matrices into the heads start normal with deviation 1 / √C, those out of them with 1 / √(H·D).
     Raises UserError for impossible sizes or letters.
     """
 
@@ -100,7 +91,6 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         experts_per_token: int = 1,
         experts: str = "vo",
         shared_selection: bool = False,
-        init_scale: float = 1.0,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
         backend: str = "auto",
@@ -109,7 +99,6 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         for flag, size in (("switchhead-heads", num_heads), ("expert-dim", head_dim)):
             if size is None or size < 1:
                 raise UserError(f"--{flag} must be a positive number, not {size}.")
-        check_init_scale("switchhead", init_scale)
         letters = "" if experts == "none" else experts
         if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
             raise UserError(
@@ -118,7 +107,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
             )
         super().__init__(embed_dim, num_heads, head_dim, **role)
         self.experts, self.num_experts, self.experts_per_token = letters, num_experts, experts_per_token
-        self.init_scale, self.backend = init_scale, backend
+        self.backend = backend
         kdim, vdim = kdim or embed_dim, vdim or embed_dim
         if kdim != vdim and set("vk") & set(letters):
             raise UserError(
@@ -145,28 +134,23 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         self.reset_parameters()
 
     def _projection(self, letter: str, model_dim: int) -> Projection:
-        into = "model" if letter == "o" else "experts"
+        into, width = "model" if letter == "o" else "experts", self.num_heads * self.head_dim
         if letter in self.experts:
             sizes = (model_dim, self.head_dim) if into == "experts" else (self.head_dim, model_dim)
-            return ExpertLinear(self.num_heads * self.num_experts, *sizes, into, backend=self.backend)
-        width = self.num_heads * self.head_dim
+            fan_in = None if into == "experts" else width
+            return ExpertLinear(
+                self.num_heads * self.num_experts, *sizes, into, backend=self.backend, fan_in=fan_in
+            )
         sizes = (model_dim, width) if into == "experts" else (width, model_dim)
         return nn.Linear(*sizes, bias=False)
 
     def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
         sizes = (model_dim, self.num_experts, self.experts_per_token, self.num_heads)
-        return SigmoidTopKRouter(*sizes, init_scale=self.init_scale, side=side, auxiliary=False)
+        return SigmoidTopKRouter(*sizes, side=side, auxiliary=False)
 
     def reset_parameters(self) -> None:
-        """Draw the projections anew; routers initialise themselves."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj):
-            model_dim = projection.weight.size(-1)
-            nn.init.normal_(projection.weight, std=self.init_scale / math.sqrt(model_dim))
-        width = self.num_heads * self.head_dim
-        nn.init.normal_(self.out_proj.weight, std=self.init_scale / math.sqrt(width))
-        if isinstance(self.positions, RelativePositions):
-            std = self.init_scale / math.sqrt(self.embed_dim)
-            nn.init.normal_(self.positions.projection.weight, std=std)
+        """Draw the projections and routers anew."""
+        draw_by_fan_in(self)
 
     def restore_initialization(self) -> None:
         super().restore_initialization()

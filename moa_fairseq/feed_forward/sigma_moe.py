@@ -1,7 +1,6 @@
 """sigma-MoE (arXiv 2310.10837): a feed-forward of experts with sigmoid gates, SwitchAll's second half."""
 
 import itertools
-import math
 from dataclasses import dataclass, field
 from typing import Callable, Dict, Optional
 
@@ -9,7 +8,8 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter, check_init_scale
+from moa_fairseq.attention.initialization import draw_by_fan_in
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.errors import UserError
 
 _unnamed = itertools.count(1)
@@ -32,13 +32,6 @@ class SigmaMoESettings:
             "help": "probability with which each feed-forward expert is unavailable to a token in training"
         },
     )
-    sigma_moe_init_scale: float = field(
-        default=1.0,
-        metadata={
-            "help": "factor of the initial weights' standard deviations; the paper's pre-norm models of n "
-            "layers have the square root of 2/n"
-        },
-    )
 
     def build(self, embed_dim: int, activation: Callable[[Tensor], Tensor], backend: str) -> "SigmaMoE":
         """The feed-forward of a layer of width embed_dim. Raises UserError for impossible sizes."""
@@ -48,7 +41,6 @@ class SigmaMoESettings:
             self.sigma_moe_experts_per_token,
             self.sigma_moe_expert_dim,
             self.sigma_moe_expert_dropout,
-            self.sigma_moe_init_scale,
             activation,
             backend,
         )
@@ -69,7 +61,6 @@ class SigmaMoE(nn.Module):
         experts_per_token: int,
         expert_dim: int,
         expert_dropout: float = 0.0,
-        init_scale: float = 1.0,
         activation: Callable[[Tensor], Tensor] = nn.functional.relu,
         backend: str = "auto",
     ):
@@ -81,31 +72,27 @@ class SigmaMoE(nn.Module):
             )
         if expert_dim < 1:
             raise UserError(f"--sigma-moe-expert-dim must be a positive number, not {expert_dim}.")
-        check_init_scale("sigma-moe", init_scale)
         self.name = f"feed_forward{next(_unnamed)}"
         self.embed_dim, self.activation = embed_dim, activation
-        self.experts_per_token, self.init_scale = experts_per_token, init_scale
+        self.experts_per_token = experts_per_token
         self.router = SigmoidTopKRouter(
             embed_dim,
             num_experts,
             experts_per_token,
             expert_dropout=expert_dropout,
-            init_scale=init_scale,
             flags="sigma-moe-",
         )
         self.up = ExpertLinear(num_experts, embed_dim, expert_dim, "experts", backend=backend)
-        self.down = ExpertLinear(num_experts, expert_dim, embed_dim, "model", backend=backend)
+        inner = num_experts * expert_dim
+        self.down = ExpertLinear(num_experts, expert_dim, embed_dim, "model", backend=backend, fan_in=inner)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, as for one feed-forward of E·D inner units; the router initialises itself."""
-        nn.init.normal_(self.up.weight, std=self.init_scale / math.sqrt(self.embed_dim))
-        inner = self.down.num_experts * self.down.d_in
-        nn.init.normal_(self.down.weight, std=self.init_scale / math.sqrt(inner))
+        """Normal weights, as for one feed-forward of E·D inner units."""
+        draw_by_fan_in(self)
 
     def restore_initialization(self) -> None:
         """As `reset_parameters`, for models that initialise every nn.Linear anew, as BERT does."""
-        self.router.reset_parameters()
         self.reset_parameters()
 
     def forward(self, x: Tensor, padding: Optional[Tensor] = None) -> Tensor:

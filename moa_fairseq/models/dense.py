@@ -1,7 +1,5 @@
 """Dense counterparts that fairseq lacks, and the settings that mixtures share with them."""
 
-from typing import Optional
-
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
 
 from moa_fairseq.transformer.archs import register_arch
@@ -29,21 +27,23 @@ def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: i
     }
 
 
-def lm_body(
-    layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "xl", dropout: Optional[float] = None
-) -> dict:
+def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "xl") -> dict:
     """A causal language model of SwitchHead's Table 9, without its attention.
 
-    Input and output embeddings are two matrices there: only so do the printed parameters come out.
+    Input and output embeddings are two matrices there: only so do the printed parameters come out. The
+    dropout of embeddings, residuals and output, and how weights start, are those of the authors' settings
+    and code; that of a feed-forward's inner units (App. A.5) has no effect on sigma-MoE.
     """
-    if dropout is None:
-        dropout = 0.2 if embed_dim >= 1024 else 0.1  # App. A.5
+    dropout = 0.2 if embed_dim >= 1024 else 0.1  # App. A.5
     return {
         "decoder_layers": layers,
         "decoder_embed_dim": embed_dim,
         "decoder_ffn_embed_dim": ffn_embed_dim,
         "positions": positions,
+        "initialization": "depth-scaled",
+        "no_scale_embedding": True,
         "dropout": dropout,
+        "output_dropout": dropout,
         "activation_dropout": dropout,
         "attention_dropout": 0.0,
     }

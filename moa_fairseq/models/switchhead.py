@@ -3,8 +3,6 @@
 Their dense counterparts, `transformer_xl_lm_47m` and relatives, are the same models without experts.
 """
 
-import math
-
 from fairseq.models import register_model
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
 from fairseq.models.transformer.transformer_legacy import base_architecture
@@ -46,10 +44,10 @@ LANGUAGE_MODELS = {
     "switchhead_lm_enwik8": {**lm_body(12, 512, 2088), **_heads(2, 112, 4, 2)},
     "switchhead_rope_lm_45m": {**lm_body(16, 412, 2092, "rope-half"), **_heads(2, 64, 5, 3)},
     "switchhead_rope_lm_243m": {**lm_body(18, 1024, 4136, "rope-half"), **_heads(4, 100, 4, 2)},
-    # The feed-forward's experts replace --decoder-ffn-embed-dim. SwitchAll has no dropout (App. A.5).
-    "switchall_lm_47m": {**lm_body(16, 412, 2048, dropout=0.0), **_heads(2, 76, 5, 2), **_sigma_moe(16, 128)},
+    # The feed-forward's experts replace --decoder-ffn-embed-dim, and have no dropout inside (App. A.5).
+    "switchall_lm_47m": {**lm_body(16, 412, 2048), **_heads(2, 76, 5, 2), **_sigma_moe(16, 128)},
     "switchall_lm_259m": {
-        **lm_body(18, 1024, 4096, dropout=0.0),
+        **lm_body(18, 1024, 4096),
         **_heads(4, 112, 4, 2),
         **_sigma_moe(32, 128, dropout=0.1),
     },
@@ -64,13 +62,7 @@ LANGUAGE_MODELS = {
     "switchall_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2), **_sigma_moe(16, 40)},
 }
 for _arch, _values in LANGUAGE_MODELS.items():
-    _scale = math.sqrt(2 / _values["decoder_layers"])  # as in the authors' code for pre-norm layers
-    register_arch(
-        "switchhead_lm",
-        _arch,
-        base_lm_architecture,
-        {**_values, "switchhead_init_scale": _scale, "sigma_moe_init_scale": _scale},
-    )
+    register_arch("switchhead_lm", _arch, base_lm_architecture, _values)
 
 
 @register_model("switchhead_transformer")
@@ -110,7 +102,7 @@ _LISTOPS = {
     "encoder_normalize_before": True,
     "positions": "xl",
     "activation_fn": "relu",
-    "switchhead_init_scale": math.sqrt(2 / 6),
+    "initialization": "depth-scaled",  # of the attention; RoBERTa's for the rest
 }
 ENCODERS = {
     "switchhead_roberta_listops": {**_heads(2, 28, 4, 2), "encoder_ffn_embed_dim": 517},

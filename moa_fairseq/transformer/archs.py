@@ -15,6 +15,8 @@ def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Ma
     """
 
     def architecture(args: Any) -> None:
+        if hasattr(args, "no_scale_embedding") and not hasattr(args, "initialization"):
+            args.initialization = "own"  # complete settings, of a checkpoint from before there was a choice
         set_defaults(args, values)
         pre_norm = getattr(args, "decoder_normalize_before", None)
         body(args)
@@ -22,7 +24,7 @@ def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Ma
             args.decoder_normalize_before = pre_norm
         family = getattr(MODEL_REGISTRY[model], "attention_family", None)  # none: a dense counterpart
         if family is not None:
-            set_defaults(args, {"positions": None})
+            set_defaults(args, {"positions": None, "initialization": "own"})
             set_family_defaults(args, family)
 
     architecture.__name__ = arch

@@ -19,6 +19,12 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
         """The parent's flags without their defaults, which would hide an architecture's values."""
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         cls.add_mixture_args(parser)
+        parser.add_argument(
+            "--output-dropout",
+            type=float,
+            default=argparse.SUPPRESS,
+            help="dropout of the last layer's output; default: the architecture's, or 0",
+        )
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureLanguageModel":
@@ -32,5 +38,10 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
         bare = super().build_model(args, task).decoder
         args.decoder_layers = layers
         cfg = TransformerConfig.from_namespace(args)
-        model = cls(MixtureDecoder(cfg, bare.dictionary, bare.embed_tokens, no_encoder_attn=True))
+        decoder = MixtureDecoder(cfg, bare.dictionary, bare.embed_tokens, no_encoder_attn=True)
+        if args.initialization == "depth-scaled" and not (
+            decoder.adaptive_softmax or decoder.share_input_output_embed
+        ):
+            decoder.output_projection.reset_parameters()  # torch's, which SwitchHead's authors left as it is
+        model = cls(decoder)
         return cls.finished(model, args)

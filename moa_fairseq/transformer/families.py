@@ -2,15 +2,17 @@
 
 import argparse
 import dataclasses
+import math
 import typing
 from typing import Any, Callable, Dict, Mapping, Optional, Type
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.fairseq_dropout import FairseqDropout
-from torch import Tensor
+from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.moh import MoHSettings
@@ -94,6 +96,12 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any
     )
     dropout.module_name = type(attention).__name__  # for --retain-dropout-modules
     return attention
+
+
+def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
+    """Draw a part of a model of so many layers anew where its --initialization says so."""
+    if getattr(cfg, "initialization", None) == "depth-scaled":
+        draw_by_fan_in(module, math.sqrt(2 / layers))
 
 
 def build_sigma_moe(cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]) -> Optional[SigmaMoE]:

@@ -1,13 +1,15 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
 import functools
+import logging
+import math
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import torch
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
-from fairseq.modules import LayerDropModuleList
+from fairseq.modules import FairseqDropout, LayerDropModuleList
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
@@ -17,8 +19,10 @@ from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.carried_context import CarriedContext
-from moa_fairseq.transformer.families import build_attention, build_sigma_moe
+from moa_fairseq.transformer.families import build_attention, build_sigma_moe, initialize
 
+logger = logging.getLogger(__name__)
+_DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
 _BEAM = "beam"  # a key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
 
 
@@ -100,12 +104,13 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
             return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
 
 
-def _finish_layer(layer: nn.Module, cfg: Any) -> nn.Module:
-    """Activation checkpointing and FSDP, as fairseq's own `build_*_layer` adds them.
+def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
+    """--initialization, activation checkpointing and FSDP; the latter as fairseq's `build_*_layer` adds them.
 
     Checkpointing is torch's non-reentrant one: fairseq's runs the first forward pass without a graph,
     and the auxiliary losses of that pass would reach no router.
     """
+    initialize(layer, cfg, layers)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
             torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False
@@ -170,7 +175,7 @@ class MixtureEncoder(TransformerEncoderBase):
         return out
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
-        return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+        return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg, cfg.encoder.layers)
 
     def reorder_encoder_out(
         self, encoder_out: Dict[str, List[Tensor]], new_order: Tensor
@@ -192,6 +197,29 @@ class MixtureDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
 
     context: Optional[CarriedContext] = None
+
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        dropout = getattr(cfg, "output_dropout", None) or 0.0
+        self.output_dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
+        self._draws_by_depth = getattr(cfg, "initialization", None) == "depth-scaled"
+        if self._draws_by_depth:
+            self.version.fill_(_DRAWN_BY_DEPTH)
+
+    def upgrade_state_dict_named(self, state_dict: Dict[str, Tensor], name: str) -> Dict[str, Tensor]:
+        """fairseq's; weights trained before architectures left --no-scale-embedding compute as they did."""
+        version = state_dict.get(f"{name}.version")
+        if self._draws_by_depth and version is not None and version.item() < _DRAWN_BY_DEPTH:
+            self.embed_scale = math.sqrt(self.embed_dim)
+            logger.warning(
+                "These weights are of a model whose embeddings enter the first layer %.1f times larger than "
+                "this architecture's do now: they are scaled as they were.",
+                self.embed_scale,
+            )
+        return super().upgrade_state_dict_named(state_dict, name)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        return super().output_layer(self.output_dropout_module(features))
 
     def carry_context(self, chunks: int) -> None:
         """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
@@ -239,4 +267,4 @@ class MixtureDecoder(TransformerDecoderBase):
             return super().extract_features(prev_output_tokens, encoder_out, *args, **kwargs)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
-        return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg)
+        return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg, cfg.decoder.layers)

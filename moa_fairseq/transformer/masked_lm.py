@@ -10,6 +10,7 @@ from torch import nn
 
 from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.transformer.families import initialize
 from moa_fairseq.transformer.layers import MixtureEncoder
 from moa_fairseq.transformer.model import MixtureModel
 
@@ -43,6 +44,7 @@ class MixtureRobertaModel(MixtureModel, RobertaModel):
         for module in self.modules():
             if isinstance(module, (MixtureAttention, SigmaMoE)):
                 module.restore_initialization()
+                initialize(module, args, args.encoder_layers)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureRobertaModel":

@@ -15,6 +15,7 @@ from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.families import add_family_args, settings_of
 from moa_fairseq.transformer.workers import sum_over_workers
 
+INITIALIZATIONS = ("own", "depth-scaled")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
 _HINTS = {"offload_activations": " (--checkpoint-activations works)"}
 
@@ -56,6 +57,13 @@ class MixtureModel(Extended):
     def add_mixture_args(cls, parser: argparse.ArgumentParser) -> None:
         """The family's flags, and those of every family."""
         add_family_args(parser, cls.attention_family)
+        parser.add_argument(
+            "--initialization",
+            choices=INITIALIZATIONS,
+            help="how the matrices of the layers start: as each module's paper or fairseq has it (own), or "
+            "all normal with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: "
+            "SwitchHead's pre-norm models); default: the architecture's",
+        )
         parser.add_argument(
             "--positions",
             choices=POSITIONS,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moa_fairseq.attention.collector import collect_decisions, hypotheses
+from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
@@ -288,8 +289,6 @@ def test_memory_does_not_grow_with_k():
         (dict(experts="vk", shared_selection=True), "--switchhead-shared-selection.*experts vk"),
         (dict(experts="none", shared_selection=True, self_attention=True), "--switchhead-shared-selection"),
         (dict(kdim=8, vdim=9), "two inputs"),
-        (dict(init_scale=-1.0), "--switchhead-init-scale -1.0"),
-        (dict(init_scale=float("nan")), "--switchhead-init-scale nan"),
         (
             dict(head_dim=3, self_attention=True, positions="rope-half"),
             "--positions rope-half .* dimension 3",
@@ -304,7 +303,8 @@ def test_impossible_settings_are_refused(settings, words):
 def test_initial_weights_are_the_papers():
     torch.manual_seed(0)
     scale, width = 0.5, 256
-    module = SwitchHeadAttention(width, 2, 32, 5, 2, init_scale=scale, self_attention=True, positions="xl")
+    module = SwitchHeadAttention(width, 2, 32, 5, 2, self_attention=True, positions="xl")
+    draw_by_fan_in(module, scale)
     for weight in (module.q_proj.weight, module.v_proj.weight, module.positions.projection.weight):
         assert weight.std().item() == pytest.approx(scale / math.sqrt(width), rel=0.03)
     assert module.out_proj.weight.std().item() == pytest.approx(scale / math.sqrt(64), rel=0.03)

@@ -99,5 +99,3 @@ def test_costs():
         build(num_experts=-1)
     with pytest.raises(UserError, match="--sigma-moe-expert-dim"):
         build(expert_dim=0)
-    with pytest.raises(UserError, match="--sigma-moe-init-scale 0"):
-        build(init_scale=0.0)

@@ -1,0 +1,30 @@
+"""How the matrices of a mixture start: each by the number of its inputs."""
+
+import math
+
+import torch
+from torch import nn
+
+from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter, draw_rows_of_one_length
+
+
+@torch.no_grad()
+def draw_by_fan_in(root: nn.Module, scale: float = 1.0) -> None:
+    """Draw every matrix inside `root` from a normal of deviation scale / √fan-in; biases become zero.
+
+    The initialisation of SwitchHead and sigma-MoE; the pre-norm models of n layers have scale = √(2/n). The
+    fan-in of experts is `ExpertLinear.fan_in`. The rows of a router are then made equally long.
+    """
+    for module in root.modules():
+        if isinstance(module, (nn.Linear, ExpertLinear)):
+            fan_in = module.fan_in if isinstance(module, ExpertLinear) else module.in_features
+            module.weight.normal_(std=scale / math.sqrt(fan_in))
+            if module.bias is not None:
+                module.bias.zero_()
+    for module in root.modules():
+        if isinstance(module, (TopKRouter, SigmoidTopKRouter)):
+            draw_rows_of_one_length(module.projection.weight, scale)
+        if isinstance(module, TopKRouter) and module.noise_projection is not None:
+            module.noise_projection.weight.zero_()
