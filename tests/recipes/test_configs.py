@@ -29,7 +29,7 @@ V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 84
+    assert len(CONFIGS) == 88
     assert len(set(NAMES)) == len(NAMES)
 
 
@@ -121,6 +121,40 @@ def test_the_papers_batch_and_losses(path):
     assert (recipe.train.flags["load-balance-coef"], recipe.train.flags["z-loss-coef"]) == (0.01, 0.001)
     sizes = f"{recipe.model.experts_per_token}K{recipe.model.num_experts}E{recipe.model.expert_dim}D"
     assert sizes in recipe.summary
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*_moa_*_release.yaml")), ids=lambda p: p.stem
+)
+def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path):
+    """And each has a row of its own, so that its runs are not averaged with those of the paper's settings."""
+    paper, release = (
+        load_recipe(path.with_stem(stem)) for stem in (path.stem.removesuffix("_release"), path.stem)
+    )
+    assert release.model.flags == {**paper.model.flags, "router-renormalize": "none"} != paper.model.flags
+    assert release.train.flags == {**paper.train.flags, "aux-loss-scale": "none"} != paper.train.flags
+    assert (release.data, release.generate, release.score) == (paper.data, paper.generate, paper.score)
+    assert (release.model.arch, release.average) == (paper.model.arch, paper.average)
+    assert plan_batch(release.train, 1) == plan_batch(paper.train, 1)
+    header = path.read_text(encoding="utf-8").partition("base:")[0]
+    assert paper.experiment in header
+    if release.reproduces:
+        assert release.reproduces.row != paper.reproduces.row
+        assert release.reproduces.value == paper.reproduces.value
+        assert release.experiment in path.with_stem(paper.experiment).read_text(encoding="utf-8")
+
+
+def test_each_recipe_stands_for_a_row_that_there_is():
+    rows = {}
+    for path in (ROOT / "results" / "papers").glob("*.json"):
+        paper = json.loads(path.read_text(encoding="utf-8"))
+        for table in paper["tables"]:
+            rows.update({(paper["paper"], table["table"], row["row"]): row for row in table["rows"]})
+    for recipe in map(load_recipe, CONFIGS):
+        cell = recipe.reproduces
+        if cell and not recipe.finetune:
+            row = rows[cell.paper, cell.table, cell.row]
+            assert recipe.experiment in row["experiments"] and row["values"][cell.column] == cell.value
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "wikitext103_mlm" in p.stem], ids=lambda p: p.stem)
