@@ -92,21 +92,27 @@ def multi_bleu_chain(
 def sacrebleu_chain(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, detokenized: Sequence[bool]
 ) -> Dict[str, object]:
-    """sacreBLEU (13a, cased) of running text, with its signature.
+    """sacreBLEU of running text (13a, cased), with its signature.
 
     detokenized: whether the hypotheses, and whether the references, are running text already; else
-    Moses' detokenizer for `lang` makes them so.
+    Moses' detokenizer for `lang` makes them so. Lower-cased tokens stay tokens (`case:lc|tok:none`): the
+    running text that others are scored on does not come back.
     """
     from sacrebleu.metrics import BLEU
 
-    def running(lines: Sequence[str], already: bool) -> List[str]:
-        return list(lines) if already else [detokenize(line, lang) for line in lines]
+    lowercase = all("\n".join(lines).islower() for lines in references)
+    lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
+    as_tokens = lowercase and not any(detokenized)
 
-    metric = BLEU()
+    def running(lines: Sequence[str], already: bool) -> List[str]:
+        return list(lines) if already or as_tokens else [detokenize(line, lang) for line in lines]
+
+    metric = BLEU(lowercase=lowercase, tokenize="none" if as_tokens else "13a", force=True)
     result = metric.corpus_score(
         running(hypotheses, detokenized[0]), [running(reference, detokenized[1]) for reference in references]
     )
     done = "/".join("as given" if already else f"Moses detokenizer -l {lang}" for already in detokenized)
+    done = f"13a, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {done}"
     return {
         "score": result.score,
         "precisions": list(result.precisions),
@@ -115,5 +121,5 @@ def sacrebleu_chain(
         "ref_len": result.ref_len,
         "signature": str(metric.get_signature()),
         "line": str(result),
-        "chain": f"sacreBLEU 13a, cased; hypotheses/references: {done}",
+        "chain": f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else done}",
     }

@@ -15,7 +15,8 @@ Without --chain three numbers are printed, each with its chain:
                   INFLATED (by about 0.7 to 1 BLEU for German): compare it only with its like. Text
                   with hyphens that are split already has its ` @-@ ` split once more
   sacrebleu       detokenised, cased, with its signature: the number to publish. A reference word that
-                  stands as <<unk>> in a log counts as one word that never matches
+                  stands as <<unk>> in a log counts as one word that never matches. Lower-cased tokens
+                  are scored as they are (case:lc, tok:none): a multi-bleu with a signature
 
 On request (--chain for these alone, --also beside the three; both can be repeated):
 

@@ -50,6 +50,24 @@ def test_log_has_the_three_scores(tmp_path, capsys):
     assert scores["meta"]["lines"] == 2 and scores["meta"]["hypothesis_lines"] == "H"
 
 
+@pytest.mark.parametrize("running", [False, True])
+def test_a_signature_tells_that_a_text_is_lower_cased(tmp_path, capsys, running):
+    """Tokens of lower-cased text cannot be made running text again: they are scored as they are."""
+    texts = (RAW_OUTPUTS, RAW_TARGETS) if running else (OUTPUTS, TARGETS)
+    names = [write_text(tmp_path / side, [line.lower() for line in text]) for side, text in zip("hr", texts)]
+    argv = ["--hypothesis", names[0], "--reference", names[1], *["--detokenized"] * running]
+    found = score_json(capsys, *argv)
+    signature = set(found["sacrebleu"]["signature"].split("|"))
+    assert {"case:lc", "tok:13a" if running else "tok:none"} < signature
+    if not running:
+        assert found["sacrebleu"]["score"] == pytest.approx(found["multi_bleu"]["score"], abs=1e-9)
+    for side in (0, 1):  # one cased side: the case counts
+        lines = [line.lower() for line in texts[side]]
+        write_text(tmp_path / "hr"[side], texts[side])
+        assert "case:mixed|eff:no|tok:13a" in score_json(capsys, *argv)["sacrebleu"]["signature"]
+        write_text(tmp_path / "hr"[side], lines)
+
+
 @pytest.mark.parametrize(
     "split",
     [
