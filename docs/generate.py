@@ -119,6 +119,8 @@ def _result(file: Path, run: dict) -> str:
     metric = run["headline"]
     name = {**OTHER_SCORES, **FURTHER_SCORES}.get(metric, metric)
     budget = f" after {run['epochs']} epochs" if not run.get("reproduces") else ""
+    changed = re.findall(r"--set model\.(?:flags\.)?(\S+)", run["command"])
+    budget += f" with {' and '.join(changed)}" if changed else ""
     seed = f", seed {run['seed']}" if run["seed"] != 1 else ""
     return f"[{run['metrics'][metric]:.2f}](../results/measured/{file.name}) {name}{budget}{seed}"
 

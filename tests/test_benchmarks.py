@@ -1,0 +1,49 @@
+"""results/benchmarks: the table is fresh and tells the worse half, too; the pictures show every point."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results" / "benchmarks"
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in ("_bench", "attention", "summary"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import attention
+    import summary
+
+    return attention, summary
+
+
+def test_the_summary_is_what_the_records_say(benchmarks):
+    assert (RESULTS / "README.md").read_text(encoding="utf-8") == benchmarks[1].document()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_summary_has_the_worst_of_each_ratio(benchmarks, dtype):
+    """Time, memory and the sweep over experts, in bfloat16 as in float32."""
+    stem = "attention-cpu" + ("" if dtype == "float32" else "-bfloat16")
+    found = json.loads((RESULTS / f"{stem}.json").read_text(encoding="utf-8"))
+    table = "\n".join(benchmarks[1].table())
+    rows = [row for batch in found["batches"] for row in batch["rows"].values()]
+    for key in ("time_over_dense", "kept_over_dense", "peak_over_dense"):
+        assert f"{max(row[key] for row in rows if key in row):.2f}" in table, key
+    for times in found["experts_sweep"].values():
+        assert f"{max(times.values()) / times['8']:.2f}" in table
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("attention-*.json")), ids=lambda path: path.stem)
+def test_the_picture_of_a_layer_shows_every_point(benchmarks, path):
+    found = json.loads(path.read_text(encoding="utf-8"))
+    args = argparse.Namespace(device=found["device"], dtype=found["dtype"])
+    for panel in benchmarks[0].draw(found["batches"], found["experts_sweep"], args).axes:
+        heights = [y for line in panel.lines for y in line.get_ydata()]
+        heights += [bar.get_height() for bar in panel.patches]
+        assert panel.get_ylim()[0] <= min(heights) and max(heights) <= panel.get_ylim()[1]
