@@ -1,0 +1,113 @@
+"""What results/ says of Multi30k, worked out again from its records."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moa_fairseq.recipes.loading import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+PAGE = (RESULTS / "README.md").read_text(encoding="utf-8")
+DENSE, SECOND = "multi30k_ende_transformer_tiny", "multi30k_ende_transformer_tiny_seed2"
+MIXTURES = [f"multi30k_ende_moa_tiny{name}" for name in ("_4k4e64d", "", "_release")]
+SETS = {"test_2016_flickr": "test", "test_2017_flickr": "test1", "test_2017_mscoco": "test2"}
+SIGNIFICANCE = json.loads((RESULTS / "analysis" / "significance-multi30k.json").read_text(encoding="utf-8"))
+
+
+def record(name):
+    return json.loads((RESULTS / "measured" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def bleu(name):
+    run = record(name)
+    return {s: {"test": run["metrics"], **run["other_subsets"]}[key]["multi_bleu"] for s, key in SETS.items()}
+
+
+def curve(name):
+    """[epochs, 3]: the epoch, the training loss without smoothing, the validation loss with it, in bits."""
+    path = RESULTS / "analysis" / "learning-curves" / f"{name}.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    train = {line["epoch"]: float(line["train_nll_loss"]) for line in lines if "train_loss" in line}
+    valid = {line["epoch"]: float(line["valid_loss"]) for line in lines if "valid_loss" in line}
+    return np.array([(epoch, train[epoch], valid[epoch]) for epoch in sorted(train.keys() & valid.keys())])
+
+
+def cells(label):
+    """The row of the protocol's table, "" left out."""
+    (line,) = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", PAGE, re.M)
+    return [cell.strip() for cell in line.split("|") if cell.strip()]
+
+
+@pytest.mark.parametrize("test_set", SETS)
+def test_the_scores_and_p_values_of_the_table(test_set):
+    against = SIGNIFICANCE["sets"][test_set][DENSE]
+    expected = [f"{bleu(DENSE)[test_set]:.2f}"]
+    for name in (SECOND, *MIXTURES):
+        p = against[name]["p_value"]
+        expected += [f"{bleu(name)[test_set]:.2f}", f"{p:.2f}" if p >= 0.095 else f"{p:.2g}".ljust(5, "0")]
+    assert cells(f"BLEU, {test_set}") == expected
+
+
+def test_the_p_values_are_two_sided_and_of_these_outputs():
+    assert "--paired-ar" in SIGNIFICANCE["command"] and "case:lc" in SIGNIFICANCE["signature"]
+    assert "tok:none" in SIGNIFICANCE["signature"] and "--paired-bs" not in PAGE
+    for test_set, baselines in SIGNIFICANCE["sets"].items():
+        for baseline, rows in baselines.items():
+            for name, row in rows.items():
+                assert (RESULTS / "outputs" / name / f"{test_set}.de").is_file()
+                found = bleu(name)[test_set] - bleu(baseline)[test_set]
+                assert row["difference"] == pytest.approx(found, abs=0.011)  # <unk> in a log's references
+    below = {
+        baseline: sum(
+            SIGNIFICANCE["sets"][s][baseline][name]["p_value"] < 0.05 for s in SETS for name in MIXTURES
+        )
+        for baseline in (DENSE, SECOND)
+    }
+    assert below == {DENSE: 0, SECOND: 4}
+
+
+def test_what_one_run_beside_two_cannot_show():
+    """t with one degree of freedom is Cauchy's; one run less the mean of two has 1 + 1/2 variances."""
+    one, two = bleu(DENSE), bleu(SECOND)
+    apart = [abs(one[s] - two[s]) for s in SETS]
+    least = [math.tan(math.pi * 0.475) * difference / math.sqrt(2) * math.sqrt(1.5) for difference in apart]
+    assert [f"{value:.1f}" for value in least] == ["2.7", "9.5", "5.2"]
+    assert "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in " ".join(PAGE.split())
+    page = " ".join(PAGE.split())
+    assert "2.7, 9.5 and 5.2 BLEU" in page and "processor, commit and number of data workers" in page
+    first, second = record(DENSE), record(SECOND)
+    assert first["hardware"] != second["hardware"] and first["commit"] != second["commit"]
+
+
+def test_the_losses_of_the_table():
+    curves = {name: curve(name) for name in (DENSE, SECOND, *MIXTURES)}
+    best = [found[found[:, 2].argmin()] for found in curves.values()]
+    assert cells("lowest validation loss (epoch)") == [f"{row[2]:.3f} ({row[0]:.0f})" for row in best]
+    runs = [record(name) for name in curves]
+    assert cells("epochs, updates") == [f"{run['epochs']}, {run['updates']:,}" for run in runs]
+    assert cells("parameters") == [f"{run['parameters'] / 1e6:.2f}M" for run in runs]
+    levels, at = np.linspace(1.7, 2.4, 8), {}
+    for name, found in curves.items():
+        order = found[:, 1].argsort()
+        at[name] = np.interp(levels, found[order, 1], found[order, 2])
+    behind = [f"{(at[name] - at[DENSE]).mean():+.3f}" for name in (SECOND, *MIXTURES)]
+    assert cells("validation loss at equal training loss, − dense") == behind
+    late = {name: found[39:62, 2].mean() for name, found in curves.items()}
+    ahead = [f"{late[dense] - late[MIXTURES[0]]:.2f}" for dense in (DENSE, SECOND)]
+    assert "(40 to 62: by {} and {})".format(*ahead) in PAGE
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "measured").glob("*.json")), ids=lambda path: path.stem)
+def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
+    run = record(path.stem)
+    config = ROOT / re.search(r"configs/\S+\.yaml", run["command"]).group()
+    changed = "--set model.experts_per_token" in run["command"]  # another model than the recipe's
+    assert (run["experiment"] == config.stem) != changed
+    signature = run["metrics"].get("sacrebleu_signature")
+    if signature and load_recipe(config).data.lowercase:
+        assert "case:lc" in signature and "tok:none" in signature
