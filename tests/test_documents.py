@@ -23,7 +23,7 @@ PATHS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 
 # Of other programs, and of a scorer of fairseq's that translation does not use.
-OTHERS_FLAGS = {"--help", "--wer-args", "--paired-ar"}
+OTHERS_FLAGS = {"--help", "--wer-args", "--paired-ar", "--force"}
 
 
 def blocks(document, language):

@@ -29,7 +29,7 @@ V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
 def test_count():
-    assert len(CONFIGS) == 88
+    assert len(CONFIGS) == 89
     assert len(set(NAMES)) == len(NAMES)
 
 
