@@ -142,6 +142,25 @@ print(triton.wrong_product())
     assert right == "''" and "comes out wrong" in wrong
 
 
+def test_a_scalar_bounds_a_loop_under_the_interpreter_of_triton_3_6():
+    """It gives `int` an array of one element, which NumPy ≥ 2.4 refuses."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    program = """
+import torch
+from triton.runtime import interpreter
+patch = interpreter._patch_lang_tensor
+def as_in_3_6(tensor, *scope):
+    patch(tensor, *scope)
+    tensor.__index__ = lambda self: self.handle.data.__index__()
+interpreter._patch_lang_tensor = as_in_3_6
+from moa_fairseq.kernels.triton import launch_routing
+order, offsets = launch_routing.sort(torch.tensor([[2, 0], [1, 2]]), 3)
+print(order.tolist(), offsets.tolist())
+"""
+    done = python("-c", program, TRITON_INTERPRET="1")
+    assert done.stdout.split("\n")[0] == "[1, 2, 0, 3] [1, 2, 4]", done.stderr[-2000:]
+
+
 @pytest.fixture
 def on_a_gpu(monkeypatch, tmp_path):
     """A machine with a GPU that Triton serves, and an empty cache folder; the kernels are never run."""

@@ -48,7 +48,27 @@ def _configs(names: str, *choices: Tuple[int, ...]) -> List[triton.Config]:
     ]
 
 
+def _mend_interpreter() -> None:
+    """Let a kernel's scalar argument bound a loop under the interpreter, as it does on a GPU.
+
+    The interpreter holds a scalar as an array of one element. Up to Triton 3.6 it gives that to `int`, which
+    NumPy ≥ 2.4 refuses; later ones squeeze it first, as here.
+    """
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch is None:
+        return
+
+    def patch_and_squeeze(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_and_squeeze
+
+
 if INTERPRETED:
+    _mend_interpreter()
     rows_configs = _configs("BLOCK_M BLOCK_N BLOCK_K", (16, 32, 16, 4, 1))
     outer_configs = _configs("BLOCK_D BLOCK_C BLOCK_R", (16, 32, 16, 4, 1))
 else:
