@@ -11,17 +11,19 @@ import platform
 import statistics
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import torch
 from matplotlib.figure import Figure
 
 from moa_fairseq.analysis.plots import save
 from moa_fairseq.files import atomic_write
+from moa_fairseq.kernels import projection
 from moa_fairseq.recipes.hardware import detect_hardware
-from moa_fairseq.recipes.result import versions
+from moa_fairseq.recipes.result import commit, versions
 
 logging.getLogger().setLevel(logging.WARNING)  # fairseq turns everything on
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "benchmarks"
@@ -54,6 +56,11 @@ def arguments(
     args.dtype = args.dtype or default
     args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)
     args.stem = args.device if args.dtype == default else f"{args.device}-{args.dtype}"
+    multiplied = torch.float16 if args.dtype == "amp" and args.device == "cuda" else args.torch_dtype
+    chosen, why = projection.automatic(multiplied) if args.device == "cuda" else ("grouped", "")
+    args.auto = {"backend": chosen, "why": why}
+    if args.device == "cuda" and chosen != "triton":
+        print(f"WARNING: `auto` is {chosen} on this GPU, {why}", file=sys.stderr, flush=True)
     torch.manual_seed(0)
     return args
 
@@ -78,6 +85,60 @@ def take_turns(candidates: Dict[str, Callable[[], Any]], rounds: int, device: st
         for name, call in candidates.items():
             times[name].append(_clock(call, repeats[name], device))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+@cache
+def _say(text: str) -> None:
+    """Once."""
+    print(text, flush=True)
+
+
+def replayed(step: Callable[[], Any], device: str) -> Optional[Callable[[], Any]]:
+    """step as a CUDA graph: the device's time alone; None on a CPU, or where it waits for the host."""
+    if device != "cuda":
+        _say("no CUDA graphs on a CPU: every time here is eager, with the host's share in it")
+        return None
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(beside):
+            for _ in range(3):
+                step()
+            torch.cuda.set_sync_debug_mode("error")  # a capture that fails would leave the stream unusable
+            step()
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.current_stream().wait_stream(beside)
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as error:
+        _say(f"eager times where there is no CUDA graph: {error}")
+        return None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return graph.replay
+
+
+def replay_times(calls: Dict[str, Callable[[], Any]], rounds: int, device: str) -> Dict[str, float]:
+    """As `take_turns`, of the calls that can be replayed."""
+    graphs = {name: replayed(call, device) for name, call in calls.items()}
+    return take_turns({name: graph for name, graph in graphs.items() if graph}, rounds, device)
+
+
+def profile(step: Callable[[], Any], device: str) -> List[Dict[str, Any]]:
+    """The 25 kernels (on a CPU: operations) that take most of a step: name, count, microseconds."""
+    step()
+    kind = torch.profiler.ProfilerActivity.CUDA if device == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as found:
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    rows = [
+        {"name": event.key, "count": event.count, "microseconds": getattr(event, key)}
+        for event in found.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row["microseconds"])[:25]
 
 
 def gemm(device: str, dtype: torch.dtype) -> "tuple[Callable[[], Any], int]":
@@ -143,6 +204,8 @@ def report(name: str, args: argparse.Namespace, results: Dict[str, Any], figure:
         "dtype": args.dtype,
         "rounds": args.rounds,
         "seed": 0,
+        "auto": args.auto,
+        "commit": commit(),
         "versions": {**versions(), "platform": platform.platform(terse=True)},
         **results,
     }

@@ -4,19 +4,21 @@
 
 Every MoA size is measured against a dense attention (torch's SDPA) with the same multiply-accumulates.
 The sweep over E keeps K and D: the arithmetic stays, so the time should. On a GPU a step is also captured as
-a CUDA graph and replayed: then the device's time alone counts, not the host's that launches the kernels.
+a CUDA graph and replayed: then the device's time alone counts, not the host's that launches the kernels. The
+profile of a step of 8K32E128D says which kernels take it.
 """
 
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Dict
 
 import torch
 import torch.nn.functional as F
-from _bench import arguments, gemm, kept_bytes, peak_bytes, report, take_turns
+from _bench import arguments, gemm, kept_bytes, peak_bytes, profile, replay_times, report, take_turns
 from fairseq.modules import MultiheadAttention
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.kernels import compile_ahead
 
 C = 512
 SIZES = {
@@ -25,6 +27,7 @@ SIZES = {
     "8K32E256D": (8, 32, 256),
     "16K32E256D": (16, 32, 256),
 }
+PROFILED = "8K32E128D"
 EXPERTS = (8, 16, 32, 64)
 SHAPES = {"cpu": ((32, 64), (128, 16)), "cuda": ((32, 256), (512, 16))}
 SWEEP_SHAPE = (128, 64)  # 8,192 tokens
@@ -78,22 +81,14 @@ def candidate(module: nn.Module, shape: "tuple[int, int]", args: Any) -> Dict[st
     return {"forward": forward, "step": step, "module": module}
 
 
-def replayed(step: Callable[[], None]) -> Optional[Callable[[], None]]:
-    """step as a CUDA graph, or None where it cannot be captured."""
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    except RuntimeError as error:
-        print(f"no CUDA graph: {error}")
-        return None
-    return graph.replay
+def compile_size(args: Any, shape: "tuple[int, int]", size: "tuple[int, int, int]") -> None:
+    """The kernels of one mixture's step, for one of many processes."""
+    from moa_fairseq.kernels.triton import table
+
+    per_token, experts, dim = size
+    module = MixtureOfAttention(C, experts, per_token, dim, self_attention=True)
+    with table.compiling():
+        candidate(module, shape, args)["step"]()
 
 
 def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
@@ -112,9 +107,7 @@ def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
     times = take_turns({"gemm": product, **calls}, args.rounds, args.device)
     forwards = take_turns({name: entry["forward"] for name, entry in found.items()}, args.rounds, args.device)
     rate = product_macs / times.pop("gemm")
-    graphs = {name: replayed(call) for name, call in calls.items()} if args.device == "cuda" else {}
-    graphs = {name: graph for name, graph in graphs.items() if graph is not None}
-    replays = take_turns(graphs, args.rounds, args.device)
+    replays = replay_times(calls, args.rounds, args.device)
     rows = {}
     for name, entry in found.items():
         rows[name] = {
@@ -134,7 +127,9 @@ def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
             ours["replay_over_dense"] = ours["replay_seconds"] / dense["replay_seconds"] * per_mac
         ours["kept_over_dense"] = ours["kept_bytes"] / dense["kept_bytes"] * per_mac
         ours["peak_over_dense"] = ours["peak_bytes"] / dense["peak_bytes"] * per_mac
-    return {"T": shape[0], "B": shape[1], "gemm_macs_per_second": rate, "rows": rows}
+    found_profile = profile(calls[PROFILED], args.device)
+    sizes = {"T": shape[0], "B": shape[1], "gemm_macs_per_second": rate}
+    return {**sizes, "rows": rows, "profile": {PROFILED: found_profile}}
 
 
 def sweep_experts(args: Any, per_token: int, dim: int) -> Dict[str, float]:
@@ -181,14 +176,20 @@ def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], a
 
 def main() -> None:
     args = arguments(__doc__)
-    batches = []
-    for shape in (SMALL_SHAPE,) if args.miniature else SHAPES[args.device]:
+    shapes, batches = (SMALL_SHAPE,) if args.miniature else SHAPES[args.device], []
+    if args.auto["backend"] == "triton":
+        sweep = [(args, SWEEP_SHAPE, (k, experts, 128)) for k in (4, 8) for experts in EXPERTS]
+        sizes = [(args, shape, size) for shape in shapes for size in SIZES.values()]
+        compile_ahead.run(compile_size, [*sizes, *sweep])
+    for shape in shapes:
         batches.append(measure(args, shape))
         print(f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs")
         for name, row in batches[-1]["rows"].items():
             ratios = [row.get(key) for key in ("time_over_dense", "kept_over_dense", "peak_over_dense")]
             text = "".join("      -" if value is None else f"{value:7.2f}" for value in ratios)
             print(f"  {name:32s} {1000 * row['step_seconds']:8.1f} ms {row['gemm_share']:6.2f} {text}")
+        for row in batches[-1]["profile"][PROFILED][:10]:
+            print(f"  {PROFILED}: {row['microseconds']:8.0f} µs  {row['count']:3d} × {row['name'][:90]}")
     sweeps = {f"K = {k}, D = {d}": sweep_experts(args, k, d) for k, d in ((4, 128), (8, 128))}
     for label, times in sweeps.items():
         first = next(iter(times.values()))

@@ -4,20 +4,22 @@
 
 MoA's queries and outputs with one routing decision, forward + backward and forward alone (decoding), swept
 over tokens, E, K and D. 1.0 is the rate of one large GEMM on the device. "bmm" is torch.bmm of operands of
-the same sizes that are sorted already and shared out evenly: what no routing could beat.
+the same sizes that are sorted already and shared out evenly: what no routing could beat. On a GPU "seconds"
+are those of a CUDA graph that is replayed, the device's time alone, where a call can be captured;
+"eager_seconds" are those of the calls as they come, by which `auto` is compared.
 """
 
 from typing import Any, Callable, Dict, Iterator, Tuple
 
 import torch
-from _bench import arguments, gemm, report, take_turns
+from _bench import arguments, gemm, replay_times, report, take_turns
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import BACKENDS, resolve_backend
+from moa_fairseq.kernels import BACKENDS, compile_ahead, resolve_backend
 
 C = 512
 BASE = {
@@ -92,6 +94,15 @@ def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable
     return inference, step
 
 
+def compile_point(args: Any, point: Dict[str, int]) -> None:
+    """Triton's kernels of one point, for one of many processes."""
+    from moa_fairseq.kernels.triton import table
+
+    inference, step = candidate("triton", point, args)
+    with table.compiling():
+        inference(), step()
+
+
 def sorted_already(point: Dict[str, int], args: Any) -> "Tuple[Callable, Callable]":
     """As `candidate`: two torch.bmm of operands that need no routing."""
     tokens, experts, per_token, dim = (point[key] for key in ("tokens", "E", "K", "D"))
@@ -128,9 +139,13 @@ def measure(point: Dict[str, int], args: Any) -> Dict[str, Any]:
     times = take_turns(calls, args.rounds, args.device)
     rate = product_macs / times.pop("gemm")
     rows = {}
-    for name, seconds in times.items():
-        work = macs * (3 if name.endswith("step") else 1)
-        rows[name] = {"seconds": seconds, "gemm_share": work / seconds / rate}
+    del calls["gemm"]
+    replays = replay_times(calls, args.rounds, args.device)
+    for name, eager in times.items():
+        work, seconds = macs * (3 if name.endswith("step") else 1), replays.get(name, eager)
+        timed = "replay" if name in replays else "eager"
+        share = work / seconds / rate
+        rows[name] = {"seconds": seconds, "timed": timed, "eager_seconds": eager, "gemm_share": share}
     return {**point, "rows": rows, "auto_over_best": auto_over_best(times)}
 
 
@@ -172,6 +187,8 @@ def main() -> None:
     args = arguments(__doc__)
     results: Dict[str, Any] = {axis: [] for axis in SWEEPS[args.device]}
     worst = 0.0
+    if "triton" in backends(args.device):
+        compile_ahead.run(compile_point, [(args, point) for _, point in points(args)])
     for axis, point in points(args):
         found = measure(point, args)
         results[axis].append(found)

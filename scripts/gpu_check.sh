@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, most valuable first: do the kernels compute what they should, how fast
-# are layers and models, do the papers' comparisons hold at a small budget.
+# Everything that only a GPU can tell, most valuable first: are the kernels right, are they fast, do the papers'
+# comparisons hold at a small budget, how fast are whole models. The first 25 minutes tell most of it.
 #
 #   bash scripts/gpu_check.sh [--minutes N] [--device cuda|cpu] [--multi30k DIR] [--wikitext DIR] [--output DIR]
 #
-# Needs an environment in which moa_fairseq works (scripts/setup.sh; scripts/wheels.sh for a machine without
-# network). Each step takes at most nine minutes, writes its results as they come (benchmarks: results/benchmarks,
-# trainings: results/measured) and is skipped when it is done: run the same line again after an interruption, or
-# with more minutes. --multi30k: data/task1/raw of multi30k/dataset; --wikitext: WikiText-2 or -103 as raw text.
-# Without them the trainings on text are left out. --device cpu tries all of it in miniature, and writes to a
-# folder of its own.
+# Needs a Python with torch and what setup.sh installs: PYTHON, the active environment, .venv or python3, the
+# first that has them (a machine without network: scripts/wheels.sh). A step takes at most nine minutes and is not
+# begun in the last of --minutes: run the same line again, in calls as long as you like, and what is done is
+# skipped. All that matters lies in one folder (--output, runs/gpu_check-DEVICE): results, logs, the verdict on the
+# kernels and Triton's cache. Carry it to a machine of the same kind, and it goes on there; checkpoints
+# stay behind. --multi30k: data/task1/raw of multi30k/dataset; --wikitext: WikiText-2 or -103 as raw text. Without
+# them the trainings on text are left out. --device cpu tries all of it in miniature.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,109 +20,170 @@ while [ $# -gt 0 ]; do
     --minutes | --device | --multi30k | --wikitext | --output)
       [ $# -ge 2 ] || { echo "gpu_check.sh: error: $1 needs a value." >&2; exit 2; }
       declare "${1#--}=$2"; shift 2 ;;
-    --help | -h) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --help | -h) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "gpu_check.sh: error: unknown argument $1; see --help." >&2; exit 2 ;;
   esac
 done
 case $minutes in '' | *[!0-9]*) echo "gpu_check.sh: error: --minutes $minutes is no whole number." >&2; exit 2 ;; esac
+case $device in cuda | cpu) ;; *) echo "gpu_check.sh: error: --device $device: cuda or cpu." >&2; exit 2 ;; esac
 for folder in "$multi30k" "$wikitext"; do
   [ -z "$folder" ] || [ -d "$folder" ] || { echo "gpu_check.sh: error: $folder is no folder." >&2; exit 2; }
 done
+deadline=$((SECONDS + 60 * minutes)) longest=540
 
-python="${VIRTUAL_ENV:-$root/.venv}/bin/python"
-[ -x "$python" ] || python="$(command -v python3)"
+python=
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS=ignore
-"$python" - "$device" <<'EOF' || exit 2
-import sys, torch
-if sys.argv[1] == "cuda" and not torch.cuda.is_available():
-    sys.exit("gpu_check.sh: error: torch sees no GPU: check nvidia-smi and torch's CUDA build, or try --device cpu.")
-print("gpu_check.sh:", torch.cuda.get_device_name() if sys.argv[1] == "cuda" else "CPU, in miniature", "torch", torch.__version__)
-EOF
+for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$root/.venv/bin/python" python3 python; do
+  if [ -n "$candidate" ] && "$candidate" -c 'import torch, fairseq' >/dev/null 2>&1; then
+    python=$(command -v "$candidate")
+    break
+  fi
+done
+[ -n "$python" ] || { echo "gpu_check.sh: error: no Python here imports torch and fairseq: run scripts/setup.sh, or \
+name one with PYTHON=/path/to/python (without network: scripts/wheels.sh --help)." >&2; exit 2; }
+machine=$("$python" - "$device" <<'PROBE'
+import platform, subprocess, sys, torch
+try:
+    import triton
+except ImportError:
+    triton = None
+name, driver = platform.machine(), ""
+if sys.argv[1] == "cuda":
+    if not torch.cuda.is_available():
+        sys.exit("gpu_check.sh: error: torch sees no GPU: check nvidia-smi and torch's CUDA build, or try --device cpu.")
+    name, query = torch.cuda.get_device_name(), ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = ", driver " + subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        driver = ", driver unknown"
+print(f"{name}{driver}, torch {torch.__version__}, triton {triton and triton.__version__}")
+PROBE
+) || exit 2
+echo "gpu_check.sh: $machine, by $python$([ "$device" = cuda ] || echo ", in miniature")"
 
 output=${output:-$root/runs/gpu_check-$device}
-mkdir -p "$output/steps" && cd "$root" || exit 2
-deadline=$((SECONDS + 60 * minutes)) longest=540
-commit=$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)
-failed=() unfinished=()
+mkdir -p "$output/steps" "$output/measured" && output=$(cd "$output" && pwd) && cd "$root" || exit 2
+scratch=$root/runs/gpu_check-$device-checkpoints
+# the verdict of kernels.validate, and compiled kernels without what they were compiled from
+export XDG_CACHE_HOME=$output/cache TRITON_CACHE_DIR=$output/cache/triton TRITON_STORE_BINARY_ONLY=1
+# a copy of the files need not be a clone: what a step was done with is their text
+sources=$(find moa_fairseq benchmarks configs scripts tests/kernels -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum)
+stamp="${sources%% *}; $machine"
+failed=() unfinished=() names=() pids=() begun=
 
-# step NAME COMMAND...: run it unless it is done, within the time that is left.
-step() {
-  local name=$1 done="$output/steps/$1.done" log="$output/steps/$1.log" left=$((deadline - SECONDS)) status
-  shift
-  if [ "$(cat "$done" 2>/dev/null)" = "$commit" ]; then echo "$name: done before"; return; fi
-  if [ $left -le 0 ]; then echo "$name: no time left; run the same line again"; unfinished+=("$name"); return; fi
+# start NAME SECONDS COMMAND...: in the background, unless it is done or less than SECONDS are left in this call.
+start() {
+  local name=$1 needs=$2 log="$output/steps/$1.log" left=$((deadline - SECONDS))
+  shift 2
+  if [ "$(cat "$output/steps/$name.done" 2>/dev/null)" = "$stamp" ]; then echo "$name: done before"; return; fi
+  [ "$device" = cuda ] && [ -n "$begun" ] || needs=1
+  if [ $left -lt "$needs" ]; then echo "$name: no time left"; unfinished+=("$name"); return; fi
   echo "$name: $*"
-  timeout --signal=INT --kill-after=30 $((left < longest ? left : longest)) "$@" > "$log" 2>&1
-  status=$?
-  case $status in
-    0) echo "$commit" > "$done"; tail -n 3 "$log" | sed 's/^/  /' ;;
-    124 | 137) echo "  ran out of time; run the same line again (log: $log)"; unfinished+=("$name") ;;
-    *) echo "  FAILED with status $status (log: $log)"; tail -n 3 "$log" | sed 's/^/  /'; failed+=("$name") ;;
-  esac
+  begun=yes
+  timeout --kill-after=20 $((left < longest ? left : longest)) "$@" > "$log" 2>&1 &
+  pids+=($!) names+=("$name")
 }
 
-# train NAME CONFIG DATA SET...: one recipe at a small budget, recorded.
-train() {
-  local name=$1 config=$2 data=$3 keep=(--record "gpu_check_$1")
-  shift 3
-  [ "$device" = cuda ] || keep=(--gpus 0)
-  step "$name" "$python" -m moa_fairseq.cli recipe "configs/$config.yaml" --data "$data" \
-    --save-dir "$output/runs/$name" "${keep[@]}" $(printf -- '--set %s ' "$@")
+# finish: wait for what was started.
+finish() {
+  local i name log
+  for i in "${!pids[@]}"; do
+    name=${names[$i]} log="$output/steps/${names[$i]}.log"
+    wait "${pids[$i]}"
+    case $? in
+      0) echo "$stamp" > "$output/steps/$name.done"; tail -n 3 "$log" | sed 's/^/  /' ;;
+      124 | 137) echo "  $name ran out of time (log: $log)"; unfinished+=("$name") ;;
+      *) echo "  $name FAILED (log: $log)"; tail -n 3 "$log" | sed 's/^/  /'; failed+=("$name") ;;
+    esac
+  done
+  pids=() names=()
 }
+trap 'kill "${pids[@]}" 2>/dev/null; exit 130' INT TERM
 
-benchmark() { # benchmark NAME FLAG...
-  local name=$1
-  shift
-  step "benchmark-$name${2:+-$2}" "$python" "benchmarks/$name.py" --device "$device" "$@" "${miniature[@]}"
+step() { start "$@"; finish; }
+
+benchmark() { # benchmark SECONDS NAME FLAG...
+  local needs=$1 name=$2
+  shift 2
+  step "benchmark-$name${2:+-$2}" "$needs" "$python" "benchmarks/$name.py" --device "$device" "$@" \
+    --output "$output/benchmarks" "${miniature[@]}"
 }
 
 # updates FLAG: fairseq's own trainer on made-up sentences; its log holds tokens a second, memory and loss scale.
 updates() {
-  step "updates-${1#--}" "$python" -m fairseq_cli.train --user-dir "$root/moa_fairseq" --task dummy_mt \
+  step "updates-${1#--}" 60 "$python" -m fairseq_cli.train --user-dir "$root/moa_fairseq" --task dummy_mt \
     --dict-size 32760 --src-len 30 --tgt-len 30 --arch "moa_transformer_$size" --share-all-embeddings \
     --criterion label_smoothed_cross_entropy_with_routing --label-smoothing 0.1 --optimizer adam --lr 0.0005 \
     --max-tokens "$tokens" --max-update "$few" --no-save --disable-validation --num-workers 0 \
-    --log-interval 10 --log-format json --save-dir "$output/runs/updates" "$@"
+    --log-interval 10 --log-format json --save-dir "$scratch/updates" "$@"
+}
+
+# train NAME CONFIG DATA SET...: one recipe in the background; `gather` brings home what it left.
+train() {
+  local name=$1 config=$2 data=$3
+  shift 3
+  start "$name" 240 "$python" -m moa_fairseq.cli recipe "configs/$config.yaml" --data "$data" \
+    --save-dir "$scratch/$name" "${cpu[@]}" $(printf -- '--set %s ' "$@")
+}
+gather() {
+  local run file
+  finish
+  for run in "$scratch"/*/; do
+    run=$(basename "$run")
+    for file in "$scratch/$run"/result.json "$scratch/$run"/train.jsonl "$scratch/$run"/generate/*.hyp*; do
+      [ ! -f "$file" ] || { mkdir -p "$output/measured/$run" && cp "$file" "$output/measured/$run/"; }
+    done
+  done
 }
 
 if [ "$device" = cuda ]; then
-  miniature=() size=big tokens=4096 few=60 many=2000 precisions=(--bf16 --fp16 --amp)
+  miniature=() cpu=() size=big tokens=4096 few=60 many=4000 seeds='1 2 3'
+  checked=(--dtypes bfloat16 float16)
 else
-  miniature=(--miniature --rounds 1 --output "$output/benchmarks")
-  size=tiny tokens=256 few=3 many=3 precisions=("--amp --cpu")
+  miniature=(--miniature --rounds 1) cpu=(--gpus 0) size=tiny tokens=256 few=3 many=3 seeds=1 checked=()
 fi
+fixed=("train.max_update=$many" train.max_epoch=null train.flags.patience=null)
 
-# 1. What the kernels compute: every tile configuration; then the tests of the backends.
-step kernels-validate "$python" -m moa_fairseq.kernels.validate --device "$device"
-if [ "$device" = cuda ]; then step kernels-tests "$python" -m pytest -q -p no:cacheprovider tests/kernels; fi
-# 2. Attention and its parts.
-benchmark attention
-benchmark kernels
-benchmark sdpa
-# 3. Whole models beside fairseq's dense ones.
-benchmark training
-benchmark generation
-benchmark language_models
-if [ "$device" = cuda ]; then benchmark training --dtype float16; fi
-benchmark training --dtype amp
-for precision in "${precisions[@]}"; do updates $precision; done
-benchmark coordinate_descent
-# 4. What they learn.
+# 1. Right? Every tile configuration; `auto` takes the kernels in what follows because of it.
+step kernels-validate 30 "$python" -m moa_fairseq.kernels.validate --device "$device" "${checked[@]}"
+# 2. Fast? By replayed graphs; with the profile of one step.
+benchmark 90 attention
+benchmark 45 sdpa
+benchmark 120 kernels
+# 3. Does it hold? Fixed updates, side by side: small models leave most of a GPU to each other.
 if [ -n "$multi30k" ]; then
-  for model in transformer moa; do
-    train "multi30k-$model" "multi30k_ende_${model}_tiny" "$multi30k" \
-      "train.max_update=$many" average=null train.flags.warmup-updates=400
+  step multi30k-data 60 "$python" -m moa_fairseq.cli recipe configs/multi30k_ende_transformer_tiny.yaml \
+    --data "$multi30k" --save-dir "$scratch/multi30k-data" --stage prepare
+  for model in transformer_tiny moa_tiny moa_tiny_4k4e64d moa_tiny_release; do
+    for seed in $seeds; do
+      train "multi30k-$model-$seed" "multi30k_ende_$model" "$multi30k" "${fixed[@]}" "train.seed=$seed"
+    done
   done
+  gather
+fi
+# 4. Whole models beside fairseq's dense ones.
+benchmark 90 training
+benchmark 90 generation
+updates $([ "$device" = cuda ] && echo --bf16 || echo --amp --cpu)
+# 5. The rest.
+benchmark 120 language_models
+benchmark 90 training --dtype amp
+benchmark 90 coordinate_descent
+if [ "$device" = cuda ]; then
+  for precision in --fp16 --amp; do updates $precision; done
+  benchmark 90 training --dtype float16
+  step kernels-validate-float32 120 "$python" -m moa_fairseq.kernels.validate --dtypes float32
+  step kernels-tests 240 "$python" -m pytest -q -p no:cacheprovider tests/kernels
 fi
 if [ -n "$wikitext" ]; then
   for row in transformer moa_8k8e128d moa_8k8e256d moa_8k16e256d moa_8k32e256d moa_8k64e256d; do
     train "table2-$row" "wikitext103_mlm_$row" "$wikitext" \
-      "train.max_update=$many" train.max_epoch=null average=null train.flags.warmup-updates=200
+      "train.max_update=$((many / 2 + 1))" train.max_epoch=null average=null train.flags.warmup-updates=200
+    gather
   done
 fi
 
-[ "$device" = cuda ] && "$python" benchmarks/summary.py
-echo "results: $([ "$device" = cuda ] && echo "$root/results" || echo "$output/benchmarks"); logs: $output/steps"
+echo "results: $output ($(du -sh "$output" | cut -f1)): benchmarks, measured, steps (logs), cache"
 ls "$output/steps" | sed -n 's/\.done$//p' | sed 's/^/  done: /'
 [ ${#unfinished[@]} -eq 0 ] || echo "  not finished: ${unfinished[*]}; run the same line again"
 [ ${#failed[@]} -eq 0 ] || { echo "gpu_check.sh: failed: ${failed[*]}" >&2; exit 1; }

@@ -4,9 +4,9 @@
 #   bash scripts/setup.sh              in .venv of this project, or in the active virtual environment
 #   PYTHON=python3.12 bash scripts/setup.sh
 #
-# A torch that is already there is kept (a system-wide one is shared), else torch==2.13.0 is installed;
-# TORCH="torch==2.7.1" asks for another. A fairseq that is already there is kept too. Running it again
-# takes no time; after a change of the requirements it installs what is new.
+# A torch that is already there is kept (that of the Python it is made with is shared, in a virtual environment
+# too), else torch==2.13.0 is installed; TORCH="torch==2.7.1" asks for another. A fairseq that is already there
+# is kept too. Running it again takes no time; after a change of the requirements it installs what is new.
 set -euo pipefail
 
 [ "${1:-}" = "--help" ] && { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0; }
@@ -31,7 +31,10 @@ if [ -n "${VIRTUAL_ENV:-}" ]; then
 else
   venv=$root/.venv
 fi
-python=$venv/bin/python
+python=$venv/bin/python made=
+has() { (cd / && "$python" -c "import $1") 2>/dev/null; }
+# other scripts would take a .venv without torch for a finished one
+trap '[ -z "$made" ] || has torch || rm -rf "$venv"' EXIT
 stamp=$venv/.moa_fairseq_setup
 wanted=$(cat "$root/setup.py" "$root/scripts/requirements.txt" "$root/scripts/setup.sh" | cksum; echo "$root $torch_pin")
 if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/moa-fairseq" ]; then
@@ -43,12 +46,16 @@ if [ -n "${VIRTUAL_ENV:-}" ] && ! "$python" -m pip --version >/dev/null 2>&1; th
   "$python" -m ensurepip >/dev/null 2>&1 || fail "the active environment $venv has no pip: install pip into it, or deactivate it."
 elif ! "$python" -m pip --version >/dev/null 2>&1; then
   base=$(find_python)
-  share=
-  if "$base" -c 'import torch' 2>/dev/null; then share=--system-site-packages; fi
+  share=$(cd / && "$base" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null) || share=
   echo "setup.sh: making $venv with $base${share:+, sharing its torch}"
-  "$base" -m venv --clear $share "$venv" || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
+  made=yes
+  "$base" -m venv --clear ${share:+--system-site-packages} "$venv" \
+    || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
+  # what the base has of a virtual environment of its own, the new one does not see
+  if [ -n "$share" ] && ! has torch; then
+    echo "$share" > "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/shared_torch.pth"
+  fi
 fi
-has() { (cd / && "$python" -c "import $1") 2>/dev/null; }
 install() { "$python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 if has torch; then

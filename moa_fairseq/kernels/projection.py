@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
 BACKENDS = ("auto", "reference", "grouped", "triton")
+# The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
+_checked: Tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
 
 
 def resolve_backend(name: str) -> str:
@@ -40,13 +42,25 @@ def resolve_backend(name: str) -> str:
 @cache
 def _automatic() -> Tuple[str, str]:
     """(backend, why) of `auto` on this machine: Triton on a GPU where its kernels passed their checks."""
+    global _checked
     if not torch.cuda.is_available():
         return "grouped", ""
     reason = triton.why_not()
     if reason:
         return "grouped", f"not triton: {reason}"
     trusted, reason = validation.verdict()
-    return ("auto", f"triton: {reason}") if trusted else ("grouped", f"not triton: {reason}")
+    if not trusted:
+        return "grouped", f"not triton: {reason}"
+    _checked = tuple(getattr(torch, name) for name in trusted)
+    return "auto", f"triton for {', '.join(trusted)}: {reason}"
+
+
+def automatic(dtype: torch.dtype) -> Tuple[str, str]:
+    """("triton" or "grouped", why): what `auto` takes for experts of K < E in a dtype on this machine."""
+    chosen, reason = _automatic()
+    if chosen == "auto" and dtype not in _checked:
+        return "grouped", f"not triton: not checked in {dtype}; {validation.COMMAND} does"
+    return "triton" if chosen == "auto" else chosen, reason
 
 
 @cache
@@ -103,7 +117,8 @@ def project(
         gate = gate.reshape(-1)
     is_dense = order.in_order and fan.is_plain and fan.per_wide == order.num_experts
     is_dense = is_dense and (gate is None or not fan.into_experts)
-    may_use_triton = backend in ("auto", "triton") and triton.takes(rows, weight)
+    may_use_triton = backend == "triton" or (backend == "auto" and rows.dtype in _checked)
+    may_use_triton = may_use_triton and triton.takes(rows, weight)
     if (
         may_use_triton
         and not is_dense

@@ -1,11 +1,12 @@
 """Check every Triton kernel in every tile configuration against float64 here, and keep the outcome.
 
-    python -m moa_fairseq.kernels.validate [--repeats N] [--device cuda|cpu]
+    python -m moa_fairseq.kernels.validate [--dtypes NAME...] [--repeats N] [--device cuda|cpu]
 
-`--expert-backend auto` takes the Triton kernels on a GPU where this has passed. Each case is computed by
-torch in float64, by torch in its own dtype (which shows the error to expect), and N times by the kernels:
-their results must be as good, and bitwise the same each time. On the CPU a few small cases run under Triton's
-interpreter. Exits with 1 if anything fails.
+`--expert-backend auto` takes the Triton kernels on a GPU in the dtypes for which this has passed. Each case
+is computed by torch in float64, by torch in its own dtype (which shows the error to expect), and N times by
+the kernels: their results must be as good, and bitwise the same each time. All cores compile a dtype's
+kernels first. The outcome is written as it comes: what was stopped goes on where it was. On the CPU a few
+small cases run under Triton's interpreter. Exits with 1 if anything fails.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import torch
 from torch import Tensor
 
-from moa_fairseq.kernels import SlotOrder, project, routing, triton, validation
+from moa_fairseq.kernels import SlotOrder, compile_ahead, project, routing, triton, validation
 
 # N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
 Shape = Tuple[int, int, int, int, int, int, float]
@@ -43,14 +44,24 @@ _SMALL: Dict[str, Shape] = {
 }
 
 
-def _configurations(sample: Tensor) -> Iterator[Dict[Any, Any]]:
-    """What to force: first nothing, then each configuration of each tuned kernel that fits the device."""
-    from moa_fairseq.kernels.triton import kernels, tuning, weight_grad
+def _configurations(sample: Tensor, tunes: bool) -> Iterator[Tuple[str, Dict[Any, Any]]]:
+    """(label, what to force): each configuration of each tuned kernel that fits the device.
 
-    yield {}
-    for kernel in (kernels.product_kernel, kernels.gate_kernel, weight_grad.outer_kernel):
-        for config in tuning.fitting(getattr(kernel, "configs", []), sample):
-            yield {kernel: config}
+    The other kernels have their first one meanwhile, so that no time goes into timing. tunes: begin with what
+    the autotuner chooses.
+    """
+    from moa_fairseq.kernels.triton import kernels, launch, tuning, weight_grad
+
+    tuned = (kernels.product_kernel, kernels.gate_kernel, weight_grad.outer_kernel)
+    offered = {
+        k: tuning.fitting(getattr(k, "configs", []), sample, launch.may_use_tf32(sample)) for k in tuned
+    }
+    first = {kernel: configs[0] for kernel, configs in offered.items() if configs}
+    if tunes or not first:
+        yield "tuned", {}
+    for kernel, configs in offered.items():
+        for config in configs:
+            yield str(config), {**first, kernel: config}
 
 
 def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
@@ -110,35 +121,43 @@ def complaints(fast: Dict[str, Tensor], plain: Dict[str, Tensor], exact: Dict[st
     return found
 
 
-def _check_products(device: str, repeats: int) -> Iterator[Tuple[str, List[str]]]:
-    """(case, what is wrong with it) of each dtype, shape, use and configuration."""
+def _check_products(
+    dtype: torch.dtype, name: str, use: str, device: str, repeats: int
+) -> Iterator[Tuple[str, List[str]]]:
+    """(case, what is wrong with it) of each configuration."""
     from moa_fairseq.kernels.triton import table
 
-    dtypes = [torch.bfloat16, torch.float16, torch.float32] if device == "cuda" else [torch.float32]
-    shapes = _SHAPES if device == "cuda" else _SMALL
-    for dtype, (name, shape), use in itertools.product(dtypes, shapes.items(), _USES):
-        inputs = _inputs(shape, use, dtype, device)
-        if not triton.takes(inputs[0]["rows"].to(dtype), inputs[0]["weight"].to(dtype)):
-            continue
-        exact = _run(shape, use, inputs, torch.float64, "reference")
-        plain = _run(shape, use, inputs, dtype, "reference")
-        for forced in _configurations(inputs[0]["rows"].to(dtype)):
+    shape = (_SHAPES if device == "cuda" else _SMALL)[name]
+    inputs = _inputs(shape, use, dtype, device)
+    exact = _run(shape, use, inputs, torch.float64, "reference")
+    plain = _run(shape, use, inputs, dtype, "reference")
+    for label, forced in _configurations(inputs[0]["rows"].to(dtype), name == "a layer"):
+        table.forced.update(forced)
+        try:
+            first = _run(shape, use, inputs, dtype, "triton")
+            wrong = complaints(first, plain, exact)
+            for _ in range(repeats - 1):
+                again = _run(shape, use, inputs, dtype, "triton")
+                if not all(torch.equal(first[key], again[key]) for key in first):
+                    wrong.append("not the same each time")
+                    break
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        finally:
             table.forced.clear()
-            table.forced.update(forced)
-            label = ", ".join(str(config) for config in forced.values()) or "tuned"
-            try:
-                first = _run(shape, use, inputs, dtype, "triton")
-                wrong = complaints(first, plain, exact)
-                for _ in range(repeats - 1):
-                    again = _run(shape, use, inputs, dtype, "triton")
-                    if not all(torch.equal(first[key], again[key]) for key in first):
-                        wrong.append("not the same each time")
-                        break
-            except Exception as error:
-                wrong = [f"{type(error).__name__}: {error}"]
-            finally:
-                table.forced.clear()
-            yield f"{use}, {name}, {dtype}, {label}", wrong
+        yield f"{use}, {name}, {dtype}, {label}", wrong
+
+
+def compile_case(dtype: torch.dtype, name: str, use: str, device: str) -> None:
+    """Compile what `_check_products` will run, in every configuration."""
+    from moa_fairseq.kernels.triton import launch, table, tuning
+
+    shape = (_SHAPES if device == "cuda" else _SMALL)[name]
+    inputs = _inputs(shape, use, dtype, device)
+    sample = inputs[0]["rows"].to(dtype)
+    tf32 = launch.may_use_tf32(sample)
+    with table.compiling(lambda kernel, arguments: tuning.fitting(kernel.configs, sample, tf32)):
+        _run(shape, use, inputs, dtype, "triton")
 
 
 def _check_routing(device: str) -> Iterator[Tuple[str, List[str]]]:
@@ -178,10 +197,54 @@ def _check_routing(device: str) -> Iterator[Tuple[str, List[str]]]:
         yield f"routing {tokens} tokens to {per_token} of {experts} experts", wrong
 
 
+def _check(dtypes: List[str], device: str, repeats: int) -> validation.Outcome:
+    """Go through all cases that are not known to have passed; what is known is written after each group."""
+    outcome, _ = validation.read()
+    if outcome.failed:  # once more
+        passed = {group: n for group, n in outcome.groups.items() if group not in outcome.failed}
+        outcome = validation.Outcome(groups=passed)
+    shapes = _SHAPES if device == "cuda" else _SMALL
+
+    def note(group: str, cases: Iterator[Tuple[str, List[str]]]) -> None:
+        checked = 0
+        for case, wrong in cases:
+            checked += 1
+            if wrong:
+                outcome.failed.setdefault(group, []).append(f"{case}: {'; '.join(wrong)}")
+                print(f"FAILED {outcome.failed[group][-1]}", flush=True)
+        outcome.groups[group] = checked
+        validation.write(outcome)
+
+    if "routing" not in outcome.groups:
+        note("routing", _check_routing(device))
+    for text in dtypes:
+        dtype = getattr(torch, text)
+        sample = torch.empty(1, device=device, dtype=dtype)
+        if not triton.takes(sample, sample):
+            print(f"{text}: the kernels do not take it here", flush=True)
+            continue
+        groups = {
+            f"{text}, {n}, {use}": (dtype, n, use, device) for n, use in itertools.product(shapes, _USES)
+        }
+        groups = {group: case for group, case in groups.items() if group not in outcome.groups}
+        if groups and device == "cuda":
+            compile_ahead.run(compile_case, list(groups.values()))
+        for group, case in groups.items():
+            note(group, _check_products(*case, repeats))
+        if text not in outcome.dtypes:
+            outcome.dtypes.append(text)
+            validation.write(outcome)
+        print(f"{text}: done, {sum(outcome.groups.values())} cases so far", flush=True)
+    return outcome
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=validation.DTYPES, help="default: all (on the CPU: float32)"
     )
     parser.add_argument("--repeats", type=int, help="how often each case is computed (GPU: 20)")
     args = parser.parse_args()
@@ -191,14 +254,10 @@ def main() -> None:
     reason = triton.why_not()
     if reason:
         sys.exit(f"The Triton kernels cannot run here: {reason}.")
-    repeats = args.repeats or (20 if args.device == "cuda" else 1)
-    failed, checked = [], 0
-    for case, wrong in itertools.chain(_check_routing(args.device), _check_products(args.device, repeats)):
-        checked += 1
-        if wrong:
-            failed.append(f"{case}: {'; '.join(wrong)}")
-            print(f"FAILED {failed[-1]}", flush=True)
-    print(f"{checked} cases, {len(failed)} failed; wrote {validation.write(checked, failed)}")
+    dtypes = args.dtypes or (list(validation.DTYPES) if args.device == "cuda" else ["float32"])
+    outcome = _check(dtypes, args.device, args.repeats or (20 if args.device == "cuda" else 1))
+    checked, failed = sum(outcome.groups.values()), sum(map(len, outcome.failed.values()))
+    print(f"{checked} cases, {failed} failed, {', '.join(outcome.dtypes)}; see {validation.path()}")
     sys.exit(bool(failed))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 import subprocess
 from pathlib import Path
 from typing import Any, Dict, Optional
@@ -116,7 +117,10 @@ def versions() -> Dict[str, Optional[str]]:
 
 
 def commit() -> Optional[str]:
-    """The commit of the source tree that runs, with -dirty for uncommitted changes; None outside of git."""
+    """The commit of the source tree that runs, with -dirty for uncommitted changes.
+
+    Outside of git it is what $MOA_FAIRSEQ_COMMIT says of the copy, else None.
+    """
     here = Path(__file__).resolve().parent
     try:
         head, status = (
@@ -126,7 +130,7 @@ def commit() -> Optional[str]:
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
 
 

@@ -5,8 +5,10 @@ Triton decides when it loads whether it compiles or interprets, so both run in p
 
 import json
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import SlotOrder, projection, resolve_backend, validate, validation
+from moa_fairseq.kernels import SlotOrder, projection, resolve_backend
 from moa_fairseq.kernels import triton as backend
 
 HERE = Path(__file__).parent
@@ -29,10 +31,38 @@ def python(*arguments, **environment):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
+def compile_side_by_side(checks, processes, **environment):
+    """As many processes as that run a share of the checks each; → the names of the tests of each."""
+    command = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=no", checks)
+    with ThreadPoolExecutor(processes) as pool:
+        shares = [f"{i}/{processes}" for i in range(processes)]
+        done = pool.map(lambda i: python(*command, MOA_FAIRSEQ_COMPILE=i, **environment), shares)
+        return [re.findall(r"::(\S+) ", each.stdout) for each in done]
+
+
+def test_processes_share_the_checks_and_compile_what_tuning_may_time(tmp_path):
+    checks = tmp_path / "test_share.py"
+    checks.write_text("""
+import pytest
+from moa_fairseq.kernels.triton import table
+@pytest.mark.parametrize("number", range(5))
+def test_one(number):
+    assert table._ahead is table.timed
+""")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
+    shares = compile_side_by_side(checks, 2)
+    assert [len(share) for share in shares] == [3, 2] and not set(shares[0]) & set(shares[1])
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", checks, MOA_FAIRSEQ_COMPILE="0/1")
+    assert "5 passed" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("checks", ["triton_checks.py", "triton_routing_checks.py"])
 def test_equals_the_reference_on_the_gpu_or_under_the_interpreter(checks):
     pytest.importorskip("triton", reason="Triton is not installed")
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    if torch.cuda.is_available():
+        compile_side_by_side(HERE / checks, os.cpu_count())
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / checks, "--tb=short", **interpreted)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
@@ -75,6 +105,14 @@ def test_no_configuration_of_hopper_has_a_hazard_of_its_pipeline(tmp_path):
     lines = compiled(tmp_path, "90", *options, "--kernels", *kinds)
     assert {line["kernel"] for line in lines} == set(kinds) and len(lines) > 20
     assert all(line["hazards"] == [0, 0] for line in lines)
+
+
+def test_float32_without_tf32_has_one_configuration_that_fits_the_registers(tmp_path):
+    options = ("--all-configs", "--dtypes", "fp32", "--sizes", "512 × 128")
+    kinds = ("outputs", "gate of outputs", "outer")
+    lines = compiled(tmp_path, "90", *options, "--kernels", *kinds)
+    assert sorted(line["kernel"] for line in lines) == sorted(kinds)
+    assert {line["stack"] for line in lines} <= {0, None}, "registers are spilled"
 
 
 @pytest.mark.parametrize("pendings, found", [(1, "(1, 0)"), (0, "(0, 0)")])
@@ -161,43 +199,6 @@ print(order.tolist(), offsets.tolist())
     assert done.stdout.split("\n")[0] == "[1, 2, 0, 3] [1, 2, 4]", done.stderr[-2000:]
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch, tmp_path):
-    """A machine with a GPU that Triton serves, and an empty cache folder; the kernels are never run."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU / 80 GB")
-    monkeypatch.setattr(backend, "why_not", lambda: "")
-    caches = (validation.machine, projection._automatic, projection._announce)
-    for function in caches:
-        function.cache_clear()
-    yield tmp_path
-    for function in caches:
-        function.cache_clear()
-
-
-def automatic():
-    projection._automatic.cache_clear()
-    return projection._automatic()
-
-
-def test_auto_takes_triton_only_where_it_was_checked(on_a_gpu, caplog):
-    chosen, reason = automatic()
-    assert chosen == "grouped" and "python -m moa_fairseq.kernels.validate" in reason
-    written = validation.write(7, [])
-    assert written.parent == on_a_gpu / "moa_fairseq" and "A_GPU___80_GB" in written.name
-    with caplog.at_level("INFO"):
-        projection._automatic.cache_clear()
-        assert resolve_backend("auto") == "auto"
-    assert "expert backend: triton" in caplog.text and "7 checks passed" in caplog.text
-    validation.write(7, ["MoA queries: weight is off"])
-    assert automatic()[0] == "grouped" and "1 of 7 checks failed" in automatic()[1]
-    for broken in ("{", "[]", json.dumps({**json.loads(written.read_text()), "triton": "0.0"})):
-        written.write_text(broken)
-        assert automatic()[0] == "grouped", broken
-
-
 def test_auto_takes_no_triton_for_few_tokens(monkeypatch):
     """A step of generation: every expert in one product, nothing sorted."""
     monkeypatch.setattr(backend, "takes", lambda *_: True)
@@ -207,20 +208,3 @@ def test_auto_takes_no_triton_for_few_tokens(monkeypatch):
     fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
     out = projection.project(torch.ones(2, 8), order, torch.ones(3, 4, 8), **fan, backend="auto")
     assert (out == 8).all()
-
-
-def test_the_check_of_a_machine_runs_in_miniature(tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    done = python("-m", "moa_fairseq.kernels.validate", "--device", "cpu", XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (written,) = (tmp_path / "moa_fairseq").iterdir()
-    found = json.loads(written.read_text())
-    assert found["checked"] >= 10 and found["failed"] == [] and "interpreted" in found["gpu"]
-
-
-def test_what_is_not_as_good_as_torch_is_complained_about():
-    exact = {"output": torch.ones(3, dtype=torch.float64)}
-    good, bad = {"output": torch.ones(3)}, {"output": torch.tensor([1.0, 1.0, 1.01])}
-    assert validate.complaints(good, good, exact) == []
-    for wrong in (bad["output"], torch.tensor([1.0, 1.0, float("nan")])):
-        assert "output is off" in validate.complaints({"output": wrong}, good, exact)[0]

@@ -31,7 +31,7 @@ def on(tensor: Tensor) -> ContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def _tf32(tensor: Tensor) -> bool:
+def may_use_tf32(tensor: Tensor) -> bool:
     """Whether a float32 product may use TF32: what the user allows torch's own matmuls."""
     if tensor.dtype != torch.float32 or not tensor.is_cuda:
         return False
@@ -106,7 +106,7 @@ def products(
         INTO_EXPERTS=into_experts,
         EXPERT_DIM=expert_dim,
         MODEL_DIM=model_dim,
-        TF32=_tf32(rows),
+        TF32=may_use_tf32(rows),
         **_routing(order, offsets),
     )
     with on(rows):
@@ -185,7 +185,7 @@ def gate_grads(
             PER_NARROW=per_narrow,
             EXPERT_DIM=expert_dim,
             MODEL_DIM=model_dim,
-            TF32=_tf32(wide),
+            TF32=may_use_tf32(wide),
             **_routing(order, offsets),
         )
         if adds_products and per_narrow > 1:
@@ -260,7 +260,7 @@ def outer(
             PER_RIGHT=per_right,
             EXPERT_DIM=expert_dim,
             MODEL_DIM=model_dim,
-            TF32=_tf32(left),
+            TF32=may_use_tf32(left),
             **_routing(order, offsets),
         )
         if parts:

@@ -5,8 +5,9 @@ times what a plain launch does, and a layer is a row of short kernels. So it is 
 launch, and from then on its choice is passed to the kernel itself.
 """
 
+import contextlib
 import threading
-from typing import Any, Callable, Dict, Hashable, List, Tuple, Union
+from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Tuple, Union
 
 from torch import Tensor
 
@@ -18,6 +19,28 @@ _tuning = threading.RLock()
 _chosen: Dict[Hashable, Dict[str, Any]] = {}
 # kernel → a configuration to take instead of the tuned one; for checks of all of them
 forced: Dict[Any, Any] = {}
+# (kernel, arguments) → the configurations to compile before a launch, which then takes the first of them
+_ahead: Optional[Callable[[Any, Dict[str, Any]], List[Any]]] = None
+
+
+def timed(kernel: Any, arguments: Dict[str, Any]) -> List[Any]:
+    """The configurations that the autotuner would time for a launch."""
+    found: List[Any] = kernel.early_config_prune(kernel.configs, arguments)
+    return found
+
+
+@contextlib.contextmanager
+def compiling(configurations: Callable[[Any, Dict[str, Any]], List[Any]] = timed) -> Iterator[None]:
+    """Inside, a launch of a tuned kernel compiles all of `configurations` for it, times none, and runs one.
+
+    Triton's cache on disk keeps them for other processes: `compile_ahead` has many do this side by side.
+    """
+    global _ahead
+    _ahead = configurations
+    try:
+        yield
+    finally:
+        _ahead = None
 
 
 def options(config: Any) -> Dict[str, Any]:
@@ -45,6 +68,12 @@ def start(kernel: Any, grid: Grid, **arguments: Any) -> None:
     """Run a kernel; a tuned one is timed at the first launch of its kind."""
     if not hasattr(kernel, "configs"):
         kernel[grid](**arguments)
+        return
+    if _ahead is not None:
+        configs = _ahead(kernel, arguments)
+        for config in configs:
+            kernel.fn.warmup(grid=grid, **arguments, **options(config))
+        kernel.fn[grid](**arguments, **options(configs[0]))
         return
     if kernel in forced:
         kernel.fn[grid](**arguments, **options(forced[kernel]))

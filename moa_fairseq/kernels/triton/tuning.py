@@ -120,13 +120,19 @@ def shared_bytes(config: triton.Config, element_size: int) -> int:
     return in_flight * (elements * element_size + _SLACK)
 
 
-def fitting(configs: List[triton.Config], sample: torch.Tensor) -> List[triton.Config]:
-    """Those whose tiles have room on the device of `sample`; the smallest if none has."""
+def fitting(configs: List[triton.Config], sample: torch.Tensor, tf32: bool) -> List[triton.Config]:
+    """Those whose tiles have room on the device of `sample`; the smallest if none has.
+
+    The smallest alone for float32 without TF32: there are no matrix instructions for it, so that larger tiles
+    need more registers than there are (up to 13 KB a thread were spilled) and take the longest to compile.
+    """
     if not configs:
         return []
     limit, size = _limit_of(sample.device), sample.element_size()
-    kept = [config for config in configs if shared_bytes(config, size) <= limit]
-    return kept or [min(configs, key=lambda config: shared_bytes(config, size))]
+    smallest = min(configs, key=lambda config: shared_bytes(config, size))
+    if size == 4 and not tf32:
+        return [smallest]
+    return [config for config in configs if shared_bytes(config, size) <= limit] or [smallest]
 
 
 def _not_above(configs: List[triton.Config], name: str, size: int) -> List[triton.Config]:
@@ -139,7 +145,7 @@ def _not_above(configs: List[triton.Config], name: str, size: int) -> List[trito
 def prune_rows(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:
     """What is worth timing for rows: tiles as high as the experts have rows, no wider than the product."""
     known = {**named, **meta}
-    configs = fitting(configs, known["rows"])
+    configs = fitting(configs, known["rows"], known["TF32"])
     height = known["rows_per_expert"]
     suited = [config for config in configs if height // 2 <= config.kwargs["BLOCK_M"] <= height]
     return _not_above(suited or configs, "BLOCK_N", known.get("OUTER") or known["EXPERT_DIM"])
@@ -148,7 +154,9 @@ def prune_rows(configs: List[triton.Config], named: Dict[str, Any], **meta: Any)
 def prune_outer(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:
     """What is worth timing for weight gradients: tiles no larger than the weight."""
     known = {**named, **meta}
-    configs = _not_above(fitting(configs, known["left"]), "BLOCK_D", known.get("EXPERT_DIM", 128))
+    configs = _not_above(
+        fitting(configs, known["left"], known["TF32"]), "BLOCK_D", known.get("EXPERT_DIM", 128)
+    )
     return _not_above(configs, "BLOCK_C", known.get("MODEL_DIM", 128))
 
 

@@ -1,0 +1,24 @@
+"""Compile kernels in many processes at once, for what would else wait for one after the other."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Callable, Sequence, Tuple
+
+
+def run(build: Callable[..., None], cases: Sequence[Tuple[Any, ...]], processes: int = 0) -> None:
+    """Call `build(*case)` for each case, in as many processes as there are cores unless `processes` says.
+
+    `build` is a module's function; it runs the kernels under `triton.table.compiling`, and all that stays is
+    Triton's cache on disk. A case that fails is named and left to whoever needs the kernels.
+    """
+    start, processes = time.perf_counter(), min(processes or os.cpu_count() or 1, len(cases))
+    if not cases:
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        for case, future in [(case, pool.submit(build, *case)) for case in cases]:
+            if error := future.exception():
+                print(f"not compiled ahead: {case}: {type(error).__name__}: {error}", flush=True)
+    seconds = time.perf_counter() - start
+    print(f"compiled {len(cases)} cases in {seconds:.0f} s, {processes} processes", flush=True)

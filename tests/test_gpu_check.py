@@ -1,0 +1,151 @@
+"""gpu_check.sh, setup.sh and wheels.sh: with stand-ins, which Python is taken and what is done again."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# A python that imports torch and fairseq on request, says its machine, and notes what it was asked to run.
+STAND_IN = """#!/usr/bin/env bash
+case "$1" in
+  -c) [ "$IMPORTS_IN" = all ] || [ "$IMPORTS_IN" = "$(basename "$(dirname "$0")")" ] ;;
+  -) echo "${MACHINE:-a GPU, driver 1}" ;;
+  *) echo "$TRITON_CACHE_DIR|$XDG_CACHE_HOME|$*" >> "$NOTES"; [[ "$*" != *"${BREAKS:-nothing}"* ]] ;;
+esac
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    """check(FLAG...) runs a copy of gpu_check.sh; returns (the process, the commands that its Python ran)."""
+    (tmp_path / "project" / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "gpu_check.sh", tmp_path / "project" / "scripts")
+    for name in ("moa_fairseq", "benchmarks", "configs", "tests/kernels"):
+        (tmp_path / "project" / name).mkdir(parents=True)
+    (tmp_path / "project" / "benchmarks" / "attention.py").write_text("one")
+    for python in ("project/.venv/bin/python", "path/python3", "path/python"):
+        (tmp_path / python).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / python).write_text(STAND_IN)
+        (tmp_path / python).chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHON")}
+    kept["PATH"] = f"{tmp_path / 'path'}{os.pathsep}{kept['PATH']}"
+
+    def run(*flags, **environment):
+        notes = tmp_path / "notes"
+        notes.write_text("")
+        command = ["bash", str(tmp_path / "project/scripts/gpu_check.sh"), *map(str, flags)]
+        environment = {"IMPORTS_IN": "all", "NOTES": str(notes), **environment}
+        done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True)
+        return done, notes.read_text().splitlines()
+
+    return run
+
+
+def test_a_python_without_torch_is_passed_over(check, tmp_path):
+    """A .venv that was left half made, say."""
+    done, _ = check("--minutes", 0, IMPORTS_IN="path")
+    assert f"by {tmp_path}/path/python3" in done.stdout
+    assert f"by {tmp_path}/project/.venv/bin/python" in check("--minutes", 0)[0].stdout
+    done, _ = check("--minutes", 0, IMPORTS_IN="none")
+    assert done.returncode == 2 and "no Python here imports torch and fairseq" in done.stderr
+
+
+def test_the_order_and_the_one_folder(check, tmp_path):
+    """Right, fast, holding, whole models; results, verdict and caches beside each other."""
+    done, notes = check("--multi30k", tmp_path, "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    caches, commands = {note.rsplit("|", 1)[0] for note in notes}, [note.rsplit("|", 1)[1] for note in notes]
+    assert caches == {f"{tmp_path}/out/cache/triton|{tmp_path}/out/cache"}
+    marks = (
+        "kernels.validate --device cuda --dtypes bfloat16 float16",
+        "attention.py",
+        "sdpa.py",
+        "/kernels.py",
+    )
+    marks += ("--stage prepare", "train.seed=3", "/training.py", "generation.py", "dtypes float32")
+    places = [next(i for i, command in enumerate(commands) if mark in command) for mark in marks]
+    assert places == sorted(places)
+    benchmarks = [command for command in commands if command.startswith("benchmarks/")]
+    assert all(f"--output {tmp_path}/out/benchmarks" in command for command in benchmarks)
+    trainings = [command for command in commands if "train.max_update=4000" in command]
+    assert len(trainings) == 12 and len({re.search(r"--save-dir (\S+)", each)[1] for each in trainings}) == 12
+    assert f"{tmp_path}/out" not in "".join(trainings), "checkpoints lie in the folder that is carried"
+
+
+def test_what_is_done_is_done_for_this_machine_and_these_sources(check, tmp_path):
+    done, first = check()
+    assert done.returncode == 0 and len(first) > 10
+    assert check()[1] == []
+    assert len(check(MACHINE="a GPU, driver 2")[1]) == len(first)
+    (tmp_path / "project" / "benchmarks" / "attention.py").write_text("two")
+    assert len(check(MACHINE="a GPU, driver 2")[1]) == len(first)
+
+
+def test_what_failed_or_had_no_time_is_done_next_time(check):
+    done, notes = check("--minutes", 0)
+    assert notes == [] and "not finished: kernels-validate" in done.stdout
+    done, first = check(BREAKS="benchmarks/sdpa.py")
+    assert done.returncode == 1 and "failed: benchmark-sdpa" in done.stderr
+    done, again = check()
+    assert done.returncode == 0 and len(first) > 10 and len(again) == 1 and "sdpa.py" in again[0]
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """setup() runs a copy of setup.sh without network; the first Python is that of an environment."""
+    project = tmp_path / "project"
+    (project / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", project / "scripts")
+    (project / "scripts" / "requirements.txt").write_text("")
+    entry = "entry_points={'console_scripts': ['moa-fairseq = moa_fairseq:main']}"
+    (project / "setup.py").write_text(
+        f"from setuptools import setup\nsetup(name='moa', packages=[], {entry})\n"
+    )
+    (project / "moa_fairseq").mkdir()
+    (project / "moa_fairseq" / "__init__.py").write_text("")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "base"], check=True)
+
+    def run():
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VIRTUAL", "PIP"))
+        }
+        kept |= {"PATH": f"{tmp_path / 'base' / 'bin'}{os.pathsep}{kept['PATH']}", "PIP_NO_INDEX": "1"}
+        kept["PIP_CONFIG_FILE"] = os.devnull
+        command = ["bash", str(project / "scripts" / "setup.sh")]
+        return subprocess.run(command, env=kept, capture_output=True, text=True)
+
+    return run
+
+
+def test_the_torch_of_a_virtual_environment_is_shared(setup, tmp_path):
+    """An environment made from an environment sees the system's packages, not that one's."""
+    (site,) = (tmp_path / "base").glob("lib/python*/site-packages")
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text("__version__ = '2.11.0+cu130'")
+    done = setup()
+    assert "keeping torch 2.11.0+cu130" in done.stdout, done.stdout + done.stderr
+    python = tmp_path / "project" / ".venv" / "bin" / "python"
+    assert subprocess.run([python, "-c", "import torch"], cwd=tmp_path).returncode == 0
+
+
+def test_no_environment_without_torch_is_left_behind(setup, tmp_path):
+    done = setup()
+    assert done.returncode == 1 and "could not install torch" in done.stderr
+    assert not (tmp_path / "project" / ".venv").exists()
+
+
+def test_the_subset_names_what_is_pinned():
+    """Each of the twelve, with its hashes, is found where wheels.sh looks for it."""
+    script = (ROOT / "scripts" / "wheels.sh").read_text(encoding="utf-8")
+    names = re.search(r"for name in (.*?); do", script, re.S)[1].replace("\\\n", " ").split()
+    pinned = (ROOT / "scripts" / "requirements.txt").read_text(encoding="utf-8")
+    assert len(names) == 12
+    for name in names:
+        assert re.search(rf"^{re.escape(name)}==\S+ \\\n +--hash=sha256:", pinned, re.M), name
