@@ -18,6 +18,7 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moa_fairseq.attention import core
 from moa_fairseq.kernels import projection, reference
 
 aten = torch.ops.aten
@@ -162,6 +163,14 @@ def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
             generator.generate(models, batches[0])
         counts.append({p: n for p, n in places.items() if not p.startswith(("sequence_gen", "search"))})
     assert counts[0] == counts[1]
+
+
+def test_whether_padding_is_on_the_right_is_asked_once_for_each_mask():
+    """On a GPU alone, for the flash kernels' causal flag: the CPU's updates above do not ask."""
+    mask = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
+    with host_waits() as places:
+        assert core.is_right_padded(mask) and core.is_right_padded(mask)
+    assert places.total() == 1, listed(places)
 
 
 def test_the_counter_sees_what_a_gpu_would_wait_for():

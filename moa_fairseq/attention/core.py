@@ -203,6 +203,6 @@ def is_right_padded(key_padding_mask: Tensor) -> bool:
         return False
     if not hasattr(key_padding_mask, _RIGHT_PADDED):
         padding = key_padding_mask.to(torch.bool)
-        known = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
-        setattr(key_padding_mask, _RIGHT_PADDED, known and not bool(padding[:, :1].any()))
+        other = (padding[:, :-1] & ~padding[:, 1:]).any() | padding[:, :1].any()
+        setattr(key_padding_mask, _RIGHT_PADDED, not bool(other))
     return bool(getattr(key_padding_mask, _RIGHT_PADDED))
