@@ -130,7 +130,7 @@ gather() {
   finish
   for run in "$scratch"/*/; do
     run=$(basename "$run")
-    for file in "$scratch/$run"/result.json "$scratch/$run"/train.jsonl "$scratch/$run"/generate/*.hyp*; do
+    for file in "$scratch/$run"/result.json "$scratch/$run"/train.jsonl "$scratch/$run"/generate-*.txt; do
       [ ! -f "$file" ] || { mkdir -p "$output/measured/$run" && cp "$file" "$output/measured/$run/"; }
     done
   done

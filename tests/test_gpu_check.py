@@ -57,6 +57,10 @@ def test_a_python_without_torch_is_passed_over(check, tmp_path):
 
 def test_the_order_and_the_one_folder(check, tmp_path):
     """Right, fast, holding, whole models; results, verdict and caches beside each other."""
+    left = tmp_path / "project" / "runs" / "gpu_check-cuda-checkpoints" / "multi30k-moa_tiny-1"
+    left.mkdir(parents=True)
+    for name in ("result.json", "train.jsonl", "generate-test.txt", "checkpoint_last.pt"):
+        (left / name).write_text(name)
     done, notes = check("--multi30k", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     caches, commands = {note.rsplit("|", 1)[0] for note in notes}, [note.rsplit("|", 1)[1] for note in notes]
@@ -75,6 +79,8 @@ def test_the_order_and_the_one_folder(check, tmp_path):
     trainings = [command for command in commands if "train.max_update=4000" in command]
     assert len(trainings) == 12 and len({re.search(r"--save-dir (\S+)", each)[1] for each in trainings}) == 12
     assert f"{tmp_path}/out" not in "".join(trainings), "checkpoints lie in the folder that is carried"
+    brought = {path.name for path in (tmp_path / "out" / "measured" / left.name).iterdir()}
+    assert brought == {"result.json", "train.jsonl", "generate-test.txt"}
 
 
 def test_what_is_done_is_done_for_this_machine_and_these_sources(check, tmp_path):
@@ -108,7 +114,7 @@ def setup(tmp_path):
     )
     (project / "moa_fairseq").mkdir()
     (project / "moa_fairseq" / "__init__.py").write_text("")
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "base"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "base"], check=True)
 
     def run():
         kept = {
