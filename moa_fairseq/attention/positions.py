@@ -141,9 +141,8 @@ class RelativePositions(Positions):
         tgt_len = q.size(2)
         # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
         largest, smallest = first_query + tgt_len - 1, first_query - key_length + 1
-        encoded = _sinusoids(
-            largest, smallest, self.embed_dim, q.device, torch.is_inference_mode_enabled()
-        ).to(self.projection.weight.dtype)
+        dtype, inference = self.projection.weight.dtype, torch.is_inference_mode_enabled()
+        encoded = _sinusoids(largest, smallest, self.embed_dim, q.device, dtype, inference)
         r = self.projection(encoded).view(-1, self.key_heads, self.head_dim).to(q.dtype)  # [L, G, D]
         q = (self._by_key_head(q) + self.position_bias.to(q.dtype)[:, None]) / math.sqrt(self.head_dim)
         scores = torch.einsum("bpgtd,lgd->bpgtl", q, r).flatten(1, 2)  # by distance, [B, H, T, L]
@@ -170,7 +169,9 @@ class RelativePositions(Positions):
 
 
 @functools.lru_cache(maxsize=8)
-def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, inference: bool) -> Tensor:
+def _sinusoids(
+    largest: int, smallest: int, dim: int, device: torch.device, dtype: torch.dtype, inference: bool
+) -> Tensor:
     """R of the distances from the largest down to the smallest, [L, dim]: all layers use the same.
 
     inference: whether torch's inference mode is on; its tensors cannot be used outside of it.
@@ -178,7 +179,7 @@ def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, infe
     distance = torch.arange(largest, smallest - 1, -1, device=device, dtype=torch.float64)
     speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = distance[:, None] * speed
-    return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim].float()
+    return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim].to(dtype)
 
 
 # The choices of --positions that are not embeddings.

@@ -29,6 +29,14 @@ def sinusoid(distance):
     )
 
 
+def test_a_model_of_float64_has_positions_of_float64():
+    found = positions(2).double()
+    q = torch.randn(1, 2, 3, D, dtype=torch.float64)
+    k = torch.zeros(1, 2, 5, D, dtype=torch.float64)
+    expected = loop(found, q, k, 2)  # (b) and (d): keys of zero leave nothing of (a) and (c)
+    torch.testing.assert_close(found.bias(q, 5, 2), expected, rtol=1e-12, atol=1e-12)
+
+
 def loop(found, q, k, first_query):
     """Dai et al., section 3.3: terms (a) to (d) of every pair, over the root of D. float64."""
     batch, heads, tgt_len, _ = q.shape
