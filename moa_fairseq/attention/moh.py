@@ -137,11 +137,15 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         decision.queries = queries
         return decision
 
+    @property
+    def _may_skip(self) -> bool:
+        bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
+        return self.skip != "never" and not bias_by_head
+
     def _skips(self, x: Tensor) -> Tuple[bool, bool]:
         """Whether unchosen heads are left out of the attention, and of the projections."""
         choosable = self.num_heads - self.shared_heads
-        bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
-        if self.skip == "never" or self.routed_per_token == choosable or bias_by_head:
+        if self.routed_per_token == choosable or not self._may_skip:
             return False, False
         if self.skip == "always":
             return True, True
@@ -249,15 +253,18 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         learned = not self.router.reads_queries
         inputs = self.k_proj.in_features + self.v_proj.in_features
-        asked = self.active_heads if learned else self.num_heads
+        working = self.active_heads if self._may_skip else self.num_heads
+        asked = working if learned else self.num_heads
         return {
             "router": queries * self.router.projection.weight.numel() if learned else 0,
-            "projections": queries * self.embed_dim * self.head_dim * (asked + self.active_heads)
+            "projections": queries * self.embed_dim * self.head_dim * (asked + working)
             + keys * inputs * self.embed_dim,
         }
 
     def macs(self, queries: int, keys: int) -> Dict[str, int]:
-        """As the base class counts, but attention only for the heads that work."""
+        """As the base class counts, but scores only of the heads that work if the others may be left out."""
+        if not self._may_skip:
+            return super().macs(queries, keys)
         scores = 2 * queries * keys * self.active_heads * self.head_dim
         return {**self.projection_macs(queries, keys), "scores": scores}
 

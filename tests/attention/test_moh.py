@@ -346,3 +346,28 @@ def test_only_heads_that_work_are_counted():
 def test_impossible_settings_name_their_flag(settings, flag):
     with pytest.raises(UserError, match=flag):
         build(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"positions": "xl"}, {"skip": "never"}])
+def test_heads_that_cannot_be_left_out_are_counted(settings):
+    some, every = (
+        build(routed_per_token=routed, self_attention=True, **settings).macs(7, 11)
+        for routed in (K, H - SHARED)
+    )
+    assert some == every and some["scores"] >= 2 * 7 * 11 * C
+    assert build(self_attention=True, positions="rope-half").macs(7, 11)["scores"] < some["scores"]
+
+
+@pytest.mark.parametrize(("heads", "shared", "routed"), [(4, 2, 1), (8, 2, 4), (12, 4, 5)])
+def test_the_papers_scaling_starts_far_below_dense_and_the_released_one_beside_it(heads, shared, routed):
+    """docs/moh.md: 4 to 12 times below, and at most 1.2 times."""
+    x = torch.randn(32, 8, 16 * heads, generator=torch.Generator().manual_seed(1))
+    below = {}
+    for scaling in ("paper", "released"):
+        torch.manual_seed(0)
+        sizes = {"shared_heads": shared, "routed_per_token": routed, "scaling": scaling}
+        mixture = MixtureOfHeads(16 * heads, heads, self_attention=True, **sizes)
+        dense = MultiheadAttention(16 * heads, heads, self_attention=True)
+        dense.load_state_dict({name: mixture.state_dict()[name] for name in dense.state_dict()})
+        below[scaling] = (dense(x, x, x)[0].std() / mixture(x, x, x)[0].std()).item()
+    assert 4 < below["paper"] < 12 and below["released"] < 1.2
