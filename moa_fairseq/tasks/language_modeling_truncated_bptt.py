@@ -23,35 +23,41 @@ class TruncatedBPTTConfig(LanguageModelingConfig):
         },
     )
     seed: int = II("common.seed")
+    update_freq: List[int] = II("optimization.update_freq")  # noqa: RUF009 (as fairseq writes it)
+    train_subset: str = II("dataset.train_subset")
 
 
 class OrderedChunks(BaseWrapperDataset):
     """A split as `rows` texts that are read side by side, each in `chunks` chunks, one after the other.
 
     Blocks 0 … chunks − 1 of the data set are the first text, and so on; the last text may be shorter.
-    `batches` are the blocks that are read together, and a batch of them knows its chunk.
+    `batches` are the blocks that are read together. The texts have so many equal `parts`, which take turns:
+    each process has some of them, one after the other, and all parts together read one chunk of every text.
+    A batch knows its chunk and part.
     """
 
-    def __init__(self, dataset: FairseqDataset, rows: int):
+    def __init__(self, dataset: FairseqDataset, rows: int, parts: int = 1):
         super().__init__(dataset)
         self.rows = max(1, min(rows, len(dataset)))
-        self.chunks = -(-len(dataset) // self.rows)
+        self.chunks, self.parts = -(-len(dataset) // self.rows), parts
 
     def batches(self, num_shards: int) -> List[List[int]]:
-        """Blocks of each batch, shard by shard. A shard keeps its texts; num_shards divides rows."""
-        per_shard, total = self.rows // num_shards, len(self.dataset)
+        """Blocks of each batch, shard by shard. A shard keeps its parts; num_shards divides parts."""
+        per_part, steps, total = self.rows // self.parts, self.parts // num_shards, len(self.dataset)
         first_blocks = range(0, self.rows * self.chunks, self.chunks)
-        shards = [first_blocks[shard * per_shard : (shard + 1) * per_shard] for shard in range(num_shards)]
+        texts = [first_blocks[part * per_part : (part + 1) * per_part] for part in range(self.parts)]
         return [
-            [first + chunk for first in shard if first + chunk < total]
+            [first + chunk for first in texts[shard * steps + step] if first + chunk < total]
             for chunk in range(self.chunks)
-            for shard in shards
+            for step in range(steps)
+            for shard in range(num_shards)
         ]
 
     def collater(self, samples: List[Dict[str, Any]]) -> Dict[str, Any]:
         batch = self.dataset.collater(samples)
         if batch:
-            batch["net_input"]["chunk"] = int(samples[0]["id"]) % self.chunks
+            row, chunk = divmod(int(samples[0]["id"]), self.chunks)
+            batch["net_input"].update(chunk=chunk, part=row * self.parts // self.rows)
         return batch
 
 
@@ -59,8 +65,9 @@ class OrderedChunks(BaseWrapperDataset):
 class TruncatedBPTTTask(LanguageModelingTask):
     """Language modelling over contiguous batches (Transformer-XL, Dai et al., arXiv 1901.02860, §3.2).
 
-    --batch-size texts (or --max-tokens / --tokens-per-sample) are read side by side; a batch goes on
-    where the batch before ended, in training and in evaluation, and its self-attentions also see the
+    --batch-size texts (or --max-tokens / --tokens-per-sample) are read side by side, in training
+    --update-freq times as many, each micro-batch of an update reading its own. A batch goes on where the last
+    batch of its texts ended, in training and in evaluation, and its self-attentions also see the
     --carried-chunks before it. It takes the models of this package, with --positions xl or rope.
     """
 
@@ -109,7 +116,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         data_buffer_size: int = 0,
         **kwargs: Any,
     ) -> iterators.EpochBatchIterator:
-        """Batches in order. Raises UserError if there is not one text for each process."""
+        """Batches in order. Raises UserError if there is not one text for each process and micro-batch."""
         length = self.args.tokens_per_sample
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
         per_shard = min((limit for limit in limits if limit is not None), default=1)
@@ -117,12 +124,14 @@ class TruncatedBPTTTask(LanguageModelingTask):
             raise UserError(
                 f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}."
             )
-        per_shard = max(1, min(per_shard, len(dataset) // num_shards))
-        ordered = OrderedChunks(dataset, per_shard * num_shards)
-        if ordered.rows < num_shards:
+        steps = self._micro_batches() if dataset is self.datasets.get(self.args.train_subset) else 1
+        parts = num_shards * steps
+        per_part = max(1, min(per_shard, len(dataset) // parts))
+        ordered = OrderedChunks(dataset, per_part * parts, parts)
+        if ordered.rows < parts:
             raise UserError(
                 f"{len(dataset)} chunks of --tokens-per-sample {length} are too few for {num_shards} "
-                "processes."
+                f"processes with --update-freq {steps}."
             )
         return iterators.EpochBatchIterator(
             dataset=ordered,
@@ -136,3 +145,13 @@ class TruncatedBPTTTask(LanguageModelingTask):
             buffer_size=data_buffer_size,
             disable_shuffling=True,
         )
+
+    def _micro_batches(self) -> int:
+        """Of an update. Raises UserError if their number changes, since each of them has its own texts."""
+        numbers = set(self.args.update_freq)
+        if len(numbers) > 1:
+            raise UserError(
+                f"--update-freq {','.join(map(str, self.args.update_freq))}: the micro-batches of an update "
+                "read different texts, so give one number."
+            )
+        return int(numbers.pop())

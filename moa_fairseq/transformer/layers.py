@@ -239,17 +239,24 @@ class MixtureDecoder(TransformerDecoderBase):
             )
         self.context = CarriedContext(self.layers, chunks) if chunks else None
 
-    def forward(self, prev_output_tokens: Tensor, *args: Any, chunk: Optional[int] = None, **kwargs: Any):
-        """chunk: the number of this chunk [B, T] of B texts that are read in order."""
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        *args: Any,
+        chunk: Optional[int] = None,
+        part: int = 0,
+        **kwargs: Any,
+    ):
+        """chunk: the number of this chunk [B, T] of B texts that are read in order; part: which texts."""
         if chunk is None or self.context is None:
             return super().forward(prev_output_tokens, *args, **kwargs)
-        self.context.begin(chunk, self.training, prev_output_tokens.size(0))
+        self.context.begin(chunk, self.training, prev_output_tokens.size(0), part)
         try:
             out = super().forward(prev_output_tokens, *args, **kwargs)
         except BaseException:
             self.context.abandon()
             raise
-        self.context.end(chunk, self.training)
+        self.context.end(chunk, self.training, part)
         return out
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:

@@ -42,21 +42,24 @@ class Blocks(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize(
-    ("count", "rows", "shards"),
-    [(12, 3, 1), (13, 4, 1), (13, 4, 2), (5, 4, 1), (7, 9, 1), (1, 1, 1), (16, 4, 4)],
+    ("count", "rows", "shards", "steps"),
+    [
+        *[(12, 3, 1, 1), (13, 4, 1, 1), (13, 4, 2, 1), (5, 4, 1, 1), (7, 9, 1, 1), (1, 1, 1, 1)],
+        *[(16, 4, 4, 1), (16, 4, 1, 4), (29, 6, 1, 3), (29, 8, 2, 2)],
+    ],
 )
-def test_each_block_once_and_every_text_in_order(count, rows, shards):
-    ordered = OrderedChunks(Blocks(count), rows)
+def test_each_block_once_and_every_text_in_order(count, rows, shards, steps):
+    parts = shards * steps
+    ordered = OrderedChunks(Blocks(count), rows, parts)
     batches = ordered.batches(shards)
     assert sorted(block for batch in batches for block in batch) == list(range(count))
-    for shard in range(shards):
-        mine = [batch for batch in batches[shard::shards] if batch]
-        for chunk, (before, after) in enumerate(zip(mine, mine[1:]), 1):
+    for part in range(parts):  # all of them read one chunk, then the next; a shard has neighbouring parts
+        mine = [batch for batch in batches[part % steps * shards + part // steps :: parts] if batch]
+        for before, after in zip(mine, mine[1:]):
             assert [block + 1 for block in before[: len(after)]] == after  # row by row, the next block
-            sample = ordered.collater([ordered[block] for block in after])
-            assert sample["net_input"]["chunk"] == chunk
-        if mine:
-            assert ordered.collater([ordered[block] for block in mine[0]])["net_input"]["chunk"] == 0
+        for chunk, batch in enumerate(mine):
+            given = ordered.collater([ordered[block] for block in batch])["net_input"]
+            assert given == {"chunk": chunk, "part": part}
 
 
 def build(arch="switchhead_lm_tiny", chunks=1, flags=()):
@@ -160,7 +163,8 @@ def test_a_failed_pass_leaves_no_half_context():
 def test_checkpointed_activations_see_the_same_context():
     grads = []
     for flags in ((), ("--checkpoint-activations",)):
-        model = build(flags=("--dropout", "0", "--activation-dropout", "0", *flags)).train()
+        still = ("--dropout", "0", "--activation-dropout", "0", "--output-dropout", "0")
+        model = build(flags=(*still, *flags)).train()
         tokens = torch.randint(4, 40, (2, 8), generator=torch.Generator().manual_seed(1))
         loss = sum(model(tokens[:, 4 * i : 4 * i + 4], chunk=i)[0].square().sum() for i in range(2))
         loss.backward()
@@ -260,36 +264,40 @@ def test_fairseq_train(toy_lm):
     assert '"load_entropy"' in done.stdout + done.stderr
 
 
+STILL = ("--dropout", 0, "--activation-dropout", 0, "--output-dropout", 0, "--max-update", 10)
+STILL += ("--adam-eps", 1e-4)
+
+
+def assert_same_weights(folder, other):
+    weights, others = (load_checkpoint(path / "checkpoint_last.pt")["model"] for path in (folder, other))
+    torch.testing.assert_close(others, weights, rtol=2e-3, atol=2e-4)  # names the parameter that differs
+
+
 def test_two_processes_read_the_texts_of_one(fairseq, toy_text, tmp_path):
     """Process 0 has the first three texts and process 1 the others; contexts stay with their texts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    still = ("--dropout", 0, "--activation-dropout", 0, "--max-update", 10, "--adam-eps", 1e-4)
     world = ("--batch-size", 3, "--distributed-world-size", 2, "--distributed-no-spawn")
     world += ("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")
     world += ("--distributed-init-method", f"tcp://127.0.0.1:{port}")
     arch = "switchhead_lm_tiny"
     with ThreadPoolExecutor() as pool:
-        ranks = [
-            pool.submit(
-                train,
-                fairseq,
-                toy_text,
-                tmp_path / "two",
-                *still,
-                *world,
-                "--distributed-rank",
-                rank,
-                arch=arch,
-            )
-            for rank in range(2)
-        ]
+        flags = [(*STILL, *world, "--distributed-rank", rank) for rank in range(2)]
+        ranks = [pool.submit(train, fairseq, toy_text, tmp_path / "two", *own, arch=arch) for own in flags]
         [rank.result() for rank in ranks]
-    train(fairseq, toy_text, tmp_path / "one", *still, arch=arch)
-    one, two = (load_checkpoint(tmp_path / name / "checkpoint_last.pt")["model"] for name in ("one", "two"))
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=2e-3, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+    train(fairseq, toy_text, tmp_path / "one", *STILL, arch=arch)
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
+
+
+def test_micro_batches_read_the_texts_of_one_batch(fairseq, toy_text, tmp_path):
+    """Of six texts, an update reads one chunk each, be it in one pass or in two."""
+    arch, halves = "switchhead_lm_tiny", ("--batch-size", 3, "--update-freq", 2)
+    train(fairseq, toy_text, tmp_path / "one", *STILL, arch=arch)
+    train(fairseq, toy_text, tmp_path / "two", *STILL, *halves, arch=arch)
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
+    done = train(fairseq, toy_text, tmp_path / "three", "--update-freq", "1,2", check=False)
+    assert "--update-freq 1,2" in done.stderr and "give one number" in done.stderr
 
 
 def test_a_training_goes_on_in_the_middle_of_an_epoch(fairseq, toy_text, tmp_path):
@@ -374,7 +382,8 @@ def test_impossible_settings_are_refused(settings, says):
 )
 def test_batches_that_cannot_be_made_are_refused(blocks, max_tokens, shards, says):
     task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
-    task.args = argparse.Namespace(tokens_per_sample=8, seed=1)
+    task.args = argparse.Namespace(tokens_per_sample=8, seed=1, train_subset="train", update_freq=[1])
+    task.datasets = {}
     with pytest.raises(UserError, match=says):
         task.get_batch_iterator(Blocks(blocks), max_tokens, num_shards=shards)
 
