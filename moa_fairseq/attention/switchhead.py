@@ -40,6 +40,12 @@ class SwitchHeadSettings(FamilySettings):
         default=2, metadata={"help": "experts that a token chooses for each projection and head (k)"}
     )
     expert_dim: int = field(default=76, metadata={"help": "head dimension (d_head)"})
+    expert_dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "probability with which each expert of a projection is unavailable to a token in training"
+        },
+    )
     switchhead_shared_selection: bool = field(
         default=False,
         metadata={"help": "self-attention chooses the same experts as query and as key (section 3.6)"},
@@ -61,6 +67,7 @@ class SwitchHeadSettings(FamilySettings):
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
             experts=self.switchhead_experts,
+            expert_dropout=self.expert_dropout,
             shared_selection=self.switchhead_shared_selection,
             backend=self.expert_backend,
             **role,
@@ -77,7 +84,8 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
 
     experts: which of v, k, q, o are mixtures; the others have one matrix per head, and "none" is
     dense multi-head attention. E = 1 is dense attention with gates. shared_selection: one router
-    for both sides of a self-attention (§3.6). No auxiliary loss, no biases.
+    for both sides of a self-attention (§3.6). No auxiliary loss, no biases. expert_dropout: see
+    `SigmoidTopKRouter`.
     Matrices into the heads start normal with deviation 1 / √C, those out of them with 1 / √(H·D).
     Raises UserError for impossible sizes or letters.
     """
@@ -90,6 +98,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         num_experts: int = 1,
         experts_per_token: int = 1,
         experts: str = "vo",
+        expert_dropout: float = 0.0,
         shared_selection: bool = False,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
@@ -107,7 +116,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
             )
         super().__init__(embed_dim, num_heads, head_dim, **role)
         self.experts, self.num_experts, self.experts_per_token = letters, num_experts, experts_per_token
-        self.backend = backend
+        self.backend, self.expert_dropout = backend, expert_dropout
         kdim, vdim = kdim or embed_dim, vdim or embed_dim
         if kdim != vdim and set("vk") & set(letters):
             raise UserError(
@@ -146,7 +155,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
 
     def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
         sizes = (model_dim, self.num_experts, self.experts_per_token, self.num_heads)
-        return SigmoidTopKRouter(*sizes, side=side, auxiliary=False)
+        return SigmoidTopKRouter(*sizes, self.expert_dropout, side=side, auxiliary=False)
 
     def reset_parameters(self) -> None:
         """Draw the projections and routers anew."""

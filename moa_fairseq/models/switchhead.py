@@ -50,6 +50,7 @@ LANGUAGE_MODELS = {
         **lm_body(18, 1024, 4096),
         **_heads(4, 112, 4, 2),
         **_sigma_moe(32, 128, dropout=0.1),
+        "expert_dropout": 0.1,  # the attention's, too
     },
     "transformer_xl_lm_47m": {**lm_body(16, 412, 2053), **_dense(10, 41)},
     "transformer_xl_lm_262m": {**lm_body(18, 1024, 4110), **_dense(16, 64)},

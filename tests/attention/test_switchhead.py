@@ -11,7 +11,7 @@ from moa_fairseq.attention.collector import collect_decisions, hypotheses
 from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
+from moa_fairseq.attention.switchhead import SwitchHeadAttention, SwitchHeadSettings
 from moa_fairseq.errors import UserError
 
 C, H, D, E, K = 12, 2, 6, 4, 2
@@ -328,6 +328,16 @@ def test_expert_dropout_hides_experts_in_training_only():
     assert torch.equal(trained.gate[lacking == 0], probs[lacking == 0])
     with pytest.raises(UserError, match="--sigma-moe-expert-dropout"):
         SigmoidTopKRouter(C, 4, 2, expert_dropout=1.0, flags="sigma-moe-")
+
+
+def test_the_attentions_expert_dropout_is_a_setting():
+    settings = SwitchHeadSettings(expert_dropout=0.5, num_experts=E, experts_per_token=K, expert_dim=D)
+    module = settings.build(C, H, False, self_attention=True)
+    x = torch.randn(9, 2, C)
+    assert torch.equal(module.eval()(x, x, x)[0], module(x, x, x)[0])
+    assert not torch.allclose(module.train()(x, x, x)[0], module(x, x, x)[0])
+    with pytest.raises(UserError, match="--expert-dropout 1"):
+        SwitchHeadSettings(expert_dropout=1.0).build(C, H, False)
 
 
 def test_saturated_sigmoids_are_ordered_by_their_logits():

@@ -95,6 +95,13 @@ def test_embeddings_residuals_and_output_have_the_authors_dropout(arch, dropout)
         assert inner == (None if isinstance(layer.fc1, SigmaMoE) else dropout)
 
 
+def test_only_the_259m_switchall_drops_experts_of_its_attention():
+    for arch, dropout in (("switchall_lm_259m", 0.1), ("switchhead_lm_262m", 0.0), ("switchall_lm_47m", 0.0)):
+        for layer in build_skeleton(arch, 100).decoder.layers:
+            routers = (layer.self_attn.router, layer.self_attn.source_router)
+            assert [router.expert_dropout for router in routers] == [dropout, dropout]
+
+
 def test_output_dropout_drops_what_the_vocabulary_sees():
     model = build(parsed("switchhead_lm_tiny", "--dropout", "0", "--output-dropout", "0.5"))
     seen = []
