@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional
@@ -108,7 +109,9 @@ def _import_plugin(args: argparse.Namespace) -> None:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run one verb. Returns its exit status: 0, 2 for a UserError, 130 for Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:  # the program itself: what it starts imports nothing from the working directory either
+        os.environ["PYTHONSAFEPATH"] = "1"
+        argv = sys.argv[1:]
     # importing fairseq turns the root logger up to DEBUG
     logging.getLogger().setLevel(logging.WARNING)
     args = build_parser(argv).parse_args(argv)

@@ -8,6 +8,7 @@
 # too), else torch==2.13.0 is installed; TORCH="torch==2.7.1" asks for another. A fairseq that is already there
 # is kept too. Running it again takes no time; after a change of the requirements it installs what is new.
 set -euo pipefail
+export PYTHONSAFEPATH=1   # nothing is imported from the working directory
 
 [ "${1:-}" = "--help" ] && { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

