@@ -20,8 +20,6 @@ import statistics
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-import yaml
-
 from moa_fairseq.analysis.routed_model import add_report_arguments, finish
 from moa_fairseq.attention.single_expert import MIXTURE, RANDOM_EXPERT, TOP_EXPERT
 from moa_fairseq.data_prep.binarised import Prepared
@@ -29,7 +27,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.recipes.jobs import EVALUATIONS
-from moa_fairseq.recipes.loading import build
+from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.result import flat_metrics
 from moa_fairseq.recipes.run_folder import RunState
 from moa_fairseq.recipes.runner import scores_of
@@ -82,7 +80,7 @@ def open_run(folder: Path) -> TrainedRun:
         raise UserError(
             f"{folder} is not a run folder of `moa-fairseq recipe`: it lacks recipe.yaml or state.json."
         )
-    recipe = build(Recipe, yaml.safe_load(config.read_text(encoding="utf-8")), str(config), "")
+    recipe = load_recipe(config, of_a_run=True)
     prepared = Prepared(Path(known["folder"]), known["sentences"], known["fingerprint"])
     if not prepared.folder.is_dir():
         raise UserError(f"The data of {folder} is no longer in {prepared.folder}: run --stage prepare again.")

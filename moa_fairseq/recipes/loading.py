@@ -40,23 +40,24 @@ _IN_WORDS = {
 }
 
 
-def load_recipe(path: PathLike, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, merge and check one recipe file.
+def load_recipe(path: PathLike, overrides: Sequence[str] = (), of_a_run: bool = False) -> Recipe:
+    """Read, merge and check one recipe file; nothing else makes a Recipe of a file.
 
     path: a YAML file; its `base:` (a file beside it, or a list of them, which may have no base themselves)
     is merged under it key by key, a later base over an earlier one; a null takes a key away. overrides:
     `section.key=value` strings, the value in YAML, applied last; with one that is not in FAITHFUL the recipe
-    reproduces nothing. Raises UserError naming file and key.
+    reproduces nothing. of_a_run: the file is recipe.yaml of a run folder, not named after its experiment.
+    Raises UserError naming file and key.
     """
     try:
-        return _load(Path(path), overrides)
+        return _load(Path(path), overrides, of_a_run)
     except RecursionError:
         raise UserError(
             f"{path} is nested too deeply, or holds itself: write it without `&` and `*`."
         ) from None
 
 
-def _load(path: Path, overrides: Sequence[str]) -> Recipe:
+def _load(path: Path, overrides: Sequence[str], of_a_run: bool) -> Recipe:
     mapping = _with_base(path)
     data = mapping.get("data")
     if isinstance(mapping.get("reproduces"), dict) and isinstance(data, dict):
@@ -64,7 +65,7 @@ def _load(path: Path, overrides: Sequence[str]) -> Recipe:
     for text in overrides:
         _override(mapping, text)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])
-    if mapping.get("experiment") != path.stem:
+    if not of_a_run and mapping.get("experiment") != path.stem:
         given = reprlib.repr(mapping.get("experiment"))
         fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
     recipe = build(Recipe, mapping, file)

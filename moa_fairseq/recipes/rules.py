@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import reprlib
+from pathlib import Path
 from typing import Any, Dict, Iterator, NoReturn, Tuple
 
 from moa_fairseq.data_prep.catalogue import datasets
@@ -15,6 +17,7 @@ from moa_fairseq.recipes.schema import (
     DATA_RECIPES,
     FINETUNING,
     HEADLINE_METRICS,
+    KINDS,
     MASKED_LM,
     PRECISIONS,
     TRANSLATION,
@@ -33,6 +36,7 @@ _SCORED = {
 }
 LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+FILE_NAME = re.compile(r"\w[\w.-]*")  # what stands in the names of files: a language, a subset
 Problems = Iterator[Tuple[str, str]]  # of key and problem
 
 
@@ -67,6 +71,15 @@ def _values(recipe: Recipe) -> Problems:
                 yield f"{section}.{name}", f"must be at least 1, not {value}."
             if whole and value > LARGEST:
                 yield f"{section}.{name}", f"must not be above {LARGEST:,}."
+    names = [("data.source", data.source), ("data.target", data.target)]
+    for section in ("generate", "score"):
+        names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
+    for key, name in names:
+        if name is not None and not FILE_NAME.fullmatch(name):
+            yield (
+                key,
+                f"{reprlib.repr(name)} is not a name: use letters, digits, '_', '-' and '.' (files bear it).",
+            )
     if recipe.model.share_all_embeddings and not data.joined_dictionary:
         yield (
             "model.share_all_embeddings",
@@ -113,6 +126,13 @@ def _average(recipe: Recipe) -> Problems:
 def _kind(recipe: Recipe) -> Problems:
     """What a translation needs and other models have no use for, and the other way round."""
     data, score, task = recipe.data, recipe.score, recipe.train.task
+    kinds = (TRANSLATION, *KINDS)
+    if not task.startswith(kinds):
+        yield (
+            "train.task",
+            f"{reprlib.repr(task)} is not a task of recipes: its name, also that of a task of your own, "
+            f"must begin with {', '.join(kinds[:-1])} or {kinds[-1]}. Use fairseq-train for others.",
+        )
     if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
         yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
     metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
@@ -161,6 +181,12 @@ def _flags(recipe: Recipe) -> Problems:
                 yield key, f"write flags as on the command line, without the leading dashes: {proper}."
             if name in reserved:
                 yield key, f"is not a free flag; {reserved[name]}."
+            if name in REFUSED:
+                yield key, f"{REFUSED[name]}, which a recipe must not decide: leave it out."
+            if name == "model-overrides" and not _is_dictionary(value):
+                yield key, f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
+            if name == "tensorboard-logdir" and not _is_inside(value):
+                yield key, f"{reprlib.repr(value)} is not a folder inside of the run folder, such as logs."
             for item in value if isinstance(value, list) else [value]:
                 if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
                     yield (
@@ -173,6 +199,17 @@ def _flags(recipe: Recipe) -> Problems:
                 yield key, problem
 
 
+def _is_dictionary(value: Any) -> bool:
+    try:
+        return isinstance(ast.literal_eval(value), dict)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+
+
+def _is_inside(path: Any) -> bool:
+    return isinstance(path, str) and not Path(path).is_absolute() and ".." not in Path(path).parts
+
+
 def _own(names: str) -> Dict[str, str]:
     return dict.fromkeys(names.split(), "the recipe runner sets it")
 
@@ -182,14 +219,24 @@ def _keys(section: type) -> Dict[str, str]:
     return {name.replace("_", "-"): f"say {section.__name__.lower()}.{name}" for name in names}
 
 
+# What no section may set: recipes are passed on, and the reader of one expects its run folder to be written.
+REFUSED = {
+    "post-save-script": "fairseq would run it as a command",
+    **dict.fromkeys(("use-plasma-view", "plasma-path"), "fairseq would start the program plasma_store"),
+    **dict.fromkeys(
+        ("save-dir", "log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
+        "fairseq would write outside of the run folder",
+    ),
+}
 _PROCESSES = ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")
+_WORLD = {f"distributed-{name}": "say --gpus, --nodes, --node-rank and --master" for name in _PROCESSES}
 _TRAINING = {
     **_own("user-dir save-dir log-format log-file no-progress-bar cpu"),
     **_keys(Train),
     **_keys(Model),
     **dict.fromkeys(("fp16", "bf16", "amp"), "say train.precision"),
     "update-freq": "it follows from train.effective_batch_tokens",
-    **{f"distributed-{name}": "say --gpus, --nodes, --node-rank and --master" for name in _PROCESSES},
+    **_WORLD,
 }
 # section → flags that the runner itself sets, each with what to say instead
 RESERVED = {
@@ -201,8 +248,14 @@ RESERVED = {
         "source-lang": "say data.source",
         "target-lang": "say data.target",
     },
-    "generate": {**_own("path user-dir cpu"), **_keys(Generate), "gen-subset": "say generate.subsets"},
+    "generate": {
+        **_WORLD,
+        **_own("path user-dir cpu"),
+        **_keys(Generate),
+        "gen-subset": "say generate.subsets",
+    },
     "score": {
+        **_WORLD,
         **_own("json masked-lm classifier data path user-dir cpu"),
         **dict.fromkeys(("subset", "gen-subset"), "say score.subsets"),
     },

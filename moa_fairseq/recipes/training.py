@@ -70,11 +70,13 @@ def train_command(run: Run) -> List[str]:
     on_cpus: Dict[str, Any] = {"num-workers": 0}
     if world:
         on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
+    logs = recipe.training_flags.get("tensorboard-logdir")
     values = {
         **model.as_flags(),
         "criterion": train.criterion,
         **({} if hardware.gpus else on_cpus),
         **train.flags,
+        **({"tensorboard-logdir": str(run.folder / logs)} if logs else {}),
         "max-tokens": batch.max_tokens,
         "update-freq": batch.update_freq,
         **{name.replace("_", "-"): getattr(train, name) for name in ("max_epoch", "max_update", "seed")},
@@ -117,6 +119,8 @@ def carry_out_training(run: Run, step: Optional[Step]) -> None:
     world = run.hardware.world
     if world:
         log.info("train: %s", world.describe())
+    if "wandb-project" in recipe.training_flags:
+        run.executor.environment["WANDB_DIR"] = str(run.folder)
     log.info("train: %s", plan_batch(recipe.train, run.hardware.devices).describe())
     run.show(command)
     if world and not run.hardware.leads:  # a process of another program's run: nothing is written but a log

@@ -87,8 +87,8 @@ class Executor:
         on_line: called with each line of standard output (errors_too: and of standard error). Raises
         UserError when the command fails.
         """
-        # For a child Python and its children: output at once and in UTF-8, no imports from the working directory
-        # (`-m` would allow them, `fairseq-train` does not), and this same package though not installed.
+        # For a child Python and its children: output at once and in UTF-8, no imports from the working
+        # directory (`-m` would allow them, `fairseq-train` does not), and this package though not installed.
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
         environment.update(self.environment, PYTHONSAFEPATH="1")
         root = Path(moa_fairseq.__file__).resolve().parents[1]

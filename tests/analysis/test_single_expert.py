@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+import yaml
 from fairseq import checkpoint_utils
 
 from moa_fairseq.analysis import single_expert
@@ -94,7 +95,7 @@ def test_uniform_gates_have_no_top_expert(uniform_mae, make_run, calls, tmp_path
 def test_a_language_model_is_scored_by_its_perplexity(mae, make_run, calls, capsys):
     train = {"task": "language_modeling_bcd", "max_tokens": 400, "criterion": "cross_entropy", "max_epoch": 1}
     score = {"headline": "lm_ppl", "subsets": ["valid"], "flags": {"context-window": 4}}
-    run = make_run(mae, train=train, score=score, generate=None)
+    run = make_run(mae, data={"recipe": "binarised"}, train=train, score=score, generate=None)
     assert analyze(run, "--draws", 0) == 0
     assert [command[0] for command in calls] == ["fairseq-eval-lm"] * 2
     assert "'top-expert'" in overrides_of(calls[1]) and "--context-window" in calls[1]
@@ -108,6 +109,15 @@ def test_what_is_no_run_of_a_mixture_is_refused(mae, toy_checkpoint, make_run, t
     (run / "checkpoints" / "checkpoint_best.pt").write_bytes(mae.read_bytes())
     assert analyze(run, "--draws", -1) == 2 and "--draws -1" in capsys.readouterr().err
     assert not calls
+
+
+def test_a_strangers_recipe_brings_no_code(mae, make_run, calls, tmp_path, capsys):
+    run = make_run(mae)
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    recipe["generate"]["flags"]["user-dir"] = str(tmp_path / "trap")
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert analyze(run, "--draws", 0) == 2 and not calls
+    assert f"{run}/recipe.yaml: generate.flags.user-dir" in capsys.readouterr().err
 
 
 def forced_score(model, task, source, hypothesis):

@@ -18,7 +18,9 @@ def planted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     for name in ("random", "sacrebleu", "yaml"):
-        Path(f"{name}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'a').write('{name} ')\nraise OSError")
+        Path(f"{name}.py").write_text(
+            f"open({str(tmp_path / 'marker')!r}, 'a').write('{name} ')\nraise OSError"
+        )
     return tmp_path
 
 
@@ -56,7 +58,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("script", ["scripts/quickstart_moa.sh", "scripts/launch/multinode.sh"])
 def test_scripts(planted, script):
-    words = ["quickstart_moa", "--nodes", "1", "--node-rank", "0", "--master", "h"] if "launch" in script else []
+    words = (
+        ["quickstart_moa", "--nodes", "1", "--node-rank", "0", "--master", "h"] if "launch" in script else []
+    )
     command = ["bash", str(ROOT / script), *words, "--dry-run", "--gpus", "0"]
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
