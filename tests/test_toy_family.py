@@ -6,15 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.runner import Options, planned_commands
+
 TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 TOY = TESTS / "toy_family"
 ARCH = "parity_transformer_tiny"
 
 
+def start(*args):
+    command = [sys.executable, "-m", "moa_fairseq.cli", *args]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(list(map(str, command)), env=env, text=True, capture_output=True, check=False)
+
+
 def moa_fairseq(*args):
-    command = [sys.executable, "-m", "moa_fairseq.cli", "--user-dir", TOY, *args]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
-    done = subprocess.run(list(map(str, command)), env=env, text=True, capture_output=True, check=False)
+    done = start("--user-dir", TOY, *args)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -45,6 +56,66 @@ def test_it_trains_generates_counts_and_is_analysed(fairseq, toy_data, tmp_path)
     ]
     for row in modules:  # even and odd positions, half of the heads each
         assert abs(row["max_load"] + row["min_load"] - 2 / 8) < 1e-6 and row["dead_experts"] == 0
+
+
+def write_recipe(folder, **model):
+    sizes = {f"{side}-layers": 1 for side in ("encoder", "decoder")}
+    recipe = {
+        "experiment": "parity",
+        "summary": "a family of one's own",
+        "data": {"recipe": "binarised", "source": "en", "target": "de"},
+        "model": {
+            "arch": ARCH,
+            "share_all_embeddings": True,
+            "flags": {**sizes, "parity-scale": 1.5},
+            **model,
+        },
+        "train": {
+            "max_tokens": 400,
+            "max_epoch": 1,
+            "criterion": "label_smoothed_cross_entropy_with_routing",
+            "flags": {"optimizer": "adam", "lr": 0.003, "label-smoothing": 0.1},
+        },
+        "generate": {"subsets": ["test"], "beam": 2},
+        "score": {},
+    }
+    path = folder / "parity.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def test_a_recipe_trains_and_scores_it(toy_data, tmp_path):
+    run = tmp_path / "run"
+    line = ("recipe", write_recipe(tmp_path), "--data", toy_data, "--gpus", 0, "--save-dir", run)
+    moa_fairseq(*line)
+    assert json.loads((run / "result.json").read_text())["metrics"]["multi_bleu"] is not None
+    commands = (run / "commands.sh").read_text().splitlines()
+    fairseqs = [words for words in commands if words.startswith("fairseq-")]
+    assert len(fairseqs) == 2 and all(f"--user-dir {TOY} " in words for words in fairseqs)
+
+
+def test_a_classifier_is_scored_with_the_plugin(toy_data, tmp_path):
+    recipe = load_recipe(ROOT / "configs" / "listops_switchhead_2h.yaml")
+    options = Options(stage="score", save_dir=tmp_path, user_dir=TOY)
+    (score,) = planned_commands(recipe, Hardware(), options)
+    assert score[:4] == ["moa-fairseq", "--user-dir", str(TOY), "score"]
+
+
+def test_an_unknown_architecture_is_told_before_anything_is_prepared(toy_data, tmp_path):
+    path, run = write_recipe(tmp_path, arch="parity_transformer_huge"), tmp_path / "run"
+    for where in (["--user-dir", TOY, "recipe", path], ["recipe", path, "--user-dir", TOY]):
+        done = start(*where, "--data", toy_data, "--gpus", 0, "--save-dir", run)
+        assert done.returncode == 2 and "'parity_transformer_huge'" in done.stderr and not run.exists()
+
+
+def test_a_plugin_without_this_package_is_refused(toy_data, tmp_path):
+    """fairseq's commands would know neither the criterions nor what is mended in fairseq."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    line = ("recipe", write_recipe(tmp_path), "--data", toy_data, "--gpus", 0, "--save-dir", tmp_path / "run")
+    done = start("--user-dir", tmp_path / "mine", *line)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert f"--user-dir {tmp_path / 'mine'}" in done.stderr and "import moa_fairseq" in done.stderr
 
 
 def test_it_is_small():

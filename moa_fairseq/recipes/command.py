@@ -41,6 +41,7 @@ from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner.throughput import Row, read_rows
 from moa_fairseq.recipes.preflight import (
+    check_plugin,
     check_scale,
     check_schedule,
     check_train_command,
@@ -115,6 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
     )
     parser.add_argument(
+        "--user-dir",
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it",
+    )
+    parser.add_argument(
         "--restart",
         action="store_true",
         help="move an existing run folder aside and start from the beginning",
@@ -144,11 +151,14 @@ def run(args: argparse.Namespace) -> int:
         data=inside if inside and is_binarised(inside) else args.data,
         save_dir=args.save_dir,
         restart=args.restart,
+        user_dir=Path(args.user_dir).absolute() if args.user_dir else None,
         record=None if args.record is None else kind / f"{args.record or args.config.stem}.json",
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
     )
     if (args.plan or args.hydra is not None) and not fairseq_is_installed():
         raise UserError("--plan and --hydra ask fairseq: run `bash scripts/setup.sh` first.")
+    if options.user_dir:
+        check_plugin(options.user_dir)
     data = options.data or prepared_before(recipe, options)
     if args.plan:
         return _plan(args, recipe, hardware, data, read_rows(results))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.running.process import environment_of_a_child
 
 LOUD_DEVIATION = 0.01
 # Of the way from the minimum to the peak: more than this at the last update is worth a warning.
@@ -137,6 +139,27 @@ def check_train_command(command: List[str]) -> argparse.Namespace:
             f"(model.num_experts, where the recipe does not say it {args.arch}): lower K or raise E."
         )
     return args
+
+
+def check_plugin(user_dir: Path) -> None:
+    """Raise UserError unless fairseq, given this folder as --user-dir, imports moa_fairseq along with it."""
+    code = (
+        "import argparse, sys; from fairseq.utils import import_user_module; "
+        "import_user_module(argparse.Namespace(user_dir=sys.argv[1])); print('moa_fairseq' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(user_dir)],
+        env=environment_of_a_child(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.stdout.split()[-1:] != ["True"]:
+        why = done.stderr.strip().splitlines()[-1] if done.returncode else "it does not import moa_fairseq"
+        raise UserError(
+            f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}. Write `import "
+            "moa_fairseq` at the top of its __init__.py, and see that it can be imported by itself."
+        )
 
 
 def full_config(args: argparse.Namespace) -> Any:

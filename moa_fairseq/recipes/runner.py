@@ -45,7 +45,7 @@ BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says beside the recipe. command_line: for result.json."""
+    """What the command line says beside the recipe. command_line: for result.json. user_dir: as of Run."""
 
     stage: str = "all"
     data: Optional[Path] = None
@@ -53,6 +53,7 @@ class Options:
     restart: bool = False
     record: Optional[Path] = None
     command_line: str = ""
+    user_dir: Optional[Path] = None
     data_root: Path = Path("data")
     corpus_root: Path = Path("data") / "embedded_en_de"
 
@@ -81,7 +82,7 @@ def prepared_before(recipe: Recipe, options: Options) -> Optional[Path]:
 def plan_run(recipe: Recipe, hardware: Hardware, options: Options) -> Run:
     """The run as far as it is known before its data is prepared; nothing is written."""
     folder = run_folder_of(recipe, options)
-    run = Run(recipe, hardware, Prepared(Path("DATA-BIN"), {}, ""), folder)
+    run = Run(recipe, hardware, Prepared(Path("DATA-BIN"), {}, ""), folder, user_dir=options.user_dir)
     source = run.state.get("prepare").get("source")
     given = options.data or (Path(source) if source else None)
     if recipe.data.recipe == "binarised" or (given is not None and is_binarised(given)):

@@ -62,7 +62,8 @@ class Run:
 
     prepared: the binarised folder, and what is known of it. folder: the run folder. root: where the data is
     prepared; None where it is used as fairseq-preprocess left it. corpus: where the embedded corpus is built
-    first. trained: the checkpoint to evaluate where another run made it.
+    first. trained: the checkpoint to evaluate where another run made it. user_dir: a plugin of the user's
+    own, which imports this one.
     """
 
     recipe: Recipe
@@ -72,6 +73,7 @@ class Run:
     root: Optional[Path] = None
     corpus: Optional[Path] = None
     trained: Optional[Path] = None
+    user_dir: Optional[Path] = None
     executor: Executor = dataclasses.field(default_factory=Executor)
     state: RunState = dataclasses.field(init=False)
 
@@ -103,7 +105,8 @@ class Run:
         pair = (
             {"source-lang": data.source, "target-lang": data.target} if task.startswith("translation") else {}
         )
-        return {"user-dir": str(Path(moa_fairseq.__file__).parent), "task": task, **pair}
+        plugin = self.user_dir or Path(moa_fairseq.__file__).parent
+        return {"user-dir": str(plugin), "task": task, **pair}
 
     def device_flags(self) -> List[str]:
         """--cpu for a run without GPUs."""

@@ -62,6 +62,19 @@ HINTS = (
 )
 
 
+def environment_of_a_child() -> Dict[str, str]:
+    """The environment of a child Python, for it and its own children.
+
+    Output comes at once and in UTF-8. Nothing is imported from the working directory: `-m` would allow it,
+    `fairseq-train` does not. This same package is found though it is not installed.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "PYTHONSAFEPATH": "1"}
+    root = Path(moa_fairseq.__file__).resolve().parents[1]
+    if not {"site-packages", "dist-packages"} & set(root.parts):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    return environment
+
+
 class Executor:
     """Runs commands for the stages; tests put another one in its place.
 
@@ -87,14 +100,7 @@ class Executor:
         on_line: called with each line of standard output (errors_too: and of standard error). Raises
         UserError when the command fails.
         """
-        # For a child Python and its children: output at once and in UTF-8, no imports from the working
-        # directory (`-m` would allow them, `fairseq-train` does not), and this package though not installed.
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-        environment.update(self.environment, PYTHONSAFEPATH="1")
-        root = Path(moa_fairseq.__file__).resolve().parents[1]
-        if not {"site-packages", "dist-packages"} & set(root.parts):
-            paths = [str(root), os.environ.get("PYTHONPATH")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment = {**environment_of_a_child(), **self.environment}
         with contextlib.ExitStack() as files:
             errors = _open_for(files, log, "ab", buffering=0)
             record = _open_for(files, output, "wb") if output else errors

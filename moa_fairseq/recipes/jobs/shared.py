@@ -38,7 +38,8 @@ def checkpoint_scores(run: Run, flag: str) -> List[OutputStep]:
     found = []
     for subset in section.subsets:
         model = {flag: str(run.model), "data": str(run.data), "subset": subset}
-        command = ["moa-fairseq", "score", *flags({**model, **section.flags, "json": True})]
+        own = flags({"user-dir": run.user_dir})
+        command = ["moa-fairseq", *own, "score", *flags({**model, **section.flags, "json": True})]
         output = run.folder / f"score-{subset}.json"
         line = [*command, *run.device_flags(), REDIRECT, str(output)]
         captured = output.with_suffix(".partial")
