@@ -50,7 +50,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     """A drop-in for fairseq's `MultiheadAttention` whose heads are chosen or weighted token by token.
 
     A family supplies `route`, `project_queries`, `project_keys_values`, `project_output`, and its cost:
-    `projection_macs`, `kept_elements`. self_attention: keys and values are made from the queries' own input;
+    `projection_macs`. self_attention: keys and values are made from the queries' own input;
     encoder_decoder_attention: of an encoder's output, given as `key`. dropout: probability with which
     attention weights are dropped, or a module that has it as `p` (fairseq's FairseqDropout).
     positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings. num_heads,
@@ -141,10 +141,6 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
             for part, count in self.positions.macs(queries, keys, self.num_heads).items():
                 macs[part] += count
         return macs
-
-    @abc.abstractmethod
-    def kept_elements(self) -> int:
-        """How many numbers per token are kept for the backward pass, attention weights not counted."""
 
     def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
         """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).

@@ -196,10 +196,6 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
             "projections": 2 * queries * self.embed_dim**2 + keys * inputs * self.embed_dim,
         }
 
-    def kept_elements(self) -> int:
-        gate = 0 if self.gate is None else self.gate.fc1.out_features + self.num_experts
-        return gate + 5 * self.embed_dim  # queries, keys, values, heads, output
-
     def _responsibilities(
         self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:

@@ -240,8 +240,3 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         macs += experts * width * T + 2 * C * d * width * T
         floats = 2 * C * n * T**2 + (2 * n + 2) * d * T + 2 * d * T + experts * C * T
         return {"macs": macs, "floats": floats}
-
-    def kept_elements(self) -> int:
-        heads = self.num_heads * self.head_dim
-        # logits; keys and values; queries and results; the output and sorted copies of the input
-        return self.num_experts + 2 * self.key_heads * self.expert_dim + 2 * heads + 3 * self.embed_dim

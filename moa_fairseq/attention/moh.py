@@ -268,10 +268,6 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         scores = 2 * queries * keys * self.active_heads * self.head_dim
         return {**self.projection_macs(queries, keys), "scores": scores}
 
-    def kept_elements(self) -> int:
-        # logits and probabilities; queries, keys, values and results of all heads; gated heads; the output
-        return 2 * self.num_heads + 6 * self.embed_dim
-
     def _by_head(self, weight: Tensor) -> Tensor:
         """[H·D] or [H·D, C] → the routed heads', [h − h_s, D] or [h − h_s, D, C]."""
         heads = weight.view(self.num_heads, self.head_dim, *weight.shape[1:])

@@ -254,9 +254,3 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
         macs += relative * 2 * n * d * width * T
         return {"macs": macs, "floats": floats + relative * 2 * n * d * T + 2 * experts * C * T}
-
-    def kept_elements(self) -> int:
-        heads = self.num_heads * self.head_dim
-        routers = (self.router is not None) + (self.source_router is not None)
-        # logits; queries, keys, values and results; the input as rows, and the output
-        return routers * self.num_heads * self.num_experts + 4 * heads + 2 * self.embed_dim

@@ -50,14 +50,19 @@ def task_of(arch: str) -> str:
 
 
 def build_skeleton(
-    arch: str, vocab_size: int, embeddings: str = "shared", model_flags: Sequence[str] = ()
+    arch: str,
+    vocab_size: int,
+    embeddings: str = "shared",
+    model_flags: Sequence[str] = (),
+    weights: bool = False,
 ) -> BaseFairseqModel:
     """The model that fairseq-train would build, on the meta device: shapes, but no weights.
 
     arch: name as after --arch. vocab_size: symbols of the (joined) dictionary, its four special ones
     included. embeddings: a key of EMBEDDINGS; it concerns translation only. model_flags: more
-    fairseq flags, such as ["--encoder-layers", "3"]. Raises UserError for an unknown architecture,
-    flags that fairseq does not take, or a combination that the model refuses.
+    fairseq flags, such as ["--encoder-layers", "3"]. weights: on the CPU instead, with weights. Raises
+    UserError for an unknown architecture, flags that fairseq does not take, or a combination that the model
+    refuses.
     """
     task_name = task_of(arch)
     dictionary = _dictionary(vocab_size)
@@ -70,13 +75,15 @@ def build_skeleton(
     )
     with quiet():
         try:
-            return _build(args, task)
+            return _build(args, task, weights)
         except (ValueError, AssertionError) as error:
             setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
             raise UserError(f"fairseq cannot build {arch} with {setting}: {error}") from error
 
 
-def _build(args: argparse.Namespace, task: SimpleNamespace) -> BaseFairseqModel:
+def _build(args: argparse.Namespace, task: SimpleNamespace, weights: bool) -> BaseFairseqModel:
+    if weights:
+        return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
     try:
         with torch.device("meta"), _without_bert_initialisation():
             return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)

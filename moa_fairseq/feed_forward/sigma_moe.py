@@ -106,11 +106,6 @@ class SigmaMoE(nn.Module):
         out = self.down(inner, decision, 1, self.experts_per_token, gate=decision.gate)
         return out.view(tgt_len, batch, self.embed_dim)
 
-    def kept_elements(self) -> int:
-        """How many numbers per token are kept for the backward pass."""
-        # logits, inner units (for relu only the results), the output
-        return self.up.num_experts + self.experts_per_token * self.up.d_out + self.embed_dim
-
     def macs(self, tokens: int) -> Dict[str, int]:
         """Multiply-accumulates of so many tokens, by part: "router" and "projections"."""
         chosen = self.experts_per_token * (self.up.d_out + self.down.d_in)

@@ -143,19 +143,26 @@ def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = 
     """The precision that a recipe's `precision` stands for: fp32, fp16, bf16 or amp.
 
     `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a
-    `model` wide enough to gain from it; else fp32. Raises UserError when the precision was asked for by
-    name and the hardware does not have it.
+    `model` wide enough to gain from it, but not with adaptive inputs, which fail under autocast; else fp32.
+    Raises UserError when the precision was asked for by name and the hardware or the model does not take it.
     """
     capability = hardware.capability or (0, 0)
-    if precision == "auto" and not hardware.gpus:
-        if not hardware.bfloat16_units or model is None:
-            return "fp32"
+    on_cpu = precision == "auto" and not hardware.gpus
+    if on_cpu and (not hardware.bfloat16_units or model is None):
+        return "fp32"
+    if model is not None and (on_cpu or precision == "amp"):
         from fairseq.models import ARCH_CONFIG_REGISTRY
 
         args = argparse.Namespace(**{name.replace("-", "_"): value for name, value in model.flags.items()})
         ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
         widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
-        return "amp" if max(widths) >= _AMP_WIDTH else "fp32"
+        adaptive = getattr(args, "adaptive_input", False)
+        if adaptive and precision == "amp":
+            raise UserError(
+                "train.precision amp fails with fairseq's adaptive inputs: use fp32, fp16 or bf16."
+            )
+        if on_cpu:
+            return "amp" if max(widths) >= _AMP_WIDTH and not adaptive else "fp32"
     if precision == "auto":
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
     if precision in ("fp16", "bf16") and not hardware.gpus:

@@ -75,7 +75,7 @@ def test_precision_follows_the_hardware(precision, hardware, expected):
     ("arch", "flags", "expected"),
     [
         ("moa_transformer_base", {}, ["--amp"]),
-        ("transformer_lm_wiki103", {}, ["--amp"]),
+        ("transformer_lm_gpt", {}, ["--amp"]),
         ("moa_roberta_8k8e128d", {}, ["--amp"]),
         ("transformer_tiny", {}, []),
         ("transformer_tiny", {"encoder-embed-dim": 512}, ["--amp"]),
@@ -87,6 +87,14 @@ def test_wide_models_train_in_bfloat16_on_cpus_that_have_units_for_it(arch, flag
     assert precision_flags("auto", CPU, model) == []
     assert precision_flags("fp32", dataclasses.replace(CPU, bfloat16_units=True), model) == []
     assert precision_flags("amp", CPU, model) == ["--amp"]
+
+
+def test_adaptive_inputs_do_not_train_under_autocast():
+    """fairseq writes the bands' bfloat16 into a float32 tensor."""
+    model = Model(arch="transformer_lm_wiki103")
+    assert precision_flags("auto", dataclasses.replace(CPU, bfloat16_units=True), model) == []
+    with pytest.raises(UserError, match="adaptive inputs"):
+        precision_flags("amp", CPU, model)
 
 
 @pytest.mark.parametrize(("precision", "hardware"), [("fp16", CPU), ("bf16", V100), ("bf16", CPU)])

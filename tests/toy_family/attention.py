@@ -58,8 +58,5 @@ class ParityAttention(MixtureAttention):
         sides = self.k_proj.in_features + self.v_proj.in_features
         return {"router": 0, "projections": 2 * queries * self.embed_dim**2 + keys * sides * self.embed_dim}
 
-    def kept_elements(self):
-        return 5 * self.embed_dim
-
     def _split(self, x):
         return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)

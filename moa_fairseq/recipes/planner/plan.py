@@ -12,7 +12,13 @@ from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.recipes.batch import fit_devices, plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.corpus_size import CorpusSize
 from moa_fairseq.recipes.hardware import DEVICES, Hardware, assumed_hardware, precision_name
-from moa_fairseq.recipes.planner.memory import estimate_memory, layers_of
+from moa_fairseq.recipes.planner.memory import (
+    disk,
+    estimate_memory,
+    layers_of,
+    logits_per_token,
+    measure_activations,
+)
 from moa_fairseq.recipes.planner.throughput import Row, device_kind, expected_speed, seconds_per_update
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.running import command_line
@@ -23,11 +29,18 @@ COUNTS = (1, 8, 32)
 F_STEP, WITH_G_STEP = 1.04, 1.85
 # Where neither the table nor data says how many symbols there are.
 FALLBACK_VOCABULARY = 32000
+UNKNOWN_SPEED = (
+    "speed unknown: --stage train --record measures it; the MACs of a mixture do not tell its time"
+)
+ADAPTIVE = "How often words are rare decides the memory of an adaptive softmax: give --data its folder."
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What does not depend on the hardware: the model, its cost on sentences of mean length, the corpus."""
+    """What does not depend on the hardware: the model, its cost on sentences of mean length, the corpus.
+
+    logits: of a token; None for an adaptive softmax without data.
+    """
 
     model: Any
     cost: Cost
@@ -35,6 +48,7 @@ class Workload:
     source_length: int
     target_length: int
     size: Optional[CorpusSize]
+    logits: Optional[float]
 
     @property
     def macs_per_target_token(self) -> float:
@@ -51,7 +65,8 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     flags = command_line.flags({**recipe.model.as_flags(), "arch": None})
     model = build_skeleton(recipe.model.arch, vocabulary, "separate", flags)
     lengths = _mean_lengths(recipe, size)
-    return Workload(model, count(model, *lengths), vocabulary, *lengths, size)
+    logits = logits_per_token(recipe, model, vocabulary, data)
+    return Workload(model, count(model, *lengths), vocabulary, *lengths, size, logits)
 
 
 def _mean_lengths(recipe: Recipe, size: Optional[CorpusSize]) -> Tuple[int, int]:
@@ -66,6 +81,11 @@ def _mean_lengths(recipe: Recipe, size: Optional[CorpusSize]) -> Tuple[int, int]
 def plan(recipe: Recipe, work: Workload, machines: List[Hardware], rows: List[Row]) -> Dict[str, Any]:
     """The plan as plain data. machines: the hardware to plan for; rows: measured speeds."""
     size = work.size
+
+    # All machines are GPUs in half precision, or in another that the recipe names; or the one is a CPU.
+    precision = precision_name(recipe.train.precision, machines[0], recipe.model)
+    lengths = (work.source_length, work.target_length)
+    kept = measure_activations(recipe, work.model, lengths, work.vocabulary, precision, machines[0].gpus > 0)
     return {
         "experiment": recipe.experiment,
         "parameters": work.cost.total_parameters,
@@ -73,18 +93,30 @@ def plan(recipe: Recipe, work: Workload, machines: List[Hardware], rows: List[Ro
         "mean_lengths": [work.source_length, work.target_length],
         "corpus": dataclasses.asdict(size) if size else None,
         "not_counted": work.cost.not_counted,
-        "hardware": [_plan_for(recipe, work, machine, rows) for machine in machines],
+        "hardware": [_plan_for(recipe, work, machine, rows, kept) for machine in machines],
     }
 
 
-def _plan_for(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]) -> Dict[str, Any]:
-    """Batch, memory, speed and hours on one kind of machine."""
+def _plan_for(
+    recipe: Recipe,
+    work: Workload,
+    machine: Hardware,
+    rows: List[Row],
+    kept: float,
+) -> Dict[str, Any]:
+    """Batch, memory, speed and hours on one kind of machine. kept: bytes of a token."""
     asked, (machine, fewer) = machine.devices, fit_devices(recipe, machine)
     batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
     memory = estimate_memory(
-        work.model, work.vocabulary, batch.max_tokens, precision, machine.devices, recipe.training_flags
+        work.model,
+        kept,
+        work.logits,
+        batch.max_tokens,
+        precision,
+        machine.devices,
+        recipe.training_flags,
     )
     if not machine.gpus:
         memory = dataclasses.replace(memory, fixed=0)
@@ -98,12 +130,17 @@ def _plan_for(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]
         "left_out": fewer.removeprefix("WARNING: ") if fewer else None,
         "memory": {**dataclasses.asdict(memory), "total": memory.total},
         "memory_of_device": capacity,
-        "fits": memory.total <= capacity if capacity else None,
+        "fits": memory.total <= capacity if capacity and memory.total else None,
     }
     factor, macs = bcd_factor(recipe), work.macs_per_target_token
+    routed = work.cost.macs["router"] / work.target_length
     if factor != 1:  # it was measured against the model without gates
-        macs -= work.cost.macs["router"] / work.target_length
-    speed = expected_speed(rows, recipe.experiment, kind, machine.devices, macs, precision) if kind else None
+        macs, routed = macs - routed, 0
+    speed = None
+    if kind:
+        speed = expected_speed(
+            rows, recipe.experiment, kind, machine.devices, macs, precision, is_mixture=routed > 0
+        )
     if speed:
         if machine.gpus:
             fill = work.size.fill if work.size else 1.0
@@ -112,10 +149,10 @@ def _plan_for(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]
         speed = speed.divided_by(factor, "for block coordinate descent")
         entry.update(tokens_per_second=round(speed.tokens_per_second), speed_origin=speed.origin)
         entry["measured"] = speed.measured
-    updates = planned_updates(recipe.train, batch, work.size)
+    updates, epochs = planned_updates(recipe.train, batch, work.size), recipe.train.max_epoch
     if work.size and updates:
         per_epoch = work.size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
-        tokens = updates / per_epoch * work.size.target_tokens
+        epochs, tokens = updates // per_epoch, updates / per_epoch * work.size.target_tokens
         hours = tokens / speed.tokens_per_second / 3600 if speed else None
         entry.update(
             updates_per_epoch=per_epoch,
@@ -125,6 +162,7 @@ def _plan_for(recipe: Recipe, work: Workload, machine: Hardware, rows: List[Row]
             hours=hours and float(f"{hours:.4g}"),
             device_hours=hours and float(f"{hours * batch.devices:.4g}"),
         )
+    entry["disk"] = disk(recipe, work.model, machine.gpus > 0, updates, epochs)
     return entry
 
 
@@ -168,6 +206,7 @@ def as_text(report: Dict[str, Any]) -> str:
         remedy = "give --data a folder made by fairseq-preprocess for updates and hours"
         assumed = f"{FALLBACK_VOCABULARY:,} symbols assumed"
         facts.append(("training set", f"of unknown size: {remedy} ({assumed})"))
+    disk = report["hardware"][0]["disk"]
     names = [_name(entry) for entry in report["hardware"]]
     table: List[Dict[str, str]] = []
     origins: Dict[str, List[str]] = {}
@@ -180,13 +219,14 @@ def as_text(report: Dict[str, Any]) -> str:
                 "tokens/update": f"{entry['tokens_per_update']:,}",
                 "updates": _number(entry.get("updates")),
                 "of them per epoch": _number(entry.get("updates_per_epoch")),
-                "GB per GPU": f"{entry['memory']['total'] / 1e9:.1f}{full}",
+                "GB per GPU": _gigabytes(entry["memory"]["total"]) + full,
+                "GB on disk": _gigabytes(entry["disk"]["total"]),
                 "tokens/s": _number(entry.get("tokens_per_second")),
                 "hours": _number(entry.get("hours")),
                 "GPU hours": _number(entry.get("device_hours")),
             }
         )
-        origins.setdefault(entry.get("speed_origin", "speed unknown"), []).append(name)
+        origins.setdefault(entry.get("speed_origin", UNKNOWN_SPEED), []).append(name)
     return "\n".join(
         [
             tabulate(facts, tablefmt="plain", disable_numparse=True),
@@ -195,7 +235,11 @@ def as_text(report: Dict[str, Any]) -> str:
             "",
             *(f"{origin} [{_listed(found)}]" for origin, found in origins.items()),
             *(f"{n}: {e['left_out']}" for n, e in zip(names, report["hardware"]) if e["left_out"]),
-            "GB per GPU is an estimate (its formula: moa_fairseq/recipes/planner/memory.py); ! does not fit.",
+            "GB per GPU is an estimate from what autograd keeps on this CPU (its parts: "
+            "moa_fairseq/recipes/planner/memory.py); ! does not fit.",
+            *([ADAPTIVE] if report["hardware"][0]["memory"]["total"] is None else []),
+            f"GB on disk: {disk['files'] or '?'} checkpoints of {_gigabytes(disk['checkpoint'])} GB, "
+            f"an average of {_gigabytes(disk['average'])} GB; two more checkpoints while one is written.",
             "Validation, checkpoints and interruptions are not in the hours; small models use less of a GPU.",
         ]
     )
@@ -206,6 +250,10 @@ def _number(value: Optional[float]) -> str:
     if value is None:
         return "?"
     return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.2g}"
+
+
+def _gigabytes(size: Optional[int]) -> str:
+    return "?" if size is None else f"{size / 1e9:,.1f}" if size >= 1e8 else f"{size / 1e9:.2g}"
 
 
 def _name(entry: Dict[str, Any]) -> str:

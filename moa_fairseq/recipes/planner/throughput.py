@@ -103,13 +103,21 @@ def device_kind(hardware: str) -> Optional[str]:
 
 
 def expected_speed(
-    rows: List[Row], experiment: str, device: str, count: int, macs: float, precision: str
+    rows: List[Row],
+    experiment: str,
+    device: str,
+    count: int,
+    macs: float,
+    precision: str,
+    is_mixture: bool = False,
 ) -> Optional[Speed]:
     """The speed of an experiment on `count` devices; None on a device of which nothing is known.
 
-    macs: of one target token, its share of the source included. The best of: this experiment measured on
-    this device (scaled by the number of devices); the experiment nearest in MACs measured there, at its
-    operations a second; the nearest measured share of the peak of another device; ASSUMED_UTILISATION.
+    macs: of one target token, its share of the source included. is_mixture: the model has routers. Its MACs
+    do not tell its time: MoA's 262M has 0.75 of the dense model's, and 1.27 of its time in SwitchHead's Table
+    5. So only its own measurements count. The best of: this experiment measured on this device (scaled by the
+    number of devices); the experiment nearest in MACs measured there, at its operations a second; the nearest
+    measured share of the peak of another device; ASSUMED_UTILISATION.
     """
     here = [row for row in rows if row.device == device]
     own = [row for row in here if row.experiment == experiment]
@@ -119,6 +127,8 @@ def expected_speed(
         return Speed(
             row.speed * count / row.count, f"measured: {row.file} ({row.hardware}){scaled}", not scaled
         )
+    if is_mixture:
+        return None
     near = _nearest([row for row in here if row.macs], macs)
     if near:
         speed = near.speed / near.count * near.macs / macs * count
