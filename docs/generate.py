@@ -43,7 +43,7 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 from moa_fairseq.transformer.families import FAMILIES
-from moa_fairseq.transformer.model import POSITIONS
+from moa_fairseq.transformer.model import BRANCH, POSITIONS
 
 ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "results/README.md", "configs/README.md", "docs/flags.md", "docs/fairseq.md")
@@ -171,7 +171,8 @@ def flags() -> str:
     head = ["Flag", "Default", "Meaning"]
     tables = [f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections]
     positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; how tokens know where they stand"]
-    return "\n\n".join([*tables, f"### Every architecture here\n\n{grid(head, [positions])}"])
+    branch = ["`--attention-branch-scale`", "–", BRANCH]
+    return "\n\n".join([*tables, f"### Every architecture here\n\n{grid(head, [positions, branch])}"])
 
 
 def _flags(settings: Any) -> Iterator[List[str]]:

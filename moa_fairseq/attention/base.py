@@ -21,6 +21,7 @@ from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.errors import UserError
 
 
 @dataclass
@@ -150,6 +151,19 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         attended to, 2 with a carried one. None for a setting for which they have no formula.
         """
         return None
+
+    @torch.no_grad()
+    def scale_branch(self, factor: float) -> None:
+        """Multiply the output projection, bias included: the residual branch then starts at that size."""
+        for name in ("out_proj", "out_experts"):
+            if hasattr(self, name):
+                for parameter in getattr(self, name).parameters():
+                    parameter.mul_(factor)
+                return
+        raise UserError(
+            f"--attention-branch-scale: {type(self).__name__} has no output projection named out_proj or "
+            "out_experts: leave the flag out."
+        )
 
     def restore_initialization(self) -> None:
         """Draw routers and experts anew, after a model has initialised every nn.Linear (as BERT does)."""

@@ -1,4 +1,4 @@
-"""The four projections of dense attention, for mixtures of its heads."""
+"""The four projections of dense attention, for itself and for mixtures of its heads."""
 
 import math
 from typing import Any, Optional, Tuple
@@ -9,9 +9,10 @@ from moa_fairseq.attention.base import Decision, MixtureAttention
 
 
 class DenseHeadsAttention(MixtureAttention[Decision]):
-    """A mixture over the heads of fairseq's attention, with its parameters and their names (MAE, MoH).
+    """The heads of fairseq's attention, with its parameters and their names: for MAE, MoH, dense attention.
 
-    A subclass calls `reset_parameters` after it has built its router.
+    head_dim: D, if it is not embed_dim / num_heads. A subclass calls `reset_parameters` after it has built
+    its router.
     """
 
     def __init__(
@@ -21,13 +22,15 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
         bias: bool = True,
+        head_dim: Optional[int] = None,
         **role: Any,
     ):
-        super().__init__(embed_dim, num_heads, embed_dim // num_heads, **role)
-        self.k_proj = nn.Linear(kdim or embed_dim, embed_dim, bias=bias)
-        self.v_proj = nn.Linear(vdim or embed_dim, embed_dim, bias=bias)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **role)
+        width = num_heads * self.head_dim
+        self.k_proj = nn.Linear(kdim or embed_dim, width, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, width, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, width, bias=bias)
+        self.out_proj = nn.Linear(width, embed_dim, bias=bias)
 
     def reset_parameters(self) -> None:
         """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""

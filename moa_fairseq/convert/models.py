@@ -30,7 +30,7 @@ BODIES = {
     "masked LM": (RobertaModel, "roberta", MixtureRobertaModel),
     "causal LM": (TransformerLanguageModel, "transformer_lm", MixtureLanguageModel),
 }
-_OF_MIXTURES = {"attention_family", "positions"}
+_OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale"}
 
 
 def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:

@@ -69,6 +69,10 @@ def _taken(state: State, attention: MixtureAttention) -> State:
     missing = [name for name in PROJECTIONS if f"{name}.weight" not in own]
     if missing:
         raise UserError(f"The checkpoint lacks {prefix}{missing[0]}.weight: its attention is not fairseq's.")
+    if own["q_proj.weight"].size(0) != attention.embed_dim:
+        raise UserError(
+            f"{prefix}q_proj.weight: heads of a width of their own (--attention-head-dim) are not converted."
+        )
     if isinstance(attention, MixtureOfAttention):
         for name in own:
             del state[prefix + name]

@@ -1,8 +1,14 @@
-"""Dense counterparts that fairseq lacks, and the settings that mixtures share with them."""
+"""Dense counterparts, `--arch dense_transformer_base` and relatives, and what mixtures share with them."""
 
+from fairseq.models import register_model
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
+from fairseq.models.transformer.transformer_legacy import base_architecture, transformer_vaswani_wmt_en_de_big
+from fairseq.models.transformer_lm import base_lm_architecture, transformer_lm_baevski_wiki103
 
 from moa_fairseq.transformer.archs import register_arch
+from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
+from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
+from moa_fairseq.transformer.translation import MixtureTransformerModel
 
 # The feed-forward of fairseq's transformer_iwslt_de_en.
 IWSLT = {"encoder_ffn_embed_dim": 1024, "decoder_ffn_embed_dim": 1024}
@@ -15,6 +21,7 @@ TINY = {
     "decoder_ffn_embed_dim": 256,
     "decoder_layers": 4,
 }
+FOUR_HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}  # of the dense Transformer-Tiny
 
 
 def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: int) -> dict:
@@ -54,3 +61,39 @@ TINY_ROBERTA = _roberta(4, 128, 512, 4)  # for small data and small machines
 
 register_arch("roberta", "roberta_medium_wt103", roberta_architecture, MEDIUM_ROBERTA)
 register_arch("roberta", "roberta_tiny", roberta_architecture, TINY_ROBERTA)
+
+
+# fairseq's own models again, with a study's controls: width of a head, dropped heads, size of the branch.
+@register_model("dense_transformer")
+class DenseTransformerModel(MixtureTransformerModel):
+    """fairseq's Transformer, with the same weights under the same names."""
+
+    attention_family, default_arch = "dense", "dense_transformer_base"
+
+
+register_arch("dense_transformer", "dense_transformer_base", base_architecture, {})
+register_arch("dense_transformer", "dense_transformer_big", transformer_vaswani_wmt_en_de_big, {})
+register_arch("dense_transformer", "dense_transformer_iwslt_de_en", base_architecture, IWSLT)
+register_arch("dense_transformer", "dense_transformer_tiny", base_architecture, {**TINY, **FOUR_HEADS})
+
+
+@register_model("dense_roberta")
+class DenseRobertaModel(MixtureRobertaModel):
+    """fairseq's RoBERTa."""
+
+    attention_family, default_arch = "dense", "dense_roberta_medium"
+
+
+register_arch("dense_roberta", "dense_roberta_medium", roberta_architecture, MEDIUM_ROBERTA)
+register_arch("dense_roberta", "dense_roberta_tiny", roberta_architecture, TINY_ROBERTA)
+
+
+@register_model("dense_transformer_lm")
+class DenseLanguageModel(MixtureLanguageModel):
+    """fairseq's Transformer language model; `--positions` may be rope or xl as well."""
+
+    attention_family, default_arch = "dense", "dense_transformer_lm_base"
+
+
+register_arch("dense_transformer_lm", "dense_transformer_lm_base", base_lm_architecture, {})
+register_arch("dense_transformer_lm", "dense_transformer_lm_wiki103", transformer_lm_baevski_wiki103, {})

@@ -5,7 +5,7 @@ from fairseq.models.roberta.model import base_architecture as roberta_architectu
 from fairseq.models.transformer.transformer_legacy import base_architecture, transformer_vaswani_wmt_en_de_big
 from fairseq.models.transformer_lm import base_lm_architecture
 
-from moa_fairseq.models.dense import IWSLT, MEDIUM_ROBERTA, TINY, TINY_ROBERTA
+from moa_fairseq.models.dense import FOUR_HEADS, IWSLT, MEDIUM_ROBERTA, TINY, TINY_ROBERTA
 from moa_fairseq.transformer.archs import register_arch
 from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
 from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
@@ -30,9 +30,9 @@ register_arch("moh_transformer", "moh_transformer_base", base_architecture, _hea
 register_arch("moh_transformer", "moh_transformer_big", transformer_vaswani_wmt_en_de_big, _heads(4, 8))
 # 8 heads, as the other families' models of that size
 register_arch("moh_transformer", "moh_transformer_iwslt_de_en", base_architecture, {**IWSLT, **_heads(2, 4)})
-# the 4 heads of the dense Transformer-Tiny
-_FOUR = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-register_arch("moh_transformer", "moh_transformer_tiny", base_architecture, {**TINY, **_FOUR, **_heads(2, 1)})
+register_arch(
+    "moh_transformer", "moh_transformer_tiny", base_architecture, {**TINY, **FOUR_HEADS, **_heads(2, 1)}
+)
 
 
 @register_model("moh_roberta")

@@ -12,6 +12,7 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.dense import DenseSettings
 from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
@@ -32,6 +33,7 @@ register_family("moa", MoASettings)
 register_family("mae", MAESettings)
 register_family("moh", MoHSettings)
 register_family("switchhead", SwitchHeadSettings)
+register_family("dense", DenseSettings)
 
 
 def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:

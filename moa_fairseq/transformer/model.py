@@ -1,6 +1,7 @@
 """What is common to all models with mixtures: steps before fairseq builds one, and after each update."""
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, Dict, Optional, TypeVar
 
 from fairseq.models import ARCH_CONFIG_REGISTRY
@@ -17,6 +18,10 @@ from moa_fairseq.transformer.workers import sum_over_workers
 
 INITIALIZATIONS = ("own", "depth-scaled")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
+BRANCH = (
+    "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
+    "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
+)
 _HINTS = {"offload_activations": " (--checkpoint-activations works)"}
 
 
@@ -72,6 +77,7 @@ class MixtureModel(Extended):
             "every self-attention (rope; rope-half rotates half of their numbers), or Transformer-XL's "
             "learned function of the distance in every self-attention (xl); default: the architecture's",
         )
+        parser.add_argument("--attention-branch-scale", type=float, default=argparse.SUPPRESS, help=BRANCH)
 
     @classmethod
     def completed(cls, args: Any) -> argparse.Namespace:
@@ -93,8 +99,15 @@ class MixtureModel(Extended):
 
     @classmethod
     def finished(cls, model: Model, args: argparse.Namespace) -> Model:
-        """Name the attentions of a model that has just been built, and check them."""
-        settings_of(args).check(name_attentions(model))
+        """Name the attentions of a model that has just been built, check them, and scale their outputs."""
+        attentions = name_attentions(model)
+        settings_of(args).check(attentions)
+        scale = getattr(args, "attention_branch_scale", None)
+        if scale is not None:
+            if not 0 < scale < math.inf:
+                raise UserError(f"--attention-branch-scale {scale} must be a positive number.")
+            for attention in attentions:
+                attention.scale_branch(scale)
         for name, module in model.named_modules():
             if isinstance(module, SigmaMoE):
                 module.name = name

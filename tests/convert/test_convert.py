@@ -312,3 +312,19 @@ def test_bad_inputs_are_refused_and_nothing_is_written(kind, words, dense, conve
 def test_flags_that_make_no_sense(flags, words, dense, convert, tmp_path):
     assert words in convert(dense("translation")[0], tmp_path / "out.pt", *flags, status=2)
     assert not list(tmp_path.iterdir())
+
+
+def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, convert):
+    flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--attention-head-dim", 6)
+    fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
+    source = tmp_path / "checkpoint_last.pt"
+    assert "--attention-head-dim" in convert(source, tmp_path / "moa.pt", "--to", "moa", status=2)
+    assert not (tmp_path / "moa.pt").exists()
+
+
+def test_the_plugins_dense_models_become_mixtures(fairseq, toy_data, tmp_path, convert):
+    flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--attention-branch-scale", 0.25)
+    fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
+    flags = ("--to", "moa", "--expert-keys-values", "own")
+    assert "exact" in convert(tmp_path / "checkpoint_last.pt", tmp_path / "moa.pt", *flags)
+    assert "exact" in convert(tmp_path / "checkpoint_last.pt", tmp_path / "mae.pt", "--to", "mae")

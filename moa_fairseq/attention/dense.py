@@ -1,0 +1,92 @@
+"""Dense multi-head attention, which every mixture is compared with: fairseq's, with a few settings more."""
+
+from dataclasses import dataclass, field
+from typing import Any, Dict, Optional
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.attention.base import FamilySettings
+from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.dense_heads import DenseHeadsAttention
+from moa_fairseq.errors import UserError
+
+
+@dataclass
+class DenseSettings(FamilySettings):
+    """The flags of `DenseAttention`."""
+
+    attention_head_dim: Optional[int] = field(
+        default=None,
+        metadata={
+            "help": "width of a head (default: the model's width over its heads): a dense model with the "
+            "multiply-accumulates, or the parameters, of a mixture"
+        },
+    )
+    dropped_heads: int = field(
+        default=0,
+        metadata={
+            "help": "DropHead: in training each sequence does without N random heads in every attention, "
+            "and the others are multiplied by h/(h - N); all heads work in evaluation"
+        },
+    )
+
+    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "DenseAttention":
+        """causal is unused: masks hide the future."""
+        return DenseAttention(embed_dim, num_heads, self.attention_head_dim, self.dropped_heads, **role)
+
+
+class DenseAttention(DenseHeadsAttention[None]):
+    """fairseq's attention: its parameters, their names and their first values; nothing is decided.
+
+    head_dim: D, if it is not embed_dim / num_heads. dropped_heads: in training t of the h heads, drawn for
+    each sequence, are left out and the others multiplied by h/(h−t), as in an F step of MAE with a uniform
+    gate (DropHead, arXiv 2004.13342, with a fixed number of heads). Raises UserError for impossible sizes.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: Optional[int] = None,
+        dropped_heads: int = 0,
+        **role: Any,
+    ):
+        if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
+            raise UserError(
+                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
+                "multiple of the heads, or --attention-head-dim says how wide a head is."
+            )
+        if head_dim is not None and head_dim < 1:
+            raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
+        if not 0 <= dropped_heads < num_heads:
+            raise UserError(
+                f"--dropped-heads {dropped_heads} must lie between 0 and {num_heads - 1}: "
+                f"one of the {num_heads} attention heads must be left."
+            )
+        super().__init__(embed_dim, num_heads, head_dim=head_dim, **role)
+        self.dropped_heads = dropped_heads
+        self.reset_parameters()
+
+    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> None:
+        return None
+
+    def project_queries(self, x: Tensor, decision: None) -> Tensor:
+        return self._split(self.q_proj(x))
+
+    def project_output(self, heads: Tensor, decision: None) -> Tensor:
+        batch, num_heads, tgt_len, _ = heads.shape
+        if self.training and self.dropped_heads:
+            dropped = torch.rand(batch, num_heads, device=heads.device).topk(self.dropped_heads).indices
+            scale = heads.new_full((batch, num_heads), num_heads / (num_heads - self.dropped_heads))
+            heads = heads * scale.scatter(1, dropped, 0.0)[:, :, None, None]
+        out: Tensor = self.out_proj(heads.transpose(1, 2).reshape(batch, tgt_len, -1))
+        return out
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        inputs = self.k_proj.in_features + self.v_proj.in_features
+        width = self.num_heads * self.head_dim
+        return {"router": 0, "projections": (2 * queries * self.embed_dim + keys * inputs) * width}
+
+    def kept_elements(self) -> int:
+        return 4 * self.num_heads * self.head_dim + self.embed_dim  # queries, keys, values, heads; output
