@@ -1,4 +1,4 @@
-"""What travels beside a forward pass: the routers' decisions, the padding of queries, the size of a beam.
+"""What travels beside a forward pass: routers' decisions, padding and ids of queries, the size of a beam.
 
 fairseq's attention returns two results and takes no query padding; rather than widen that interface
 and copy every layer above it, decisions travel beside the pass. Nothing stays on a module.
@@ -17,6 +17,7 @@ NamedDecisions = List[Tuple[str, RoutingDecision]]
 
 _collectors: ContextVar[Tuple[NamedDecisions, ...]] = ContextVar("collectors", default=())
 _query_padding: ContextVar[Optional[Tensor]] = ContextVar("query_padding", default=None)
+_query_tokens: ContextVar[Optional[Tensor]] = ContextVar("query_tokens", default=None)
 _hypotheses: ContextVar[int] = ContextVar("hypotheses", default=1)
 
 
@@ -71,6 +72,24 @@ def padding_of_queries(
     if mask is None or mask.shape != (batch, tgt_len):
         return None
     return mask.to(torch.bool)
+
+
+@contextlib.contextmanager
+def tokens_of_queries(ids: Optional[Tensor]) -> Iterator[None]:
+    """Declare the token ids [B, T] of the queries of every attention inside the block.
+
+    A step of generation has the queries of the last ids alone.
+    """
+    token = _query_tokens.set(ids)
+    try:
+        yield
+    finally:
+        _query_tokens.reset(token)
+
+
+def query_tokens() -> Optional[Tensor]:
+    """What the innermost `tokens_of_queries` block declares, [B, T], or None."""
+    return _query_tokens.get()
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class ExpertDraw:
                 f"{self.sequence_ids.numel()} sequence ids for {probs.size(0)} sequences in {name}"
             )
         experts = torch.arange(probs.size(-1), device=self.sequence_ids.device)
-        u = _fraction(_scramble(self._keys(name).unsqueeze(-1) + experts))  # [B, E]
+        u = _fraction(scramble(self._keys(name).unsqueeze(-1) + experts))  # [B, E]
         finish = (-torch.log1p(-u)).clamp_min(2.0 ** -(_BITS + 1))
         finish = finish.to(probs.dtype).view(probs.size(0), *[1] * (probs.dim() - 2), -1)
         return (probs / finish).argmax(-1)
@@ -76,7 +76,7 @@ class ExpertDraw:
         """A scrambled number per sequence for the module `name`, int64 [B]."""
         key = self.sequence_ids.to(torch.int64)
         for word in (zlib.crc32(name.encode()), self.update, self.seed):
-            key = _scramble(key + word)
+            key = scramble(key + word)
         return key
 
 
@@ -85,8 +85,8 @@ def _fraction(key: Tensor) -> Tensor:
     return ((key >> (64 - _BITS)) & ((1 << _BITS) - 1)).to(torch.float32) / (1 << _BITS)
 
 
-def _scramble(key: Tensor) -> Tensor:
-    """splitmix64: int64 products wrap around, which is what it needs; shifts are made logical."""
+def scramble(key: Tensor) -> Tensor:
+    """splitmix64, int64 → int64: products wrap around, which is what it needs; shifts are made logical."""
     key = key + _GOLDEN
     for shift, factor in _MIX:
         key = (key ^ ((key >> shift) & (2 ** (64 - shift) - 1))) * factor

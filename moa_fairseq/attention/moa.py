@@ -12,7 +12,7 @@ from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.positions import RelativePositions
-from moa_fairseq.attention.routers import ACTIVATIONS, RENORMALIZATIONS, TopKRouter
+from moa_fairseq.attention.routers import ACTIVATIONS, CHOICES, GATES, RENORMALIZATIONS, TopKRouter
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS
@@ -70,6 +70,23 @@ class MoASettings(FamilySettings):
             "Eq. 9), with one (full), or not at all (none: MoA's released code)",
         },
     )
+    router_choice: str = field(
+        default="learned",
+        metadata={
+            "choices": CHOICES,
+            "help": "what chooses experts: the learned router; frozen: a router that stays random; hash: a "
+            "hash of the token's id, with learned gates",
+        },
+    )
+    router_gates: str = field(
+        default="learned",
+        metadata={
+            "choices": GATES,
+            "help": "the weights of the chosen experts: learned; uniform: those of equal logits (1/K where "
+            "they are renormalised), so that only auxiliary losses train the router; straight-through: "
+            "uniform, with the learned gates' gradient to train the choice",
+        },
+    )
     routing_bias_rate: float = field(
         default=0.0,
         metadata={
@@ -99,6 +116,8 @@ class MoASettings(FamilySettings):
             renormalize=self.router_renormalize,
             routing_noise=self.routing_noise,
             routing_bias_rate=self.routing_bias_rate,
+            router_choice=self.router_choice,
+            router_gates=self.router_gates,
             backend=self.expert_backend,
             **role,
         )
@@ -134,6 +153,8 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         renormalize: str = "detached",
         routing_noise: bool = False,
         routing_bias_rate: float = 0.0,
+        router_choice: str = "learned",
+        router_gates: str = "learned",
         backend: str = "auto",
         router: Optional[nn.Module] = None,
         **role: Any,
@@ -163,6 +184,8 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
             activation=activation,
             bias_rate=routing_bias_rate,
             backend=backend,
+            choice=router_choice,
+            gates=router_gates,
         )
         width = heads_per_expert * expert_dim
         self.q_experts = ExpertLinear(num_experts, embed_dim, width, "experts", bias, backend)

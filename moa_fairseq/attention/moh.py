@@ -13,6 +13,7 @@ from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.dense_heads import DenseHeadsAttention
 from moa_fairseq.attention.moh_routers import SCALINGS, HeadDecision, QueryNormRouter, SharedAndRoutedRouter
 from moa_fairseq.attention.positions import RotaryPositions
+from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.selected import attend_selected, skipping_pays
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS, project, resolve_backend
@@ -46,6 +47,14 @@ class MoHSettings(FamilySettings):
             "queries, without parameters and with gates of 1, to continue trained models (MoH 4.4)",
         },
     )
+    router_choice: str = field(
+        default="learned",
+        metadata={
+            "choices": CHOICES,
+            "help": "what --moh-router learned chooses routed heads by: its learned weights; frozen: weights "
+            "that stay random; hash: a hash of the token's id, with learned gates",
+        },
+    )
     moh_skip: str = field(
         default="auto",
         metadata={
@@ -71,6 +80,7 @@ class MoHSettings(FamilySettings):
             routed_per_token=self.experts_per_token,
             scaling=self.moh_scaling,
             router=self.moh_router,
+            router_choice=self.router_choice,
             skip=self.moh_skip,
             causal=causal,
             backend=self.expert_backend,
@@ -100,6 +110,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         routed_per_token: int = 4,
         scaling: str = "paper",
         router: Any = "learned",
+        router_choice: str = "learned",
         skip: str = "auto",
         causal: bool = False,
         backend: str = "auto",
@@ -114,9 +125,15 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
             raise UserError(f"--moh-skip {skip} is unknown: choose one of {', '.join(SKIPPING)}.")
         if not isinstance(router, nn.Module) and router not in ROUTERS:
             raise UserError(f"--moh-router {router} is unknown: choose one of {', '.join(ROUTERS)}.")
+        if router == "query-norm" and router_choice != "learned":
+            raise UserError(
+                f"--router-choice {router_choice} is for routers with weights, which --moh-router query-norm "
+                "lacks: leave one of the two out."
+            )
         super().__init__(embed_dim, num_heads, **role)
         if router == "learned":
-            router = SharedAndRoutedRouter(embed_dim, num_heads, shared_heads, routed_per_token, scaling)
+            sizes = (embed_dim, num_heads, shared_heads, routed_per_token)
+            router = SharedAndRoutedRouter(*sizes, scaling, router_choice)
         elif router == "query-norm":
             router = QueryNormRouter(num_heads, shared_heads, routed_per_token)
         self.router, self.skip, self.causal = router, skip, causal and self.self_attention

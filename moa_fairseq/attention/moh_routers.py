@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import SlotOrder
 from moa_fairseq.torch_compat import full_precision
@@ -68,15 +70,22 @@ class _Router(nn.Module):
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
         super().__init__()
         check_heads(num_heads, shared_heads, routed_per_token)
+        self.token_hash: Optional[TokenHash] = None  # chooses in place of the probabilities
         self.num_heads, self.shared_heads = num_heads, shared_heads
         self.routed_heads, self.routed_per_token = num_heads - shared_heads, routed_per_token
         self.register_buffer("every_head", torch.arange(num_heads), persistent=False)
 
     def _chosen(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """Probabilities [N, routed heads] → (the K largest, their heads), [N, K]; unsorted if K is all."""
+        """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
+
+        They are the K largest, or what the hash says; in order of heads if K is all.
+        """
         if self.routed_per_token == self.routed_heads:
             return probs, self.every_head[: self.routed_heads].expand(probs.size(0), -1)
-        return probs.topk(self.routed_per_token, dim=-1)
+        if self.token_hash is None:
+            return probs.topk(self.routed_per_token, dim=-1)
+        index = self.token_hash(probs.size(0))
+        return probs.gather(-1, index), index
 
     def _decision(
         self,
@@ -110,8 +119,10 @@ class SharedAndRoutedRouter(_Router):
     scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": the authors' code
     divides the chosen routed gates by their sum and multiplies them by K, and uses h_s·softmax(W_s x) and
     2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared heads, or
-    without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). All of it runs in
-    float32, whatever the model's dtype or autocast. Raises UserError for impossible sizes.
+    without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). choice: "frozen" leaves
+    all of W as it was drawn; "hash" chooses routed heads by the token's id (`TokenHash`), with their learned
+    gates. All of it runs in float32, whatever the model's dtype or autocast. Raises UserError for impossible
+    sizes.
     """
 
     def __init__(
@@ -121,8 +132,11 @@ class SharedAndRoutedRouter(_Router):
         shared_heads: int,
         routed_per_token: int,
         scaling: str = "paper",
+        choice: str = "learned",
     ):
         super().__init__(num_heads, shared_heads, routed_per_token)
+        if choice not in CHOICES:
+            raise UserError(f"--router-choice {choice} is unknown: choose one of {', '.join(CHOICES)}.")
         if scaling not in SCALINGS:
             raise UserError(f"--moh-scaling {scaling} is unknown: choose one of {', '.join(SCALINGS)}.")
         self.scaling = scaling
@@ -134,11 +148,17 @@ class SharedAndRoutedRouter(_Router):
             2 if self.two_stages else 0,
         )
         self.projection = nn.Linear(model_dim, sum(self.rows), bias=False)
+        if choice == "frozen":
+            self.projection.requires_grad_(False)
+        elif choice == "hash":
+            self.token_hash = TokenHash(self.routed_heads, routed_per_token)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Small random logits: with all-zero ones every token would choose the same heads."""
         nn.init.normal_(self.projection.weight, std=_INIT_STD)
+        if self.token_hash is not None:
+            self.token_hash.reset_parameters()
 
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> HeadDecision:
         """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""

@@ -8,12 +8,15 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.observers import Observer
 from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_linear
 from moa_fairseq.torch_compat import full_precision
 
 RENORMALIZATIONS = ("detached", "full", "none")
 ACTIVATIONS = ("softmax", "sigmoid")
+CHOICES = ("learned", "frozen", "hash")
+GATES = ("learned", "uniform", "straight-through")
 _INIT_STD = 0.02
 
 Routed = Tuple[Tensor, Tensor, Tensor, Tensor]  # logits, probs, gate, index
@@ -29,9 +32,17 @@ class TopKRouter(Observer):
     up to 1; where K < E, Eq. 9 still applies to them. bias_rate: u, to balance without a gradient (arXiv
     2408.15664): experts are chosen by probability plus a bias b_i, weighted by probability alone, and b_i
     moves by u · sign(mean load − load_i) after each update (`absorb`; the counts of an update wait in
-    `pending`). backend: a choice of `--expert-backend`; with triton, plain routing is one kernel. All of it
-    runs in float32, whatever the model's dtype or autocast. Raises UserError unless 1 ≤ K ≤ E and renormalize
-    and activation are known.
+    `pending`).
+
+    Controls. choice: "frozen" leaves all weights as they were drawn; hidden states can still learn to reach
+    an expert. "hash" chooses by the token's id (`TokenHash`), the gates are the router's for these experts.
+    gates: "uniform" gives the gates of equal logits, 1/K each where they add up to 1: they have no gradient,
+    only auxiliary losses still move the router, and none of them knows the task. "straight-through" has the
+    same gates and the learned ones' gradient, so that the task teaches the choice alone.
+
+    backend: a choice of `--expert-backend`; with triton, plain routing is one kernel. All of it runs in
+    float32, whatever the model's dtype or autocast. Raises UserError unless 1 ≤ K ≤ E and renormalize,
+    activation, choice and gates are known and go together.
     """
 
     every_expert: Tensor  # a buffer: 0, 1, …, E − 1
@@ -48,6 +59,8 @@ class TopKRouter(Observer):
         activation: str = "softmax",
         bias_rate: float = 0.0,
         backend: str = "auto",
+        choice: str = "learned",
+        gates: str = "learned",
     ):
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -55,13 +68,22 @@ class TopKRouter(Observer):
                 f"--experts-per-token {experts_per_token} must lie between 1 and "
                 f"--num-experts {num_experts}: a token cannot choose more experts than there are."
             )
-        if renormalize not in RENORMALIZATIONS:
+        for flag, value, known in (
+            ("renormalize", renormalize, RENORMALIZATIONS),
+            ("activation", activation, ACTIVATIONS),
+            ("choice", choice, CHOICES),
+            ("gates", gates, GATES),
+        ):
+            if value not in known:
+                raise UserError(f"--router-{flag} {value} is unknown: choose one of {', '.join(known)}.")
+        if choice == "frozen" and noise:
             raise UserError(
-                f"--router-renormalize {renormalize} is unknown: choose one of {', '.join(RENORMALIZATIONS)}."
+                "--routing-noise is learned, and --router-choice frozen learns nothing: leave one out."
             )
-        if activation not in ACTIVATIONS:
+        if choice == "hash" and bias_rate:
             raise UserError(
-                f"--router-activation {activation} is unknown: choose one of {', '.join(ACTIVATIONS)}."
+                f"--routing-bias-rate {bias_rate} moves the choice of experts, which --router-choice hash "
+                "fixes: leave one of the two out."
             )
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
@@ -71,9 +93,12 @@ class TopKRouter(Observer):
         self.activation, self.bias_rate, self.backend = activation, bias_rate, resolve_backend(backend)
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
-        self.renormalize = renormalize
+        self.renormalize, self.gates = renormalize, gates
         self.projection = nn.Linear(model_dim, num_experts, bias=bias)
         self.noise_projection = nn.Linear(model_dim, num_experts, bias=False) if noise else None
+        self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
+        if choice == "frozen":
+            self.projection.requires_grad_(False)
         self.register_buffer("every_expert", torch.arange(num_experts), persistent=False)
         if bias_rate:
             self.register_buffer("selection_bias", torch.zeros(num_experts))
@@ -87,6 +112,8 @@ class TopKRouter(Observer):
             nn.init.zeros_(self.projection.bias)
         if self.noise_projection is not None:
             nn.init.zeros_(self.noise_projection.weight)
+        if self.token_hash is not None:
+            self.token_hash.reset_parameters()
 
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
         """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
@@ -96,10 +123,11 @@ class TopKRouter(Observer):
                 logits, probs, gate, expert_index = routed
             else:
                 logits = self._logits(x)
-                probs = (
-                    torch.softmax(logits, dim=-1) if self.activation == "softmax" else torch.sigmoid(logits)
-                )
+                probs = self._probabilities(logits)
                 gate, expert_index = self._choose(probs)
+                if self.gates != "learned":
+                    even = self._gates(self._probabilities(torch.zeros_like(logits)), expert_index)
+                    gate = even if self.gates == "uniform" else even + (gate - gate.detach())
                 if padding_mask is not None:
                     gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
         decision = RoutingDecision(
@@ -119,6 +147,8 @@ class TopKRouter(Observer):
         is_noisy = self.noise_projection is not None and self.training
         if self.activation != "softmax" or self.bias_rate or self.projection.bias is not None or is_noisy:
             return None
+        if self.token_hash is not None or self.gates != "learned":
+            return None
         weight, per_token = self.projection.weight, self.experts_per_token
         routed = top_k_routing(x, weight, per_token, self.renormalize, padding_mask, self.backend)
         if routed is None:
@@ -133,16 +163,26 @@ class TopKRouter(Observer):
             logits = logits + torch.randn_like(logits) * spread
         return logits
 
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        return torch.softmax(logits, dim=-1) if self.activation == "softmax" else torch.sigmoid(logits)
+
     def _choose(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
         """(gate, index), both [N, K]."""
-        if self.experts_per_token == self.num_experts:  # nothing is chosen, all gates stay as they are
-            return probs, self.every_expert.expand(probs.size(0), -1)
-        if self.bias_rate:
-            expert_index = (probs.detach() + self.selection_bias).topk(self.experts_per_token, dim=-1).indices
-            chosen = probs.gather(-1, expert_index)
+        if self.experts_per_token == self.num_experts:
+            expert_index = self.every_expert.expand(probs.size(0), -1)
+        elif self.token_hash is not None:
+            expert_index = self.token_hash(probs.size(0))
         else:
-            chosen, expert_index = probs.topk(self.experts_per_token, dim=-1)
+            scores = probs.detach() + self.selection_bias if self.bias_rate else probs.detach()
+            expert_index = scores.topk(self.experts_per_token, dim=-1).indices
+        return self._gates(probs, expert_index), expert_index
+
+    def _gates(self, probs: Tensor, expert_index: Tensor) -> Tensor:
+        """The chosen probabilities, divided by their sum as `renormalize` has it: [N, K]."""
+        if self.experts_per_token == self.num_experts:  # nothing is chosen, all gates stay as they are
+            return probs
+        chosen = probs.gather(-1, expert_index)
         if self.renormalize == "none":
-            return chosen, expert_index
+            return chosen
         total = chosen.sum(-1, keepdim=True)
-        return chosen / (total.detach() if self.renormalize == "detached" else total), expert_index
+        return chosen / (total.detach() if self.renormalize == "detached" else total)

@@ -46,6 +46,13 @@ class SwitchHeadSettings(FamilySettings):
             "help": "probability with which each expert of a projection is unavailable to a token in training"
         },
     )
+    router_choice: str = field(
+        default="learned",
+        metadata={
+            "choices": ("learned", "frozen"),
+            "help": "what chooses experts: the learned routers; frozen: routers that stay random",
+        },
+    )
     switchhead_shared_selection: bool = field(
         default=False,
         metadata={"help": "self-attention chooses the same experts as query and as key (section 3.6)"},
@@ -69,6 +76,7 @@ class SwitchHeadSettings(FamilySettings):
             experts=self.switchhead_experts,
             expert_dropout=self.expert_dropout,
             shared_selection=self.switchhead_shared_selection,
+            router_choice=self.router_choice,
             backend=self.expert_backend,
             **role,
         )
@@ -87,6 +95,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
     for both sides of a self-attention (§3.6). No auxiliary loss, no biases. expert_dropout: see
     `SigmoidTopKRouter`.
     Matrices into the heads start normal with deviation 1 / √C, those out of them with 1 / √(H·D).
+    router_choice: "frozen" leaves the routers' weights as they were drawn.
     Raises UserError for impossible sizes or letters.
     """
 
@@ -102,6 +111,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         shared_selection: bool = False,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
+        router_choice: str = "learned",
         backend: str = "auto",
         **role: Any,
     ):
@@ -140,6 +150,10 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         self.router = self._router(embed_dim, "queries") if decides["queries"] else None
         has_own = decides["keys"] and not self.shares_selection
         self.source_router = self._router(kdim, "keys") if has_own else None
+        if router_choice == "frozen":
+            for router in (self.router, self.source_router):
+                if router is not None:
+                    router.requires_grad_(False)
         self.reset_parameters()
 
     def _projection(self, letter: str, model_dim: int) -> Projection:

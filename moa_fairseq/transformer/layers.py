@@ -1,9 +1,10 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
+import contextlib
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -14,7 +15,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from moa_fairseq.attention.carried_context import carried_context
-from moa_fairseq.attention.collector import hypotheses, query_padding
+from moa_fairseq.attention.collector import hypotheses, query_padding, query_tokens, tokens_of_queries
 from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
@@ -104,6 +105,11 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
             return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
 
 
+def _same_tokens() -> Tuple[Any, Any]:
+    """Contexts of a checkpointed layer's two runs: the second has no stack around it to declare tokens."""
+    return contextlib.nullcontext(), tokens_of_queries(query_tokens())
+
+
 def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     """--initialization, activation checkpointing and FSDP; the latter as fairseq's `build_*_layer` adds them.
 
@@ -113,7 +119,10 @@ def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     initialize(layer, cfg, layers)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
-            torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False
+            torch.utils.checkpoint.checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            context_fn=_same_tokens,
         )
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
@@ -170,7 +179,8 @@ class MixtureEncoder(TransformerEncoderBase):
         padded = padding.any()
         answer = _Answer.of(padded, bool(padded))
         tokens = _Tokens.of(src_tokens, _Padding.of(padding, answer))
-        out = super().forward_scriptable(tokens, *args, **kwargs)
+        with tokens_of_queries(src_tokens):
+            out = super().forward_scriptable(tokens, *args, **kwargs)
         out["encoder_padding_mask"] = [padding] if answer else []
         return out
 
@@ -270,7 +280,7 @@ class MixtureDecoder(TransformerDecoderBase):
         **kwargs,
     ):
         beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
-        with hypotheses(beam):
+        with hypotheses(beam), tokens_of_queries(prev_output_tokens):
             return super().extract_features(prev_output_tokens, encoder_out, *args, **kwargs)
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
