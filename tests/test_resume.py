@@ -19,6 +19,12 @@ BCD = ("--task", "translation_bcd", "--bcd-g-every", 2, "--criterion", "label_sm
 MASKED_LM = ("--max-epoch", 3, "--num-workers", 1, "--log-interval", 1, "--save-interval-updates", 4)
 CASES = {
     "moa": ("moa_transformer_tiny", (), "q_experts.weight"),
+    "hash": (
+        "moa_transformer_tiny",
+        ("--router-choice", "hash", "--router-gates", "uniform", "--amp"),
+        "q_experts.weight",
+    ),
+    "frozen": ("moh_transformer_tiny", ("--router-choice", "frozen", "--amp"), "q_proj.weight"),
     "bcd": ("mae_transformer_tiny", BCD, "gate.fc2.weight"),
     "joint": ("mae_transformer_tiny", (*BCD, "--bcd", "none"), "gate.norm.running_mean"),
 }
