@@ -10,6 +10,8 @@ attention counts as the full square that a GPU computes.
                        printed MACs of MoA's Tables 1 and 3 and of Table 2's dense row contain
   attention twice      the plain count with scores and values once more: what the MoA rows of Table 2
                        contain (within 0.7 %; give --vocab-size 50265 --src-len 128)
+  attention in all     projections, routers, scores and values of every attention: half of a small model's
+                       total may be its output layer, which hides what an attention costs
   SwitchHead's layer   one attention layer, one chunk of --tgt-len tokens, by the formula that prints the
                        tables of the SwitchHead paper: MACs, and the numbers that training stores;
                        with --positions xl a carried chunk is attended to as well
@@ -47,6 +49,7 @@ PARTS = {
     "other": "other",
     "attention_matmul": "attention scores and values",
 }
+_ATTENTIONS = ("encoder_attention", "decoder_self_attention", "cross_attention")
 FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
 
 
@@ -55,13 +58,16 @@ class Cost:
     """What a model costs. `parameters` and `macs` map a key of PARTS to a count.
 
     layer: the cost of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors,
-    and "plain_macs", every matrix product once.
+    and "plain_macs", every matrix product once. attention_parameters, attention_macs: of all attentions, with
+    their routers, scores and values, which are parts of their own above.
     """
 
     parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     macs: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     not_counted: List[str] = field(default_factory=list)  # module types whose MACs no rule knows
     layer: Optional[Dict[str, int]] = None
+    attention_parameters: int = 0
+    attention_macs: int = 0
     updated: Dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
 
     @property
@@ -99,6 +105,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         cost.parameters[part_of(owner, modules[owner])] += parameter.numel()
+        if {"self_attn", "encoder_attn"} & set(owner.split(".")):
+            cost.attention_parameters += parameter.numel()
     carries = isinstance(model, FairseqLanguageModel)
     unknown: Set[str] = set()
     told: Set[nn.Module] = set()  # the attention around these modules has stated their cost
@@ -117,13 +125,17 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             cost.macs["router"] += macs["router"]
             cost.macs[part_of(name, module)] += macs["projections"]
             cost.macs["attention_matmul"] += macs.get("scores", 0)
+            cost.attention_macs += sum(macs.values()) if isinstance(module, MixtureAttention) else 0
             told.update(module.modules())
         elif module in told:
             continue
         elif type(module).__name__ == "MultiheadAttention":
             cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
+            cost.attention_macs += 2 * queries * keys * module.embed_dim
         elif (macs_per_token := linear_macs(module)) is not None:
-            cost.macs[part_of(name, module)] += macs_per_token * queries
+            part = part_of(name, module)
+            cost.macs[part] += macs_per_token * queries
+            cost.attention_macs += macs_per_token * queries if part in _ATTENTIONS else 0
         elif _has_uncounted_matrix(module):
             unknown.add(type(module).__name__)
     cost.not_counted = sorted(unknown)
@@ -209,6 +221,9 @@ def as_json(cost: Cost) -> Dict[str, object]:
         "macs": cost.total_macs,
         "macs_paper_convention": cost.paper_macs,
         "macs_attention_twice": cost.doubled_macs,
+        "attention_parameters": cost.attention_parameters,
+        "attention_macs": cost.attention_macs,
+        "output_macs": cost.macs["output"],
         "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
         "macs_by_part": cost.macs,
         **{f"switchhead_layer_{name}": count for name, count in (cost.layer or {}).items()},
@@ -225,6 +240,14 @@ def as_text(title: str, cost: Cost) -> str:
         if cost.parameters[part] or cost.macs[part]
     ]
     rows.append(("total", cost.total_parameters, cost.total_macs))
+    rows.append(("  of it attention in all", cost.attention_parameters, cost.attention_macs))
+    rows.append(
+        (
+            "  without the output layer",
+            cost.total_parameters - cost.parameters["output"],
+            cost.total_macs - cost.macs["output"],
+        )
+    )
     lines = [title, "", f"{'part':28}{'parameters':>16}{'MACs':>18}"]
     lines += [f"{label:28}{parameters:>16,}{macs:>18,}" for label, parameters, macs in rows]
     lines.append(f"{'papers convention':28}{'':16}{cost.paper_macs:>18,}   (no attention scores and values)")

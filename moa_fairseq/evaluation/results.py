@@ -38,7 +38,7 @@ class Cell:
     quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
     metric, or None. ours is the mean over the runs; spread their sample standard deviation where there
     are several. difference is ours minus the paper's. plain: for MACs, every matrix product counted once, in
-    the model or in SwitchHead's layer.
+    the model or in SwitchHead's layer; attention: those of the attentions alone, for a whole model.
     """
 
     column: str
@@ -50,6 +50,7 @@ class Cell:
     status: str = NO_RECIPE
     runs: int = 0
     plain: Optional[int] = None
+    attention: Optional[int] = None
 
 
 @dataclass
@@ -213,7 +214,7 @@ def _computed(row: dict, column: str, about: dict, paper: float) -> Cell:
     cell.difference, cell.status = cell.ours - paper, COMPUTED
     quantity = about["quantity"]
     if quantity.startswith("macs"):
-        cell.plain = counts["macs"]
+        cell.plain, cell.attention = counts["macs"], counts["attention_macs"]
     elif quantity == "switchhead_layer_macs":
         cell.plain = counts["switchhead_layer_plain_macs"]
     return cell

@@ -38,6 +38,8 @@ FURTHER_SCORES = {
     "lm_bits": "bits per token",
     "accuracy": "Accuracy (%)",
 }
+# What stands beside the count that a paper prints: a field of a cell, and its heading.
+FURTHER_COUNTS = {"plain": "plain count", "attention": "of it attention"}
 # What the command of a run says that may differ between seeds.
 _OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")
 
@@ -76,7 +78,7 @@ def render_headlines(comparison: Comparison) -> str:
 def _headline(name: str, row: Row) -> List[str]:
     score = next(cell for cell in row.cells if cell.status != COMPUTED)
     counts = next((cell for cell in row.cells if cell.quantity == "parameters"), None)
-    parameters = ["", ""] if counts is None else _count_fields(counts, False)[:2]
+    parameters = ["", ""] if counts is None else _count_fields(counts)[:2]
     return [name, row.headline or "", str(score.paper), _ours(score), *parameters]
 
 
@@ -144,26 +146,39 @@ def _costs(table: Table) -> str:
     rows = [row for row in table.rows if any(cell.status == COMPUTED for cell in row.cells)]
     columns = [cell.column for cell in rows[0].cells if cell.status == COMPUTED] if rows else []
     head = ["Model", "Architecture"]
-    plain = {cell.column for row in rows for cell in row.cells if cell.plain is not None}
+    cells = [cell for row in rows for cell in row.cells]
+    further = {  # column → what is counted beside it
+        column: [
+            name for name in FURTHER_COUNTS if any(getattr(c, name) for c in cells if c.column == column)
+        ]
+        for column in columns
+    }
     for column in columns:
-        head += [f"{column}, paper", "ours", "difference", *(["plain count"] if column in plain else [])]
+        head += [
+            f"{column}, paper",
+            "ours",
+            "difference",
+            *(FURTHER_COUNTS[name] for name in further[column]),
+        ]
     lines = []
     for row in rows:
-        cells = {cell.column: cell for cell in row.cells}
-        counts = [field for column in columns for field in _count_fields(cells.get(column), column in plain)]
+        by_column = {cell.column: cell for cell in row.cells}
+        counts = [
+            text for column in columns for text in _count_fields(by_column.get(column), further[column])
+        ]
         lines.append([row.row, f"`{row.arch}`", *counts])
     return _grid(head, lines, left=2)
 
 
-def _count_fields(cell: Optional[Cell], plain: bool) -> List[str]:
-    """Paper, ours, difference, and for MACs every matrix product counted once."""
+def _count_fields(cell: Optional[Cell], further: Sequence[str] = ()) -> List[str]:
+    """Paper, ours, difference, and what else is counted."""
     if cell is None or cell.ours is None or cell.difference is None:
-        return [""] * (4 if plain else 3)
+        return [""] * (3 + len(further))
     percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
     decimals = max(1, len(f"{cell.paper / 1e6:g}".partition(".")[2]))
     fields = [f"{cell.paper / 1e6:g}M", f"{cell.ours / 1e6:.{decimals}f}M", f"{percent:+.1f} %"]
-    counted = "" if cell.plain is None else f"{cell.plain / 1e6:.1f}M"
-    return [*fields, counted] if plain else fields
+    counts = [getattr(cell, name) for name in further]
+    return [*fields, *("" if value is None else f"{value / 1e6:.1f}M" for value in counts)]
 
 
 def _runs(table: Table) -> List[dict]:

@@ -76,6 +76,10 @@ def test_one_moa_layer_by_hand():
     assert cost.macs["feed_forward"] == (S + T) * 2 * d * ffn
     assert cost.macs["output"] == T * d * vocab
     assert cost.macs["attention_matmul"] == 2 * K * D * (S * S + T * T + T * S)
+    everything = (S + 2 * T) * (experts + router) + (2 * S + T) * keys + cost.macs["attention_matmul"]
+    assert cost.attention_macs == everything
+    assert cost.attention_macs == cost.total_macs - cost.macs["feed_forward"] - cost.macs["output"]
+    assert cost.attention_parameters == 3 * (E * D * d * 2 + keys + router)
     assert cost.parameters["encoder_attention"] == E * D * d * 2 + keys
     assert cost.parameters["router"] == 3 * router
     assert cost.parameters["embedding"] == vocab * d
@@ -99,6 +103,32 @@ def test_plain_macs_equal_torchs_flop_counter(arch):
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels are not counted on CPU
         model(src_tokens=source, src_lengths=torch.tensor([S]), prev_output_tokens=target)
     assert count(model, S, T).total_macs == counter.get_total_flops() // 2
+
+
+def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
+    small = ["--encoder-layers", "4", "--decoder-layers", "4", "--decoder-embed-dim", "128"]
+    small += [
+        "--encoder-embed-dim",
+        "128",
+        "--encoder-attention-heads",
+        "4",
+        "--decoder-attention-heads",
+        "4",
+    ]
+    small += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256"]
+    theirs, ours = (
+        complexity("transformer", 9700, model_flags=small),
+        complexity("dense_transformer_tiny", 9700),
+    )
+    assert as_json(theirs) == as_json(ours)
+    assert ours.attention_parameters == 12 * 4 * (128 * 128 + 128)
+    # Of two models a tenth apart in all, the attentions are three tenths apart.
+    gates = complexity("moa_transformer_tiny", 9700, model_flags=["--num-experts", "4", "--expert-dim", "64"])
+    assert gates.total_macs / ours.total_macs == pytest.approx(1.09, abs=0.01)
+    assert gates.attention_macs / ours.attention_macs == pytest.approx(1.29, abs=0.01)
+    # A mixture in the feed-forward is not attention.
+    mixed = complexity("dense_transformer_tiny", 9700, model_flags=["--sigma-moe-num-experts", "4"])
+    assert mixed.attention_macs == ours.attention_macs and mixed.macs["router"] > 0
 
 
 def test_every_parameter_is_counted_once():
@@ -139,7 +169,7 @@ def test_json_keys(capsys):
     flags = ["--num-experts", "16", "--json", "--", "--encoder-layers", "2"]
     assert main(["complexity", "--arch", "moa_transformer_tiny", "--src-len", "4", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
-    for key in ("parameters", "macs", "macs_paper_convention", "macs_attention_twice"):
+    for key in ("parameters", "macs", "macs_paper_convention", "macs_attention_twice", "attention_macs"):
         assert type(report[key]) is int
     assert report["parameters"] == sum(report["parameters_by_part"].values())
     assert report["macs"] == sum(report["macs_by_part"].values())
@@ -152,7 +182,12 @@ def test_json_keys(capsys):
 def test_text_report(capsys):
     assert main(["complexity", "--arch", "moa_transformer_base"]) == 0
     printed = capsys.readouterr().out
-    assert "628," in printed and "cross-attention" in printed and "router" in printed
+    assert (
+        "628," in printed
+        and "cross-attention" in printed
+        and "attention in all" in printed
+        and "router" in printed
+    )
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,8 @@ def plan(recipe: Recipe, work: Workload, machines: List[Hardware], rows: List[Ro
         "experiment": recipe.experiment,
         "parameters": work.cost.total_parameters,
         "macs_per_target_token": round(work.macs_per_target_token),
+        "attention_macs_per_target_token": round(work.cost.attention_macs / work.target_length),
+        "output_macs_per_target_token": round(work.cost.macs["output"] / work.target_length),
         "mean_lengths": [work.source_length, work.target_length],
         "corpus": dataclasses.asdict(size) if size else None,
         "not_counted": work.cost.not_counted,
@@ -193,6 +195,11 @@ def as_text(report: Dict[str, Any]) -> str:
     facts = [
         ("parameters", f"{report['parameters']:,}"),
         ("MACs", f"{macs} ({source} source and {target} target tokens)"),
+        (
+            "",
+            f"of it attention {report['attention_macs_per_target_token']:,}, output layer "
+            f"{report['output_macs_per_target_token']:,}",
+        ),
     ]
     if report["not_counted"]:
         facts.append(("", f"without those of {', '.join(report['not_counted'])}"))
