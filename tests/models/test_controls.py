@@ -12,6 +12,7 @@ CONTROLS = {
     "hash, even": ("--router-choice", "hash", "--router-gates", "uniform"),
     "frozen": ("--router-choice", "frozen"),
     "even": ("--router-gates", "uniform"),
+    "gates only": ("--expert-keys-values", "own", "--num-experts", 4, "--experts-per-token", 4),
     "straight-through": ("--router-gates", "straight-through"),
 }
 CASES = [
