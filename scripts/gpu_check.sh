@@ -64,8 +64,9 @@ echo "gpu_check.sh: $machine, by $python$([ "$device" = cuda ] || echo ", in min
 output=${output:-$root/runs/gpu_check-$device}
 mkdir -p "$output/steps" "$output/measured" && output=$(cd "$output" && pwd) && cd "$root" || exit 2
 scratch=$root/runs/gpu_check-$device-checkpoints
-# the verdict of kernels.validate, and compiled kernels without what they were compiled from
-export XDG_CACHE_HOME=$output/cache TRITON_CACHE_DIR=$output/cache/triton TRITON_STORE_BINARY_ONLY=1
+# the verdict of kernels.validate, and compiled kernels without what they were compiled from: a tenth of the size
+export XDG_CACHE_HOME=$output/cache TRITON_CACHE_DIR=$output/cache/triton
+export TRITON_STORE_BINARY_ONLY=1 TRITON_DISABLE_LINE_INFO=1
 # a copy of the files need not be a clone: what a step was done with is their text
 sources=$(find moa_fairseq benchmarks configs scripts tests/kernels -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum)
 stamp="${sources%% *}; $machine"
@@ -173,7 +174,8 @@ if [ "$device" = cuda ]; then
   for precision in --fp16 --amp; do updates $precision; done
   benchmark 90 training --dtype float16
   step kernels-validate-float32 120 "$python" -m moa_fairseq.kernels.validate --dtypes float32
-  step kernels-tests 240 "$python" -m pytest -q -p no:cacheprovider tests/kernels
+  step kernels-tests 240 env -u TRITON_STORE_BINARY_ONLY -u TRITON_DISABLE_LINE_INFO TRITON_CACHE_DIR="$scratch/triton" \
+    "$python" -m pytest -q -p no:cacheprovider tests/kernels
 fi
 if [ -n "$wikitext" ]; then
   for row in transformer moa_8k8e128d moa_8k8e256d moa_8k16e256d moa_8k32e256d moa_8k64e256d; do

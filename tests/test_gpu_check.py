@@ -64,7 +64,8 @@ def test_the_order_and_the_one_folder(check, tmp_path):
     done, notes = check("--multi30k", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     caches, commands = {note.rsplit("|", 1)[0] for note in notes}, [note.rsplit("|", 1)[1] for note in notes]
-    assert caches == {f"{tmp_path}/out/cache/triton|{tmp_path}/out/cache"}
+    tests = tmp_path / "project" / "runs" / "gpu_check-cuda-checkpoints" / "triton"
+    assert caches == {f"{each}|{tmp_path}/out/cache" for each in (f"{tmp_path}/out/cache/triton", tests)}
     marks = (
         "kernels.validate --device cuda --dtypes bfloat16 float16",
         "attention.py",
