@@ -188,7 +188,7 @@ def test_a_tied_weight_of_a_gpu_is_written_under_each_name():
     """fairseq copies each tensor to the CPU, half precision to fp32, before it writes the file."""
     from fairseq.utils import move_to_cpu
 
-    recipe = recipe_of("iwslt14_deen_base", ["model.share_all_embeddings=true"])
+    recipe = recipe_of("quickstart_transformer")
     model = build_skeleton(
         recipe.model.arch, WORDS, "shared", flags({**recipe.model.as_flags(), "arch": None}), weights=True
     )
