@@ -51,6 +51,7 @@ def known_flags():
         ("mae_transformer_base", "translation_bcd", "label_smoothed_cross_entropy"),
         ("mae_transformer_lm_wiki103", "language_modeling_bcd", "adaptive_loss_with_routing"),
         ("moh_transformer_base", "translation", "cross_entropy_with_routing"),
+        ("dense_transformer_base", "translation", "label_smoothed_cross_entropy"),
         ("moa_roberta_8k8e128d", "masked_lm", "masked_lm_with_routing"),
         ("switchhead_lm_47m", "language_modeling_truncated_bptt", "cross_entropy_with_routing"),
     )
