@@ -117,9 +117,11 @@ def obtain(
                 continue
             flaw = find_flaw(path, source, digest)
             if flaw:
+                archive = path.name.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
+                unpacked = "; or unpack it in its place: unpacked files are taken, too" if archive else ""
                 raise Unavailable(
                     f"{path} is not the file that the recipe knows: it {flaw}. Take it away, so that it is "
-                    f"fetched from {source.urls[0]}."
+                    f"fetched from {source.urls[0]}{unpacked}."
                 )
             return path
     path = kept / source.name
@@ -214,22 +216,34 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             headers["If-Range"] = version
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
         status = answer.status_code
-        if status != 416:
+        if status != 416 or "Range" not in headers:
             answer.raise_for_status()
             if "text/html" in answer.headers.get("Content-Type", ""):
                 page = answer.raw.read(BLOCK).decode("utf-8", errors="replace")
                 title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
                 about = f" titled {' '.join(html.unescape(title[1]).split())!r}" if title else ""
                 raise _Refused(f"it answers with a web page{about} instead of the file")
-        span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
+        span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
+        length = answer.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,18}", length):
+            raise _Refused(f"it answers with a size that is not a number (Content-Length: {length[:40]!r})")
         if status == 206 and (not span or span[1] != str(received)):
             raise _Refused("it answers with another part of the file than was asked for")
-        total = int(span[2]) if span else 0 if status == 416 else int(answer.headers.get("Content-Length", 0))
+        total = int(span[2]) if span else 0 if status == 416 else int(length)
         if source.size and total not in (0, source.size):
             raise _Refused(f"what it serves has {total:,} bytes instead of {source.size:,}")
         if status == 416:  # nothing is left to send: the check that follows says whether this is the file
+            if total != received and not source.pinned:
+                part.unlink()
+                raise requests.ConnectionError(
+                    "it does not go on from what was received; fetching all of it anew"
+                )
             return
         begin = received if status == 206 else 0
+        # Without a size in its head an answer may have no end.
+        most, rule = source.size, "the file has"
+        if not most and source.about:
+            most, rule = 2 * source.about, "are twice its known size"
         if not source.pinned:
             version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
             note.write_text("" if version.startswith("W/") else version, encoding="utf-8")
@@ -240,6 +254,9 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
                 stream, "write", total or None, initial=begin, desc=part.name, disable=None, leave=False
             ) as output:
                 for block in answer.raw.stream(BLOCK, decode_content=False):
+                    if most and stream.tell() + len(block) > most:
+                        part.unlink()
+                        raise _Refused(f"it sends more than the {most:,} bytes that {rule}")
                     output.write(block)
             if stream.tell() < total:
                 raise requests.ConnectionError("the connection broke off")

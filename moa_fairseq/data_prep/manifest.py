@@ -31,7 +31,7 @@ def write_manifest(
 ) -> Dict[str, Any]:
     """Write `root/manifest.json` about the stage folders below `root`; returns its content.
 
-    settings: of the data section. sources: name → urls, bytes, sha256. texts: split → the text files
+    settings: of the data section. sources: name → urls or origin, bytes, sha256. texts: split → the files
     that were read. dataset: with its terms of use, published numbers of lines and checksums. Holds no time
     and no path outside of `root`, so that two preparations of the same data have equal manifests.
     """

@@ -20,6 +20,7 @@ from moa_fairseq.running.folder_lock import locked
 
 MEMORY = "checked.json"
 OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"
+GIVEN = "the user's folder"  # --from, or --data of a recipe; the manifest names no path outside of its own
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +80,7 @@ class Store:
             if found and found.suffix == ".gz" and name in public_files():
                 return self._file(name)
             if found:
-                self.origins[name] = {"file": found.name}
+                self.origins[name] = {"file": found.name, "origin": GIVEN}
                 return found
         return None
 
@@ -88,9 +89,10 @@ class Store:
         source, digest = public_files()[name], FileMemory(self.downloads / MEMORY).checksum
         at_hand = [self.at_hand] if self.at_hand else []
         path = obtain(source, at_hand, self.downloads, self.offline, digest)
+        given = any(path in (folder / name, folder / path.name) for folder in at_hand)
         self.origins[name] = {
             "file": path.name,
-            "urls": list(source.urls),
+            **({"origin": GIVEN} if given else {"urls": list(source.urls)}),
             "bytes": path.stat().st_size,
             "sha256": digest(path, "sha256"),
         }

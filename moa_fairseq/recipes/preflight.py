@@ -155,7 +155,7 @@ def check_plugin(user_dir: Path) -> None:
         check=False,
     )
     if done.stdout.split()[-1:] != ["True"]:
-        why = done.stderr.strip().splitlines()[-1] if done.returncode else "it does not import moa_fairseq"
+        why = done.stderr.strip().splitlines()[-1] if done.returncode else "it lacks an import"
         raise UserError(
             f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}. Write `import "
             "moa_fairseq` at the top of its __init__.py, and see that it can be imported by itself."

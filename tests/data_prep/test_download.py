@@ -17,6 +17,16 @@ from moa_fairseq.errors import UserError
 CONTENT = gzip.compress(bytes(range(256)) * 4000, mtime=0) + b"x" * 3_000_000
 
 
+ODD = {  # path → status and headers; /endless ones never stop sending
+    "/endless.gz": [200],
+    "/word.gz": [200, ("Content-Length", "abc")],
+    "/minus.gz": [200, ("Content-Length", "-5")],
+    "/digits.gz": [200, ("Content-Length", "9" * 5000)],
+    "/416.gz": [416],
+    "/416-range.gz": [416, ("Content-Range", "bytes */7")],
+}
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     """Serves CONTENT at /file.gz with ranges; `server.cut` bytes are sent per answer before it hangs up."""
 
@@ -32,6 +42,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._send(200, b"<html><title>Please log in</title></html>", "text/html")
         if name == "/disguised.gz":
             return self._send(200, b"<!DOCTYPE html><html>", "application/gzip")
+        if name in ODD:
+            self.send_response(ODD[name][0])
+            for header in ODD[name][1:]:
+                self.send_header(*header)
+            self.end_headers()
+            self.close_connection = True
+            with contextlib.suppress(ConnectionError):
+                while name.startswith("/endless"):
+                    self.wfile.write(b"\x1f\x8b" + b"x" * 99_998)
+                    self.server.sent += 100_000
+            return None
         if name == "/busy.gz":
             return self._send(503, b"", "text/plain")
         if name not in ("/file.gz", "/plain.gz"):
@@ -67,7 +88,7 @@ def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(module, "PAUSES", (0, 0))
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.requests, running.cut, running.content, running.tag = [], [], CONTENT, '"1"'
+    running.requests, running.cut, running.content, running.tag, running.sent = [], [], CONTENT, '"1"', 0
     running.url = f"http://127.0.0.1:{running.server_port}/"
     thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -248,3 +269,38 @@ def test_full_disk(server, tmp_path, monkeypatch):
     monkeypatch.setattr(module.tqdm, "update", full)
     with pytest.raises(UserError, match="disk is full"):
         fetch(server, tmp_path)
+
+
+@pytest.mark.parametrize("pins", [{"size": 300_000}, {"about": 150_000, "sha256": None}])
+def test_what_has_no_end_is_stopped_at_the_known_size(server, tmp_path, pins):
+    with pytest.raises(UserError, match=r"endless\.gz: it sends more than the 300,000 bytes"):
+        fetch(server, tmp_path, "endless.gz", **pins)
+    assert server.sent < 30_000_000  # what the network's buffers hold, and not what a disk does
+    assert not list(tmp_path.rglob("*.part"))
+    assert fetch(server, tmp_path, "endless.gz", "file.gz", size=len(CONTENT)).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("name", ["word.gz", "minus.gz", "digits.gz"])
+def test_a_size_that_is_not_a_number(server, tmp_path, name):
+    with pytest.raises(
+        UserError, match=rf"{name}: it answers with a size that is not a number.*Content-Length"
+    ):
+        fetch(server, tmp_path, name)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("pins", [{}, {"sha256": None}, {"size": 7}])
+@pytest.mark.parametrize("name", ["416.gz", "416-range.gz"])
+def test_a_refused_range_that_nobody_asked_for(server, tmp_path, name, pins):
+    with pytest.raises(UserError, match=rf"Could not download file\.gz\. \S+{name}: HTTP 416") as raised:
+        fetch(server, tmp_path, name, **pins)
+    assert "\n" not in str(raised.value) and len(server.requests) == 1
+
+
+def test_a_refused_range_does_not_make_a_part_the_whole(server, tmp_path):
+    """Without a checksum only the size that the server names tells whether all of it was received."""
+    server.cut = [1_000_000, 0, 0]
+    with pytest.raises(UserError):
+        fetch(server, tmp_path, sha256=None)
+    server.content = CONTENT[:999_000]  # an older file, shorter than what was received of it
+    assert fetch(server, tmp_path, sha256=None).read_bytes() == CONTENT[:999_000]

@@ -8,8 +8,8 @@ import zipfile
 import pytest
 
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
-from moa_fairseq.data_prep.catalogue import Part
-from moa_fairseq.data_prep.obtain import Store
+from moa_fairseq.data_prep.catalogue import Part, public_files
+from moa_fairseq.data_prep.obtain import GIVEN, Store
 from moa_fairseq.errors import UserError
 
 PART = Part(archive="iwslt14/de-en.tgz", members=("de-en/train.tags.de-en.de",), markup="wit3")
@@ -52,6 +52,34 @@ def test_a_wrong_archive_at_hand_is_refused(store, tmp_path, content, words):
     (tmp_path / "de-en.tgz").write_bytes(content)
     with pytest.raises(UserError, match=rf"de-en\.tgz is not the file.*{words}.*Take it away"):
         store(tmp_path).pieces([PART])
+
+
+def test_an_archive_of_another_size_may_be_unpacked_instead(tables, miniature, tmp_path):
+    tables(pins={"de-en.tgz": {"size": 19_982_877}})
+    folder = miniature("iwslt14_de_en")
+    with pytest.raises(UserError, match=r"instead of 19,982,877.*unpacked files are taken"):
+        Store(folder, tmp_path / "downloads", True).pieces([PART])
+    with tarfile.open(folder / "de-en.tgz") as package:
+        package.extractall(folder, filter="data")
+    (piece,) = Store(folder, tmp_path / "downloads", True).pieces([PART]).values()
+    assert piece.path == folder / PART.members[0]
+
+
+def test_iwslts_archive_is_pinned():
+    assert public_files()["iwslt14/de-en.tgz"].size == 19_982_877
+
+
+def test_the_manifest_claims_no_address_for_what_was_brought(store, miniature, tmp_path):
+    brought = store(miniature("iwslt14_de_en"))
+    brought.pieces([PART])
+    (origin,) = brought.origins.values()
+    assert origin["origin"] == GIVEN and "urls" not in origin and origin["sha256"]
+    (tmp_path / "downloads" / "iwslt14").mkdir(parents=True)
+    (brought.at_hand / "de-en.tgz").rename(tmp_path / "downloads" / "iwslt14" / "de-en.tgz")
+    fetched = store()
+    fetched.pieces([PART])
+    (origin,) = fetched.origins.values()
+    assert origin["urls"] and "origin" not in origin
 
 
 def test_a_wrong_checksum_at_hand_is_refused(tables, miniature, tmp_path):
