@@ -1,13 +1,27 @@
 """Package metadata; the code lives in moa_fairseq/."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 # The one place of the version; importing the package would need torch.
 SOURCE = (HERE / "moa_fairseq" / "__init__.py").read_text(encoding="utf-8")
+
+
+class BuildWithShare(build_py):
+    """Puts the recipes, and the numbers that they are compared with, into what is installed."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for name in ("configs", "results/papers", "results/measured", "results/throughput"):
+                target = Path(self.build_lib) / "moa_fairseq" / "share" / name
+                shutil.copytree(HERE / name, target, dirs_exist_ok=True)
+
 
 setup(
     name="moa_fairseq",
@@ -20,6 +34,7 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.13",  # as scripts/setup.sh: fairseq has wheels for these
     packages=find_packages(include=["moa_fairseq", "moa_fairseq.*"]),
+    cmdclass={"build_py": BuildWithShare},
     package_data={"moa_fairseq": ["**/*.json", "**/*.yaml", "py.typed"]},
     install_requires=[
         "torch>=2.1",

@@ -116,3 +116,10 @@ def checksum(path: PathLike, algorithm: str = "sha256") -> str:
         while block := stream.read(1 << 20):
             found.update(block)
     return found.hexdigest()
+
+
+def shipped(name: str) -> Path:
+    """A folder beside the package (configs, results): of the checkout, or what an installation has of it."""
+    package = Path(__file__).resolve().parent
+    installed = package / "share" / name  # setup.py copies it there
+    return installed if installed.is_dir() else package.parent / name

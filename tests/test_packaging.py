@@ -1,11 +1,17 @@
 """What the package says of itself is true, and said once."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import pytest
+
 import moa_fairseq
+from moa_fairseq.recipes.loading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,3 +50,39 @@ def test_the_commit_hook_has_the_same_ruff():
 
 def test_types_are_announced():
     assert (ROOT / "moa_fairseq" / "py.typed").is_file() and '"py.typed"' in text("setup.py")
+
+
+@pytest.mark.slow
+def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
+    """`pip install .`, used from another folder."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("moa_fairseq", "configs", "results/papers", "results/measured", "results/throughput"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*wheel, "--wheel-dir", tmp_path, source], check=True, timeout=300)
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(site)
+    (tmp_path / "elsewhere").mkdir()
+
+    def run(*words):
+        code = "import sys; from moa_fairseq.cli import main; sys.exit(main())"
+        environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
+        return subprocess.run(
+            [sys.executable, "-P", "-c", code, *words],
+            **{"cwd": tmp_path / "elsewhere", "env": environment, "text": True, "capture_output": True},
+            timeout=300,
+            check=False,
+        )
+
+    for name in ("quickstart_moa", "configs/quickstart_moa.yaml"):
+        done = run("recipe", name, "--dry-run", "--gpus", "0")
+        assert done.returncode == 0 and f"--user-dir {site}/moa_fairseq" in done.stdout, done.stderr
+    done = run("recipe", "quickstart_mao", "--dry-run")
+    assert done.returncode == 2 and "quickstart_moa" in done.stderr
+    done = run("compare")
+    assert done.returncode == 0 and "SwitchHead" in done.stdout, done.stderr
+    assert {path.stem for path in site.glob("moa_fairseq/share/configs/*.yaml")} == {
+        path.stem for path in (ROOT / "configs").glob("*.yaml")
+    }
+    load_recipe(site / "moa_fairseq" / "share" / "configs" / "wikitext103_lm_moa_47m.yaml")

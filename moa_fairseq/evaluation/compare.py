@@ -17,20 +17,18 @@ import json
 from pathlib import Path
 from typing import Mapping
 
-import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.results import load_comparison
 from moa_fairseq.evaluation.results_markdown import render, render_headlines
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, shipped
 
 # The markers of a generated part of a document, by its name.
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 
 
 def default_results() -> Path:
-    """results/ of the checkout that this package runs from, else of the working directory."""
-    beside = Path(moa_fairseq.__file__).resolve().parent.parent / "results"
-    return beside if beside.is_dir() else Path("results")
+    """results/ of this package, else of the working directory."""
+    return shipped("results") if shipped("results").is_dir() else Path("results")
 
 
 def fill(text: str, parts: Mapping[str, str]) -> str:

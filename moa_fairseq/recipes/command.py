@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 from typing import List
 
+import moa_fairseq
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
@@ -38,7 +39,7 @@ from moa_fairseq.recipes.hardware import (
     detect_hardware,
 )
 from moa_fairseq.recipes.launch.world import find_world
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.loading import find_recipe, load_recipe
 from moa_fairseq.recipes.planner.throughput import Row, read_rows
 from moa_fairseq.recipes.preflight import (
     check_plugin,
@@ -64,7 +65,9 @@ log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq recipe`."""
-    parser.add_argument("config", type=Path, help="the experiment's YAML file")
+    parser.add_argument(
+        "config", type=Path, help="the experiment's YAML file, or the name of one in configs/"
+    )
     parser.add_argument(
         "--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)"
     )
@@ -138,12 +141,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one recipe, or tell what it would do (--dry-run, --plan, --hydra). Returns the exit status."""
-    recipe = resolve(load_recipe(args.config, args.overrides))
+    config = find_recipe(args.config)
+    recipe = resolve(load_recipe(config, args.overrides))
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
     hardware = _hardware(args)
-    results = args.config.resolve().parent.parent / "results"
-    kind = results / ("throughput" if args.stage == "train" else "measured")
+    results = config.resolve().parent.parent / "results"
+    installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
+    kind = (Path("results") if installed else results) / (
+        "throughput" if args.stage == "train" else "measured"
+    )
     here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
     inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
@@ -152,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         save_dir=args.save_dir,
         restart=args.restart,
         user_dir=Path(args.user_dir).absolute() if args.user_dir else None,
-        record=None if args.record is None else kind / f"{args.record or args.config.stem}.json",
+        record=None if args.record is None else kind / f"{args.record or config.stem}.json",
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
     )
     if (args.plan or args.hydra is not None) and not fairseq_is_installed():

@@ -14,6 +14,7 @@ from typing import Any, Collection, Dict, Sequence, Union
 import yaml
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import shipped
 from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes.rules import check, fail
 from moa_fairseq.recipes.schema import EXECUTION_KEYS, FINETUNING, Recipe
@@ -76,6 +77,13 @@ def _load(path: Path, overrides: Sequence[str], of_a_run: bool) -> Recipe:
         recipe = dataclasses.replace(recipe, reproduces=None)  # another experiment than the row stands for
     check(recipe, file)
     return recipe
+
+
+def find_recipe(path: Path) -> Path:
+    """The file itself where there is one, else the shipped recipe of that name: NAME or configs/NAME.yaml."""
+    named = shipped("configs") / f"{path.stem}.yaml"
+    bare = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml")
+    return named if bare and not path.is_file() and named.is_file() else path
 
 
 def deep_merge(base: Dict[str, Any], over: Dict[str, Any]) -> Dict[str, Any]:
@@ -164,7 +172,7 @@ def _read_yaml(path: Path) -> Dict[str, Any]:
     try:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
-        near = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        near = sorted({p.stem for folder in (path.parent, shipped("configs")) for p in folder.glob("*.yaml")})
         hint = _did_you_mean(path.stem, near) if near else ""
         raise UserError(f"There is no recipe file {path}{hint}.") from None
     except (OSError, UnicodeDecodeError) as error:

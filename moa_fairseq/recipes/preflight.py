@@ -126,8 +126,8 @@ def check_train_command(command: List[str]) -> argparse.Namespace:
     """Parse a `fairseq-train` line as fairseq would. Raises UserError with fairseq's own complaint."""
     if not fairseq_is_installed():
         raise UserError(
-            f"fairseq is not installed in {sys.executable}: run `bash scripts/setup.sh`, or start this "
-            "command with the Python of the environment that has it."
+            f"fairseq is not installed in {sys.executable}: run `bash scripts/setup.sh` in the checkout or "
+            "`pip install ve-fairseq==0.12.3`, or use the Python of an environment that has it."
         )
     from moa_fairseq.evaluation.skeleton import parse_training_flags
 
@@ -155,7 +155,7 @@ def check_plugin(user_dir: Path) -> None:
         check=False,
     )
     if done.stdout.split()[-1:] != ["True"]:
-        why = done.stderr.strip().splitlines()[-1] if done.returncode else "it lacks an import"
+        why = done.stderr.splitlines()[-1] if done.returncode else "it does not import this package"
         raise UserError(
             f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}. Write `import "
             "moa_fairseq` at the top of its __init__.py, and see that it can be imported by itself."
