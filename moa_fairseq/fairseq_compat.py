@@ -196,6 +196,7 @@ def patches() -> List[Patch]:
         collectives,
         cpu_autocast,
         foreign_settings,
+        save_on_sigterm,
     )
 
     compat, files = "test_fairseq_compat.py::", "fairseq_patches/test_checkpoint_files.py::"
@@ -293,6 +294,11 @@ def patches() -> List[Patch]:
             "tasks/test_observed_updates.py::test_routers_count_what_an_update_was_made_of",
         ),
         Patch(
+            *(Trainer, "_local_cumulative_training_time", save_on_sigterm.telling_the_others),
+            "SIGTERM kills a training and what it did since its last checkpoint; now it saves one first.",
+            "test_resume.py::test_a_terminated_training_saves_a_checkpoint",
+        ),
+        Patch(
             *(Trainer, "load_checkpoint", architectures.naming_what_differs),
             "fairseq says that the architectures do not match, and not in which setting.",
             "test_resume.py::test_another_architecture_is_refused_and_overwrites_nothing",
@@ -317,11 +323,12 @@ def install() -> None:
             f"`bash scripts/setup.sh` installs one that runs on Python 3.11 and 3.12 "
             f"(PyPI's own fairseq 0.12.2 does not)."
         ) from error
-    from moa_fairseq.fairseq_patches import foreign_settings, literals
+    from moa_fairseq.fairseq_patches import foreign_settings, literals, save_on_sigterm
 
     for patch in table:
         setattr(patch.owner, patch.name, patch.change(getattr(patch.owner, patch.name)))
     literals.install()
+    save_on_sigterm.install()
     foreign_settings.install(SafeTorch("torch"))
     fairseq_workers.install()
     if not hasattr(numpy, "compat"):

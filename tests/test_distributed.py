@@ -5,6 +5,7 @@ Several small trainings share a process: starting one costs more than twenty upd
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -151,3 +152,25 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
             assert (idle.abs().sum(dim=(1, 2)) == 0).any()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_all_processes_save_when_one_is_terminated(toy_data, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = ("--distributed-world-size", 2, "--distributed-no-spawn", "--distributed-backend", "gloo")
+    world += ("--ddp-backend", "legacy_ddp", "--distributed-init-method", f"tcp://127.0.0.1:{port}")
+    lines = [
+        arguments("moa", toy_data, tmp_path, *world, "--distributed-rank", rank, "--max-epoch", 500)
+        for rank in (0, 1)
+    ]
+    first, second = (start([line]) for line in lines)
+    for line in first.stdout:
+        if '"epoch": 2' in line:
+            second.send_signal(signal.SIGTERM)
+            break
+    outputs = [process.communicate(timeout=240)[0] for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [143, 143], outputs[0][-2000:]
+    extra = load_checkpoint(tmp_path / "checkpoint_last.pt")["extra_state"]
+    assert extra["train_iterator"]["iterations_in_epoch"] > 0
+    assert 0 < extra["previous_training_time"] < 600

@@ -30,15 +30,15 @@ CASES = {
 }
 
 
-def kill_at(words, command):
-    """Start the training and SIGKILL it once its log says `words`."""
+def kill_at(words, command, number=signal.SIGKILL):
+    """Start the training and kill it once its log says `words`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     for line in process.stdout:
         if words in line:
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(number)
             break
     process.stdout.read()
     return process.wait()
@@ -47,6 +47,26 @@ def kill_at(words, command):
 def final(folder):
     state = load_checkpoint(folder / "checkpoint_last.pt")
     return state["model"], state["extra_state"]["val_loss"], state["optimizer_history"][-1]["num_updates"]
+
+
+def test_a_terminated_training_saves_a_checkpoint(fairseq, toy_data, tmp_path):
+    """In the middle of an epoch, without a validation, and it goes on from there to the same end."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = ("--max-tokens", 60, "--max-epoch", 6, "--no-epoch-checkpoints")
+    done = fairseq.train(toy_data, whole, *flags)
+    command = [sys.executable, "-m", "fairseq_cli.train", *map(str, done.args[3:])]
+    command = [str(killed) if word == str(whole) else word for word in command]
+    assert kill_at('"epoch": 2, "update": 1.', command, signal.SIGTERM) == 128 + signal.SIGTERM
+    state = load_checkpoint(killed / "checkpoint_last.pt")
+    reached, extra = state["optimizer_history"][-1]["num_updates"], state["extra_state"]
+    assert extra["train_iterator"]["iterations_in_epoch"] > 0 and extra["val_loss"] is None
+    assert 0 < extra["previous_training_time"] < 600
+    resumed = fairseq.train(toy_data, killed, *flags)
+    assert f"@ {reached} updates" in resumed.stdout + resumed.stderr
+    model, loss, updates = final(whole)
+    again, loss_again, updates_again = final(killed)
+    assert reached < updates_again == updates and loss_again == loss
+    assert [name for name, tensor in model.items() if not torch.equal(again[name], tensor)] == []
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -157,8 +157,8 @@ def check_plugin(user_dir: Path) -> None:
     if done.stdout.split()[-1:] != ["True"]:
         why = done.stderr.splitlines()[-1] if done.returncode else "it does not import this package"
         raise UserError(
-            f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}. Write `import "
-            "moa_fairseq` at the top of its __init__.py, and see that it can be imported by itself."
+            f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}. Write "
+            "`import moa_fairseq` at the top of its __init__.py, and see that it can be imported by itself."
         )
 
 

@@ -20,10 +20,17 @@ from moa_fairseq.running.command_line import to_argv, to_shell
 
 TAIL_LINES = 12
 STOP_SECONDS = 10
+SAVE_SECONDS = (
+    240  # fairseq-train ends an update and saves a checkpoint; slurm.sh tells it 300 before the end
+)
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 # What fairseq's last lines mean, and what helps.
 HINTS = (
+    (
+        r"SIGTERM: saving a checkpoint",
+        "It was told to end and has saved a checkpoint: run the same command again to go on from it.",
+    ),
     (
         r"out of memory|OutOfMemory",
         "The GPU's memory is full: lower the tokens per device, for example --set "
@@ -117,7 +124,7 @@ class Executor:
             for lock in self.keep_open:  # the child keeps the lock if this program is killed
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(process.pid).encode(), 0)
-            with _ended_with_us(process) as lines:
+            with _ended_with_us(process, saves=command[0] == "fairseq-train") as lines:
                 for raw in lines:
                     record.write(raw)
                     if on_line:
@@ -144,13 +151,13 @@ def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int
 
 
 def _die_with_parent() -> Optional[Callable[[], None]]:
-    """For a child, on Linux: be terminated when this program is killed outright and cannot end it."""
+    """For a child, on Linux: be killed when this program is killed outright and cannot end it."""
     if not sys.platform.startswith("linux"):
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def arrange() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it was killed before the line above
             os._exit(1)
 
@@ -177,10 +184,10 @@ def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
+def _ended_with_us(process: subprocess.Popen[bytes], saves: bool = False) -> Iterator[IO[bytes]]:
     """Whatever ends the block ends the child too: gently first, so that it can finish what it writes.
 
-    Gives the child's standard output.
+    saves: the child saves its work when it gets SIGTERM. Gives the child's standard output.
     """
     assert process.stdout is not None, "the child was started without a pipe"
     try:
@@ -190,9 +197,12 @@ def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[IO[bytes]]:
             # A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running.
             with _signals_handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                signals = [
+                    (number, STOP_SECONDS) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+                ]
+                for number, seconds in [(signal.SIGTERM, SAVE_SECONDS)] * saves + signals:
                     process.send_signal(number)
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(STOP_SECONDS)
+                        process.wait(seconds)
                         break
         process.stdout.close()

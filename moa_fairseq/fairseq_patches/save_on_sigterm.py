@@ -1,0 +1,80 @@
+"""SIGTERM, which a scheduler sends before it ends a job, saves a checkpoint and then ends the training.
+
+The update that runs is finished and checkpoint_last.pt written, in the middle of an epoch too; the process
+ends with status 143. Any process of a training may be told: with the next update the others learn it, because
+fairseq adds up their training times then, and all stop after the same update.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import multiprocessing
+import signal
+import sys
+import threading
+from typing import Any, Callable
+
+import torch.distributed as dist
+
+logger = logging.getLogger("fairseq_cli.train")
+PROGRAMS = ("fairseq-train", "fairseq-hydra-train", "fairseq_cli/train.py", "fairseq_cli/hydra_train.py")
+_asked = threading.Event()
+
+
+def telling_the_others(local_time: Callable[[Any], float]) -> Callable[[Any], float]:
+    """Wrap `Trainer._local_cumulative_training_time`: infinite, and so is the sum, once a process was told."""
+
+    @functools.wraps(local_time)
+    def wrapped(trainer: Any) -> float:
+        return math.inf if _asked.is_set() and trainer._sync_stats() else local_time(trainer)
+
+    return wrapped
+
+
+def saving_when_told(validate_and_save: Callable) -> Callable:
+    """Wrap what fairseq-train calls after each update."""
+
+    @functools.wraps(validate_and_save)
+    def wrapped(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, subsets: Any, end_of_epoch: bool) -> Any:
+        told = _asked.is_set()
+        if trainer._sync_stats():
+            told = trainer._cumulative_training_time == math.inf
+            if told:  # it is saved with a checkpoint
+                local_time = type(trainer)._local_cumulative_training_time.__wrapped__
+                trainer._cumulative_training_time = local_time(trainer)
+        over = end_of_epoch or trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf)
+        if (
+            not told or over
+        ):  # at the end of an epoch fairseq saves and validates; the next update is the last
+            return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
+        from fairseq import checkpoint_utils
+
+        logger.info(f"SIGTERM: saving a checkpoint at update {trainer.get_num_updates()} and ending")
+        checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves before it is written
+        sys.exit(128 + signal.SIGTERM)
+
+    return wrapped
+
+
+def _remember(*_: Any) -> None:
+    _asked.set()
+    for child in multiprocessing.active_children():
+        if isinstance(child, multiprocessing.context.SpawnProcess):  # a process per GPU, not a data worker
+            child.terminate()
+
+
+def install() -> None:
+    """In a process of fairseq-train, whether it was called as a program or as a module."""
+    if not sys.argv[0].endswith(PROGRAMS):
+        return
+    for name in ("__main__", "fairseq_cli.train"):
+        function = getattr(sys.modules.get(name), "validate_and_save", None)
+        if function is not None:  # the name in fairseq's own module, also where a spawned process has a copy
+            function.__globals__["validate_and_save"] = saving_when_told(function)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _remember)
