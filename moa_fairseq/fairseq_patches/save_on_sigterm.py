@@ -24,7 +24,7 @@ _asked = threading.Event()
 
 
 def telling_the_others(local_time: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Wrap `Trainer._local_cumulative_training_time`: infinite, and so is the sum, once a process was told."""
+    """Wrap `Trainer._local_cumulative_training_time`: infinite, as is the sum, once a process was told."""
 
     @functools.wraps(local_time)
     def wrapped(trainer: Any) -> float:

@@ -11,24 +11,49 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes.run_folder import RunState
 from moa_fairseq.recipes.train_log import read_records
+from moa_fairseq.running import process
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
 SCRIPTS = ("slurm.sh", "multinode.sh", "torchrun.sh")
-# Starts the command once for each machine and fails when one of them failed.
+# Starts the command once for each machine, passes SIGTERM on and fails when one of them failed.
 SRUN = """#!/usr/bin/env bash
-machines=${SLURM_NNODES:-1} pids=() status=0
-while [[ $1 == --* ]]; do case $1 in --nodes=*) machines=${1#*=} ;; esac; shift; done
-for ((i = 0; i < machines; i++)); do SLURM_NODEID=$i "$@" & pids+=($!); done
-for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+machines=${SLURM_NNODES:-1} pids=() status=0 output=
+while [[ $1 == --* ]]; do
+  case $1 in --nodes=*) machines=${1#*=} ;; --output=*) output=${1#*=} ;; esac
+  shift
+done
+for ((i = 0; i < machines; i++)); do
+  log=${output:-/dev/stdout} log=${log//%j/$SLURM_JOB_ID}
+  SLURM_NODEID=$i "$@" >> "${log//%t/$i}" 2>&1 & pids+=($!)
+done
+trap 'kill -TERM "${pids[@]}"' TERM
+for pid in "${pids[@]}"; do
+  wait "$pid" || status=$?
+  while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done
+done
 exit $status
 """
 SCONTROL = """#!/usr/bin/env bash
 case $1 in show) echo 127.0.0.1 ;; requeue) echo "requeued $2" ;; esac
 """
-EPOCHS = 8
+EPOCHS = 16
+# In place of Python: prepares, then trains as MODE says.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *"--stage prepare"*) mkdir -p run/checkpoints; exit 0 ;;
+  *"--stage train"*) ;;
+  *) exit 0 ;;
+esac
+echo "machine $SLURM_NODEID"
+[ "$MODE" != crash ] || exit 2
+trap 'echo saved; exit 130' TERM
+touch "ready-$SLURM_NODEID"
+sleep 100 & wait
+"""
 
 
 @pytest.fixture
@@ -65,17 +90,24 @@ def job(toy_data, tmp_path):
     environment.update(MOA_FAIRSEQ_ROOT=str(ROOT), VIRTUAL_ENV=sys.prefix, PYTHONWARNINGS="ignore")
     options = ["small.yaml", "--gpus", "0", "--data", str(toy_data), "--save-dir", "run"]
 
-    def start():
+    def start(**more):
         return subprocess.Popen(
             ["bash", str(LAUNCH / "slurm.sh"), *options],
             cwd=tmp_path,
-            env=environment,
+            env={**environment, **more},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
 
     return start
+
+
+def wait_for(condition, running, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert running.poll() is None and time.monotonic() < deadline, running.stdout.read()[-3000:]
+        time.sleep(0.02)
 
 
 def training_of_machine(number, folder):
@@ -95,14 +127,12 @@ def training_of_machine(number, folder):
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds the processes in /proc")
 def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     first = job()
-    deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "checkpoints" / "checkpoint2.pt").exists():
-        assert first.poll() is None and time.monotonic() < deadline, first.stdout.read()[-3000:]
-        time.sleep(0.02)
+    wait_for((tmp_path / "run" / "checkpoints" / "checkpoint2.pt").exists, first)
     os.kill(training_of_machine(1, tmp_path), signal.SIGKILL)
     output = first.communicate(timeout=60)[0]
-    assert first.returncode == 2, output[-3000:]
-    assert "was killed by signal 9" in output and "Another process of this training stopped" in output
+    assert first.returncode == 0 and f"requeued {os.getpid()}" in output, output[-3000:]
+    logs = [(tmp_path / "run" / f"slurm-{os.getpid()}-{number}.log").read_text() for number in (0, 1)]
+    assert "Another process of this training stopped" in logs[0] and "was killed by signal 9" in logs[1]
     reached = max(record["epoch"] for record in read_records(tmp_path / "run" / "train.jsonl"))
     assert reached < EPOCHS
 
@@ -111,13 +141,67 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     content[len(content) // 2] ^= 255  # and the disk of the dying machine wrote nonsense
     last.write_bytes(content)
     second = job()
+    wait_for(lambda: not last.exists() or last.read_bytes() != content, second)
+    second.send_signal(signal.SIGUSR1)  # time is almost up
     output = second.communicate(timeout=240)[0]
-    assert second.returncode == 0, output[-3000:]
-    assert "checkpoint_last.pt is damaged" in output and "going on from checkpoint" in output
-    assert "going on from update" in output and "train: done before" in output
+    assert second.returncode == 0 and f"requeued {os.getpid()}" in output, output[-3000:]
+    log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
+    assert "checkpoint_last.pt is damaged" in log and "going on from checkpoint" in log
+    saved = load_checkpoint(last)["optimizer_history"][-1]["num_updates"]
+
+    third = job()
+    output = third.communicate(timeout=240)[0]
+    assert third.returncode == 0 and "train: done before" in output, output[-3000:]
+    log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
+    assert f"going on from update {saved:,}" in log
     assert RunState(tmp_path / "run").get("train")["hardware"].startswith("2 processes, ")
     ended = [r for r in read_records(tmp_path / "run" / "train.jsonl") if "valid_loss" in r]
     assert [record["epoch"] for record in ended] == list(range(1, EPOCHS + 1))
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """An environment without a Python: PYTHON is in its place."""
+    path = tmp_path / "venv" / "bin" / "python"
+    path.parent.mkdir(parents=True)
+    path.write_text(PYTHON)
+    path.chmod(0o755)
+    return {"VIRTUAL_ENV": str(tmp_path / "venv")}
+
+
+def test_a_crash_is_requeued_until_three_in_a_row_brought_no_checkpoint(job, stand_in, tmp_path):
+    def crash():
+        running = job(MODE="crash", **stand_in)
+        output = running.communicate(timeout=60)[0]
+        return running.returncode, f"requeued {os.getpid()}" in output
+
+    assert [crash() for _ in range(4)] == [(0, True)] * 3 + [(2, False)]
+    (tmp_path / "run" / "checkpoints" / "checkpoint_last.pt").touch()
+    assert crash() == (0, True)  # training got on
+    for number in (0, 1):
+        log = tmp_path / "run" / f"slurm-{os.getpid()}-{number}.log"
+        assert log.read_text() == f"machine {number}\n" * 5
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "again"), [(signal.SIGUSR1, 0, True), (signal.SIGTERM, 143, False)]
+)
+def test_signals_are_passed_on_before_the_job_ends(job, stand_in, tmp_path, number, status, again):
+    running = job(MODE="wait", **stand_in)
+    wait_for(lambda: all((tmp_path / f"ready-{machine}").exists() for machine in (0, 1)), running)
+    running.send_signal(number)
+    output = running.communicate(timeout=60)[0]
+    assert (running.returncode, f"requeued {os.getpid()}" in output) == (status, again), output
+    for machine in (0, 1):
+        assert "saved" in (tmp_path / "run" / f"slurm-{os.getpid()}-{machine}.log").read_text()
+
+
+def test_the_job_asks_for_memory():
+    lines = (LAUNCH / "slurm.sh").read_text(encoding="utf-8").splitlines()
+    asked = [line.split(maxsplit=1)[1] for line in lines if line.startswith("#SBATCH")]
+    assert any(option.startswith("--mem") for option in asked) and "--signal=B:USR1@300" in asked
+    lead = int(next(option for option in asked if option.startswith("--signal")).rpartition("@")[2])
+    assert lead > process.SAVE_SECONDS
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
