@@ -7,7 +7,7 @@ fairseq: each is broken or unsafe with today's Python, torch and NumPy, or lacks
 - fairseq's code loads files with torch through `fairseq_patches.checkpoint_files`, and its tokenizers
   download only fairseq's own files: see `fairseq_patches.foreign_settings`.
 - Training with several processes is changed in `fairseq_workers`.
-- `--sample-break-mode eos` and bucketed batches work with NumPy 2, which has no `numpy.compat.long`.
+- `--sample-break-mode eos` works with NumPy 2, which has no `numpy.compat.long`.
 - An error meant for the user (`UserError`) is printed as one paragraph, not as a traceback.
 """
 
@@ -73,6 +73,32 @@ def _batches_of_the_first_epoch(get_batch_iterator: Callable) -> Callable:
         iterator = get_batch_iterator(task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options)
         iterator.seed = seed
         return iterator
+
+    return wrapped
+
+
+def _buckets_of_sizes(get_buckets: Callable) -> Callable:
+    """Replace the choice of bucket sizes, which asks NumPy for percentiles by a keyword of old versions."""
+
+    @functools.wraps(get_buckets)
+    def wrapped(sizes: Any, num_buckets: int) -> Any:
+        percentages = numpy.linspace(0, 100, num_buckets + 1)[1:]
+        return numpy.unique(numpy.percentile(sizes, percentages, method="lower"))
+
+    return wrapped
+
+
+def _averaging_no_counts(init: Callable) -> Callable:
+    """Wrap the construction of a moving average: integers of the model are copied, not averaged."""
+
+    @functools.wraps(init)
+    def wrapped(ema: Any, model: Any, config: Any, device: Any = None, skip_keys: Any = None) -> None:
+        integers = {
+            key
+            for key, value in model.state_dict().items()
+            if torch.is_tensor(value) and not value.is_floating_point()
+        }
+        init(ema, model, config, device, integers.union(skip_keys or ()))
 
     return wrapped
 
@@ -180,11 +206,12 @@ class Patch(NamedTuple):
 def patches() -> List[Patch]:
     """The functions of fairseq that are changed. Raises ImportError without fairseq."""
     from fairseq import checkpoint_utils
-    from fairseq.data import data_utils
+    from fairseq.data import bucket_pad_length_dataset, data_utils
     from fairseq.data.fasta_dataset import FastaDataset
     from fairseq.dataclass import utils as dataclass_utils
     from fairseq.distributed import utils as distributed_utils
     from fairseq.models import distributed_fairseq_model
+    from fairseq.models.ema import EMA
     from fairseq.nan_detector import NanDetector
     from fairseq.optim import AMPOptimizer
     from fairseq.tasks.fairseq_task import FairseqTask
@@ -278,6 +305,18 @@ def patches() -> List[Patch]:
             "fairseq's main branch drops the last batch of a data set whenever its size is not a multiple of "
             "--required-batch-size-multiple (8), in validation and generation too.",
             compat + "test_the_last_batch_is_kept",
+        ),
+        Patch(
+            *(bucket_pad_length_dataset, "get_buckets", _buckets_of_sizes),
+            "--num-batch-buckets asks NumPy for percentiles by a keyword, `interpolation`, that it no longer "
+            "has.",
+            compat + "test_batches_in_buckets",
+        ),
+        Patch(
+            *(EMA, "__init__", _averaging_no_counts),
+            "--store-ema multiplies every tensor of a model by a fraction, and torch refuses that for "
+            "integers: the number of batches that a batch normalisation has seen.",
+            compat + "test_a_moving_average_of_a_model_with_counts",
         ),
         Patch(
             *(Trainer, "train_step", _announcing_updates),

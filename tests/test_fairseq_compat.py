@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,34 @@ def test_interactive_and_validate(fairseq, toy_data, toy_checkpoint):
         "validate", toy_data, *options, "--task", "translation", "--valid-subset", "test", "--max-tokens", 400
     )
     assert "load_balance_loss" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny"])
+def test_batches_in_buckets(fairseq, toy_data, tmp_path, arch):
+    done = fairseq.train(toy_data, tmp_path, "--num-batch-buckets", 3, "--max-epoch", 1, arch=arch)
+    buckets = set(re.findall(r"bucketing (?:source|target) lengths: (\[.*\])", done.stdout + done.stderr))
+    assert buckets and all(1 <= bucket.count(",") + 1 <= 3 for bucket in buckets)
+    assert (tmp_path / "checkpoint1.pt").exists()
+
+
+@pytest.mark.parametrize("precision", [(), ("--ema-fp32",)])
+def test_a_moving_average_of_a_model_with_counts(fairseq, toy_data, tmp_path, precision):
+    """The gates' batch normalisations count updates; the averaged model resumes and translates."""
+    flags = ("--task", "translation_bcd", "--store-ema", "--ema-decay", 0.9, *precision)
+    for epochs in (1, 2):
+        done = fairseq.train(toy_data, tmp_path, *flags, "--max-epoch", epochs, arch="mae_transformer_tiny")
+    assert "Loading EMA from checkpoint" in done.stdout + done.stderr
+    state = fairseq_compat.load_checkpoint(tmp_path / "checkpoint_last.pt")
+    averaged, count = state["extra_state"]["ema"], "encoder.layers.0.self_attn.gate.norm.num_batches_tracked"
+    assert averaged.keys() == state["model"].keys() and averaged[count] > 0
+    weight = "encoder.layers.0.self_attn.gate.fc2.weight"
+    assert not torch.equal(averaged[weight], state["model"][weight])
+
+    checkpoint_utils.save_ema_as_checkpoint(str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "ema.pt"))
+    assert torch.equal(fairseq_compat.load_checkpoint(tmp_path / "ema.pt")["model"][weight], averaged[weight])
+    options = ("--user-dir", USER_DIR, "--cpu", "--path", tmp_path / "ema.pt", "--num-workers", 0)
+    done = fairseq("generate", toy_data, *options)
+    assert "Translated 12 sentences" in done.stdout + done.stderr
 
 
 def test_hydra_train(fairseq, toy_data, tmp_path):
