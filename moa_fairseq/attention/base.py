@@ -200,7 +200,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         own_keys = key_padding_mask if self.self_attention else None
         padding = padding_of_queries(query_padding_mask, own_keys, batch, tgt_len)
         # Batch first from here on: queries and attention results then change shape without a copy.
-        x = query.transpose(0, 1).contiguous()
+        rows = query.transpose(0, 1).contiguous()
+        x = _without_padding(rows, padding)
         decision = self.route(x, padding, cache)
         if decision is not None:
             record(self.name, decision)
@@ -210,10 +211,10 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         k = v = None
         if not (static_kv and cached):
             if self.self_attention:
-                key = value = x
+                key = value = x if padding is own_keys else _without_padding(rows, own_keys)
                 carried = carried_inputs()
                 if carried is not None:
-                    key = value = torch.cat([carried.transpose(0, 1).to(x.dtype), x], dim=1)
+                    key = value = torch.cat([carried.transpose(0, 1).to(x.dtype), key], dim=1)
                     before = (carried.size(0), 0)  # all of it may be seen, none of it is padding
                     attn_mask = None if attn_mask is None else F.pad(attn_mask, before)
                     if key_padding_mask is not None:
@@ -224,10 +225,12 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
                 if self.encoder_decoder_attention:
                     if cache is not None and static_kv:
                         key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
-                    value = key  # the same object: one product may then give keys and values
                 else:
                     assert value is not None, "keys are given without values"
-                    value = value.transpose(0, 1)
+                    value = _without_padding(value.transpose(0, 1), key_padding_mask)
+                key = _without_padding(key, key_padding_mask)
+                if self.encoder_decoder_attention:
+                    value = key  # the same object: one product may then give keys and values
             k, v = self.project_keys_values(key, value, decision, key_padding_mask)
             if self.positions is not None:
                 key_length = cached + k.size(2)
@@ -253,6 +256,16 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         module = self.dropout_module
         drops = self.training or getattr(module, "apply_during_inference", False)
         return float(getattr(module, "p", 0.0)) if drops else 0.0
+
+
+def _without_padding(x: Tensor, padding: Optional[Tensor]) -> Tensor:
+    """Zeros for padding: x [B, T, C], padding [B, T] or longer, of which the last T count.
+
+    What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.
+    """
+    if padding is None:
+        return x
+    return x.masked_fill(padding[:, padding.size(1) - x.size(1) :].bool().unsqueeze(-1), 0.0)
 
 
 def name_attentions(model: nn.Module) -> List[MixtureAttention[Any]]:

@@ -3,6 +3,7 @@
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moa_fairseq.attention.cache import Cache
@@ -23,7 +24,10 @@ def running_mean(
 
     x [B, T, C] → [B, T, C], float32 or wider; window None: of all inputs so far. padding [B, T], True =
     padding: takes no part, but occupies its place in the window. cache: what earlier steps of a generation
-    left (entry gate_total [B, C + 1], or gate_rows [B, ≤ window, C + 1]); updated in place.
+    left (entry gate_total [B, C + 1], or gate_rows [B, < window, C + 1]); updated in place.
+
+    A mean is made of the window's inputs and of no others: what has left the window leaves no trace, however
+    large it was.
     """
     rows = _rows(x, padding)
     if window is None:
@@ -38,11 +42,16 @@ def running_mean(
         before = cache.get("gate_rows")
         if before is not None:
             rows = torch.cat([before, rows], dim=1)
-        cache["gate_rows"] = rows[:, -window:]
-    sums = rows.cumsum(1)
-    if sums.size(1) > window:
-        sums = torch.cat([sums[:, :window], sums[:, window:] - sums[:, :-window]], dim=1)
-    return _divide(sums[:, -x.size(1) :])
+        cache["gate_rows"] = rows[:, max(0, rows.size(1) - window + 1) :]
+    length = rows.size(1)
+    if length > window:
+        # Pieces as long as the window: one reaches from a piece's end into the next one's beginning.
+        pieces = F.pad(rows, (0, 0, 0, -length % window)).unflatten(1, (-1, window))  # [B, n, window, C + 1]
+        ends = pieces[:, :-1, 1:].flip(2).cumsum(2).flip(2)
+        sums = (pieces.cumsum(2) + F.pad(ends, (0, 0, 0, 1, 1, 0))).flatten(1, 2)[:, :length]
+    else:
+        sums = rows.cumsum(1)
+    return _divide(sums[:, length - x.size(1) :])
 
 
 def _rows(x: Tensor, padding: Optional[Tensor]) -> Tensor:
@@ -50,7 +59,7 @@ def _rows(x: Tensor, padding: Optional[Tensor]) -> Tensor:
     x = x if x.dtype == torch.float64 else x.float()
     real = x.new_ones(x.shape[:2]) if padding is None else (~padding).to(x.dtype)
     real = real.unsqueeze(-1)
-    return torch.cat([x * real, real], dim=-1)
+    return torch.cat([x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0), real], dim=-1)
 
 
 def _divide(sums: Tensor) -> Tensor:

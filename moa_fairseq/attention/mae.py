@@ -180,7 +180,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         batch, _, tgt_len, _ = heads.shape
         dropped = self.dropped.to(decision.probs.dtype)
         left_out = decision.probs @ dropped if decision.chooses_all else dropped[decision.expert_index[:, 0]]
-        weight = self.scale * (1.0 - left_out).view(batch, -1, self.num_heads, 1)  # [B, T or 1, h, 1]
+        length = tgt_len if decision.scope == "tokens" else 1
+        weight = self.scale * (1.0 - left_out).view(batch, length, self.num_heads, 1)
         heads = heads.transpose(1, 2) * weight.to(heads.dtype)
         out: Tensor = self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))
         return out
@@ -201,6 +202,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """g and its logits, [B, T, E] for a causal gate and [B, 1, E] for others; which rows are real."""
         batch, tgt_len, width = x.shape
+        if padding is None and not tgt_len:  # a sequence without tokens is no row of a gate's statistics
+            padding = x.new_zeros(batch, 0, dtype=torch.bool)
         if self.gate is None:
             logits = self.dropped.new_zeros(batch, 1, self.num_experts)
             return torch.softmax(logits, -1), logits, None if padding is None else ~padding.all(1)

@@ -162,7 +162,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
     def _skips(self, x: Tensor) -> Tuple[bool, bool]:
         """Whether unchosen heads are left out of the attention, and of the projections."""
         choosable = self.num_heads - self.shared_heads
-        if self.routed_per_token == choosable or not self._may_skip:
+        if self.routed_per_token == choosable or not self._may_skip or not x.numel():
             return False, False
         if self.skip == "always":
             return True, True
@@ -217,7 +217,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         """[B, H, T, D], or slots like q, [B, h_s + K, T, D], where heads are skipped; weights of slots."""
         dropout, shared = self._dropout_now, self.shared_heads
         batch, _, tgt_len, dim = q.shape
-        index = decision.expert_index.view(batch, tgt_len, -1, 1).transpose(1, 2)  # [B, h_s + K, T, 1]
+        index = decision.expert_index.view(batch, tgt_len, self.active_heads, 1).transpose(1, 2)
         if decision.skips and (need_weights or k.size(0) != batch):
             # Returned weights, and keys that a beam shares, need all heads. Then there are few tokens.
             every = q.new_zeros(batch, self.num_heads, tgt_len, dim)

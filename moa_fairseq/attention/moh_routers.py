@@ -203,9 +203,9 @@ class QueryNormRouter(_Router):
         """Route by the queries [N, H·D] of every head, as projected, before positions rotate them."""
         with full_precision(queries.device.type):
             dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-            heads = queries.to(dtype).view(queries.size(0), self.num_heads, -1)
+            heads = queries.to(dtype).unflatten(1, (self.num_heads, -1))
             logits = torch.linalg.vector_norm(heads[:, self.shared_heads :], dim=-1)
-            if self.routed_heads > 1:
+            if self.routed_heads > 1 and logits.numel():
                 norms = logits.detach()
                 least = (0.01 * norms.mean(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny)
                 logits = logits / norms.std(-1, keepdim=True).maximum(least)

@@ -68,6 +68,8 @@ def absorb_pending(
 def forgetting(observers: Sequence[Observer]) -> Iterator[None]:
     """Drop what is observed inside the block. `has_pending` stays set: all workers still call all_reduce."""
     before = [observer.pending.clone() for observer in observers]
-    yield
-    for observer, pending in zip(observers, before):
-        observer.pending.copy_(pending)
+    try:
+        yield
+    finally:
+        for observer, pending in zip(observers, before):
+            observer.pending.copy_(pending)

@@ -139,6 +139,8 @@ class RelativePositions(Positions):
 
     def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor:
         tgt_len = q.size(2)
+        if not tgt_len:
+            return q.new_zeros(q.size(0), q.size(1), 0, key_length)
         # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
         largest, smallest = first_query + tgt_len - 1, first_query - key_length + 1
         dtype, inference = self.projection.weight.dtype, torch.is_inference_mode_enabled()

@@ -213,7 +213,7 @@ class RoutingSums:
         sizes = [decisions * tokens for decisions, tokens in self._runs]
         with full_precision(self._kept.device.type):
             pairs = zip(self._runs, self._kept.split(sizes), torch.cat(columns, 1).split(sizes))
-            sums = [kept.view(*run, 1).mT @ rows.view(*run, -1) for run, kept, rows in pairs]
+            sums = [kept.view(*run, 1).mT @ rows.view(*run, rows.size(1)) for run, kept, rows in pairs]
         return torch.split(_concatenated(sums).squeeze(1), [column.size(1) for column in columns], 1)
 
 

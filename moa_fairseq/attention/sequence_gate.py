@@ -65,10 +65,10 @@ class GateNorm(nn.BatchNorm1d, Observer):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
     def _of_batch(self, x: Tensor, real: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-        weight = x.new_ones(x.size(0), 1) if real is None else real.unsqueeze(-1).to(x.dtype)
-        count = weight.sum()
-        mean = (x * weight).sum(0) / count.clamp_min(1.0)
-        variance = ((x - mean).square() * weight).sum(0) / count.clamp_min(1.0)
+        no_row = x.new_zeros(x.size(0), 1, dtype=torch.bool) if real is None else ~real.unsqueeze(-1)
+        count = (~no_row).sum().to(x.dtype)
+        mean = x.masked_fill(no_row, 0.0).sum(0) / count.clamp_min(1.0)
+        variance = (x - mean).masked_fill(no_row, 0.0).square().sum(0) / count.clamp_min(1.0)
         enough = count > 1
         return torch.where(enough, mean, self.running_mean), torch.where(enough, variance, self.running_var)
 
@@ -77,7 +77,7 @@ class GateNorm(nn.BatchNorm1d, Observer):
         unit = (x - self.running_mean) / torch.sqrt(self.running_var + self.eps)
         count = unit.new_full((1,), unit.size(0))
         if real is not None:
-            unit = unit * real.unsqueeze(-1)
+            unit = unit.masked_fill(~real.unsqueeze(-1), 0.0)
             count = real.sum().to(unit.dtype).reshape(1)
         self.observe(torch.cat([unit.sum(0), unit.square().sum(0), count]))
 

@@ -80,8 +80,8 @@ class SigmoidTopKRouter(nn.Module):
                 gate = gate.gather(-1, chosen)
             else:
                 chosen = torch.arange(self.num_experts, device=x.device).expand_as(gate)
-            index = (chosen + self.first_expert).reshape(tokens, -1)
-            gate = gate.reshape(tokens, -1)
+            index = (chosen + self.first_expert).flatten(1)
+            gate = gate.flatten(1)
             if padding_mask is not None:
                 gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
         return RoutingDecision(

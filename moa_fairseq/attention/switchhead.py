@@ -219,7 +219,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
             slots = num_heads * self.experts_per_token
             out = self.out_proj(rows, decision, self.experts_per_token, slots, gate=decision.gate)
         else:
-            out = self.out_proj(heads.reshape(batch, tgt_len, -1))
+            out = self.out_proj(heads.flatten(2))
         return out.view(batch, tgt_len, self.embed_dim)
 
     def _into_heads(

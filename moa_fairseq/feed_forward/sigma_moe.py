@@ -100,7 +100,12 @@ class SigmaMoE(nn.Module):
         tgt_len, batch, _ = x.shape
         padding = padding_of_queries(padding, None, batch, tgt_len)
         rows = x.reshape(-1, self.embed_dim)
-        decision = self.router(rows, None if padding is None else padding.t().reshape(-1))
+        if padding is not None:
+            padding = padding.t().reshape(-1)
+            rows = rows.masked_fill(
+                padding.unsqueeze(-1), 0.0
+            )  # NaN there would reach every weight's gradient
+        decision = self.router(rows, padding)
         record(self.name, decision)
         inner = self.activation(self.up(rows, decision, self.experts_per_token, slots_per_sum=1))
         out = self.down(inner, decision, 1, self.experts_per_token, gate=decision.gate)

@@ -1,5 +1,7 @@
 """The gate, its statistics, its inputs' means, and the draw of experts."""
 
+import math
+
 import pytest
 import torch
 
@@ -114,6 +116,54 @@ def test_means():
         torch.testing.assert_close(window[:, t], x[:, max(0, t - 99) : t + 1].mean(1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(window[1, 249], x[1, 150:200].mean(0), rtol=1e-4, atol=1e-5)
     assert running_mean(x.half(), None, 5).dtype == torch.float32
+
+
+def literal_means(x, padding, window):
+    """One position after the other, in float64."""
+    means = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(x.size(0)):
+        for end in range(x.size(1)):
+            seen = range(max(0, end + 1 - (window or end + 1)), end + 1)
+            real = [x[row, i].double() for i in seen if padding is None or not padding[row, i]]
+            if real:
+                means[row, end] = torch.stack(real).mean(0)
+    return means
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 3, 7, 12, 13, 14, 50, None])
+def test_means_of_a_window(window, padded):
+    x = torch.randn(2, 13, 5, generator=torch.Generator().manual_seed(1))
+    padding = torch.rand(2, 13, generator=torch.Generator().manual_seed(2)) < 0.4 if padded else None
+    expected = literal_means(x, padding, window)
+    torch.testing.assert_close(running_mean(x.double(), padding, window), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(running_mean(x, padding, window), expected.float(), rtol=1e-5, atol=1e-6)
+    for sizes in ([1] * 13, [4, 1, 1, 7], [9, 4]):
+        cache, parts, start = {}, [], 0
+        for size in sizes:
+            step = slice(start, start + size)
+            mask = None if padding is None else padding[:, step]
+            parts.append(running_mean(x[:, step], mask, window, cache))
+            start += size
+        torch.testing.assert_close(torch.cat(parts, 1), expected.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("large", [1e7, 3e38, math.inf, math.nan])
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_what_has_left_the_window_leaves_no_trace(stepwise, large):
+    window, x = 4, torch.randn(1, 30, 3, generator=torch.Generator().manual_seed(1))
+    spoilt = x.clone()
+    spoilt[0, 5] = large
+    if stepwise:
+        cache = {}
+        got = torch.cat([running_mean(spoilt[:, i : i + 1], None, window, cache) for i in range(30)], 1)
+    else:
+        got = running_mean(spoilt, None, window)
+    clean = torch.tensor([not 5 <= i < 5 + window for i in range(30)])
+    expected = literal_means(x, None, window).float()
+    torch.testing.assert_close(got[:, clean], expected[:, clean], rtol=1e-5, atol=1e-6)
+    reached = literal_means(spoilt, None, window).float()[:, ~clean]
+    torch.testing.assert_close(got[:, ~clean], reached, equal_nan=True)
 
 
 def test_draws_follow_the_gate():

@@ -1,0 +1,161 @@
+"""What no paper writes about and every batch can have: padding that holds NaN, and no rows at all."""
+
+import math
+
+import pytest
+import torch
+
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.load_statistics import load_statistics
+from moa_fairseq.attention.losses import BALANCE_LOSSES, z_loss
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.observers import forgetting, observers_of
+from moa_fairseq.attention.switchhead import SwitchHeadAttention
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+
+WIDTH, EXPERTS = 16, dict(num_experts=4, expert_dim=4)
+SWITCHHEAD = dict(num_heads=2, head_dim=4, num_experts=3, experts_per_token=2)
+BUILD = {
+    "moa": lambda **role: MixtureOfAttention(WIDTH, **EXPERTS, experts_per_token=2, bias=True, **role),
+    "moa, all experts": lambda **role: MixtureOfAttention(WIDTH, **EXPERTS, experts_per_token=4, **role),
+    "moa, biased choice": lambda **role: MixtureOfAttention(
+        WIDTH, **EXPERTS, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True, **role
+    ),
+    "mae": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, **role),
+    "mae, batch statistics": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, gate_norm="batch", **role),
+    "mae, causal": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, causal=True, **role),
+    "mae, window": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, causal=True, gate_window=3, **role),
+    "mae, uniform": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, gate="uniform", **role),
+    "switchhead": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, **role),
+    "switchhead, vkqo": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, experts="vkqo", **role),
+    "switchhead, shared": lambda **role: SwitchHeadAttention(
+        WIDTH, **SWITCHHEAD, shared_selection=True, **role
+    ),
+    "switchhead, dense": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, experts="none", **role),
+    "moh": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, **role),
+    "moh, skipping": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, skip="always", **role),
+    "moh, norms": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, router="query-norm", **role),
+    "moh, released": lambda **role: MixtureOfHeads(WIDTH, 4, 2, 1, scaling="released", **role),
+}
+POSITIONS = [None, "rope", "xl"]
+PADDING = torch.arange(5) >= torch.tensor([[5], [3], [0]])  # [B, T]: full, part, nothing but padding
+
+
+def future(length):
+    return torch.full((length, length), -math.inf).triu(1)
+
+
+def losses_of(decisions):
+    """Every balance loss, z-loss and statistic of what was decided, [anything]."""
+    values = [loss(decision) for _, decision in decisions for loss in (*BALANCE_LOSSES.values(), z_loss)]
+    values += [value for _, decision in decisions for value in load_statistics(decision).values()]
+    return torch.stack([value.double() for value in values]) if values else torch.zeros(1)
+
+
+def outcome(module, run, *inputs):
+    """What a training pass leaves: output, losses, sums of observers, all gradients."""
+    module.zero_grad()
+    for observer in observers_of(module):
+        observer.forget()
+    torch.manual_seed(5)
+    with collect_decisions() as decisions:
+        out = run(*inputs)
+    losses = losses_of(decisions)
+    (out.square().sum() + losses.sum()).backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+    return out.detach(), losses.detach(), [o.pending.clone() for o in observers_of(module)], grads
+
+
+@pytest.mark.parametrize("how", ["self", "causal self", "cross"])
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("family", BUILD)
+def test_nan_in_padding_reaches_nothing(family, positions, how):
+    role = {"encoder_decoder_attention": True} if how == "cross" else {"self_attention": True}
+    if how == "cross" and positions:
+        pytest.skip("cross-attention has no positions")
+    attention = BUILD[family](**role, positions=positions).double()
+    clean = torch.randn(5, 3, WIDTH, dtype=torch.float64)
+    memory = torch.randn(5, 3, WIDTH, dtype=torch.float64)
+    memory_padding = torch.arange(5) >= torch.tensor([[4], [5], [2]])
+
+    def run(x, memory, need_weights):
+        if how == "cross":
+            keys, masks = memory, dict(key_padding_mask=memory_padding)
+        else:
+            keys, masks = x, dict(key_padding_mask=PADDING)
+        masks["attn_mask"] = future(5).double() if how == "causal self" else None
+        out, weights = attention(
+            x, keys, keys, query_padding_mask=PADDING, need_weights=need_weights, **masks
+        )
+        out = out.transpose(0, 1)[~PADDING]
+        return out if weights is None else torch.cat([out.flatten(), weights[~PADDING].to(out).flatten()])
+
+    for need_weights in (False, True):
+        spoilt = [clean.clone(), memory.clone()]
+        spoilt[0].transpose(0, 1)[PADDING] = math.nan
+        spoilt[1].transpose(0, 1)[memory_padding] = math.nan
+        expected = outcome(attention, run, clean, memory, need_weights)
+        got = outcome(attention, run, *spoilt, need_weights)
+        for one, other in zip(got, expected):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_nan_in_padding_of_a_mixture_of_feed_forwards():
+    layer = SigmaMoE(WIDTH, 4, 2, 8).double()
+    clean = torch.randn(5, 3, WIDTH, dtype=torch.float64)
+    spoilt = clean.clone()
+    spoilt.transpose(0, 1)[PADDING] = math.nan
+    expected, got = (
+        outcome(layer, lambda x: layer(x, PADDING).transpose(0, 1)[~PADDING], x) for x in (clean, spoilt)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(5, 0), (0, 3), (0, 0)], ids=["B=0", "T=0", "B=T=0"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("how", ["self", "causal self", "cross"])
+@pytest.mark.parametrize("family", BUILD)
+def test_batches_without_a_row(family, how, padded, shape):
+    length, batch = shape
+    for positions in POSITIONS if how != "cross" else [None]:
+        role = {"encoder_decoder_attention": True} if how == "cross" else {"self_attention": True}
+        attention = BUILD[family](**role, positions=positions)
+        memory = torch.randn(4 if batch == 0 else length, batch, WIDTH)
+        for need_weights in (False, True):
+            x = torch.randn(length, batch, WIDTH, requires_grad=True)
+            keys = memory if how == "cross" else x
+            masks = {"key_padding_mask": torch.zeros(batch, keys.size(0), dtype=torch.bool)} if padded else {}
+            masks["attn_mask"] = future(length) if how == "causal self" else None
+
+            def run(x, attention=attention, keys=keys, masks=masks, need_weights=need_weights):
+                out, weights = attention(x, keys, keys, need_weights=need_weights, **masks)
+                assert (weights is not None) == need_weights
+                return out
+
+            out, losses, pending, grads = outcome(attention, run, x)
+            assert out.shape == x.grad.shape == x.shape
+            assert torch.isfinite(losses).all() and all(not sums.any() for sums in pending)
+            assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("shape", [(5, 0), (0, 3)], ids=["B=0", "T=0"])
+def test_a_mixture_of_feed_forwards_without_a_row(shape):
+    layer, x = SigmaMoE(WIDTH, 4, 2, 8), torch.randn(*shape, WIDTH, requires_grad=True)
+    out, losses, _, grads = outcome(layer, layer, x)
+    assert out.shape == x.grad.shape == x.shape and torch.isfinite(losses).all()
+    assert all(not grad.any() for grad in grads)
+
+
+def test_a_pass_that_fails_is_not_observed():
+    attention = MixtureOfAttentiveExperts(WIDTH, 4, self_attention=True)
+    observers = observers_of(attention)
+    attention(torch.randn(3, 2, WIDTH), None, None)
+    before = [observer.pending.clone() for observer in observers]
+    with pytest.raises(ZeroDivisionError), forgetting(observers):
+        attention(torch.randn(3, 2, WIDTH), None, None)
+        1 / 0  # noqa: B018
+    assert before[0].any()
+    for observer, pending in zip(observers, before):
+        assert torch.equal(observer.pending, pending)
