@@ -220,6 +220,7 @@ def patches() -> List[Patch]:
     from moa_fairseq.fairseq_patches import (
         architectures,
         checkpoint_files,
+        checkpoint_hooks,
         collectives,
         cpu_autocast,
         foreign_settings,
@@ -255,6 +256,16 @@ def patches() -> List[Patch]:
             *(checkpoint_utils, "save_checkpoint", checkpoint_files.never_asynchronous),
             "Asynchronous writing writes under the final name, and never writes checkpoint_last.pt.",
             files + "test_asynchronous_writing_is_taken_back",
+        ),
+        Patch(
+            *(checkpoint_utils, "save_checkpoint", checkpoint_hooks.announcing_saves),
+            "fairseq asks the first process alone for a task's state; a carried context is spread over all.",
+            "tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one",
+        ),
+        Patch(
+            *(checkpoint_utils, "load_checkpoint", checkpoint_hooks.announcing_restarts),
+            "fairseq hands a task its saved state without the model or the place in the epoch.",
+            "tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one",
         ),
         Patch(
             *(FastaDataset, "_build_index", foreign_settings.quoting_the_path),

@@ -105,6 +105,8 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         total.add(state.pop("model"), str(path))
         if "last_optimizer_state" in state:
             state["last_optimizer_state"] = None
+        if isinstance(state.get("extra_state"), dict):
+            state["extra_state"].pop("carried_context", None)  # of a training that goes on
     state["model"] = total.mean()
     state["averaged_from"] = [Path(path).name for path in paths]
     return state

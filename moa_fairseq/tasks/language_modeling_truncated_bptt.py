@@ -1,5 +1,6 @@
 """`--task language_modeling_truncated_bptt`: texts are read in order, each chunk with the one before it."""
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional
 
@@ -9,6 +10,9 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.carried_context import Kept, gather_kept
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -69,7 +73,14 @@ class TruncatedBPTTTask(LanguageModelingTask):
     --update-freq times as many, each micro-batch of an update reading its own. A batch goes on where the last
     batch of its texts ended, in training and in evaluation, and its self-attentions also see the
     --carried-chunks before it. It takes the models of this package, with --positions xl or rope.
+
+    A checkpoint from the middle of an epoch holds the context of all texts, in its extra_state's
+    "carried_context": layers · --carried-chunks · --tokens-per-sample · texts · width numbers. A training
+    that goes on from there equals one that was never interrupted; with another number of processes, too, if
+    these read the same texts.
     """
+
+    _carried: Optional[Dict[str, Any]] = None  # what the next checkpoint will hold
 
     @classmethod
     def setup_task(cls, args: Any, **kwargs: Any) -> "TruncatedBPTTTask":
@@ -93,6 +104,69 @@ class TruncatedBPTTTask(LanguageModelingTask):
             )
         carry(self.args.carried_chunks)
         return model
+
+    def train_step(
+        self,
+        sample: Any,
+        model: Any,
+        criterion: Any,
+        optimizer: Any,
+        update_num: int,
+        ignore_grad: bool = False,
+    ) -> Any:
+        """fairseq's. A batch that a process runs again only to take part leaves the contexts as they are."""
+        if ignore_grad:
+            inputs = {key: x for key, x in sample["net_input"].items() if key not in ("chunk", "part")}
+            sample = {**sample, "net_input": inputs}
+        return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
+
+    def before_save(self, trainer: Any, epoch_itr: iterators.EpochBatchIterator) -> None:
+        """Collect the contexts of all processes, unless the next chunk begins an epoch."""
+        context, self._carried = trainer.get_model().decoder.context, None
+        if context is None or epoch_itr.end_of_epoch():
+            return
+        kept = gather_kept([context.of_training(part) for part in self._own_parts(epoch_itr)])
+        if kept is not None:
+            self._carried = {**self._texts(epoch_itr), "chunk": kept.chunk, "inputs": kept.inputs}
+
+    def get_checkpoint_dict(self) -> Dict[str, Any]:
+        """fairseq's hook: what the first process adds to a checkpoint."""
+        carried, self._carried = self._carried, None
+        return {} if carried is None else {"carried_context": carried}
+
+    def after_load(
+        self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: Dict[str, Any]
+    ) -> None:
+        """Give the context of its own texts back to this process, or warn that it is not there."""
+        carried = extra_state.pop("carried_context", None)  # fairseq keeps extra_state during the training
+        context, place = trainer.get_model().decoder.context, epoch_itr.iterations_in_epoch
+        if context is None or place == 0:
+            return
+        own, texts = self._own_parts(epoch_itr), self._texts(epoch_itr)
+        here = {**texts, "chunk": place / len(own) - 1}
+        if not isinstance(carried, dict) or {key: carried.get(key) for key in here} != here:
+            why = "holds none" if carried is None else "holds that of texts which were cut otherwise"
+            logger.warning(
+                f"the next chunk is read without the --carried-chunks before it: the checkpoint {why}. The "
+                "training will differ a little from one that was not interrupted"
+            )
+            return
+        rows, longest = texts["texts"] // epoch_itr.dataset.parts, context.chunks * texts["length"]
+        for part in own:
+            mine = (slice(-longest, None), slice(part * rows, (part + 1) * rows))
+            inputs = [x[mine].to(trainer.device, copy=True) for x in carried["inputs"]]
+            if inputs[0].size(1):
+                context.restore(part, Kept(carried["chunk"], inputs))
+
+    def _own_parts(self, epoch_itr: iterators.EpochBatchIterator) -> range:
+        """The parts of the texts that this process reads."""
+        steps = epoch_itr.dataset.parts // epoch_itr.num_shards
+        return range(epoch_itr.shard_id * steps, (epoch_itr.shard_id + 1) * steps)
+
+    def _texts(self, epoch_itr: iterators.EpochBatchIterator) -> Dict[str, int]:
+        """How the training's texts are cut; contexts fit those that are cut alike."""
+        ordered: OrderedChunks = epoch_itr.dataset
+        return {"texts": ordered.rows, "chunks": ordered.chunks, "length": self.args.tokens_per_sample}
 
     def eval_lm_dataloader(self, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
         """Chunks in order, each with its carried context. Raises UserError for a context window as well."""

@@ -4,10 +4,14 @@ import functools
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+import torch.distributed as dist
+from fairseq.distributed import utils as distributed
 from torch import Tensor, nn
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
+    """The context that the chunk after `chunk` will see, of a part of the texts."""
+
     chunk: int
     inputs: List[Tensor]  # of each layer, [M, B, C]
 
@@ -18,13 +22,13 @@ class CarriedContext:
     As in Transformer-XL (Dai et al., arXiv 1901.02860, §3.2): h̃ = [SG(h_τ) ∘ h_{τ+1}] makes keys and values.
     Training and evaluation have separate contexts, so a validation in the middle of an epoch disturbs
     nothing. So have parts of the texts that take turns, as the micro-batches of an update do. A context is
-    not part of the model's state: a training resumed in the middle of an epoch begins with a chunk without
-    context, as an epoch does.
+    not part of the model's state. The task saves those of the training (`of_training`) with a checkpoint, as
+    they cannot be computed again: earlier updates had other weights and other dropout.
     """
 
     def __init__(self, layers: Sequence[nn.Module], chunks: int):
         self.chunks = chunks
-        self._kept: Dict[Tuple[bool, int], _Kept] = {}
+        self._kept: Dict[Tuple[bool, int], Kept] = {}
         self._before: Optional[List[Tensor]] = None
         self._now: Optional[List[Tensor]] = None
         for index, layer in enumerate(layers):
@@ -46,12 +50,20 @@ class CarriedContext:
     def end(self, chunk: int, training: bool, part: int = 0) -> None:
         """Keep the layers' inputs of this pass."""
         if self._now is not None:
-            self._kept[training, part] = _Kept(chunk, self._now)
+            self._kept[training, part] = Kept(chunk, self._now)
         self._before = self._now = None
 
     def abandon(self) -> None:
         """The pass failed: the next one begins without a context."""
         self._before = self._now = None
+
+    def of_training(self, part: int) -> Optional[Kept]:
+        """What the next chunk of a part will see in training, if it goes on in the same texts."""
+        return self._kept.get((True, part))
+
+    def restore(self, part: int, kept: Kept) -> None:
+        """Let the next chunk of a part see this in training."""
+        self._kept[True, part] = kept
 
     def _enter(self, index: int, layer: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]):
         if self._now is None or len(self._now) != index:
@@ -61,3 +73,44 @@ class CarriedContext:
         read = x.detach() if before is None else torch.cat([before, x.detach()])
         self._now.append(read[-self.chunks * x.size(0) :])
         return args, {**kwargs, "context": before}
+
+
+def gather_kept(own: Sequence[Optional[Kept]]) -> Optional[Kept]:
+    """The contexts of all parts of the texts in one, on the CPU: [M, ΣB, C], in the order of the parts.
+
+    own: of this process's parts. Every process calls it; the first one gets the result, the others None. A
+    part whose texts have ended lacks the chunk of the first part, and is left out: only the last texts of an
+    epoch end early.
+    """
+    group = distributed.get_data_parallel_group()
+    mine: Any = [
+        None if kept is None else (kept.chunk, [tuple(x.shape) for x in kept.inputs]) for kept in own
+    ]
+    rank, sizes = 0, [mine]
+    if distributed.get_world_size(group) > 1:
+        rank, sizes = distributed.get_rank(group), sizes * distributed.get_world_size(group)
+        dist.all_gather_object(sizes, mine, group=group)
+    first = sizes[0][0]
+    if first is None:
+        return None
+
+    def fits(size: Any) -> bool:
+        """Whether a part has the same chunk, and layers of the same M and C, as the first one."""
+        return size is not None and size[0] == first[0] and [s[::2] for s in size[1]] == shapes
+
+    shapes = [shape[::2] for shape in first[1]]
+    inputs = []
+    for layer in range(len(shapes)):  # one after the other: a GPU need not hold all of them
+        parts = [kept.inputs[layer] for kept, size in zip(own, mine) if kept is not None and fits(size)]
+        if rank:
+            for part in parts:
+                dist.send(part.contiguous(), 0, group=group)
+            continue
+        like, parts = parts[0], [part.cpu() for part in parts]
+        for sender in range(1, len(sizes)):
+            for size in filter(fits, sizes[sender]):
+                part = like.new_empty(size[1][layer])
+                dist.recv(part, sender, group=group)
+                parts.append(part.cpu())
+        inputs.append(torch.cat(parts, 1))
+    return None if rank else Kept(first[0], inputs)

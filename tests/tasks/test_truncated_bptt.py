@@ -4,12 +4,11 @@ import argparse
 import copy
 import json
 import math
-import random
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from chunked_training import SMALL, train, two_processes
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
@@ -21,7 +20,6 @@ from moa_fairseq.tasks.language_modeling_truncated_bptt import OrderedChunks, Tr
 
 assert moa_fairseq.__version__
 ARCHS = ["switchhead_lm_tiny", "transformer_xl_lm_tiny", "moa_lm_tiny", "switchall_lm_tiny"]
-SMALL = ["--decoder-layers", "2", "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "48"]
 
 
 class Blocks(torch.utils.data.Dataset):
@@ -220,33 +218,6 @@ def test_embedded_positions_are_refused():
 
 
 @pytest.fixture(scope="module")
-def toy_text(tmp_path_factory, fairseq):
-    """Random words, 17 in a line."""
-    folder = tmp_path_factory.mktemp("text")
-    generator = random.Random(3)
-    for split, size in (("train", 3000), ("valid", 403), ("test", 411)):
-        words = [f"w{generator.randint(0, 20)}" for _ in range(size)]
-        lines = [" ".join(words[i : i + 17]) for i in range(0, size, 17)]
-        (folder / split).write_text("".join(line + "\n" for line in lines))
-    prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
-    fairseq("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin")
-    return folder / "bin"
-
-
-def train(fairseq, data, save_dir, *flags, arch="switchall_lm_tiny", check=True):
-    return fairseq(
-        "train",
-        data,
-        *("--user-dir", moa_fairseq.__path__[0], "--cpu", "--task", "language_modeling_truncated_bptt"),
-        *("--arch", arch, *SMALL, "--criterion", "cross_entropy_with_routing", "--balance-loss", "entropy"),
-        *("--load-balance-coef", 0.001, "--z-loss-coef", 0, "--tokens-per-sample", 8, "--batch-size", 6),
-        *("--batch-size-valid", 2, "--optimizer", "adam", "--lr", 0.002, "--num-workers", 0, "--seed", 3),
-        *("--log-format", "json", "--log-interval", 5, "--save-dir", save_dir, *flags),
-        check=check,
-    )
-
-
-@pytest.fixture(scope="module")
 def toy_lm(tmp_path_factory, fairseq, toy_text):
     folder = tmp_path_factory.mktemp("lm")
     done = train(fairseq, toy_text, folder, "--max-epoch", 2, "--update-freq", 2)
@@ -273,17 +244,11 @@ def assert_same_weights(folder, other):
     torch.testing.assert_close(others, weights, rtol=2e-3, atol=2e-4)  # names the parameter that differs
 
 
-def test_two_processes_read_the_texts_of_one(fairseq, toy_text, tmp_path):
+def test_two_processes_read_the_texts_of_one(fairseq, toy_text, tmp_path, free_port):
     """Process 0 has the first three texts and process 1 the others; contexts stay with their texts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = ("--batch-size", 3, "--distributed-world-size", 2, "--distributed-no-spawn")
-    world += ("--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp")
-    world += ("--distributed-init-method", f"tcp://127.0.0.1:{port}")
     arch = "switchhead_lm_tiny"
     with ThreadPoolExecutor() as pool:
-        flags = [(*STILL, *world, "--distributed-rank", rank) for rank in range(2)]
+        flags = [(*STILL, "--batch-size", 3, *two_processes(free_port, rank)) for rank in range(2)]
         ranks = [pool.submit(train, fairseq, toy_text, tmp_path / "two", *own, arch=arch) for own in flags]
         [rank.result() for rank in ranks]
     train(fairseq, toy_text, tmp_path / "one", *STILL, arch=arch)
