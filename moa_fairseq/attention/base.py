@@ -190,7 +190,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         query [T, B, C], key and value [S, B, kdim / vdim] (ignored in self-attention; may be None once
         static_kv keys are cached). key_padding_mask [B, S], True = padding; attn_mask [T, S] additive
         or bool. query_padding_mask [B, T] keeps padding out of decisions and their statistics; it
-        defaults to what `query_padding` declared, or to key_padding_mask in self-attention.
+        defaults to what `query_padding` declared, or to key_padding_mask in self-attention. What stands in
+        padding is not read; what the output has there is unspecified.
         Self-attention also attends to the inputs of a `carried_context` block, as keys before its own.
         Returns (output [T, B, C], weights): weights is None, [B, T, S] averaged over the heads
         (need_weights), or [H, B, T, S] (need_head_weights).

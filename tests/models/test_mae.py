@@ -66,8 +66,8 @@ def test_a_dense_checkpoint_fits_and_gives_the_same_output():
     model.eval().load_state_dict(dense.state_dict(), strict=True)
     source = torch.tensor([[5, 6, 7, 2], [1, 8, 9, 2]])
     batch = {"src_tokens": source, "src_lengths": torch.tensor([4, 3]), "prev_output_tokens": source.flip(1)}
-    for one, other in ((model(**batch)[0], dense(**batch)[0]),):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    real = batch["prev_output_tokens"] != 1
+    torch.testing.assert_close(model(**batch)[0][real], dense(**batch)[0][real], rtol=1e-4, atol=1e-4)
 
 
 # (arch, vocabulary, embeddings) → millions of parameters without and with gates, as in MAE's Tables 2-4
