@@ -226,12 +226,12 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
                 if self.encoder_decoder_attention:
                     if cache is not None and static_kv:
                         key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
+                    # the same object: one product may then give keys and values
+                    key = value = _without_padding(key, key_padding_mask)
                 else:
                     assert value is not None, "keys are given without values"
+                    key = _without_padding(key, key_padding_mask)
                     value = _without_padding(value.transpose(0, 1), key_padding_mask)
-                key = _without_padding(key, key_padding_mask)
-                if self.encoder_decoder_attention:
-                    value = key  # the same object: one product may then give keys and values
             k, v = self.project_keys_values(key, value, decision, key_padding_mask)
             if self.positions is not None:
                 key_length = cached + k.size(2)
