@@ -251,6 +251,7 @@ class _FusedAttention(torch.autograd.Function):
 @contextlib.contextmanager
 def _gpu_kernels() -> Iterator[None]:
     """A block in which attention and dropout keep on a CPU what they keep on a GPU."""
+    functional: Any = F
     plain = F.scaled_dot_product_attention, F.dropout
 
     def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Optional[Tensor] = None, *_: Any, **__: Any):
@@ -259,8 +260,8 @@ def _gpu_kernels() -> Iterator[None]:
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(x, p, True)[0] if training and p else x
 
-    F.scaled_dot_product_attention, F.dropout = attention, dropout
+    functional.scaled_dot_product_attention, functional.dropout = attention, dropout
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, F.dropout = plain
+        functional.scaled_dot_product_attention, functional.dropout = plain
