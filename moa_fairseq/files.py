@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import IO, Callable, Iterator, Optional, Union
+from typing import IO, Callable, Iterable, Iterator, Optional, Union
 
 from moa_fairseq.errors import UserError
 
@@ -69,6 +69,16 @@ def atomic_write(
         if isinstance(error, OSError):
             raise as_user_error(error, path) from error
         raise
+
+
+def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) -> None:
+    """Raises UserError if `output` is one of the inputs, under any name or link; flag: which one names it."""
+    for path in inputs:
+        if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
+            raise UserError(
+                f"{flag} {output} is the same file as the input {path}, which would be overwritten. Choose "
+                "another name."
+            )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -25,6 +25,7 @@ from moa_fairseq.analysis import (
     single_expert,
 )
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import refuse_overwriting
 
 # Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze(args) -> int.
 KINDS = (
@@ -34,6 +35,18 @@ KINDS = (
     expert_tokens,
     single_expert,
     attention_maps,
+)
+
+# what a recipe writes into its run folder
+OF_A_RUN = (
+    "*.pt",
+    "checkpoints/*",
+    "*.jsonl",
+    "*.yaml",
+    "*.txt",
+    "state.json",
+    "result.json",
+    "score-*.json",
 )
 
 
@@ -58,6 +71,12 @@ def run(args: argparse.Namespace) -> int:
     picture = getattr(args, "output", None)
     if picture is not None and picture.suffix.lower() != ".png":
         raise UserError(f"--output {picture}: the picture is a PNG, so its name must end in .png.")
+    given = [vars(args).get(name) for name in ("model", "run_dir")]
+    inputs = [path for path in (*given, *vars(args).get("runs", ())) if path is not None]
+    inputs += [file for path in inputs for pattern in OF_A_RUN for file in path.glob(pattern)]
+    for name in ("output", "json"):
+        if vars(args).get(name) is not None:
+            refuse_overwriting(vars(args)[name], inputs, f"--{name}")
     # One of fairseq's modules switches the root logger to DEBUG on import: matplotlib would list every font.
     for library in ("matplotlib", "fairseq"):
         logging.getLogger(library).setLevel(logging.WARNING)

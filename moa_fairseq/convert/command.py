@@ -9,14 +9,16 @@
 Translation, masked and causal language models. Before anything is written, both models are run in float64
 on random sentences: an exact conversion must give the same outputs, or nothing is written. Where a conversion
 cannot be exact, the reason is printed, and with --data the loss before and after; --to dense refuses instead.
-The flags of the new family are those of its architectures. The file has no optimizer state; continue training
-with fairseq-train --finetune-from-model OUT and the flags of the architecture.
+An existing OUT is left alone without --force, and IN always. The flags of the new family are those of its
+architectures. The file has no optimizer state; continue training with fairseq-train --finetune-from-model OUT
+and the flags of the architecture.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import typing
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple
@@ -30,6 +32,7 @@ from moa_fairseq.convert.check import largest_difference, mean_losses
 from moa_fairseq.convert.checkpoints import FORMATS, Checkpoint, read, settings_file, write
 from moa_fairseq.convert.models import DENSE, as_group, build, kind_of, load, of_checkpoint, settings_for
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import refuse_overwriting
 from moa_fairseq.transformer.families import FAMILIES
 
 TARGETS = ("moh", "mae", "moa", DENSE)
@@ -58,6 +61,12 @@ def convert(checkpoint: Checkpoint, source: nn.Module, family: str, given: Dict[
     if origin == family:
         raise UserError(f"--to {family}: the checkpoint's model is of that family already.")
     state, reason = source.state_dict(), None
+    spoiled = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if spoiled:
+        raise UserError(
+            f"{len(spoiled)} of the checkpoint's {len(state)} weights hold NaN or infinity, {spoiled[0]} the "
+            "first: its training diverged. Convert an earlier checkpoint."
+        )
     if family == DENSE:
         weights.refuse_what_fairseq_lacks(settings)
     if origin != DENSE:
@@ -93,11 +102,9 @@ def _values(
     foreign = [name for name in given if name not in known]
     if foreign:
         raise UserError(f"{_flag(foreign[0])} is not a flag of --to {family}: leave it out.")
-    heads = weights.heads_of(settings, job)
-    values = {**known, **weights.default_values(family, heads[0], given)}
+    values = {**known, **weights.default_values(family, weights.heads_of(settings, job), given)}
     if family == "moa":
-        side = "decoder" if job == "causal LM" else "encoder"
-        values.update(expert_dim=getattr(settings, f"{side}_embed_dim") // heads[0], expert_bias=biased)
+        values.update(expert_bias=biased)
     return {**values, **given}
 
 
@@ -149,6 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq convert`."""
     parser.add_argument("input", type=Path, metavar="IN", help="a checkpoint of fairseq's, or .safetensors")
     parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing OUT (never IN)")
     parser.add_argument("--to", choices=TARGETS, help="the attention to convert to; without: the same model")
     parser.add_argument(
         "--format",
@@ -193,12 +201,17 @@ def run(args: argparse.Namespace) -> int:
     file_format = args.format or by_ending
     if file_format != by_ending:
         raise UserError(f"{args.output}: a file of --format {file_format} ends in .{file_format}.")
+    files = lambda path: [path, settings_file(path)] if path.suffix == ".safetensors" else [path]  # noqa: E731
+    for output in files(args.output):
+        refuse_overwriting(output, files(args.input), "OUT")
+        if os.path.lexists(output) and not args.force:
+            raise UserError(f"OUT {output} exists: choose another name, or give --force to overwrite it.")
     checkpoint = read(args.input)
     if args.to is None:
         if given:
             raise UserError(f"{_flag(next(iter(given)))} needs --to: without it the model is not converted.")
         write(checkpoint, args.output, file_format)
-        print(f"wrote the same model to {_files(args.output, file_format)}")
+        print(f"wrote the same model to {' and '.join(map(str, files(args.output)))}")
         return 0
     source = of_checkpoint(checkpoint)
     done = convert(checkpoint, source, args.to, given)
@@ -213,12 +226,8 @@ def run(args: argparse.Namespace) -> int:
     elif done.reason is not None:
         print("--data DIR measures how much the loss changes")
     write(done.checkpoint, args.output, file_format)
-    print(f"wrote {_files(args.output, file_format)}")
+    print(f"wrote {' and '.join(map(str, files(args.output)))}")
     return 0
-
-
-def _files(path: Path, file_format: str) -> str:
-    return f"{path} and {settings_file(path)}" if file_format == "safetensors" else str(path)
 
 
 def _flag(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
@@ -26,14 +27,39 @@ _SHARED_KEYS = (
 )
 
 
-def default_values(family: str, heads: int, given: Dict[str, Any]) -> Dict[str, Any]:
-    """The family's flags where the user gave none, for dense attention with so many heads."""
+def default_values(family: str, heads: Dict[str, Tuple[int, int]], given: Dict[str, Any]) -> Dict[str, Any]:
+    """The family's flags where the user gave none; heads: side → number and dimension of its dense heads.
+
+    Raises UserError where one value cannot suit both sides.
+    """
+    numbers = [number for number, _ in heads.values()]
+    described = " and ".join(
+        f"the {side} has {n} heads of {dim} dimensions" for side, (n, dim) in heads.items()
+    )
     if family == "moh":  # MoH 4.4: half of the heads are shared, half of the others chosen
-        shared = given.get("moh_shared_heads", heads // 2)
-        routed = max(1, (heads - shared) // 2) if heads > shared else 0
+        fewest = min(numbers)
+        shared = given.get("moh_shared_heads", fewest // 2)
+        if fewest <= shared < max(numbers):
+            raise UserError(
+                f"--moh-shared-heads {shared} leaves heads to choose on one side only: {described}. Give at "
+                f"most {fewest - 1}."
+            )
+        routed = max(1, (fewest - shared) // 2) if fewest > shared else 0
         return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
     if family == "moa":
-        return {"num_experts": heads, "experts_per_token": given.get("num_experts", heads)}
+        dim = given.get("expert_dim", next(iter(heads.values()))[1])
+        if any(own != dim for _, own in heads.values()):
+            raise UserError(
+                f"--to moa makes each head an expert, and all experts have one --expert-dim ({dim} here), "
+                f"but {described}. --to mae and --to moh have no such limit."
+            )
+        if given.get("expert_keys_values") == "own" and len(set(numbers)) > 1:
+            raise UserError(
+                "--expert-keys-values own makes each head one expert, and both sides have the same number "
+                f"of experts, but {described}. Leave the flag out."
+            )
+        experts = given.get("num_experts", math.lcm(*numbers))
+        return {"num_experts": experts, "experts_per_token": experts, "expert_dim": dim}
     return {}
 
 
@@ -115,7 +141,7 @@ def _into_experts(attention: MixtureOfAttentiveExperts, old: State) -> Optional[
 
 
 def _into_moa(attention: MixtureOfAttention, old: State) -> Optional[str]:
-    """MoA: each expert has the query and the output of a head; K even gates of 1/K each add up to 1."""
+    """MoA: each expert has the query and the output of a head, which K even gates g weigh as 1/g undoes."""
     if isinstance(attention.positions, RelativePositions):
         raise UserError(
             "--positions xl: its weights belong to the heads of keys, and MoA's keys have other heads."
@@ -133,7 +159,11 @@ def _into_moa(attention: MixtureOfAttention, old: State) -> Optional[str]:
     biased = attention.q_experts.bias is not None
     attention.q_experts.weight.copy_(split(old["q_proj.weight"]).repeat(copies, 1, 1))
     out = split(old["out_proj.weight"].t()).repeat(copies, 1, 1)
-    attention.out_experts.weight.copy_(out * attention.experts_per_token)
+    router, chosen = attention.router, attention.experts_per_token
+    gate = 1 / chosen
+    if router.renormalize == "none" or chosen == experts:  # where all are chosen, no gate is renormalised
+        gate = 0.5 if router.activation == "sigmoid" else 1 / experts
+    attention.out_experts.weight.copy_(out * (min(chosen, heads) / (gate * chosen)))
     own = attention.key_heads > 1
     if own and copies > 1:
         raise UserError("--expert-keys-values own: --num-experts must be the number of the dense heads.")
@@ -146,9 +176,11 @@ def _into_moa(attention: MixtureOfAttention, old: State) -> Optional[str]:
     q_bias, out_bias = attention.q_experts.bias, attention.out_experts.bias
     if q_bias is not None and out_bias is not None:
         q_bias.copy_(split(old["q_proj.bias"]).repeat(copies, 1))
-        out_bias.copy_(old["out_proj.bias"].expand(experts, -1))
-    if attention.experts_per_token == experts:
-        nn.init.zeros_(attention.router.get_parameter("projection.weight"))
+        out_bias.copy_(old["out_proj.bias"].expand(experts, -1) / (gate * chosen))
+    if chosen == experts:
+        nn.init.zeros_(router.get_parameter("projection.weight"))
+    if not biased and any(old[name].any() for name in old if name.endswith("_proj.bias")):
+        return "--no-expert-bias leaves out the biases of the dense attention."
     return None if own else _SHARED_KEYS
 
 
@@ -249,7 +281,11 @@ def biased(dense: State) -> bool:
     return any(name.endswith("q_proj.bias") for name in dense)
 
 
-def heads_of(settings: argparse.Namespace, job: str) -> Tuple[int, ...]:
-    """The numbers of attention heads in a model: of encoder, decoder, or both."""
+def heads_of(settings: argparse.Namespace, job: str) -> Dict[str, Tuple[int, int]]:
+    """Side → (number, dimension) of a model's attention heads: of its encoder, decoder, or both."""
     sides: List[str] = {"masked LM": ["encoder"], "causal LM": ["decoder"]}.get(job, ["encoder", "decoder"])
-    return tuple(int(getattr(settings, f"{side}_attention_heads")) for side in sides)
+    found = {}
+    for side in sides:
+        number = int(getattr(settings, f"{side}_attention_heads"))
+        found[side] = number, int(getattr(settings, f"{side}_embed_dim")) // number
+    return found

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.files import refuse_overwriting
 
 _EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
@@ -186,6 +187,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Average and write the result, or nothing."""
     paths = _chosen(args)
+    trained = [path for folder in args.inputs for path in folder.glob("checkpoint*.pt")]
+    refuse_overwriting(args.output, [*paths, *trained], "--output")
     state = average_checkpoints(paths)
     save_checkpoint(state, args.output)
     print(f"averaged {len(paths)} checkpoints into {args.output}: {', '.join(map(str, paths))}")

@@ -20,7 +20,7 @@ from typing import Mapping
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.results import load_comparison
 from moa_fairseq.evaluation.results_markdown import render, render_headlines
-from moa_fairseq.files import atomic_write, shipped
+from moa_fairseq.files import atomic_write, refuse_overwriting, shipped
 
 # The markers of a generated part of a document, by its name.
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
@@ -69,8 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, match, and print or write."""
     results = args.results or default_results()
-    if args.run_dirs:
-        files = [folder / "result.json" for folder in args.run_dirs]
+    files = [folder / "result.json" for folder in args.run_dirs]
+    if args.markdown:
+        refuse_overwriting(args.markdown, [*files, *results.glob("*/*.json")], "--markdown")
+    if files:
         comparison = load_comparison(results, files).with_runs_only()
     else:
         comparison = load_comparison(results)

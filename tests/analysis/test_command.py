@@ -21,3 +21,19 @@ def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path, capsys):
     flags = ["--output", str(tmp_path / "curve.png"), "--from-epoch", "0"]
     assert main(["analyze", "learning-curve", str(tmp_path), *flags]) == 2
     assert "--from-epoch 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["state.json", "result.json", "score-test.json", "train.jsonl", "average.pt"]
+)
+def test_what_a_run_made_is_not_overwritten(name, tmp_path, capsys):
+    made = tmp_path / name
+    made.write_text("made by the run")
+    flags = ["--output", str(tmp_path / "load.png"), "--json", str(made)]
+    assert main(["analyze", "expert-load", str(tmp_path), *flags]) == 2
+    assert f"--json {made} is the same file as the input" in capsys.readouterr().err
+    link = tmp_path / "curve.png"
+    link.symlink_to(name)
+    assert main(["analyze", "learning-curve", str(made), "--output", str(link)]) == 2
+    assert f"--output {link} is the same file as the input" in capsys.readouterr().err
+    assert made.read_text() == "made by the run"

@@ -173,7 +173,7 @@ def test_what_dense_models_lack_other_mixtures_take_over(flags, fairseq, toy_dat
     assert not target.exists()
     assert convert(checkpoint, target, *ALL_HEADS).startswith("exact: ")
     if flags[1] != "xl":
-        assert convert(checkpoint, target, *own).startswith("exact: ")
+        assert convert(checkpoint, target, *own, "--force").startswith("exact: ")
 
 
 def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
@@ -291,7 +291,7 @@ def spoiled(kind, checkpoint, folder):
 def test_bad_inputs_are_refused_and_nothing_is_written(kind, words, dense, convert, tmp_path):
     path = spoiled(kind, dense("translation")[0], tmp_path)
     (tmp_path / "out.pt").write_text("as it was")
-    assert words in convert(path, tmp_path / "out.pt", "--to", "mae", status=2)
+    assert words in convert(path, tmp_path / "out.pt", "--to", "mae", "--force", status=2)
     assert (tmp_path / "out.pt").read_text() == "as it was"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.pt", "spoiled.pt"]
     assert not os.path.exists("/tmp/moa-fairseq-was-here")

@@ -215,3 +215,19 @@ def test_a_file_that_is_no_checkpoint(tmp_path):
     (tmp_path / "c.pt").write_bytes(pickle.dumps({"model": 1}, protocol=2))
     with pytest.raises(UserError, match=r"c\.pt"):
         average_checkpoints([good, tmp_path / "c.pt"])
+
+
+@pytest.mark.parametrize("kind", ["input", "hard link", "best of the folder"])
+def test_no_trained_checkpoint_is_overwritten(kind, tmp_path, capsys):
+    paths = [save(tmp_path / f"checkpoint{number}.pt", model(number)) for number in (1, 2, 3)]
+    best = save(tmp_path / "checkpoint_best.pt", model(4))
+    before = {path: path.read_bytes() for path in (*paths, best)}
+    inputs, output = [str(paths[1]), str(paths[2])], paths[2]
+    if kind == "hard link":
+        output = tmp_path / "average.pt"
+        os.link(paths[1], output)
+    elif kind == "best of the folder":
+        inputs, output = [str(tmp_path), "--num-epoch-checkpoints", "2"], best
+    assert main(["average", "--inputs", *inputs, "--output", str(output)]) == 2
+    assert f"--output {output} is the same file as the input" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before

@@ -206,6 +206,16 @@ def test_markdown_file_and_readme(results, tmp_path):
     assert readme.read_text() == text
 
 
+@pytest.mark.parametrize("kept", ["run/result.json", "results/papers/p.json"])
+def test_markdown_does_not_overwrite_what_was_measured(kept, results, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "result.json").write_text(json.dumps(run()))
+    before = (results.parent / kept).read_text()
+    flags = ["--results", str(results), "--markdown", str(results.parent / kept)]
+    assert main(["compare", str(tmp_path / "run"), *flags]) == 2
+    assert "--markdown" in capsys.readouterr().err and (results.parent / kept).read_text() == before
+
+
 def test_a_document_has_the_parts_that_it_has_room_for(results):
     """Without a name: README.md with the headlines and results/README.md with everything."""
     for paper in (results / "papers").glob("*.json"):
