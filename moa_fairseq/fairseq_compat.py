@@ -27,6 +27,7 @@ from moa_fairseq import fairseq_workers
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import SafeTorch, load_checkpoint
+from moa_fairseq.fairseq_patches.malformed_checkpoints import check_checkpoint
 from moa_fairseq.files import DISK_FULL, as_user_error
 
 __all__ = ["Patch", "install", "load_checkpoint", "patches"]
@@ -174,19 +175,23 @@ def _explaining_optimizers(load_checkpoint: Callable) -> Callable:
 
 
 def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the state of flattened parameters (--fp16) has their length: torch does not check."""
+    """Whether moments have the shapes of their parameters, and settings are numbers: torch does not check."""
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
     return all(
-        value.numel() in (1, parameter.numel())
-        for parameter, state in optimizer.state.items()
-        if parameter.dim() == 1
-        for value in state.values()
+        (value.numel() in (1, parameter.numel()) if parameter.dim() == 1 else True)
+        and (value.shape == parameter.shape or name not in moments)
         if torch.is_tensor(value)
-    )
+        else name not in moments and not isinstance(value, str)
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+    ) and not any(isinstance(value, str) for group in optimizer.param_groups for value in group.values())
 
 
 def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
+    if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
+        error = UserError(str(error))
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:
@@ -205,7 +210,7 @@ class Patch(NamedTuple):
 
 def patches() -> List[Patch]:
     """The functions of fairseq that are changed. Raises ImportError without fairseq."""
-    from fairseq import checkpoint_utils
+    from fairseq import checkpoint_utils, criterions
     from fairseq.data import bucket_pad_length_dataset, data_utils
     from fairseq.data.fasta_dataset import FastaDataset
     from fairseq.dataclass import utils as dataclass_utils
@@ -224,16 +229,29 @@ def patches() -> List[Patch]:
         collectives,
         cpu_autocast,
         foreign_settings,
+        malformed_checkpoints,
         save_on_sigterm,
     )
 
     compat, files = "test_fairseq_compat.py::", "fairseq_patches/test_checkpoint_files.py::"
+    malformed = "fairseq_patches/test_malformed_checkpoints.py::test_a_malformed_checkpoint_gets_a_paragraph"
     return [
         Patch(
             *(checkpoint_utils, "load_checkpoint_to_cpu", checkpoint_files.from_regular_files),
             "Reading a named pipe that has a checkpoint's name would hang; reading a device would fill the "
             "memory.",
             files + "test_what_is_no_file_is_refused_before_it_is_opened",
+        ),
+        Patch(
+            *(checkpoint_utils, "load_checkpoint_to_cpu", malformed_checkpoints.explaining_loads),
+            "fairseq relies on what a checkpoint should hold, and ends in a traceback where it does not.",
+            malformed,
+        ),
+        Patch(
+            *(checkpoint_utils, "load_model_ensemble_and_task", malformed_checkpoints.explaining_models),
+            "fairseq builds whatever model the settings describe, and settings that it cannot build end in a "
+            "traceback.",
+            malformed,
         ),
         Patch(
             *(Trainer, "load_checkpoint", checkpoint_files.resuming_from_regular_files),
@@ -359,6 +377,16 @@ def patches() -> List[Patch]:
             "wrongly if the sizes happen to fit.",
             "test_resume.py::test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
         ),
+        Patch(
+            *(criterions, "build_criterion", malformed_checkpoints.explaining_criteria),
+            "fairseq-validate builds whatever criterion a checkpoint's settings describe.",
+            malformed,
+        ),
+        Patch(
+            *(Trainer, "load_checkpoint", malformed_checkpoints.explaining_resumption),
+            "A damaged state of a training ends in a traceback, at once or after hours.",
+            malformed,
+        ),
     ]
 
 
@@ -379,7 +407,7 @@ def install() -> None:
         setattr(patch.owner, patch.name, patch.change(getattr(patch.owner, patch.name)))
     literals.install()
     save_on_sigterm.install()
-    foreign_settings.install(SafeTorch("torch"))
+    foreign_settings.install(SafeTorch("torch"), SafeTorch("torch", check_checkpoint))
     fairseq_workers.install()
     if not hasattr(numpy, "compat"):
         vars(numpy)["compat"] = types.SimpleNamespace(long=int)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import IO, Callable, Iterable, Iterator, Optional, Union
@@ -16,6 +17,14 @@ NOT_WRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR),
 )
+
+_IRREGULAR = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 @contextlib.contextmanager
@@ -79,6 +88,24 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
                 f"{flag} {output} is the same file as the input {path}, which would be overwritten. Choose "
                 "another name."
             )
+
+
+def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
+    """Raises UserError if there is no regular file: a pipe would hang, a device fill the memory.
+
+    what: begins the message. A path where nothing is passes.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        mode = os.stat(path).st_mode
+        kind = _IRREGULAR.get(stat.S_IFMT(mode), "no file")
+    except FileNotFoundError:
+        mode, kind = 0, "a link to a file that does not exist"
+    if stat.S_ISREG(mode) and os.path.realpath(path).startswith(("/proc/", "/sys/")):
+        mode, kind = 0, "a file of the kernel, which can be endless"
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{what} {path} is {kind}. Name an ordinary file, or move this out of the way.")
 
 
 def _sync_folder(folder: Path) -> None:

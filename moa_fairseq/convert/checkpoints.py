@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import shared_storage
-from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, refuse_irregular, save_checkpoint
-from moa_fairseq.files import atomic_write
+from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.files import atomic_write, refuse_irregular
 from moa_fairseq.json_files import MAPPING, check_kinds, read_json
 
 State = Dict[str, Tensor]

@@ -32,6 +32,7 @@ from moa_fairseq.convert.check import largest_difference, mean_losses
 from moa_fairseq.convert.checkpoints import FORMATS, Checkpoint, read, settings_file, write
 from moa_fairseq.convert.models import DENSE, as_group, build, kind_of, load, of_checkpoint, settings_for
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.malformed_checkpoints import explaining
 from moa_fairseq.files import refuse_overwriting
 from moa_fairseq.transformer.families import FAMILIES
 
@@ -213,8 +214,9 @@ def run(args: argparse.Namespace) -> int:
         write(checkpoint, args.output, file_format)
         print(f"wrote the same model to {' and '.join(map(str, files(args.output)))}")
         return 0
-    source = of_checkpoint(checkpoint)
-    done = convert(checkpoint, source, args.to, given)
+    with explaining(f"{args.input} cannot be converted", str(args.input)):
+        source = of_checkpoint(checkpoint)
+        done = convert(checkpoint, source, args.to, given)
     if done.reason is None:
         print(f"exact: outputs in float64 differ by {done.difference:.1e} of the largest")
     else:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from moa_fairseq.convert.checkpoints import Checkpoint, State
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.skeleton import quiet
+from moa_fairseq.evaluation.trained_model import shortened
+from moa_fairseq.fairseq_patches.malformed_checkpoints import Allowance
 from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
 from moa_fairseq.transformer.families import FAMILIES
 from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
@@ -107,7 +109,7 @@ def build(settings: argparse.Namespace, weights: State, seed: int = 1) -> nn.Mod
         cfg=settings,
     )
     try:
-        with quiet(), torch.random.fork_rng(devices=[]):
+        with quiet(), torch.random.fork_rng(devices=[]), Allowance(weights.values()):
             torch.manual_seed(seed)
             return model.build_model(settings, task)
     except UserError:
@@ -124,14 +126,16 @@ def load(model: nn.Module, weights: State, may_lack: Tuple[str, ...] = ()) -> No
     try:
         result = model.load_state_dict(dict(weights), strict=False)
     except RuntimeError as error:
-        raise UserError(f"The weights do not fit the settings beside them: {str(error)[:300]}") from error
+        raise UserError(f"The weights do not fit the settings beside them: {shortened(error)}") from error
     lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]
     for what, names in (
         ("lacks", lacking),
         ("has more than the model needs:", result.unexpected_keys),
     ):
         if names:
-            raise UserError(f"The checkpoint {what} {', '.join(sorted(names)[:4])}: it is of another model.")
+            raise UserError(
+                f"The checkpoint {what} {', '.join(sorted(names)[:4])[:300]}: it is of another model."
+            )
 
 
 def _name(settings: argparse.Namespace) -> Any:

@@ -59,7 +59,7 @@ class RunningSum:
     def mean(self) -> State:
         """The average, in float32 or float64. The sum cannot be used afterwards."""
         for total in self._sums.values():
-            if total.is_floating_point():
+            if total.is_floating_point() or total.is_complex():
                 total.div_(self.models)
             else:
                 total.copy_(torch.div(total, self.models, rounding_mode="floor"))

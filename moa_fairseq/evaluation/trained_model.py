@@ -24,17 +24,9 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
     overrides = {} if data is None else {"data": str(data)}
-    try:
-        models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-            [str(checkpoint)], arg_overrides=overrides
-        )
-    except UserError:
-        raise
-    except Exception as error:  # fairseq raises bare ones, too
-        where = (
-            f"the data in {data}" if data else "the data that it was trained on (name another with --data)"
-        )
-        raise UserError(f"{checkpoint} does not load with {where}: {shortened(error)}") from error
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], arg_overrides=overrides
+    )
     return models[0], task
 
 

@@ -9,11 +9,9 @@ import os
 import pickle
 import re
 import shutil
-import stat
 import time
 import types
 import zipfile
-import zlib
 from pathlib import Path
 from typing import IO, Any, Callable, Optional, Union
 
@@ -21,7 +19,8 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.foreign_settings import forget_outputs
-from moa_fairseq.files import atomic_write
+from moa_fairseq.fairseq_patches.malformed_checkpoints import check_checkpoint
+from moa_fairseq.files import atomic_write, refuse_irregular
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +28,8 @@ ALLOWED_TYPES = (argparse.Namespace,)
 ATTEMPTS = 3
 SECONDS_BETWEEN = 2.5  # fairseq's own patience with a disk
 _CHUNK = 1 << 20  # bytes
+_BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
 _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
-_IRREGULAR = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
@@ -48,41 +41,27 @@ def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
     if not os.path.lexists(path):
         raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
     refuse_irregular(path)
-    with open(path, "rb") as stream:
-        return _safe_load(stream, str(path), map_location=map_location)
-
-
-def refuse_irregular(path: Union[str, Path]) -> None:
-    """Raises UserError if the path is not a regular file: a pipe would hang, a device fill the memory."""
-    if not os.path.lexists(path):
-        return
-    try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
-        what = _IRREGULAR.get(kind, "no file")
-    except FileNotFoundError:
-        kind, what = 0, "a link to a file that does not exist"
-    if kind != stat.S_IFREG:
-        raise UserError(f"Checkpoint {path} is {what}. Name a checkpoint file, or move this out of the way.")
+    return SafeTorch("torch", check_checkpoint).load(path, map_location)
 
 
 def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
     options.pop("weights_only", None)
     try:
         check_sums(stream)
+        _refuse_bytearray(stream)
         if hasattr(torch.serialization, "safe_globals"):
             with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
                 state = torch.load(stream, weights_only=True, **options)
         else:
             state = torch.load(stream, pickle_module=restricted_pickle(), **options)
         return forget_outputs(state)
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
             raise _refusal(name, error) from error
         raise _damaged(name, "torch.save did not write it") from error
-    except (
-        *(RuntimeError, EOFError, ValueError, KeyError, AttributeError, OSError),
-        *(zipfile.BadZipFile, zlib.error),
-    ) as error:
+    except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
         raise _damaged(name, _first_sentence(error)) from error
 
 
@@ -90,17 +69,33 @@ def check_sums(stream: IO[bytes]) -> None:
     """Read a checkpoint once and compare what it holds with the checksums that torch wrote with it.
 
     torch itself does not compare them, so a byte that changed on the disk would become a wrong weight. Leaves
-    the stream where it was. Files older than torch 1.6 have no checksums and pass. Raises BadZipFile.
+    the stream where it was. Files older than torch 1.6 have no checksums and pass. Raises BadZipFile, and
+    before anything is unpacked if parts are compressed or together larger than the file: torch writes none
+    of these, and they could fill the memory.
     """
     start = stream.tell()
     if zipfile.is_zipfile(stream):
         with zipfile.ZipFile(stream) as archive:
-            for part in archive.infolist():
+            parts = archive.infolist()
+            packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts)
+            if packed or sum(part.file_size for part in parts) > stream.seek(0, os.SEEK_END):
+                raise zipfile.BadZipFile("its parts are compressed or overlap, which torch.save never does")
+            for part in parts:
                 if part.CRC == 0:  # torch.serialization.set_crc32_options(False): none was written
                     continue
                 with archive.open(part) as content:
                     while content.read(_CHUNK):
                         pass
+    stream.seek(start)
+
+
+def _refuse_bytearray(stream: IO[bytes]) -> None:
+    """torch's own reader takes a `bytearray` for data, and makes it as large as ten bytes of a file say."""
+    start, end = stream.tell(), b""
+    while chunk := stream.read(_CHUNK):
+        if _BYTEARRAY in end + chunk:
+            raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
+        end = chunk[-len(_BYTEARRAY) :]
     stream.seek(start)
 
 
@@ -160,19 +155,28 @@ def restricted_pickle() -> types.ModuleType:
 
 
 class SafeTorch(types.ModuleType):
-    """Stands for torch in fairseq's code that loads files: only `load` differs."""
+    """Stands for torch in fairseq's code that loads files: only `load` differs.
+
+    check(what was loaded, name, size of the file in bytes) raises where it is not what it should be.
+    """
+
+    def __init__(self, name: str, check: Callable[[Any, str, int], None] = lambda state, name, size: None):
+        super().__init__(name)
+        self.check = check
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    @staticmethod
-    def load(source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
-        name = str(getattr(source, "name", source))
+    def load(self, source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
+        """torch.load, of data alone: see `load_checkpoint`."""
         if isinstance(source, (str, os.PathLike)):
             refuse_irregular(Path(source))
             with open(source, "rb") as stream:
-                return _safe_load(stream, name, map_location=map_location, **options)
-        return _safe_load(source, name, map_location=map_location, **options)
+                return self.load(stream, map_location, **options)
+        name = str(getattr(source, "name", source))
+        state = _safe_load(source, name, map_location=map_location, **options)
+        self.check(state, name, source.seek(0, os.SEEK_END))
+        return state
 
 
 def from_regular_files(load: Callable) -> Callable:

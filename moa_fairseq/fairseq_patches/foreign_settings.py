@@ -1,13 +1,15 @@
 """Other harm that a checkpoint's configuration, or a file it names, could make fairseq do.
 
-fairseq's other models load further files with torch, its tokenizers download what a setting names, a data set
-of FASTA files is counted by a shell command that holds its path, and a criterion opens a file for writing.
+fairseq's other models load further files with torch, embeddings and dictionaries are read from whatever a
+setting names, tokenizers download it, a data set of FASTA files is counted by a shell command that holds its
+path, and a criterion opens a file for writing.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shlex
 import sys
 import types
@@ -15,11 +17,11 @@ from typing import Any, Callable
 from urllib.parse import urlparse
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import refuse_irregular
 
 # settings that name output files: a checkpoint that is loaded must not choose where to write
 OUTPUTS = ("save_predictions", "tensorboard_logdir")
 LOAD_WITH_TORCH = (
-    "fairseq.checkpoint_utils",
     "fairseq.data.codedataset",
     "fairseq.models.speech_to_text.xm_transformer",
     "fairseq.models.text_to_speech.vocoder",
@@ -59,6 +61,7 @@ class _LocalFiles(types.ModuleType):
                 "that somebody else made, so nothing was fetched. Download the file yourself if you trust "
                 "it, and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
             )
+        refuse_irregular(str(name), "A tokenizer's file")
         return self._file_utils.cached_path(name, cache_dir)
 
 
@@ -72,12 +75,22 @@ def quoting_the_path(build_index: Callable) -> Callable:
     return wrapped
 
 
-def install(safe_torch: types.ModuleType) -> None:
-    """Give fairseq's tokenizers local files only, and `safe_torch` to code that loads files with torch."""
+def _open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    """`open` for fairseq's modules: no pipe and no device is read, whose name a checkpoint may have given."""
+    if not isinstance(file, int) and not set(mode) & set("wax+") and str(file) != os.devnull:
+        refuse_irregular(file, "The file")
+    return open(file, mode, *args, **options)
+
+
+def install(safe_torch: types.ModuleType, loading_checkpoints: types.ModuleType) -> None:
+    """Give fairseq's tokenizers local files only, its `open` regular ones, and its loaders safe torches."""
     for name in LOAD_WITH_TORCH:
         if name in sys.modules:
             vars(sys.modules[name])["torch"] = safe_torch
+    vars(sys.modules["fairseq.checkpoint_utils"])["torch"] = loading_checkpoints
     local_files = _LocalFiles(sys.modules["fairseq.file_utils"])
     for name, module in list(sys.modules.items()):
         if name.startswith("fairseq.data.encoders.") and hasattr(module, "file_utils"):
             vars(module)["file_utils"] = local_files
+        if name.startswith("fairseq.") and vars(module).get("open", open) is open:
+            vars(module)["open"] = _open_regular_files

@@ -272,7 +272,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(irregular):
         checkpoint_utils.load_checkpoint_to_cpu,
         lambda path: checkpoint_utils.torch.load(str(path)),
     ):
-        with pytest.raises(UserError, match=f"checkpoint_last.pt is {what}. Name a checkpoint file"):
+        with pytest.raises(UserError, match=f"checkpoint_last.pt is {what}. Name an ordinary file"):
             load(str(path))
 
 
