@@ -175,16 +175,18 @@ def _explaining_optimizers(load_checkpoint: Callable) -> Callable:
 
 
 def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether moments have the shapes of their parameters, and settings are numbers: torch does not check."""
+    """Whether an optimizer's state is one of its parameters, in shapes and kinds: torch does not check."""
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-    return all(
-        (value.numel() in (1, parameter.numel()) if parameter.dim() == 1 else True)
-        and (value.shape == parameter.shape or name not in moments)
-        if torch.is_tensor(value)
-        else name not in moments and not isinstance(value, str)
-        for parameter, state in optimizer.state.items()
-        for name, value in state.items()
-    ) and not any(isinstance(value, str) for group in optimizer.param_groups for value in group.values())
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            shape = value.shape if torch.is_tensor(value) else None
+            if isinstance(value, str) or (name in moments and value is not None and shape != parameter.shape):
+                return False
+            # flattened parameters (--fp16) have whatever length the model's have together
+            if shape is not None and parameter.dim() == 1 and shape.numel() not in (1, parameter.numel()):
+                return False
+    numbers = ("lr", "betas", "eps", "weight_decay", "momentum")
+    return not any(isinstance(group.get(name), str) for group in optimizer.param_groups for name in numbers)
 
 
 def _print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:

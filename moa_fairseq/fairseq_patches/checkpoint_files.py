@@ -55,8 +55,6 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
         else:
             state = torch.load(stream, pickle_module=restricted_pickle(), **options)
         return forget_outputs(state)
-    except UserError:
-        raise
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
             raise _refusal(name, error) from error

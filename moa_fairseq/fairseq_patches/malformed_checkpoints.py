@@ -208,7 +208,10 @@ def _check_use(task: Any, models: List[Any]) -> None:
         for name, module in model.named_modules():
             if isinstance(module, FairseqDropout) and not isinstance(module.p, (int, float)):
                 raise ValueError(f"the dropout of {name} is {module.p!r:.80}")
-    for limits in (task.max_positions(), *(model.max_positions() for model in models)):
+    for part in (task, *models):
+        limits = None
+        with contextlib.suppress(Exception):  # not every task and model has limits
+            limits = part.max_positions()
         for limit in limits if isinstance(limits, (list, tuple)) else [limits]:
             if isinstance(limit, (int, float)) and not limit > 0:
                 raise ValueError(f"the longest sentence (such as --max-source-positions) is {limit}")

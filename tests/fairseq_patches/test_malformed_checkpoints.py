@@ -16,6 +16,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
+from moa_fairseq import fairseq_compat
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 
@@ -144,3 +145,9 @@ def test_a_malformed_checkpoint_gets_a_paragraph(
         assert not taken
     if name in malformed.HEAVY:  # a training is told its model by its own flags, and an average builds none
         assert set(taken) <= {"resume", "average"}
+
+
+def test_a_data_set_that_is_not_there_gets_a_paragraph(capsys):
+    error = FileNotFoundError("Dataset not found: test (data-bin)")
+    fairseq_compat._print_user_errors(type(error), error, None)
+    assert capsys.readouterr().err.endswith(f": error: {error}\n")
