@@ -112,7 +112,8 @@ def test_float32_without_tf32_has_one_configuration_that_fits_the_registers(tmp_
     kinds = ("outputs", "gate of outputs", "outer")
     lines = compiled(tmp_path, "90", *options, "--kernels", *kinds)
     assert sorted(line["kernel"] for line in lines) == sorted(kinds)
-    assert {line["stack"] for line in lines} <= {0, None}, "registers are spilled"
+    # bytes a thread; Triton 3.6 keeps 8, the largest tiles would spill 13,136
+    assert max(line["stack"] or 0 for line in lines) < 64, "registers are spilled"
 
 
 @pytest.mark.parametrize("pendings, found", [(1, "(1, 0)"), (0, "(0, 0)")])
