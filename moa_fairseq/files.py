@@ -90,6 +90,12 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
             )
 
 
+def refuse_link(path: PathLike) -> None:
+    """Raises UserError for a link where a run writes: a copied run folder could name any file with it."""
+    if os.path.islink(path):
+        raise UserError(f"{path} is a link, and would be written through. Take it out of the run folder.")
+
+
 def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
     """Raises UserError if there is no regular file: a pipe would hang, a device fill the memory.
 

@@ -34,14 +34,14 @@ deadline=$((SECONDS + 60 * minutes)) longest=540
 python=
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS=ignore
 for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$root/.venv/bin/python" python3 python; do
-  if [ -n "$candidate" ] && "$candidate" -c 'import torch, fairseq' >/dev/null 2>&1; then
+  if [ -n "$candidate" ] && PYTHONSAFEPATH=1 "$candidate" -c 'import torch, fairseq' >/dev/null 2>&1; then
     python=$(command -v "$candidate")
     break
   fi
 done
 [ -n "$python" ] || { echo "gpu_check.sh: error: no Python here imports torch and fairseq: run scripts/setup.sh, or \
 name one with PYTHON=/path/to/python (without network: scripts/wheels.sh --help)." >&2; exit 2; }
-machine=$("$python" - "$device" <<'PROBE'
+machine=$(PYTHONSAFEPATH=1 "$python" - "$device" <<'PROBE'
 import platform, subprocess, sys, torch
 try:
     import triton

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.checkpoint_files import save_checkpoint
 from moa_fairseq.files import atomic_write
+from moa_fairseq.running.folder_lock import locked
+from moa_fairseq.running.process import Executor
 
 
 def names(folder):
@@ -43,3 +46,26 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         with pytest.raises(UserError, match="Cannot write"), atomic_write(path):
             pass
     assert not Path("/dev/null").is_file()
+
+
+def test_a_checkpoint_of_the_users_choice_leaves_its_neighbours(tmp_path):
+    """OUT.tmp, which a killed training leaves behind, may be what somebody wants to rescue."""
+    (tmp_path / "out.pt.tmp").write_text("mine")
+    save_checkpoint({"a": 1}, tmp_path / "out.pt")
+    assert (tmp_path / "out.pt.tmp").read_text() == "mine" and (tmp_path / "out.pt").is_file()
+
+
+@pytest.mark.parametrize("name", [".lock", "train.log", "generate-test.partial"])
+def test_a_run_writes_through_no_link(tmp_path, name):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=f"{name} is a link"):
+        if name == ".lock":
+            with locked(tmp_path / "run"):
+                pass
+        elif name == "train.log":
+            Executor().run(["moa-fairseq", "--help"], tmp_path / "run" / name)
+        else:
+            Executor().run(["moa-fairseq", "--help"], tmp_path / "run" / "x.log", tmp_path / "run" / name)
+    assert (tmp_path / "precious").read_text() == "precious"

@@ -219,7 +219,7 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
         if status != 416 or "Range" not in headers:
             answer.raise_for_status()
             if "text/html" in answer.headers.get("Content-Type", ""):
-                page = answer.raw.read(BLOCK).decode("utf-8", errors="replace")
+                page = answer.raw.read(4096).decode("utf-8", errors="replace")
                 title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
                 about = f" titled {' '.join(html.unescape(title[1]).split())!r}" if title else ""
                 raise _Refused(f"it answers with a web page{about} instead of the file")

@@ -199,12 +199,14 @@ def resuming_from_regular_files(load_checkpoint: Callable) -> Callable:
     return wrapped
 
 
-def save_checkpoint(state: Any, filename: Union[str, Path]) -> None:
+def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[str] = None) -> None:
     """Write a checkpoint under a temporary name; rename it once it is checked and on the disk.
 
-    Raises UserError when the third attempt fails; an earlier file of that name is then still there.
+    temporary: that name, which is overwritten, for a training that saves again and again; by default a new
+    one, so that no file of the user's is. Raises UserError when the third attempt fails; an earlier file of
+    that name is then still there.
     """
-    _written(filename, lambda stream: torch.save(state, stream))
+    _written(filename, lambda stream: torch.save(state, stream), temporary)
 
 
 def writing_whole(persistent_save: Callable) -> Callable:
@@ -214,7 +216,7 @@ def writing_whole(persistent_save: Callable) -> Callable:
     def wrapped(state: Any, filename: str, async_write: bool = False) -> None:
         if _is_remote(filename):
             return persistent_save(state, filename, async_write)
-        return save_checkpoint(state, filename)
+        return save_checkpoint(state, filename, f"{filename}.tmp")
 
     return wrapped
 
@@ -231,7 +233,7 @@ def copying_whole(copy: Callable) -> Callable:
             with open(src_path, "rb") as original:
                 shutil.copyfileobj(original, stream, _CHUNK)
 
-        _written(dst_path, write, size=os.path.getsize(src_path))
+        _written(dst_path, write, f"{dst_path}.tmp", os.path.getsize(src_path))
         return True
 
     return staticmethod(wrapped)
@@ -245,7 +247,10 @@ def _is_remote(path: str) -> bool:
 
 
 def _written(
-    filename: Union[str, Path], write: Callable[[IO[bytes]], None], size: Optional[int] = None
+    filename: Union[str, Path],
+    write: Callable[[IO[bytes]], None],
+    temporary: Optional[str],
+    size: Optional[int] = None,
 ) -> None:
     """Try to write a checkpoint, whole or not at all; size: how many bytes it must have, where known."""
 
@@ -257,7 +262,7 @@ def _written(
 
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with atomic_write(filename, "wb", temporary=f"{filename}.tmp", check=check) as stream:
+            with atomic_write(filename, "wb", temporary=temporary, check=check) as stream:
                 write(stream)
             return
         except (OSError, RuntimeError, zipfile.BadZipFile, UserError) as error:

@@ -201,7 +201,7 @@ def _flags(recipe: Recipe) -> Problems:
 
 def _is_dictionary(value: Any) -> bool:
     try:
-        return isinstance(ast.literal_eval(value), dict)
+        return isinstance(value, str) and isinstance(ast.literal_eval(value), dict)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 

@@ -11,7 +11,7 @@ from typing import Iterator, List
 import portalocker
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import disk_errors
+from moa_fairseq.files import disk_errors, refuse_link
 
 PATIENCE_SECONDS = 5.0
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[List[in
     Raises UserError when another run, or a child that outlived one, works in the folder.
     """
     file = folder / ".lock"
+    refuse_link(file)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()

@@ -15,7 +15,7 @@ from typing import IO, Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import disk_errors
+from moa_fairseq.files import disk_errors, refuse_link
 from moa_fairseq.running.command_line import to_argv, to_shell
 
 TAIL_LINES = 12
@@ -145,6 +145,7 @@ class Executor:
 
 def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
     """Open a file; a UserError names it when its disk fills up at a later write, its closing included."""
+    refuse_link(path)
     files.enter_context(disk_errors(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     return files.enter_context(open(path, mode, buffering=buffering))

@@ -67,7 +67,7 @@ def test_wmt14_en_de(prepare, miniature):
         root / "binarised" / "dict.de.txt"
     ).read_bytes()
     source = manifest["sources"]["wmt13/training-parallel-europarl-v7.tgz"]
-    assert len(source["sha256"]) == 64 and source["urls"]
+    assert len(source["sha256"]) == 64 and source["origin"] and "urls" not in source
     assert manifest["lines"]["valid"] == {"found": 5, "expected": 3000}
     assert {"python", "subword-nmt", "sacremoses", "moa_fairseq"} <= set(manifest["tools"])
     assert all(len(row["sha256"]) == 64 for row in manifest["outputs"].values())
