@@ -253,5 +253,8 @@ def _check_place(updates: Any, extra: Dict[str, Any]) -> None:
         if not isinstance(value, int) or not 0 <= value < 2**31:
             raise ValueError(f"{name} is {value!r:.80}")
     for name in ("best", "previous_training_time"):
-        if not isinstance(extra.get(name) or 0.0, (int, float)):
+        value = extra.get(name) or 0.0
+        if torch.is_tensor(value) and value.numel() == 1:  # several processes sum up their times in one
+            value = value.item()
+        if not isinstance(value, (int, float)):
             raise ValueError(f"{name} is {extra[name]!r:.80}")

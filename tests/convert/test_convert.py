@@ -279,7 +279,7 @@ def spoiled(kind, checkpoint, folder):
     [
         ("truncated", "truncated"),
         ("hostile", "refused: it holds posix.system"),
-        ("no model", "it holds no model"),
+        ("no model", "is of the type list"),
         ("no settings", "does not say which model"),
         ("unknown architecture", "architecture lstm"),
         ("a weight too few", "lacks encoder.layers.0.fc1.weight"),
