@@ -170,7 +170,7 @@ def disk(
     """Bytes of the checkpoints and the average that a training leaves, as fairseq writes them.
 
     A checkpoint has the weights and what the optimizer remembers, in fp32 whatever the precision. A tied
-    weight stands in it once for each of its names if it comes from a GPU. updates, epochs: whole ones of the
+    weight stands in it once for each of its names if it comes from a GPU. updates, epochs: begun ones of the
     training, None if that is not known. "checkpoint": of one file, two more of which are there while a new
     one is written; "total" is None where nothing limits their number.
     """

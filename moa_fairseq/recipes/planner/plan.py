@@ -154,7 +154,7 @@ def _plan_for(
     updates, epochs = planned_updates(recipe.train, batch, work.size), recipe.train.max_epoch
     if work.size and updates:
         per_epoch = work.size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
-        epochs, tokens = updates // per_epoch, updates / per_epoch * work.size.target_tokens
+        epochs, tokens = -(-updates // per_epoch), updates / per_epoch * work.size.target_tokens
         hours = tokens / speed.tokens_per_second / 3600 if speed else None
         entry.update(
             updates_per_epoch=per_epoch,
