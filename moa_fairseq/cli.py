@@ -26,11 +26,12 @@ VERBS = {
         "moa_fairseq.analysis.command",
         "learning curves, expert load, and what gates and experts of a trained model do",
     ),
+    "study": ("moa_fairseq.study.command", "systems × seeds: train them, and judge their differences"),
     "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
 }
 
 # The packages whose log messages a user is shown.
-REPORTING = ("analysis", "corpus", "data_prep", "recipes", "running")
+REPORTING = ("analysis", "corpus", "data_prep", "recipes", "running", "study")
 
 
 class Console(logging.Handler):

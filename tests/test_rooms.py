@@ -27,6 +27,7 @@ FLOORS = (
     ("convert",),
     ("recipes",),
     ("analysis",),
+    ("study",),
     ("cli",),
 )
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

@@ -1,0 +1,114 @@
+"""How far a measured difference can be trusted: intervals, tests and verdicts, two-sided throughout."""
+
+from __future__ import annotations
+
+import math
+from typing import Callable, Dict, Mapping, NamedTuple, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from moa_fairseq.errors import UserError
+
+ALPHA, POWER = 0.05, 0.8
+GAIN, LOSS, EQUIVALENT, UNDECIDED = "gain", "loss", "equivalent", "undecided"
+
+
+class Difference(NamedTuple):
+    """The mean of n paired differences and what they allow to say.
+
+    low, high: the t interval of 95 %. p: two-sided t test against 0. p_equivalent: the larger of the two
+    one-sided tests that the mean lies within ± margin (TOST). visible: the smallest mean that such a test
+    would find in 80 % of studies of this size.
+    """
+
+    n: int
+    mean: float
+    low: float
+    high: float
+    p: float
+    p_equivalent: float
+    visible: float
+
+
+def paired(differences: Sequence[float], margin: float) -> Difference:
+    """Judge the differences of two systems, one for each seed.
+
+    Raises UserError for fewer than two: one difference says nothing of its own spread.
+    """
+    n = len(differences)
+    if n < 2:
+        raise UserError(f"{n} paired runs: a difference needs at least two seeds to have an interval.")
+    mean, error = float(np.mean(differences)), float(stats.sem(differences))
+    half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * error
+    if error == 0:
+        return Difference(n, mean, mean, mean, float(mean == 0), float(abs(mean) >= margin), 0.0)
+    p = 2 * float(stats.t.sf(abs(mean) / error, n - 1))
+    p_equivalent = float(stats.t.sf((margin - abs(mean)) / error, n - 1))
+    visible = smallest_visible(error * math.sqrt(n), n)
+    return Difference(n, mean, mean - half, mean + half, p, p_equivalent, visible)
+
+
+def smallest_visible(deviation: float, n: int) -> float:
+    """The mean of n differences of this deviation that a two-sided t test at 5 % finds with power 80 %."""
+    critical, error = stats.t.ppf(1 - ALPHA / 2, n - 1), deviation / math.sqrt(n)
+
+    def missing(shift: float) -> float:  # the other tail is beyond what counts
+        return float(stats.nct.sf(critical, n - 1, shift)) - POWER
+
+    enough = 4.0
+    while missing(enough) < 0:  # far beyond it scipy's noncentral t is not a number
+        enough *= 1.5
+    return float(optimize.brentq(missing, 0.0, enough)) * error
+
+
+def holm(p_values: Mapping[str, float]) -> Dict[str, float]:
+    """Holm's adjusted p of each named test: with all of them below 5 %, a false one is among them in 5 %."""
+    adjusted: Dict[str, float] = {}
+    highest = 0.0
+    for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[name]))
+        adjusted[name] = highest
+    return adjusted
+
+
+def verdict(difference: Difference, p: float, p_equivalent: float, lower_is_better: bool = True) -> str:
+    """GAIN or LOSS (p below 5 %), EQUIVALENT (p_equivalent below 5 %), or UNDECIDED.
+
+    p, p_equivalent: adjusted for the number of contrasts. A difference may be both real and negligible: then
+    it is called EQUIVALENT, because the margin was fixed beforehand as what nobody would miss.
+    """
+    if p_equivalent < ALPHA:
+        return EQUIVALENT
+    if not p < ALPHA:
+        return UNDECIDED
+    return GAIN if (difference.mean < 0) == lower_is_better else LOSS
+
+
+def approximate_randomisation(
+    first: NDArray[np.float64],
+    second: NDArray[np.float64],
+    score: Callable[[NDArray[np.float64]], float],
+    trials: int = 10_000,
+    seed: int = 12345,
+) -> float:
+    """Two-sided p of the difference between two systems' mean corpus scores (Clark et al., 2011).
+
+    first, second [S, N, F]: sufficient statistics of N sentences for S seeds of each system (S may differ).
+    score: what one corpus [F] scores. In each trial the outputs of all seeds of a sentence are dealt anew to
+    the two systems; p is the share of trials that differ by at least as much, the real one included.
+    """
+    pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
+    ours = len(first)
+    random = np.random.default_rng(seed)
+
+    def difference(runs: NDArray[np.float64]) -> float:
+        totals = [score(run) for run in runs.sum(axis=1)]
+        return abs(float(np.mean(totals[:ours]) - np.mean(totals[ours:])))
+
+    real, as_large = difference(pooled), 0
+    for _ in range(trials):
+        order = random.random(pooled.shape[:2]).argsort(axis=0)  # [S1 + S2, N]
+        as_large += difference(np.take_along_axis(pooled, order[:, :, None], axis=0)) >= real - 1e-12
+    return (as_large + 1) / (trials + 1)

@@ -1,0 +1,131 @@
+"""Train several systems with several seeds, and say what their differences allow to say.
+
+  moa-fairseq study configs/studies/characters.yaml --data data/wikitext2_bytes
+  moa-fairseq study configs/studies/characters.yaml --data DIR --jobs 2          two runs at a time
+  moa-fairseq study configs/studies/characters.yaml --data DIR --slurm 8 --slurm-set partition=gpu
+  moa-fairseq study configs/studies/characters.yaml --report
+
+All systems of one seed run back to back, then those of the next seed. Each run is a run folder below
+--runs and leaves a record below results/studies/. A run that has a record is never made again, so an
+interrupted study goes on where it stopped; a training that diverged counts as the worst. Several workers
+may share one study, on one machine or on several with a common file system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import List
+
+from moa_fairseq.analysis.plots import save
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import write_json
+from moa_fairseq.running.command_line import to_argv
+from moa_fairseq.running.process import terminate_as_interrupt
+from moa_fairseq.study.design import load_study, runs_of
+from moa_fairseq.study.report import as_markdown, draw, report
+from moa_fairseq.study.running import Place, open_runs, work
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq study`."""
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="systems, seeds and contrasts")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="--data of every recipe")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="run folders (runs)")
+    parser.add_argument(
+        "--records", type=Path, metavar="DIR", help="where records lie (results/studies beside configs/)"
+    )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each run (0: the CPU)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on this machine (1)")
+    parser.add_argument(
+        "--slurm", type=int, default=0, metavar="N", help="submit N workers to a Slurm cluster instead"
+    )
+    parser.add_argument(
+        "--slurm-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a parameter of submitit's Slurm executor, e.g. partition=gpu, timeout_min=240, gpus_per_node=1",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
+    parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
+    parser.add_argument("--json", action="store_true", help="with --report: print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out a study, or report it. Returns the exit status."""
+    root = args.records or args.study.resolve().parents[2] / "results" / "studies"
+    study = load_study(args.study, root)
+    runs = runs_of(study, args.study.parent, root)
+    if args.report:
+        content = report(study, runs)
+        text, folder = as_markdown(study, content), root / study.study
+        write_json(folder / "report.json", content)
+        with atomic_write(folder / "report.md") as stream:
+            stream.write(text)
+        save(draw(study, content), folder / "differences.png")
+        print(json.dumps(content, indent=1) if args.json else text)
+        return 0
+    if args.jobs < 1 or args.slurm < 0:
+        raise UserError("--jobs and --slurm say how many workers: give at least 1.")
+    place = Place(study, args.runs / study.study, args.data, args.gpus)
+    left = open_runs(runs, place)
+    log.info("%s: %d of %d runs are left", study.study, len(left), len(runs))
+    if args.dry_run:
+        for one in left:
+            log.info("%s", one.record.stem)
+    elif args.slurm:
+        _submit(args.slurm, args.slurm_set, place)
+    elif args.jobs > 1:
+        _work_together(args.jobs)
+    else:
+        work(left, place)
+    return 0
+
+
+def _worker() -> List[str]:
+    """The command of one worker: this one, for one run at a time."""
+    return to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1", "--slurm", "0"])
+
+
+def _work_together(jobs: int) -> None:
+    """Workers on this machine; one that fails, or Ctrl-C, ends all of them."""
+    workers: List[subprocess.Popen[bytes]] = []
+    with terminate_as_interrupt():
+        try:
+            for _ in range(jobs):
+                workers.append(subprocess.Popen(_worker()))
+            while any(worker.poll() is None for worker in workers):
+                if any(worker.returncode for worker in workers):
+                    break
+                time.sleep(0.2)
+        finally:
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.wait()
+    if any(worker.returncode for worker in workers):
+        raise UserError("A run failed, for the reason above. What is done is kept: mend it, run this again.")
+
+
+def _submit(workers: int, settings: List[str], place: Place) -> None:
+    try:
+        import submitit
+    except ImportError:
+        raise UserError("--slurm needs submitit: pip install submitit.") from None
+    executor = submitit.SlurmExecutor(folder=place.folders / "slurm")
+    values = dict(text.partition("=")[::2] for text in settings)
+    executor.update_parameters(**{key: int(v) if v.isdigit() else v for key, v in values.items()})
+    command = submitit.helpers.CommandFunction(_worker())
+    for _ in range(workers):
+        job = executor.submit(command)
+        log.info("submitted job %s: %s", job.job_id, shlex.join(_worker()))

@@ -1,0 +1,143 @@
+"""What the records of a study say: a table of systems, a table of contrasts, and a picture."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+import numpy as np
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from moa_fairseq.analysis.plots import COLOURS, GREY, style
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.significance import holm, paired, verdict
+from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
+
+
+def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
+    """The tables as data: systems, contrasts (of the seeds that both have), and what made the records.
+
+    Raises UserError where nothing was run.
+    """
+    found = [record for run in runs if (record := read_record(run))]
+    if not found:
+        raise UserError(f"{runs[0].record.parent} holds no record of this study: run it without --report.")
+    losses = losses_of(study, runs)
+    systems = [
+        {
+            "system": name,
+            "label": study.systems[name].label,
+            "family": study.systems[name].family,
+            "n": len(rows),
+            "loss": float(np.mean(list(losses[name].values()))),
+            "deviation": float(np.std(list(losses[name].values()), ddof=1)) if len(rows) > 1 else None,
+            "diverged": sum(row["end"] == DIVERGED for row in rows),
+            "parameters": rows[0]["parameters"],
+            "tokens_per_second": float(np.median([row["tokens_per_second"] or 0 for row in rows])),
+            "by_seed": losses[name],
+        }
+        for name in study.systems
+        if (rows := [row for row in found if row["system"] == name])
+    ]
+    judged = {}
+    for name, contrast in study.contrasts.items():
+        first, second = losses[contrast.first], losses[contrast.second]
+        if len(seeds := first.keys() & second.keys()) > 1:
+            judged[name] = paired([first[seed] - second[seed] for seed in sorted(seeds)], study.margin)
+    p = holm({name: difference.p for name, difference in judged.items()})
+    p_equivalent = holm({name: difference.p_equivalent for name, difference in judged.items()})
+    contrasts = [
+        {
+            "contrast": name,
+            **vars(study.contrasts[name]),
+            **difference._asdict(),
+            "p_holm": p[name],
+            "p_equivalent_holm": p_equivalent[name],
+            "verdict": verdict(difference, p[name], p_equivalent[name]),
+        }
+        for name, difference in judged.items()
+    ]
+    made_by = {key: sorted({str(row[key]) for row in found}) for key in ("commit", "hardware", "versions")}
+    counts = {"runs": len(found), "planned": len(runs)}
+    return {"study": study.study, **counts, "systems": systems, "contrasts": contrasts, "made_by": made_by}
+
+
+def as_markdown(study: Study, content: Dict[str, Any]) -> str:
+    """The report as Markdown tables."""
+
+    def table(heads: List[str], rows: List[List[Any]]) -> str:
+        return tabulate(rows, heads, "github", disable_numparse=True)
+
+    systems = [
+        [
+            row["label"],
+            row["n"],
+            f"{row['loss']:.4f}",
+            "" if row["deviation"] is None else f"{row['deviation']:.4f}",
+            row["diverged"] or "",
+            f"{row['parameters'] or 0:,}",
+            f"{row['tokens_per_second']:,.0f}",
+        ]
+        for row in content["systems"]
+    ]
+    contrasts = [
+        [
+            row["contrast"],
+            *(study.systems[row[side]].label for side in ("first", "second")),
+            row["n"],
+            f"{row['mean']:+.4f}",
+            f"{row['low']:+.4f} … {row['high']:+.4f}",
+            f"{row['p_holm']:.2g}",
+            f"{row['visible']:.4f}",
+            row["verdict"],
+        ]
+        for row in content["contrasts"]
+    ]
+    text = (
+        f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, mean of "
+        f"the last {study.last} validations.\n\n"
+        + table(["system", "n", "bits", "deviation", "diverged", "parameters", "tokens/s"], systems)
+    )
+    if contrasts:
+        heads = [
+            "contrast",
+            "first",
+            "second",
+            "n",
+            "first − second",
+            "95 %",
+            "p (Holm)",
+            "visible",
+            "verdict",
+        ]
+        text += (
+            "\n\nNegative: the first is better. p: paired t test, two-sided. Equivalent: within ± "
+            f"{study.margin} bits. Visible: what this many seeds find in 80 % of studies.\n\n"
+        ) + table(heads, contrasts)
+    return text + "\n"
+
+
+def draw(study: Study, content: Dict[str, Any]) -> Figure:
+    """Differences to the first system: a dot for each seed, means with intervals, a band of its own seeds."""
+    base, *others = content["systems"]
+    families = list(dict.fromkeys(row["family"] for row in others))
+    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(others)), layout="constrained")
+    panel = figure.subplots()
+    style(panel)
+    band = 2 * (base["deviation"] or 0)
+    panel.axvspan(-band, band, color="#eeeeee", zorder=0)
+    panel.axvline(0, color=GREY, linewidth=0.8)
+    for place, row in enumerate(others):
+        colour = COLOURS[families.index(row["family"]) % len(COLOURS)]
+        seeds = row["by_seed"].keys() & base["by_seed"].keys()
+        dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
+        panel.plot(dots, [place] * len(dots), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
+        if len(dots) > 1:
+            interval = paired(dots, study.margin)
+            panel.plot([interval.low, interval.high], [place, place], color=colour, linewidth=2)
+            panel.plot([interval.mean], [place], "o", color=colour, markersize=6)
+    panel.set_yticks(range(len(others)), [row["label"] for row in others])
+    panel.invert_yaxis()
+    panel.set_xlabel(f"validation loss − that of “{base['label']}” (bits; left is better)")
+    panel.set_title(study.question, fontsize=10, loc="left")
+    return figure

@@ -1,0 +1,130 @@
+"""The runs of a study: each one a run of its recipe, with a record of how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional
+
+import portalocker
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.generate_log import read_generate_log
+from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import saved_json, write_json
+from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
+from moa_fairseq.recipes.result import commit, versions
+from moa_fairseq.recipes.train_log import finite, read_records, summarise, updates_of
+from moa_fairseq.running.command_line import flags, to_shell
+from moa_fairseq.running.process import Executor, terminate_as_interrupt
+from moa_fairseq.study.design import DIVERGED, Run, Study, read_record
+
+log = logging.getLogger(__name__)
+
+# What fairseq says when a loss or a gradient is no number any more.
+_NOT_FINITE = re.compile(r"Nan/Inf|Nan or Inf|Loss is (infinite|nan)|Minimum loss scale", re.IGNORECASE)
+
+
+class Place(NamedTuple):
+    """Where a study runs. data: --data of its recipes. gpus: of each run; 0 for the CPU."""
+
+    study: Study
+    folders: Path
+    data: Optional[Path]
+    gpus: int
+
+    @property
+    def hardware(self) -> str:
+        """The devices and threads of each run."""
+        devices = choose_devices(detect_hardware(), self.gpus, dry_run=False).describe()
+        return f"{devices}, {self.study.threads} threads"
+
+
+def open_runs(runs: List[Run], place: Place) -> List[Run]:
+    """The runs that have no record yet and can be made here.
+
+    What is compared differs in one thing: runs of a seed that was begun on another kind of machine are left
+    out, with a warning. Raises UserError where another commit made the records.
+    """
+    here, now, elsewhere = place.hardware, commit(), set()
+    for run in runs:
+        record = read_record(run)
+        if record and record["commit"] != now:
+            raise UserError(
+                f"{run.record} was made at commit {record['commit']}, and this is {now}: all runs of a study "
+                f"need one commit. Run it from a worktree: git worktree add ../study {record['commit']}."
+            )
+        if record and record["hardware"] != here and run.seed not in elsewhere:
+            elsewhere.add(run.seed)
+            log.warning("seed %d was begun on %s: not gone on with on %s", run.seed, record["hardware"], here)
+    return [run for run in runs if run.seed not in elsewhere and not run.record.is_file()]
+
+
+def work(runs: List[Run], place: Place) -> None:
+    """Carry out every run that has no record and that no other worker, here or elsewhere, is at."""
+    place.folders.mkdir(parents=True, exist_ok=True)
+    with terminate_as_interrupt():
+        for number, run in enumerate(runs, 1):
+            lock = place.folders / f"{run.record.stem}.lock"
+            with contextlib.suppress(portalocker.LockException), portalocker.Lock(lock, "a", timeout=0):
+                if not run.record.is_file():
+                    log.info("%d of %d: %s", number, len(runs), run.record.stem)
+                    _carry_out(run, place)
+
+
+def _carry_out(run: Run, place: Place) -> None:
+    """Train, and write the record. Raises UserError where training fails, unless it diverged."""
+    folder, environment = place.folders / run.record.stem, {"OMP_NUM_THREADS": str(place.study.threads)}
+    values = {"gpus": place.gpus, "data": place.data, "save-dir": str(folder), "stage": place.study.stage}
+    command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
+    for key, value in {**run.overrides, "train.seed": run.seed}.items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    diverged = False
+    try:
+        Executor(environment).run(command, folder / "study.log")
+    except UserError:
+        log_file = folder / "train.log"
+        diverged = log_file.is_file() and bool(_NOT_FINITE.search(log_file.read_text("utf-8", "replace")))
+        if not diverged:
+            raise
+    curve, scores = curve_of(folder / "train.jsonl"), saved_json(folder / "result.json")
+    for path in folder.glob("generate-*.txt"):
+        subset = path.stem.removeprefix("generate-")
+        with atomic_write(run.record.parent / "outputs" / f"{run.record.stem}.{subset}.txt") as stream:
+            stream.writelines(f"{line}\n" for line in read_generate_log(path).hypotheses)
+    record = {
+        "study": place.study.study,
+        "system": run.system,
+        "seed": run.seed,
+        "end": DIVERGED if diverged or not curve or curve[-1]["valid"] is None else "finished",
+        "metrics": {scores["subset"]: scores["metrics"], **scores["other_subsets"]} if scores else {},
+        "curve": curve,
+        "parameters": saved_json(folder / "state.json").get("train", {}).get("parameters"),
+        **summarise(folder / "train.jsonl"),
+        "hardware": place.hardware,
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "command": to_shell(command, environment),
+    }
+    write_json(run.record, record)
+
+
+def curve_of(path: Path) -> List[Dict[str, Any]]:
+    """The validations of a train.jsonl: updates, loss in bits, mean training loss since the one before."""
+    rows: List[Dict[str, Any]] = []
+    train: List[float] = []
+    for record in read_records(path):
+        name = "nll_loss" if any(key.endswith("nll_loss") for key in record) else "loss"
+        if f"valid_{name}" in record:
+            row = {"updates": updates_of(record), "valid": finite(record[f"valid_{name}"])}
+            if train:
+                row["train"] = round(sum(train) / len(train), 4)
+            rows, train = [*(r for r in rows if r["updates"] < row["updates"]), row], []
+        elif "num_updates" in record and (loss := finite(record.get(name))) is not None:
+            train.append(loss)
+    return rows

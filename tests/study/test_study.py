@@ -1,0 +1,167 @@
+"""Studies: order, records, interruptions, tuning and what the tables say; trainings are played, not run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.study import running
+
+RECIPE = """
+experiment: tiny
+summary: a language model that is never trained
+data: {recipe: wikitext2_sp4k}
+model: {arch: transformer_lm}
+train: {task: language_modeling, criterion: cross_entropy, max_tokens: 16, max_update: 4}
+"""
+STUDY = {
+    "study": "toy",
+    "question": "Is B better than A?",
+    "seeds": 4,
+    "last": 2,
+    "systems": {
+        "A": {"label": "dense", "recipe": "../tiny.yaml"},
+        "B": {"label": "mixture", "recipe": "../tiny.yaml"},
+    },
+    "contrasts": {"gain": {"first": "B", "second": "A", "question": "?"}},
+}
+
+
+class Player:
+    """Stands for the executor: writes what a training would have logged. end: after so many runs, Ctrl-C."""
+
+    ran, end, diverges = [], None, ()
+
+    def __init__(self, environment):
+        assert environment == {"OMP_NUM_THREADS": "1"}
+
+    def run(self, command, log):
+        folder = Path(command[command.index("--save-dir") + 1])
+        settings = dict(text.partition("=")[::2] for text in command if "=" in text)
+        if Player.end is not None and len(Player.ran) >= Player.end:
+            raise KeyboardInterrupt
+        Player.ran.append(folder.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.name in Player.diverges:
+            (folder / "train.log").write_text("FloatingPointError: gradients are Nan/Inf\n")
+            raise UserError("fairseq-train failed")
+        rate = float(settings.get("train.flags.lr", 1))
+        loss = (
+            3 - 0.5 * folder.name.startswith("B") + 0.01 * int(settings["train.seed"]) ** 2 + (rate - 2) ** 2
+        )
+        rows = [{"epoch": 1, "num_updates": str(n), "loss": "9"} for n in (1, 2)]
+        rows += [
+            {"epoch": 1, "valid_loss": str(loss + 4 - n), "valid_num_updates": str(n)} for n in (2, 3, 4)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "Executor", Player)
+    monkeypatch.setattr(running, "commit", lambda: "0123abc")
+    monkeypatch.chdir(tmp_path)
+    Player.ran, Player.end, Player.diverges = [], None, ()
+    folder = tmp_path / "configs" / "studies"
+    folder.mkdir(parents=True)
+    (folder.parent / "tiny.yaml").write_text(RECIPE)
+
+    def call(*flags, name="toy", **changes):
+        path = folder / f"{name}.yaml"
+        path.write_text(json.dumps({**STUDY, "study": name, **changes}))
+        status = main(["study", str(path), *flags])
+        records = tmp_path / "results" / "studies" / name
+        return status, records
+
+    return call
+
+
+def report_of(study, **changes):
+    status, records = study("--report", **changes)
+    assert status == 0 and (records / "differences.png").stat().st_size > 1000
+    return json.loads((records / "report.json").read_text())
+
+
+def test_systems_of_a_seed_run_back_to_back(study):
+    status, records = study()
+    assert status == 0
+    assert Player.ran == [f"{system}-seed{seed}" for seed in (1, 2, 3, 4) for system in "AB"]
+    record = json.loads((records / "B-seed2.json").read_text())
+    assert record["curve"][0] == {"updates": 2, "valid": 5.54, "train": 9.0}
+    assert (record["system"], record["seed"], record["end"], record["commit"]) == (
+        "B",
+        2,
+        "finished",
+        "0123abc",
+    )
+    assert "--set train.seed=2" in record["command"] and "1 threads" in record["hardware"]
+
+
+def test_a_study_that_was_interrupted_twice_says_the_same(study):
+    for Player.end in (3, 5):
+        status, _ = study(name="again")
+        assert status == 130
+    Player.end = None
+    study(name="again")
+    assert len(Player.ran) == len(set(Player.ran)) == 8, "a recorded run is never made again"
+    study(name="whole")
+    again, whole = report_of(study, name="again"), report_of(study, name="whole")
+    assert again["systems"] == whole["systems"] and again["contrasts"] == whole["contrasts"]
+    (contrast,) = whole["contrasts"]
+    assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "gain" and contrast["n"] == 4
+
+
+def test_a_diverged_run_is_the_worst_and_stays(study):
+    Player.diverges = ("B-seed3",)
+    study()
+    study()
+    assert Player.ran.count("B-seed3") == 1
+    systems = {row["system"]: row for row in report_of(study)["systems"]}
+    assert systems["B"]["diverged"] == 1
+    assert systems["B"]["by_seed"]["3"] == max(systems["A"]["by_seed"].values())
+
+
+def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
+    monkeypatch.setattr(Player, "run", lambda *_: (_ for _ in ()).throw(UserError("the disk is full")))
+    status, records = study()
+    assert status == 2 and "the disk is full" in capsys.readouterr().err
+    assert not list(records.glob("*.json"))
+
+
+def test_a_tuning_study_chooses_each_systems_values(study):
+    grid = {"train.flags.lr": [1, 2, 3]}
+    study(name="tuning", grid=grid, contrasts={}, seeds=1, first_seed=101)
+    assert Player.ran[:2] == ["A-lr=1-seed101", "A-lr=2-seed101"]
+    study(tuned_by="tuning.yaml")
+    command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
+    assert "--set train.flags.lr=2" in command
+    Path("results/studies/tuning/A-lr=1-seed101.json").unlink()
+    assert study(tuned_by="tuning.yaml")[0] == 2
+
+
+def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypatch, capsys):
+    Player.end = 3
+    study()
+    monkeypatch.setattr(running.Place, "hardware", property(lambda _: "another machine"))
+    Player.end = None
+    study()
+    assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
+    monkeypatch.setattr(running, "commit", lambda: "4567def")
+    assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seeds": 0}, "seeds"),
+        ({"systems": {"../A": STUDY["systems"]["A"]}}, "systems"),
+        ({"contrasts": {"gain": {"first": "C", "second": "A", "question": "?"}}}, "contrasts.gain"),
+        ({"sistems": {}}, "sistems"),
+        ({"systems": {"A": {"label": "dense"}}}, "systems.A.recipe"),
+    ],
+)
+def test_mistakes_are_named(study, capsys, changes, named):
+    assert study(**changes)[0] == 2 and named in capsys.readouterr().err
+    assert not Player.ran
