@@ -91,8 +91,11 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
 
 
 def refuse_link(path: PathLike) -> None:
-    """Raises UserError for a link where a run writes: a copied run folder could name any file with it."""
-    if os.path.islink(path):
+    """Raises UserError for a link to a file, or to none yet, where a run writes.
+
+    A run folder from somebody else could name any file with it. Links to devices pass.
+    """
+    if os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
         raise UserError(f"{path} is a link, and would be written through. Take it out of the run folder.")
 
 
