@@ -1,6 +1,8 @@
 """How the matrices of a mixture start: each by the number of its inputs."""
 
+import contextlib
 import math
+from typing import Iterator
 
 import torch
 from torch import nn
@@ -8,6 +10,19 @@ from torch import nn
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter, draw_rows_of_one_length
+
+
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """What is built inside takes one number of the generator's, however many it draws.
+
+    What is built after it then starts alike in models that differ in nothing but this part. (CPU only, as
+    fairseq builds models.)
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))  # also where a model is built on "meta"
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """Train several systems with several seeds, and say what their differences allow to say.
 
-  moa-fairseq study configs/studies/characters.yaml --data data/wikitext2_bytes
-  moa-fairseq study configs/studies/characters.yaml --data DIR --jobs 2          two runs at a time
-  moa-fairseq study configs/studies/characters.yaml --data DIR --slurm 8 --slurm-set partition=gpu
-  moa-fairseq study configs/studies/characters.yaml --report
+  moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512 --tune     first, where it tunes
+  moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512
+  moa-fairseq study configs/studies/language.yaml --data DIR --jobs 2          two runs at a time
+  moa-fairseq study configs/studies/language.yaml --data DIR --slurm 8 --slurm-set partition=gpu
+  moa-fairseq study configs/studies/language.yaml --report
 
 All systems of one seed run back to back, then those of the next seed. Each run is a run folder below
 --runs and leaves a record below results/studies/. A run that has a record is never made again, so an
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a parameter of submitit's Slurm executor, e.g. partition=gpu, timeout_min=240, gpus_per_node=1",
     )
+    parser.add_argument("--tune", action="store_true", help="the runs of its tuning, which must come first")
     parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
     parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
     parser.add_argument("--json", action="store_true", help="with --report: print JSON")
@@ -64,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out a study, or report it. Returns the exit status."""
     root = args.records or args.study.resolve().parents[2] / "results" / "studies"
-    study = load_study(args.study, root)
+    study = load_study(args.study, root, args.tune)
     runs = runs_of(study, args.study.parent, root)
     if args.report:
         content = report(study, runs)

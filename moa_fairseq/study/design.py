@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import re
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import yaml
 
@@ -38,13 +38,26 @@ class Contrast:
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
-    """What a study file says; recipes and tuned_by are named from the file's folder.
+class Tuning:
+    """The runs that choose each system's values: those of the lowest mean loss among all combinations of grid.
 
-    set: for every system, under its own. grid: each system once for every combination of these values (for
-    tuning). tuned_by: the study with a grid whose records choose each system's values: lowest mean loss.
-    stage: "train", or "all" to score, too. The measure is the validation loss in bits, mean of the `last`
-    validations; differences within ± margin are called equivalent. The first system is the baseline.
+    They have seeds of their own, which are then not counted, and their records lie in a folder NAME_tuning.
+    set: over what the systems have, such as a smaller budget.
+    """
+
+    grid: Dict[str, List[Any]]
+    seeds: int = 1
+    first_seed: int = 101
+    set: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What a study file says; recipes are named from the file's folder.
+
+    set: for every system, under its own. stage: "train", or "all" to score, too. The measure is the validation
+    loss in bits, mean of the `last` validations; differences within ± margin are called equivalent. The first
+    system is the baseline.
     """
 
     study: str
@@ -53,8 +66,7 @@ class Study:
     systems: Dict[str, Any]
     contrasts: Dict[str, Any] = dataclasses.field(default_factory=dict)
     set: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    grid: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    tuned_by: Optional[str] = None
+    tuning: Optional[Dict[str, Any]] = None
     first_seed: int = 1
     stage: str = "train"
     threads: int = 1
@@ -72,10 +84,11 @@ class Run(NamedTuple):
     record: Path
 
 
-def load_study(path: Path, records: Path) -> Study:
-    """Read and check a study file; its systems are those of the grid, with tuned values.
+def load_study(path: Path, records: Path, tune: bool = False) -> Study:
+    """Read and check a study file. tune: its tuning runs, a system for each point of the grid.
 
-    records: the folder of all studies' records. Raises UserError that names file and key.
+    Without it the systems have the values that the tuning chose. records: the folder of all studies' records.
+    Raises UserError that names file and key, and where the tuning is not complete.
     """
     try:
         study = build(Study, yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
@@ -85,29 +98,48 @@ def load_study(path: Path, records: Path) -> Study:
         fail(str(path), "seeds" if study.seeds < 1 else "last", "must be at least 1.")
     if bad := next((key for key in study.systems if not re.fullmatch(r"[\w.+-]+", str(key))), None):
         fail(str(path), f"systems.{bad}", "names files: use letters, digits, and ._+- only.")
-    tuned = _tuned(path.parent / study.tuned_by, records) if study.tuned_by else {}
-    systems = {}
-    for key, row in study.systems.items():
-        system = build(System, row, str(path), f"systems.{key}")
-        if study.tuned_by and key not in tuned:
-            fail(str(path), f"systems.{key}", f"is not in {study.tuned_by}: add it and run that.")
-        for name, point in points(study, key).items():
-            values = {**study.set, **system.set, **tuned.get(key, {}), **point}
-            systems[name] = dataclasses.replace(
-                system, label=system.label + name.removeprefix(key), set=values
-            )
+    if tune and not study.tuning:
+        fail(str(path), "tuning", "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.")
+    tuning = build(Tuning, study.tuning, str(path), "tuning") if study.tuning else None
+    rows = {key: build(System, row, str(path), f"systems.{key}") for key, row in study.systems.items()}
+    rows = {key: dataclasses.replace(row, set={**study.set, **row.set}) for key, row in rows.items()}
+    grids = {key: _grid(key, row, tuning) for key, row in rows.items()} if tuning else {}
+    if tuning:
+        trials = {name: system for grid in grids.values() for name, (system, _) in grid.items()}
+        trial = dataclasses.replace(
+            study,
+            study=f"{study.study}_tuning",
+            seeds=tuning.seeds,
+            first_seed=tuning.first_seed,
+            systems=trials,
+            contrasts={},
+        )
+        if tune:
+            return trial
+        runs = runs_of(trial, path.parent, records)
+        if missing := sum(not run.record.is_file() for run in runs):
+            raise UserError(f"{path}: {missing} of {len(runs)} tuning runs are left. Run it with --tune first.")
+        losses = losses_of(trial, runs)
+        for key, grid in grids.items():
+            best = min(grid, key=lambda name: sum(losses[name].values()))
+            rows[key] = dataclasses.replace(rows[key], set={**rows[key].set, **grid[best][1]})
     contrasts = {}
     for key, row in study.contrasts.items():
         contrasts[key] = contrast = build(Contrast, row, str(path), f"contrasts.{key}")
-        if unknown := {contrast.first, contrast.second} - systems.keys():
+        if unknown := {contrast.first, contrast.second} - rows.keys():
             fail(str(path), f"contrasts.{key}", f"there is no system {min(unknown)!r}.")
-    return dataclasses.replace(study, systems=systems, contrasts=contrasts)
+    return dataclasses.replace(study, systems=rows, contrasts=contrasts)
 
 
-def points(study: Study, system: str) -> Dict[str, Dict[str, Any]]:
-    """Name → values, of a system at each point of the grid (without one: the system itself, and nothing)."""
-    found = (dict(zip(study.grid, values)) for values in itertools.product(*study.grid.values()))
-    return {" ".join([system, *(f"{k.rpartition('.')[2]}={v}" for k, v in p.items())]): p for p in found}
+def _grid(key: str, row: System, tuning: Tuning) -> Dict[str, Tuple[System, Dict[str, Any]]]:
+    """Name → system and its point, for every point of the grid."""
+    found = {}
+    for values in itertools.product(*tuning.grid.values()):
+        point = dict(zip(tuning.grid, values))
+        suffix = "".join(f" {name.rpartition('.')[2]}={value}" for name, value in point.items())
+        values_of_trial = {**row.set, **tuning.set, **point}
+        found[key + suffix] = dataclasses.replace(row, label=row.label + suffix, set=values_of_trial), point
+    return found
 
 
 def runs_of(study: Study, folder: Path, records: Path) -> List[Run]:
@@ -149,16 +181,3 @@ def read_record(run: Run) -> Dict[str, Any]:
     except FileNotFoundError:
         return {}
 
-
-def _tuned(path: Path, records: Path) -> Dict[str, Dict[str, Any]]:
-    """System → the values of a tuning study's grid with the lowest mean loss."""
-    study = load_study(path, records)
-    runs = runs_of(study, path.parent, records)
-    if missing := sum(not run.record.is_file() for run in runs):
-        raise UserError(f"{path}: {missing} of {len(runs)} runs have no record yet. Finish this study first.")
-    losses = losses_of(study, runs)
-    names = dict.fromkeys(name.partition(" ")[0] for name in study.systems)
-    return {
-        key: min((sum(losses[name].values()), point) for name, point in points(study, key).items())[1]
-        for key in names
-    }

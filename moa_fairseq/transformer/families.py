@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.dense import DenseSettings
-from moa_fairseq.attention.initialization import draw_by_fan_in
+from moa_fairseq.attention.initialization import draw_by_fan_in, own_random_numbers
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.moh import MoHSettings
@@ -80,6 +80,7 @@ def _filled(settings: Type, cfg: Any) -> Any:
     return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
 
 
+@own_random_numbers()
 def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any) -> MixtureAttention:
     """The attention of the family that `cfg.attention_family` names.
 
@@ -103,7 +104,9 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any
 def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
     """Draw a part of a model of so many layers anew where its --initialization says so."""
     if getattr(cfg, "initialization", None) == "depth-scaled":
-        draw_by_fan_in(module, math.sqrt(2 / layers))
+        for part in module.children():
+            with own_random_numbers():
+                draw_by_fan_in(part, math.sqrt(2 / layers))
 
 
 def build_sigma_moe(cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]) -> Optional[SigmaMoE]:

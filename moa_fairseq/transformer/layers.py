@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moa_fairseq.attention.carried_context import carried_context
 from moa_fairseq.attention.collector import hypotheses, query_padding, query_tokens, tokens_of_queries
 from moa_fairseq.attention.core import mark_causal
+from moa_fairseq.attention.initialization import own_random_numbers
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.carried_context import CarriedContext
@@ -41,6 +42,7 @@ class MixtureFeedForward(Extended):
 
     activation_fn: Any
 
+    @own_random_numbers()
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
         if mixture is None:
@@ -52,6 +54,7 @@ class MixtureFeedForward(Extended):
         self.activation_fn, self.activation_dropout_module = nn.Identity(), nn.Identity()
         return mixture
 
+    @own_random_numbers()
     def build_fc2(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         if isinstance(self.fc1, SigmaMoE):
             return nn.Identity()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import whole_models
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -67,6 +68,34 @@ def test_every_matrix_starts_by_its_fan_in_and_the_number_of_layers(arch):
     assert entering == pytest.approx(1 / math.sqrt(width), rel=0.05)
     output = model.decoder.output_projection.weight
     assert output.std().item() == pytest.approx(1 / math.sqrt(3 * width), rel=0.05)
+
+
+LM = ("--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 64)
+LM += ("--decoder-attention-heads", 4, "--positions", "sinusoidal")
+LM += ("--activation-fn", "relu", "--share-decoder-input-output-embed")
+
+
+@pytest.mark.parametrize("start", ["own", "depth-scaled"])
+@pytest.mark.parametrize(
+    "arch", ["moa_lm_tiny", "switchhead_lm_tiny", "moh_transformer_lm_base", "mae_transformer_lm_base"]
+)
+def test_language_models_of_one_seed_start_alike_outside_their_attention(arch, start):
+    flags = (*LM, "--initialization", start)
+    few = ("--experts-per-token", 1) if arch.startswith("moh") else ()
+    assert_alike(whole_models.build("dense_transformer_lm_base", *flags), arch, (*flags, *few))
+
+
+@pytest.mark.parametrize("arch", ["moa", "mae", "moh", "switchhead"])
+def test_translation_models_of_one_seed_start_alike_outside_their_attention(arch):
+    assert_alike(whole_models.build("dense_transformer_tiny"), f"{arch}_transformer_tiny", ())
+
+
+def assert_alike(dense, arch, flags):
+    one, other = dense.state_dict(), whole_models.build(arch, *flags).state_dict()
+    shared = {name for name in one if "_attn." not in name}
+    assert shared <= other.keys() and any("fc2" in name for name in shared)
+    for name in shared:
+        torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
 
 
 def test_a_flag_gives_each_module_its_own_start():

@@ -132,13 +132,16 @@ def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
 
 def test_a_tuning_study_chooses_each_systems_values(study):
     grid = {"train.flags.lr": [1, 2, 3]}
-    study(name="tuning", grid=grid, contrasts={}, seeds=1, first_seed=101)
-    assert Player.ran[:2] == ["A-lr=1-seed101", "A-lr=2-seed101"]
-    study(tuned_by="tuning.yaml")
+    tuning = {"grid": grid, "set": {"train.max_update": 2}}
+    assert study(tuning=tuning)[0] == 2 and not Player.ran, "the tuning comes first"
+    study("--tune", tuning=tuning)
+    assert Player.ran == [f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)]
+    tried = json.loads(Path("results/studies/toy_tuning/A-lr=1-seed101.json").read_text())
+    assert "--set train.max_update=2 " in tried["command"] + " "
+    study(tuning=tuning)
     command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
-    assert "--set train.flags.lr=2" in command
-    Path("results/studies/tuning/A-lr=1-seed101.json").unlink()
-    assert study(tuned_by="tuning.yaml")[0] == 2
+    assert "--set train.flags.lr=2" in command and "max_update" not in command
+    assert study("--tune")[0] == 2, "nothing to tune"
 
 
 def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypatch, capsys):
