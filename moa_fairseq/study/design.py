@@ -118,7 +118,9 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
             return trial
         runs = runs_of(trial, path.parent, records)
         if missing := sum(not run.record.is_file() for run in runs):
-            raise UserError(f"{path}: {missing} of {len(runs)} tuning runs are left. Run it with --tune first.")
+            raise UserError(
+                f"{path}: {missing} of {len(runs)} tuning runs are left. Run it with --tune first."
+            )
         losses = losses_of(trial, runs)
         for key, grid in grids.items():
             best = min(grid, key=lambda name: sum(losses[name].values()))
@@ -180,4 +182,3 @@ def read_record(run: Run) -> Dict[str, Any]:
         return dict(read_json(run.record, "Delete it, or bring the committed one back with git checkout."))
     except FileNotFoundError:
         return {}
-
