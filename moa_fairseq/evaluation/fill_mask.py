@@ -1,6 +1,6 @@
 """Let a masked language model with GPT-2's encoding fill a gap; ' cat' in quotes begins a word.
 
-  moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save the file."
+moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save the file."
 """
 
 import argparse
