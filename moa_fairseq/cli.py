@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional
 
+import moa_fairseq
 from moa_fairseq.errors import UserError
 
 # verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
@@ -89,6 +90,7 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
     for verb, (module_name, summary) in VERBS.items():
         subparser = verbs.add_parser(verb, help=summary)
         if verb == named:
+            moa_fairseq.register()
             module = importlib.import_module(module_name)
             subparser.description = module.__doc__
             subparser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -25,7 +25,6 @@ from moa_fairseq.errors import UserError
 
 MAX_SETTINGS = 100_000  # values in a checkpoint's configuration: fairseq's have some hundreds
 _REMEDY = "Use another checkpoint, or the file that this one was copied from."
-_WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_checkpoint(state: Any, name: str, size: int) -> None:
@@ -43,7 +42,7 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     for key, value in state["model"].items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             refuse(f"the weight {str(key)[:80]} is of the type {type(value).__name__}")
-        if value.dtype in _WITH_NAN and value.isnan().any():
+        if value.isnan().any():
             raise UserError(
                 f"Checkpoint {name} holds NaN in {key[:80]}: its training had diverged. Use an earlier "
                 "checkpoint of it, if there is one."
