@@ -37,7 +37,7 @@ from moa_fairseq.evaluation.results_markdown import (
     render,
     render_headlines,
 )
-from moa_fairseq.fairseq_compat import patches
+from moa_fairseq.fairseq_compat import PATCHES
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.loading import load_recipe
@@ -239,13 +239,14 @@ def verbs() -> str:
 
 
 def patch_table() -> str:
-    """The table of `moa_fairseq.fairseq_compat.patches`: what is changed, why, and the test."""
+    """The table of `moa_fairseq.fairseq_compat.PATCHES`: what is changed, why, and the test."""
     lines = []
-    for patch in patches():
-        owner = getattr(patch.owner, "__qualname__", None) or patch.owner.__name__.removeprefix("fairseq.")
+    for patch in PATCHES:
+        what = ", ".join(
+            f"`{each}`" for each in patch.what.replace("fairseq.", "").replace(":", ".").split(", ")
+        )
         file, _, test = patch.test.partition("::")
-        link = f"[{test}](../tests/{file})"
-        lines.append([f"`{owner}.{patch.name}`", patch.reason.replace("|", "\\|"), link])
+        lines.append([what, patch.reason.replace("|", "\\|"), f"[{test}](../tests/{file})"])
     return grid(["What is changed", "Why", "Test"], lines)
 
 

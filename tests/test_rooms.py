@@ -17,7 +17,7 @@ FLOORS = (
     ("errors", "torch_compat", "host_memory"),
     ("files", "kernels"),
     ("attention", "json_files", "running", "text"),
-    ("fairseq_patches", "fairseq_workers", "feed_forward"),
+    ("fairseq_patches", "feed_forward"),
     ("fairseq_compat",),
     ("transformer",),
     ("coordinate_descent", "criterions"),

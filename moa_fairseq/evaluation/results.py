@@ -123,9 +123,7 @@ def _read(path: Path, *keys: str) -> dict:
         data = read_json(path, _REMEDY)
     except FileNotFoundError as error:
         raise UserError(f"There is no {path}: the run was not scored, or it is another folder.") from error
-    missing = [key for key in keys if not isinstance(data, dict) or key not in data]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: results/README.md describes the format.")
+    check_kinds(data, {}, str(path), _REMEDY, required=keys)
     return data
 
 
@@ -135,7 +133,7 @@ def _read_run(path: Path) -> dict:
     "name" is added: an experiment may have been run more than once, and each run has a file or a folder.
     """
     data = _read(path, "experiment", "metrics")
-    check_kinds(data, _RUN, str(path), _REMEDY, required=("experiment", "metrics"))
+    check_kinds(data, _RUN, str(path), _REMEDY)
     kinds = {name: TEXT if name.endswith("_signature") else NUMBER for name in data["metrics"]}
     check_kinds(data["metrics"], kinds, f"{path}: metrics", _REMEDY)
     if (data.get("status") or "not run") not in STATUSES:

@@ -241,7 +241,7 @@ def test_a_readme_without_its_markers_is_left_alone(text):
 
 @pytest.mark.parametrize(
     "content, says",
-    [("{", "not readable JSON"), ("[]", "lacks experiment"), ('{"experiment": "x"}', "lacks metrics")],
+    [("{", "not readable JSON"), ("[]", "must be a mapping"), ('{"experiment": "x"}', "lacks metrics")],
 )
 def test_damaged_files_are_named(results, capsys, content, says):
     (results / "measured" / "bad.json").write_text(content)
