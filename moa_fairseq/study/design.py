@@ -113,6 +113,7 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
             first_seed=tuning.first_seed,
             systems=trials,
             contrasts={},
+            stage="train",
         )
         if tune:
             return trial

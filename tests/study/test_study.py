@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.study import running
+from moa_fairseq.study.design import load_study, runs_of
+
+STUDIES = Path(__file__).resolve().parents[2].glob("configs/studies/*.yaml")
 
 RECIPE = """
 experiment: tiny
@@ -168,3 +173,17 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
 def test_mistakes_are_named(study, capsys, changes, named):
     assert study(**changes)[0] == 2 and named in capsys.readouterr().err
     assert not Player.ran
+
+
+@pytest.mark.parametrize("path", [path for path in STUDIES if "study" in yaml.safe_load(path.read_text())])
+def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
+    text = yaml.safe_load(path.read_text())
+    study = load_study(path, tmp_path, tune="tuning" in text)
+    assert study.study.removesuffix("_tuning") == path.stem
+    for run in runs_of(study, path.parent, tmp_path):
+        recipe = load_recipe(
+            run.recipe, [f"{key}={json.dumps(value)}" for key, value in run.overrides.items()]
+        )
+        families = {"moa": "MoA", "mae": "MAE", "moh": "MoH", "switchhead": "SwitchHead"}
+        family = study.systems[run.system].family
+        assert families.get(recipe.model.arch.partition("_")[0], family) == family
