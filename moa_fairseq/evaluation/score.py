@@ -62,7 +62,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import classification, masked_lm
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU, multi_bleu_chain, sacrebleu_chain
 from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
-from moa_fairseq.evaluation.text_marks import RUNNING, doubts, one_word_for_unknown, subword_kind
+from moa_fairseq.evaluation.text_marks import RUNNING, doubts, subword_kind
 
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
 
@@ -152,7 +152,11 @@ def run(args: argparse.Namespace) -> int:
     material = _from_log(args) if args.log else _from_files(args)
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
     scores = score(material, chains, args.lowercase)
-    material.meta["warnings"] += _doubts(material, chains)
+    given = RUNNING if material.detokenized else ""
+    wants = {name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains}
+    references = [line for reference in material.references for line in reference]
+    sides = {"hypotheses": material.hypotheses, "references": references}
+    material.meta["warnings"] += doubts(wants, sides)
     if "compound-split" in chains and any(" @-@ " in line for line in material.hypotheses):
         material.meta["warnings"].append(
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
@@ -196,16 +200,6 @@ def join_subwords(line: str, kind: str) -> str:
     return line
 
 
-def _doubts(material: Material, chains: Sequence[str]) -> List[str]:
-    """Warnings about hypotheses or references that the chains are not made for."""
-    given = RUNNING if material.detokenized else ""
-    wants: Dict[str, Sequence[str]] = {
-        name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains
-    }
-    references = [line for reference in material.references for line in reference]
-    return doubts(wants, {"hypotheses": material.hypotheses, "references": references})
-
-
 def _key(chain: str) -> str:
     return SACREBLEU if chain == SACREBLEU else CHAINS[chain].key
 
@@ -237,8 +231,10 @@ def _from_log(args: argparse.Namespace) -> Material:
         "warnings": _log_warnings(log, args.log),
     }
     running = args.detokenized or (decoded and log.decoded != joined)
-    hypotheses = [one_word_for_unknown(line, reference=False) for line in hypotheses]
-    references = [[one_word_for_unknown(line, reference=True) for line in targets]]
+    # fairseq's marks of unknown words become characters without a meaning in Unicode, which nothing splits or
+    # matches: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU would make five of it.
+    hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
+    references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
     return Material(hypotheses, references, raw, meta["target_lang"], running, meta)
 
 

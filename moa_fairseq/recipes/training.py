@@ -55,7 +55,7 @@ def training_steps(run: Run) -> List[Step]:
     def remember() -> Dict[str, Any]:
         return {"checkpoints": count, "training": run.state.get("train").get("done")}
 
-    command = ["moa-fairseq", "average", *flags(values)]
+    command = ["moa-fairseq", "average", *flags(values), "--force"]
     return [*found, OutputStep("average", "average", command, output, inputs, remember=remember)]
 
 

@@ -87,14 +87,14 @@ def test_each_side_is_joined_by_its_own_marks(tmp_path, score, targets, outputs,
 def test_subwords_that_are_left_are_said(tmp_path, score, split):
     argv = files_of(tmp_path, OUTPUT, [*map(split, TOKENS)])
     doubt = warnings_of(score(*argv))
-    assert "3 of 3 lines of the references still hold subwords" in doubt and "--remove-bpe auto" in doubt
+    assert "references still hold subwords" in doubt and "--remove-bpe auto" in doubt
     assert "subwords" not in warnings_of(score(*argv, "--remove-bpe", "auto"))
     assert "subwords" not in warnings_of(score(*files_of(tmp_path, ["a @@ b", "@-@ c"], ["a @@ b", "c"])))
 
 
 def test_multi_bleu_of_running_text_is_doubted(tmp_path, score):
     both = warnings_of(score(*files_of(tmp_path, TRANSLATED, RUNNING)))
-    assert "multi-bleu, compound-split: the hypotheses and the references look untokenised" in both
+    assert "multi-bleu, compound-split: the hypotheses look untokenised" in both and "references look" in both
     one = warnings_of(score(*files_of(tmp_path, OUTPUT, RUNNING), "--chain", "moa-release"))
     assert "moa-release: the references look untokenised" in one
     for argv in (files_of(tmp_path, OUTPUT, TOKENS), files_of(tmp_path, ["a b"], ["a c"])):
@@ -105,9 +105,9 @@ def test_multi_bleu_of_running_text_is_doubted(tmp_path, score):
 
 def test_sacrebleu_of_tokens_taken_for_running_text_is_doubted(tmp_path, score):
     tokens = files_of(tmp_path, OUTPUT, TOKENS)
-    assert "sacrebleu: the hypotheses and the references look tokenised" in warnings_of(
-        score(*tokens, "--detokenized")
-    )
+    doubt = warnings_of(score(*tokens, "--detokenized"))
+    for side in ("hypotheses", "references"):
+        assert f"sacrebleu: the {side} look tokenised" in doubt
 
 
 def test_get_ende_bleu_wants_running_hypotheses_and_tokenised_references(tmp_path, score):
