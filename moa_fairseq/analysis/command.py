@@ -5,7 +5,6 @@
   moa-fairseq analyze expert-load runs/B/average.pt --data data-bin/X --output load.png --json load.json
   moa-fairseq analyze gates runs/C --output gates.png
   moa-fairseq analyze expert-tokens runs/C --words
-  moa-fairseq analyze single-expert runs/C --draws 5
   moa-fairseq analyze attention-maps runs/D --sentence 3 --layer 2 --output heads.png
 
 A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on.
@@ -22,7 +21,6 @@ from moa_fairseq.analysis import (
     expert_tokens,
     gates,
     learning_curve,
-    single_expert,
 )
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import refuse_overwriting
@@ -33,7 +31,6 @@ KINDS = (
     expert_load,
     gates,
     expert_tokens,
-    single_expert,
     attention_maps,
 )
 
