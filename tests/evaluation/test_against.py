@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 from sacrebleu.metrics import BLEU, CHRF
@@ -35,7 +36,7 @@ def compared(capsys, outputs, ours, theirs):
 def test_it_says_what_sacrebleu_says_of_one_output_each(outputs, capsys, other):
     rows, content = compared(capsys, outputs, "a", other)
     assert content["sentences"] == 80 and content["outputs"] == [1, 1]
-    texts = {name: open(path).read().splitlines() for name, path in outputs.items()}
+    texts = {name: Path(path).read_text().splitlines() for name, path in outputs.items()}
     metrics = {"BLEU": BLEU(lowercase=True, tokenize="none", force=True), "chrF": CHRF(lowercase=True)}
     systems = [("a", texts["a"]), (other, texts[other])]
     _, theirs = PairedTest(systems, metrics, [texts["reference"]], "ar", n_samples=10_000)()

@@ -1,6 +1,8 @@
 """Studies: order, records, interruptions, tuning and what the tables say; trainings are played, not run."""
 
 import json
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,17 @@ def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
         families = {"moa": "MoA", "mae": "MAE", "moh": "MoH", "switchhead": "SwitchHead"}
         family = study.systems[run.system].family
         assert families.get(recipe.model.arch.partition("_")[0], family) == family
+
+
+def test_workers_share_a_study(study, monkeypatch):
+    """As --jobs does it on one machine, and a job array on several."""
+    play = Player.run
+    monkeypatch.setattr(Player, "run", lambda *args: (play(*args), time.sleep(0.05)))
+    fork = multiprocessing.get_context("fork")
+    ran = [fork.Queue(), fork.Queue()]
+    workers = [fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran))) for queue in ran]
+    for worker in workers:
+        worker.start()
+    first, second = (queue.get(timeout=60) for queue in ran)
+    assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
+    assert report_of(study)["runs"] == 8
