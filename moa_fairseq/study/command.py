@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         write_json(folder / "report.json", content)
         with atomic_write(folder / "report.md") as stream:
             stream.write(text)
-        save(draw(study, content), folder / "differences.png")
+        for name, figure in draw(study, content).items():
+            save(figure, folder / f"{name}.png")
         print(json.dumps(content, indent=1) if args.json else text)
         return 0
     if args.jobs < 1:

@@ -20,7 +20,7 @@ RECIPE = """
 experiment: tiny
 summary: a language model that is never trained
 data: {recipe: wikitext2_sp4k}
-model: {arch: transformer_lm}
+model: {arch: dense_transformer_lm_base}
 train: {task: language_modeling, criterion: cross_entropy, max_tokens: 16, max_update: 4}
 """
 STUDY = {
@@ -87,7 +87,8 @@ def study(tmp_path, monkeypatch):
 
 def report_of(study, **changes):
     status, records = study("--report", **changes)
-    assert status == 0 and (records / "differences.png").stat().st_size > 1000
+    pictures = [records / f"{name}.png" for name in ("differences", "contrasts", "cost")]
+    assert status == 0 and all(picture.stat().st_size > 1000 for picture in pictures)
     return json.loads((records / "report.json").read_text())
 
 
