@@ -204,3 +204,11 @@ def test_workers_share_a_study(study, monkeypatch):
     first, second = (queue.get(timeout=60) for queue in ran)
     assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
     assert report_of(study)["runs"] == 8
+
+
+def test_every_claim_names_a_contrast_of_a_study():
+    root = Path(__file__).resolve().parents[2]
+    for row in yaml.safe_load((root / "results" / "claims.yaml").read_text()):
+        for study, contrast in row["contrasts"]:
+            text = yaml.safe_load((root / "configs" / "studies" / f"{study}.yaml").read_text())
+            assert contrast in text["contrasts"]
