@@ -24,7 +24,7 @@ DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
 
 # Of other programs, and of a scorer of fairseq's that translation does not use.
 OTHER_WORDS = ("source", "pip", "sacrebleu", "for", "echo", "done")
-OTHERS_FLAGS = {"--help", "--wer-args", "--paired-ar", "--force"}
+OTHERS_FLAGS = {"--help", "--wer-args", "--paired-ar", "--force", "--array", "--wrap"}
 
 
 def blocks(document, language):
@@ -129,6 +129,8 @@ def test_flags_are_flags(document):
 def test_a_line_is_understood_by_its_program(document, words):
     if "--help" in words:
         return
+    if "--wrap" in words:  # Slurm's: what a job does
+        words = shlex.split(words[words.index("--wrap") + 1])
     if words[0] == "moa-fairseq":
         build_parser(words[1:]).parse_args(words[1:])
     elif words[0] in ("bash", "sbatch"):

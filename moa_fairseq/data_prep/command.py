@@ -106,12 +106,12 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or Path("data") / dataset.name
     _check_flags(args, dataset)
     check_place(output)
-    with terminate_as_interrupt(), locked(output, math.inf) as lock:
+    with terminate_as_interrupt(), locked(output, math.inf):
 
         def preprocess(flags: Mapping[str, Any]) -> None:
             command = ["fairseq-preprocess", *command_line.flags(flags)]
             log.info("$ " + command_line.to_shell(command).replace("binarised.partial", "binarised"))
-            Executor(keep_open=lock).run(command, output / "preprocess.log")
+            Executor().run(command, output / "preprocess.log")
 
         settings = _settings(dataset, args)
         subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]

@@ -126,17 +126,24 @@ def _plain(result: Any) -> Dict[str, object]:
     return {**scores, "hyp_len": result.sys_len, "ref_len": result.ref_len}
 
 
-def sacrebleu_chain(
+class RunningText(NamedTuple):
+    """What sacreBLEU is given: hypotheses, references, how it counts, and `chain`, the same in words."""
+
+    hypotheses: List[str]
+    references: List[List[str]]
+    settings: Dict[str, Any]
+    chain: str
+
+
+def running_text(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, detokenized: Sequence[bool]
-) -> Dict[str, object]:
-    """sacreBLEU of running text (13a, cased), with its signature.
+) -> RunningText:
+    """Text for sacreBLEU (13a, cased).
 
     detokenized: whether the hypotheses, and whether the references, are running text already; else
     Moses' detokenizer for `lang` makes them so. Lower-cased tokens stay tokens (`case:lc|tok:none`): the
     running text that others are scored on does not come back.
     """
-    from sacrebleu.metrics import BLEU
-
     lowercase = all("\n".join(lines).islower() for lines in references)
     lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
     as_tokens = lowercase and not any(detokenized)
@@ -144,15 +151,21 @@ def sacrebleu_chain(
     def running(lines: Sequence[str], already: bool) -> List[str]:
         return list(lines) if already or as_tokens else [detokenize(line, lang) for line in lines]
 
-    metric = BLEU(lowercase=lowercase, tokenize="none" if as_tokens else "13a", force=True)
-    result = metric.corpus_score(
-        running(hypotheses, detokenized[0]), [running(reference, detokenized[1]) for reference in references]
-    )
     done = "/".join("as given" if already else f"Moses detokenizer -l {lang}" for already in detokenized)
     done = f"13a, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {done}"
-    return {
-        **_plain(result),
-        "signature": str(metric.get_signature()),
-        "line": str(result),
-        "chain": f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else done}",
-    }
+    return RunningText(
+        running(hypotheses, detokenized[0]),
+        [running(reference, detokenized[1]) for reference in references],
+        {"lowercase": lowercase, "tokenize": "none" if as_tokens else "13a"},
+        f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else done}",
+    )
+
+
+def sacrebleu_chain(text: RunningText) -> Dict[str, object]:
+    """sacreBLEU's BLEU with its signature."""
+    from sacrebleu.metrics import BLEU
+
+    metric = BLEU(**text.settings, force=True)
+    result = metric.corpus_score(text.hypotheses, text.references)
+    signature = str(metric.get_signature())
+    return {**_plain(result), "signature": signature, "line": str(result), "chain": text.chain}

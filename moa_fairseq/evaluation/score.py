@@ -3,6 +3,7 @@ of a masked language model; accuracy of a classifier.
 
   moa-fairseq score generate-test.txt
   moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
+  moa-fairseq score moa-seed1.txt moa-seed2.txt --against dense-seed1.txt dense-seed2.txt
   moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
   moa-fairseq score --classifier checkpoint_best.pt --data data/listops/binarised
 
@@ -25,6 +26,10 @@ On request (--chain for these alone, --also beside the three; both can be repeat
   moa-release     the script of MoA's release: it splits hyphens that are already ` @-@ ` a second time,
                   which adds about 0.9 BLEU for German and 0.8 for French. For comparison with that
                   release and nothing else; MoA's WMT14 recipes print it beside multi-bleu
+
+--against compares two systems by sacreBLEU's BLEU and chrF: means over the seeds, their difference, and
+a two-sided p by approximate randomisation: in each of 10,000 trials the outputs of every sentence are dealt
+anew to the two systems. With one seed each it cannot tell a better method from a lucky start.
 
 fairseq's own fairseq-score uses the formula of multi-bleu.perl; it differs only in counting any
 Unicode white space (a no-break space, say) as a word boundary, an empty line as one token, and in
@@ -58,9 +63,20 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from tabulate import tabulate
+
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import classification, masked_lm
-from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU, multi_bleu_chain, sacrebleu_chain
+from moa_fairseq.evaluation.against import against
+from moa_fairseq.evaluation.chains import (
+    CHAINS,
+    DEFAULT_CHAINS,
+    SACREBLEU,
+    RunningText,
+    multi_bleu_chain,
+    running_text,
+    sacrebleu_chain,
+)
 from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
 from moa_fairseq.evaluation.text_marks import RUNNING, doubts, subword_kind
 
@@ -80,8 +96,20 @@ class Material(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
-    parser.add_argument("log", nargs="?", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
-    parser.add_argument("--hypothesis", metavar="FILE", help="instead of a log: one translation per line")
+    parser.add_argument("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
+    parser.add_argument(
+        "--hypothesis",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="instead of a log: one translation per line",
+    )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        metavar="FILE",
+        help="another system's output of the same sentences, a file for each seed: is the difference real?",
+    )
     parser.add_argument(
         "--reference", metavar="FILE", action="append", default=[], help="its reference; can be repeated"
     )
@@ -149,7 +177,15 @@ def run(args: argparse.Namespace) -> int:
             "Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE, or --masked-lm "
             "CHECKPOINT, or --classifier CHECKPOINT."
         )
-    material = _from_log(args) if args.log else _from_files(args)
+    paths = args.log or args.hypothesis
+    read = _from_log if args.log else _from_files
+    if args.against:
+        return _compare(
+            [read(path, args) for path in paths], [read(path, args) for path in args.against], args
+        )
+    if len(paths) > 1:
+        raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
+    material = read(paths[0], args)
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
     scores = score(material, chains, args.lowercase)
     given = RUNNING if material.detokenized else ""
@@ -174,21 +210,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(first: List[Material], second: List[Material], args: argparse.Namespace) -> int:
+    texts = [[running(material) for material in system] for system in (first, second)]
+    content = against(texts[0], texts[1])
+    if args.json:
+        print(json.dumps(content, indent=2))
+    else:
+        rows = [
+            [row["metric"], row["first"], row["second"], row["difference"], row["p"]]
+            for row in content["metrics"]
+        ]
+        heads = ["", "first", "second", "first − second", "p, two-sided"]
+        print(tabulate(rows, heads, floatfmt=("", ".2f", ".2f", "+.2f", ".4f")))
+        for row in content["metrics"]:
+            print(row["signature"])
+        print(
+            f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {texts[0][0].chain}"
+        )
+    return 0
+
+
 def score(material: Material, chains: Sequence[str], lowercase: bool = False) -> Dict[str, Dict[str, object]]:
     """Scores of `material` by the named chains, under their JSON keys."""
     scores = {}
     for name in chains:
         if name == SACREBLEU:
-            raw = material.raw_references
-            scores[_key(name)] = sacrebleu_chain(
-                material.hypotheses,
-                raw or material.references,
-                material.lang,
-                (material.detokenized, material.detokenized or raw is not None),
-            )
+            scores[_key(name)] = sacrebleu_chain(running(material))
         else:
             scores[_key(name)] = multi_bleu_chain(name, material.hypotheses, material.references, lowercase)
     return scores
+
+
+def running(material: Material) -> RunningText:
+    """What sacreBLEU is given of it."""
+    raw = material.raw_references
+    as_given = (material.detokenized, material.detokenized or raw is not None)
+    return running_text(material.hypotheses, raw or material.references, material.lang, as_given)
 
 
 def join_subwords(line: str, kind: str) -> str:
@@ -204,8 +261,8 @@ def _key(chain: str) -> str:
     return SACREBLEU if chain == SACREBLEU else CHAINS[chain].key
 
 
-def _from_log(args: argparse.Namespace) -> Material:
-    log = read_generate_log(args.log, args.allow_partial)
+def _from_log(path: str, args: argparse.Namespace) -> Material:
+    log = read_generate_log(path, args.allow_partial)
     wanted = args.remove_bpe or "auto"
     joined, kind = _joined(log.hypotheses, wanted)
     targets, target_kind = _joined(log.targets, wanted)
@@ -217,18 +274,18 @@ def _from_log(args: argparse.Namespace) -> Material:
         lines = read_lines(args.raw_reference)
         if log.ids[-1] >= len(lines):
             raise UserError(
-                f"{args.raw_reference} has {len(lines)} lines, but {args.log} translates sentence number "
+                f"{args.raw_reference} has {len(lines)} lines, but {path} translates sentence number "
                 f"{log.ids[-1]} (from 0): it is not the reference of this test set."
             )
         raw = [[lines[i] for i in log.ids]]
     meta: Dict[str, Any] = {
-        "input": str(args.log),
+        "input": str(path),
         "lines": len(log.ids),
         "hypothesis_lines": "D" if decoded else "H",
         "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
         "target_lang": args.target_lang or log.target_lang or "de",
         "complete": log.complete,
-        "warnings": _log_warnings(log, args.log),
+        "warnings": _log_warnings(log, path),
     }
     running = args.detokenized or (decoded and log.decoded != joined)
     # fairseq's marks of unknown words become characters without a meaning in Unicode, which nothing splits or
@@ -258,22 +315,22 @@ def _log_warnings(log: GenerateLog, path: str) -> List[str]:
     return warnings
 
 
-def _from_files(args: argparse.Namespace) -> Material:
-    hypotheses = _read_text(args.hypothesis)
+def _from_files(path: str, args: argparse.Namespace) -> Material:
+    hypotheses = _read_text(path)
     references = [_read_text(path) for path in args.reference]
     raw = [_read_text(args.raw_reference)] if args.raw_reference else None
     paths = args.reference + ([args.raw_reference] if raw else [])
-    for path, lines in zip(paths, references + (raw or [])):
+    for other, lines in zip(paths, references + (raw or [])):
         if len(lines) != len(hypotheses):
             raise UserError(
-                f"{args.hypothesis} has {len(hypotheses)} lines, {path} has {len(lines)}: a score needs the "
+                f"{path} has {len(hypotheses)} lines, {other} has {len(lines)}: a score needs the "
                 f"same sentences in the same order. Check that both files are complete."
             )
     wanted = args.remove_bpe or "none"
     joined, kind = _joined(hypotheses, wanted)
     joined_references = [_joined(reference, wanted) for reference in references]
     meta: Dict[str, Any] = {
-        "input": str(args.hypothesis),
+        "input": str(path),
         "references": [str(path) for path in args.reference],
         "lines": len(hypotheses),
         "subwords_joined": {

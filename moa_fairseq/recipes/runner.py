@@ -120,11 +120,9 @@ def run_recipe(
         _check_shared(options, folder)
     started = time.time()
     with terminate_as_interrupt(), contextlib.ExitStack() as stack:
-        keep_open: List[int] = []
         if hardware.leads:
-            patience = HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
-            keep_open = stack.enter_context(locked(folder, patience))
-        executor = executor_class(hardware.environment, keep_open)
+            stack.enter_context(locked(folder, HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS))
+        executor = executor_class(hardware.environment)
         run = _train(plan_run(recipe, hardware, options), options, executor)
         return _evaluate(run, options, started) if hardware.leads else None
 

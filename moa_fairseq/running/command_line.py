@@ -20,7 +20,7 @@ MODULES = {
 }
 
 
-REDIRECT = ">"
+REDIRECT, ERRORS_TOO = ">", "2>&1"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -61,10 +61,7 @@ def unsafe_value(value: Any) -> Optional[str]:
 
 
 def to_argv(command: Sequence[str]) -> List[str]:
-    """What is executed for a printed command: the same program by module, in this Python.
-
-    A redirection at its end is left out: the runner itself catches what the program prints.
-    """
+    """What is executed for a printed command: the same program by module, in this Python."""
     words = command[: command.index(REDIRECT)] if REDIRECT in command else command
     return [sys.executable, "-u", "-m", MODULES[words[0]], *words[1:]]
 
@@ -72,7 +69,7 @@ def to_argv(command: Sequence[str]) -> List[str]:
 def to_shell(command: Sequence[str], environment: Optional[Dict[str, str]] = None) -> str:
     """The command as one can paste it into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
-    words = (word if word == REDIRECT else shlex.quote(word) for word in command)
+    words = (word if word in (REDIRECT, ERRORS_TOO) else shlex.quote(word) for word in command)
     return " ".join([*settings, *words])
 
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import Iterator, List
+from typing import IO, Dict, Iterator, List
 
 import portalocker
 
@@ -14,17 +14,26 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors, refuse_link
 
 PATIENCE_SECONDS = 5.0
+_held: Dict[Path, IO[str]] = {}
 log = logging.getLogger(__name__)
 
 
+def held_locks() -> List[int]:
+    """File descriptors of the locks that this program holds: a child that inherits them holds them, too."""
+    return [stream.fileno() for stream in _held.values()]
+
+
 @contextlib.contextmanager
-def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[List[int]]:
-    """Hold the folder's lock; yields the file descriptors that children must inherit to hold it too.
+def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Hold the folder's lock; inside of a block that holds it already, nothing more happens.
 
     patience: seconds to wait for another holder: children of a run that was just killed take a moment to go.
     Raises UserError when another run, or a child that outlived one, works in the folder.
     """
-    file = folder / ".lock"
+    file, key = folder / ".lock", folder.resolve()
+    if key in _held:
+        yield
+        return
     refuse_link(file)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +49,11 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[List[in
         except portalocker.LockException as error:
             raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.") from error
     with stream:  # closed, and not unlocked: a child that is still at work keeps the lock
-        with disk_errors(folder):
-            os.ftruncate(stream.fileno(), 0)
-            os.pwrite(stream.fileno(), str(os.getpid()).encode(), 0)
-        yield [stream.fileno()]
+        _held[key] = stream
+        try:
+            with disk_errors(folder):
+                os.ftruncate(stream.fileno(), 0)
+                os.pwrite(stream.fileno(), str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            del _held[key]

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import IO, Any, Callable, Dict, Iterator, List, Optional
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors, refuse_link
 from moa_fairseq.running.command_line import to_argv, to_shell
+from moa_fairseq.running.folder_lock import held_locks
 
 TAIL_LINES = 12
 STOP_SECONDS = 10
@@ -83,15 +84,13 @@ def environment_of_a_child() -> Dict[str, str]:
 
 
 class Executor:
-    """Runs commands for the stages; tests put another one in its place.
+    """Runs commands; tests put another one in its place.
 
-    keep_open: file descriptors that the child inherits (the run folder's lock, so that it stays
-    locked as long as anything works in it).
+    A child inherits the locks that this program holds: a folder stays locked as long as anything works in it.
     """
 
-    def __init__(self, environment: Optional[Dict[str, str]] = None, keep_open: Sequence[int] = ()) -> None:
+    def __init__(self, environment: Optional[Dict[str, str]] = None) -> None:
         self.environment = environment or {}
-        self.keep_open = tuple(keep_open)
 
     def run(
         self,
@@ -107,7 +106,7 @@ class Executor:
         on_line: called with each line of standard output (errors_too: and of standard error). Raises
         UserError when the command fails.
         """
-        environment = {**environment_of_a_child(), **self.environment}
+        environment, locks = {**environment_of_a_child(), **self.environment}, held_locks()
         with contextlib.ExitStack() as files:
             errors = _open_for(files, log, "ab", buffering=0)
             record = _open_for(files, output, "wb") if output else errors
@@ -118,10 +117,10 @@ class Executor:
                 stdout=subprocess.PIPE,
                 env=environment,
                 stderr=subprocess.STDOUT if errors_too else errors,
-                pass_fds=self.keep_open,
+                pass_fds=locks,
                 preexec_fn=_die_with_parent(),
             )
-            for lock in self.keep_open:  # the child keeps the lock if this program is killed
+            for lock in locks:  # the child keeps the lock if this program is killed
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(process.pid).encode(), 0)
             with _ended_with_us(process, saves=command[0] == "fairseq-train") as lines:

@@ -232,9 +232,6 @@ def in_process(monkeypatch):
     """fairseq-preprocess without a process of its own."""
 
     class Here:
-        def __init__(self, keep_open):
-            pass
-
         def run(self, words, log):
             from fairseq import options
             from fairseq_cli import preprocess as program

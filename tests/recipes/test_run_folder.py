@@ -1,57 +1,18 @@
 """The run folder: its lock, its memory, and which checkpoint training goes on from."""
 
-import math
 import os
-import subprocess
-import threading
-import time
 
 import pytest
 import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, move_aside
-from moa_fairseq.running.folder_lock import locked
 
 
 def test_no_whole_checkpoint_at_all(tmp_path):
     (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
     with pytest.raises(UserError, match="--restart"):
         checkpoint_to_resume(tmp_path)
-
-
-def test_one_run_at_a_time(tmp_path):
-    with locked(tmp_path), pytest.raises(UserError, match="at work"), locked(tmp_path, patience=0.2):
-        pass
-    with locked(tmp_path):
-        pass
-
-
-def test_waiting_for_another_run_is_said_once(tmp_path, said):
-    def wait():
-        with locked(tmp_path, patience=math.inf):
-            pass
-
-    with locked(tmp_path):
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        deadline = time.monotonic() + 20
-        while not said and time.monotonic() < deadline:
-            time.sleep(0.02)
-    waiting.join(20)
-    assert len(said) == 1 and f"at work in {tmp_path} (process {os.getpid()})" in said[0]
-    assert "waiting" in said[0] and not waiting.is_alive()
-
-
-def test_a_child_keeps_the_lock_that_it_inherited(tmp_path):
-    with locked(tmp_path) as descriptors:
-        child = subprocess.Popen(["sleep", "60"], pass_fds=descriptors)
-    with pytest.raises(UserError, match="at work"), locked(tmp_path, patience=0.2):
-        pass
-    child.kill()
-    child.wait()
-    with locked(tmp_path, patience=0.2):
-        pass
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"train": 3}'])

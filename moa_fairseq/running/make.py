@@ -1,0 +1,206 @@
+"""The one loop that makes files: shows, runs, skips, resumes and logs a list of steps.
+
+A step is done when the fingerprint of its inputs stands in `state.json` of the folder that the list is made
+in, and its output is as it was then. An output gets its name when it is whole; before, it is `NAME.partial`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write, disk_errors, refuse_link
+from moa_fairseq.running.command_line import ERRORS_TOO, REDIRECT, to_shell
+from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
+from moa_fairseq.running.process import Executor
+from moa_fairseq.running.state import changes, fingerprint_of, marks, put_mark, stamp
+
+OUT = "{out}"  # in a command: where it writes
+COMMANDS, PARTIAL = "commands.sh", ".partial"
+log = logging.getLogger(__name__)
+
+Inputs = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One file or folder, and what makes it.
+
+    argv: a command, in which OUT stands for the output, or a function that writes to the path it is given and
+    returns facts (JSON values). inputs: what the output follows from, by name: JSON values, files (their
+    size and time count), and earlier steps of the same folder; or a function that finds them, which raises
+    UserError where one is missing. captured: "out" or "both" (errors, too): what the command prints is the
+    output. watch: gets each printed line. finish: checks or completes what a command made, and returns facts.
+
+    in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints). Another
+    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost.
+    """
+
+    name: str
+    output: Path
+    argv: Union[Sequence[str], Callable[[Path], Any]]
+    inputs: Inputs = dataclasses.field(default_factory=dict)
+    captured: str = ""
+    watch: Optional[Callable[[str], None]] = None
+    finish: Callable[[Path], Any] = lambda made: None
+    in_place: bool = False
+    goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def command(self) -> List[str]:
+        """What is shown of it, with the output's own name; empty for a function."""
+        if callable(self.argv):
+            return []
+        words = [word.replace(OUT, str(self.output)) for word in self.argv]
+        redirect = [REDIRECT, str(self.output)] if self.captured else []
+        return [*words, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
+
+
+def make(
+    steps: Sequence[Step],
+    folder: Path,
+    *,
+    executor: Optional[Executor] = None,
+    dry_run: bool = False,
+    patience: float = PATIENCE_SECONDS,
+    commands: Optional[Path] = None,
+) -> Dict[str, Any]:
+    """Make every output that is not there yet, in order; returns name → facts.
+
+    folder: keeps state.json and the logs; one program at a time makes something in it (patience: seconds to
+    wait for another). dry_run: the commands are shown, and nothing is done. commands: the file that keeps
+    what was run. Raises UserError where a step fails; finished ones stay.
+    """
+    executor = executor or Executor()
+    if dry_run:
+        for command in filter(None, (step.command for step in steps)):
+            log.info("$ %s", to_shell(command, executor.environment))
+        return {}
+    with locked(folder, patience), disk_errors(folder):
+        return {step.name: _make_one(step, folder, executor, commands or folder / COMMANDS) for step in steps}
+
+
+def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> Any:
+    inputs, mark = inputs_of(step, folder), marks(folder).get(step.name, {})
+    fingerprint = fingerprint_of(inputs, dict(step.goal))
+    if mark.get("fingerprint") == fingerprint and _is_whole(step, mark["files"]):
+        log.info("%s: done before (%s)", step.name, step.output)
+        return mark["facts"]
+    if step.in_place:
+        partial = step.output
+        if step.output.is_dir() and any(step.output.iterdir()) and mark.get("inputs") != inputs:
+            _refuse(step, mark.get("inputs"), inputs)
+        # Said before it begins, so that an interrupted one is known for what it is.
+        put_mark(folder, step.name, inputs=inputs, facts=mark.get("facts") or {})
+    else:
+        partial = step.output.with_name(step.output.name + PARTIAL)
+        step.output.parent.mkdir(parents=True, exist_ok=True)
+        remove(partial)
+    if callable(step.argv):
+        facts = step.argv(partial)
+    else:
+        show(step.command, executor.environment, commands)
+        executor.run(
+            [word.replace(OUT, str(partial)) for word in step.argv],
+            folder / f"{step.name}.log",
+            partial if step.captured else None,
+            on_line=step.watch,
+            errors_too=step.captured == "both",
+        )
+        facts = step.finish(partial)
+    if not partial.exists() or (partial.is_dir() and not any(partial.iterdir())):
+        raise UserError(f"{step.name} ended without writing {step.output}; see {folder / step.name}.log.")
+    if step.in_place:
+        known = mark.get("facts") or {}
+        facts = {**known, **{key: value for key, value in (facts or {}).items() if value is not None}}
+    else:
+        put_mark(folder, step.name)  # from here on the old output is gone
+        _replace(partial, step.output)
+    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts}
+    files = {} if step.in_place else _sizes(step.output)
+    put_mark(folder, step.name, fingerprint=fingerprint, files=files, **values)
+    return facts
+
+
+def inputs_of(step: Step, folder: Path) -> Dict[str, Any]:
+    """The inputs of a step as JSON values. Raises UserError for a file that is missing."""
+    known = marks(folder)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Step):
+            if not value.output.exists():
+                raise UserError(
+                    f"{value.output} is missing: run --stage {value.name.partition('-')[0]} first (or "
+                    "--stage all)."
+                )
+            made = known.get(value.name, {}).get("fingerprint")
+            return [made, *(stamp(value.output) if value.output.is_file() else ())]
+        if isinstance(value, Path):
+            if not value.is_file():
+                raise UserError(f"{value} is missing: {step.name} needs it.")
+            return stamp(value)
+        return value
+
+    found = step.inputs() if callable(step.inputs) else step.inputs
+    # As it is read back from state.json, so that the two can be compared.
+    return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
+
+
+def show(command: Sequence[str], environment: Dict[str, str], commands: Path) -> None:
+    """Print a command before it runs, and keep it in `commands` (once: a resumed run repeats it)."""
+    line = to_shell(command, environment)
+    log.info("$ %s", line)
+    refuse_link(commands)
+    kept = commands.read_text(encoding="utf-8").splitlines() if commands.is_file() else []
+    kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
+    if line not in kept:
+        with atomic_write(commands) as stream:
+            stream.write("\n".join([*kept, line]) + "\n")
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _refuse(step: Step, before: Optional[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
+    remedy = "Use another --save-dir, or --restart to move this one aside and start again."
+    if before is None:
+        raise UserError(f"{step.output} holds files that this version of this recipe did not make. {remedy}")
+    listed = "; ".join(f"{key}: {change}" for key, change in list(changes(before, now).items())[:5])
+    raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
+
+
+def _is_whole(step: Step, files: Mapping[str, int]) -> bool:
+    if step.in_place:
+        return step.output.is_dir() and any(step.output.iterdir())
+    return bool(files) and files.items() <= _sizes(step.output).items()
+
+
+def _sizes(output: Path) -> Dict[str, int]:
+    """Name → bytes of a file, or of the files in a folder, logs aside."""
+    paths = sorted(output.rglob("*")) if output.is_dir() else [output]
+    return {
+        str(path.relative_to(output.parent)): path.stat().st_size
+        for path in paths
+        if path.is_file() and path.suffix != ".log"
+    }
+
+
+def _replace(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
+    aside = old.with_name(old.name + ".old")
+    remove(aside)
+    if old.is_dir() or (new.is_dir() and old.exists()):
+        os.replace(old, aside)
+    os.replace(new, old)
+    remove(aside)

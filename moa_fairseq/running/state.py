@@ -1,0 +1,55 @@
+"""state.json: what is known of the steps that were made in a folder, by their names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+from moa_fairseq.json_files import saved_json, write_json
+
+STATE = "state.json"
+
+
+def marks(folder: Path) -> Dict[str, Dict[str, Any]]:
+    """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
+    kinds = {"inputs": dict, "files": dict, "goal": dict}
+    return {
+        name: mark
+        for name, mark in saved_json(folder / STATE).items()
+        if isinstance(mark, dict)
+        and "inputs" in mark
+        and all(isinstance(mark.get(key, {}), kind) for key, kind in kinds.items())
+        and (mark.get("fingerprint") is None or {"files", "facts"} <= mark.keys())
+    }
+
+
+def put_mark(folder: Path, name: str, **mark: Any) -> None:
+    """Replace the entry of a step in state.json; an empty one is taken out."""
+    others = {key: value for key, value in marks(folder).items() if key != name}
+    write_json(folder / STATE, {**others, **({name: mark} if mark else {})})
+
+
+def fingerprint_of(*values: Any) -> str:
+    """16 hexadecimal digits that change when any of the JSON values does."""
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def stamp(path: Path) -> List[Any]:
+    """Name, size and time of a file: enough to tell that it was made again."""
+    stat = path.stat()
+    return [path.name, stat.st_size, stat.st_mtime_ns]
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Dict[str, str]:
+    """Dotted key → 'old → new' for every value that differs between two mappings of JSON values."""
+    found: Dict[str, str] = {}
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key, "not set"), now.get(key, "not set")
+        if isinstance(old, dict) and isinstance(new, dict):
+            found.update(changes(old, new, f"{prefix}{key}."))
+        elif old != new:
+            found[f"{prefix}{key}"] = f"{old} → {new}"
+    return found

@@ -1,0 +1,202 @@
+"""The engine on small Python programs: what is made again, what an interruption leaves."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.running import process
+from moa_fairseq.running.folder_lock import held_locks, locked
+from moa_fairseq.running.make import OUT, Step, make
+from moa_fairseq.running.state import marks
+
+# Writes a file in small pieces, slowly enough to be killed in between.
+SLOW = """
+import sys, time
+with open(sys.argv[1], "w") as stream:
+    for number in range(40):
+        print(number, sys.argv[2], file=stream, flush=True)
+        time.sleep(0.01)
+"""
+# Goes on in a folder, as a training does: a line a step, up to the goal.
+GOES_ON = """
+import pathlib, sys, time
+file = pathlib.Path(sys.argv[1]) / "steps"
+file.parent.mkdir(exist_ok=True)
+done = len(file.read_text().splitlines()) if file.exists() else 0
+for number in range(done, int(sys.argv[2])):
+    with open(file, "a") as stream:
+        stream.write(f"{number}\\n")
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch):
+    monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", *command[1:]])
+
+
+def chain(folder, word="a", goal=30):
+    """A command, one whose print is kept, a function, a folder to go on in: each after the one before."""
+    slow = Step("slow", folder / "slow.txt", ["python", SLOW, OUT, word], {"word": word})
+    copy = "import sys; print(open(sys.argv[1]).read())"
+    said = Step(
+        "said", folder / "said.txt", ["python", copy, str(slow.output)], {"from": slow}, captured="out"
+    )
+
+    def count(new):
+        new.mkdir()
+        (new / "count").write_text(str(len(said.output.read_text())))
+        return {"count": 1}
+
+    counted = Step("counted", folder / "counted", count, {"from": said})
+    train = ["python", GOES_ON, OUT, str(goal)]
+    return [
+        slow,
+        said,
+        counted,
+        Step("train", folder / "train", train, {"from": counted}, in_place=True, goal={"steps": goal}),
+    ]
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.suffix != ".log"
+        and path.name not in (".lock", "state.json", "commands.sh")
+    }
+
+
+def test_all_is_made_once_and_again_from_what_was_changed(tmp_path, said):
+    facts = make(chain(tmp_path), tmp_path)
+    assert facts["counted"] == {"count": 1} and "0 a\n" in (tmp_path / "said.txt").read_text()
+    said.clear()
+    assert make(chain(tmp_path), tmp_path) == facts and len(said) == 4
+    (tmp_path / "said.txt").write_text("cut")
+    said.clear()
+    make(chain(tmp_path)[:3], tmp_path)
+    assert [line.partition(":")[0] for line in said if "done before" in line] == ["slow"]
+
+
+def test_what_is_shown_is_what_runs(tmp_path, said):
+    make(chain(tmp_path), tmp_path, dry_run=True)
+    shown = list(said)
+    assert len(shown) == 3 and f"> {tmp_path / 'said.txt'}" in shown[1] and not os.listdir(tmp_path)
+    said.clear()
+    make(chain(tmp_path), tmp_path)
+    assert list(said) == shown
+    kept = (tmp_path / "commands.sh").read_text()
+    assert all(line.removeprefix("$ ") in kept for line in shown)
+
+
+def test_a_new_goal_is_gone_on_to_and_other_inputs_are_refused(tmp_path):
+    make(chain(tmp_path, goal=3), tmp_path)
+    make(chain(tmp_path, goal=5), tmp_path)
+    assert (tmp_path / "train" / "steps").read_text().split() == list("01234")
+    with pytest.raises(UserError, match=r"other settings \(from.*--restart"):
+        make(chain(tmp_path, word="b"), tmp_path)
+    (tmp_path / "state.json").write_text('{"train": {"settings": {}, "done": "x"}, "slow": 3, "said": {')
+    with pytest.raises(UserError, match=r"this version.*--restart"):
+        make(chain(tmp_path), tmp_path)
+
+
+def test_a_failure_leaves_nothing_under_the_final_name(tmp_path):
+    def fail(made):
+        raise UserError("is no result")
+
+    step = Step("x", tmp_path / "x.txt", ["python", "print(1)"], captured="out", finish=fail)
+    with pytest.raises(UserError, match="no result"):
+        make([step], tmp_path)
+    with pytest.raises(UserError, match="status 3"):
+        make([Step("x", tmp_path / "x.txt", ["python", "print(1); exit(3)"], captured="out")], tmp_path)
+    with pytest.raises(UserError, match=r"x ended without writing.*x\.log"):
+        make([Step("x", tmp_path / "x.txt", ["python", "pass"])], tmp_path)
+    assert not step.output.exists() and "x" not in marks(tmp_path)
+    missing = Step("y", tmp_path / "y", ["python", "pass"], {"from": step})
+    with pytest.raises(UserError, match=r"x\.txt is missing: run --stage x"):
+        make([missing], tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o500)
+    with pytest.raises(UserError, match=f"{tmp_path / 'run'}"):
+        make(chain(tmp_path / "run"), tmp_path / "run")
+
+
+def test_a_full_disk_is_named_and_leaves_no_output(tmp_path):
+    def fill(new):
+        new.symlink_to("/dev/full")
+        with open(new, "w") as stream:
+            stream.write("x" * 100_000)
+
+    with pytest.raises(UserError, match="disk is full"):
+        make([Step("x", tmp_path / "x.txt", fill)], tmp_path)
+    assert not (tmp_path / "x.txt").exists()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+import test_make
+from moa_fairseq.running import make, process
+process.to_argv = lambda command: [sys.executable, "-c", *command[1:]]
+with process.terminate_as_interrupt():
+    make.make(test_make.chain(Path({folder!r})), Path({folder!r}), patience={patience})
+"""
+
+
+def start(folder, patience=60.0):
+    path = [os.path.dirname(__file__), *filter(None, sys.path)]
+    code = PROGRAM.format(path=path, folder=str(folder), patience=patience)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_at_any_moment_and_resumed_the_files_are_the_same(tmp_path, number):
+    make(chain(tmp_path / "whole"), tmp_path / "whole")
+    chance = random.Random(int(number))
+    killed = tmp_path / "killed"
+    for _ in range(4):
+        running = start(killed)
+        time.sleep(chance.uniform(0.3, 1.8))
+        running.send_signal(number)
+        running.communicate()
+        finished = [name for name, mark in marks(killed).items() if mark.get("fingerprint")]
+        outputs = {step.name: step.output for step in chain(killed)}
+        for name in set(outputs) - set(finished) - {"train"}:
+            assert not outputs[name].exists() or name not in marks(killed)
+    make(chain(killed), killed, patience=30)
+    made = {name: digest for name, digest in tree(killed).items() if ".partial" not in name}
+    assert made == tree(tmp_path / "whole")
+
+
+def test_of_two_processes_one_waits_and_finds_all_done_or_is_refused(tmp_path):
+    both = [start(tmp_path / "x") for _ in range(2)]
+    assert [running.wait() for running in both] == [0, 0]
+    commands = (tmp_path / "x" / "commands.sh").read_text()
+    assert commands.count(" > ") == 1 and json.loads((tmp_path / "x" / "state.json").read_text())
+    with locked(tmp_path / "y"), locked(tmp_path / "y"):  # by this program, twice
+        second = start(tmp_path / "y", patience=0.1)
+        assert b"Another run is at work" in second.communicate()[1] and second.returncode
+
+
+def test_a_child_keeps_the_lock_that_it_inherited(tmp_path):
+    with locked(tmp_path):
+        child = subprocess.Popen(["sleep", "60"], pass_fds=held_locks())
+    with pytest.raises(UserError, match="at work"), locked(tmp_path, patience=0.2):
+        pass
+    child.kill()
+    child.wait()
+    with locked(tmp_path, patience=0.2):
+        pass
