@@ -141,16 +141,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the averaged checkpoint")
     parser.add_argument("--force", action="store_true", help="overwrite an existing FILE (never an input)")
-    number = parser.add_mutually_exclusive_group()
-    number.add_argument(
-        "--num-epoch-checkpoints", type=int, metavar="N", help="average the last N files checkpointE.pt"
-    )
-    number.add_argument(
-        "--num-update-checkpoints", type=int, metavar="N", help="average the last N files checkpoint_E_U.pt"
-    )
-    parser.add_argument(
-        "--checkpoint-upper-bound", type=int, metavar="M", help="use nothing later than this epoch or update"
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--num-epoch-checkpoints", type=int, metavar="N", help="average the last N files checkpointE.pt")
+    add("--num-update-checkpoints", type=int, metavar="N", help="average the last N files checkpoint_E_U.pt")
+    text = "use nothing later than this epoch or update"
+    parser.add_argument("--checkpoint-upper-bound", type=int, metavar="M", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

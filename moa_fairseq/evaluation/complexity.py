@@ -250,22 +250,19 @@ def as_text(title: str, cost: Cost) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq complexity`."""
-    parser.add_argument("--arch", required=True, help="any architecture of fairseq or moa_fairseq")
-    parser.add_argument("--vocab-size", type=int, default=32000, metavar="V", help="dictionary size (32000)")
-    parser.add_argument("--src-len", type=int, default=10, metavar="S", help="source tokens (10)")
-    parser.add_argument("--tgt-len", type=int, default=10, metavar="T", help="target tokens (10)")
-    parser.add_argument(
-        "--embeddings",
-        choices=["shared", "decoder", "separate"],
-        default="shared",
-        help="translation: one matrix for source, target and output as in the paper (shared, the default); "
-        "for target and output only (decoder); three (separate)",
-    )
+    add = parser.add_argument
+    add("--arch", required=True, help="any architecture of fairseq or moa_fairseq")
+    add("--vocab-size", type=int, default=32000, metavar="V", help="dictionary size (32000)")
+    add("--src-len", type=int, default=10, metavar="S", help="source tokens (10)")
+    add("--tgt-len", type=int, default=10, metavar="T", help="target tokens (10)")
+    text = "translation: one matrix for source, target and output as in the paper (shared, the default); for "
+    text += "target and output only (decoder); three (separate)"
+    add("--embeddings", choices=["shared", "decoder", "separate"], default="shared", help=text)
     for name in FORWARDED:
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, metavar="N", help="overrides the architecture's value")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
+        add(flag, type=int, metavar="N", help="overrides the architecture's value")
+    add("--json", action="store_true", help="print JSON")
+    add("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
 
 
 def run(args: argparse.Namespace) -> int:

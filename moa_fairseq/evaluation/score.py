@@ -96,69 +96,34 @@ class Material(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
-    parser.add_argument("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
-    parser.add_argument(
-        "--hypothesis",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="instead of a log: one translation per line",
-    )
-    parser.add_argument(
-        "--against",
-        nargs="+",
-        metavar="FILE",
-        help="another system's output of the same sentences, a file for each seed: is the difference real?",
-    )
-    parser.add_argument(
-        "--reference", metavar="FILE", action="append", default=[], help="its reference; can be repeated"
-    )
-    parser.add_argument(
-        "--chain", action="append", choices=[*CHAINS, SACREBLEU], help="only this chain; can be repeated"
-    )
-    parser.add_argument(
-        "--also",
-        action="append",
-        default=[],
-        choices=[*CHAINS, SACREBLEU],
-        help="a further chain; can be repeated",
-    )
-    parser.add_argument(
-        "--target-lang", metavar="LANG", help="sacreBLEU's language (default: the log's, else de)"
-    )
-    parser.add_argument(
-        "--raw-reference", metavar="FILE", help="untokenised reference for sacreBLEU, one line per sentence"
-    )
-    parser.add_argument(
-        "--detokenized", action="store_true", help="the texts are running text: sacreBLEU takes them as given"
-    )
-    parser.add_argument(
-        "--remove-bpe",
-        choices=SUBWORDS,
-        help="join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
-        "for a log, none for files)",
-    )
-    parser.add_argument("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
-    parser.add_argument("--allow-partial", action="store_true", help="score a log that was cut short")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_model_arguments(parser)
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the models that are scored straight from a checkpoint."""
-    group = parser.add_argument_group("models")
-    group.add_argument(
-        "--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model"
-    )
-    group.add_argument("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
-    group.add_argument(
-        "--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)"
-    )
-    group.add_argument("--subset", default="test", help="default: %(default)s")
-    group.add_argument(
-        "--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)"
-    )
-    group.add_argument("--cpu", action="store_true", help="do not use a GPU")
+    add, chains, repeated = parser.add_argument, [*CHAINS, SACREBLEU], "can be repeated"
+    add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
+    text = "instead of a log: one translation per line"
+    add("--hypothesis", nargs="+", default=[], metavar="FILE", help=text)
+    text = "another system's output of the same sentences, a file for each seed: is the difference real?"
+    add("--against", nargs="+", metavar="FILE", help=text)
+    text = f"the hypothesis's reference; {repeated}"
+    add("--reference", metavar="FILE", action="append", default=[], help=text)
+    add("--chain", action="append", choices=chains, help=f"only this chain; {repeated}")
+    add("--also", action="append", default=[], choices=chains, help=f"a further chain; {repeated}")
+    add("--target-lang", metavar="LANG", help="sacreBLEU's language (default: the log's, else de)")
+    text = "untokenised reference for sacreBLEU, one line per sentence"
+    add("--raw-reference", metavar="FILE", help=text)
+    text = "the texts are running text: sacreBLEU takes them as given"
+    add("--detokenized", action="store_true", help=text)
+    text = "join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
+    add("--remove-bpe", choices=SUBWORDS, help=text + "for a log, none for files)")
+    add("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
+    add("--allow-partial", action="store_true", help="score a log that was cut short")
+    add("--json", action="store_true", help="print one JSON object")
+    # Models are scored straight from a checkpoint.
+    add = parser.add_argument_group("models").add_argument
+    add("--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model")
+    add("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
+    add("--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)")
+    add("--subset", default="test", help="default: %(default)s")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)")
+    add("--cpu", action="store_true", help="do not use a GPU")
     masked_lm.add_arguments(parser)
 
 
@@ -316,45 +281,30 @@ def _log_warnings(log: GenerateLog, path: str) -> List[str]:
 
 
 def _from_files(path: str, args: argparse.Namespace) -> Material:
-    hypotheses = _read_text(path)
-    references = [_read_text(path) for path in args.reference]
-    raw = [_read_text(args.raw_reference)] if args.raw_reference else None
-    paths = args.reference + ([args.raw_reference] if raw else [])
-    for other, lines in zip(paths, references + (raw or [])):
+    raws = [args.raw_reference] if args.raw_reference else []
+    texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
+    hypotheses, wanted = texts[path], args.remove_bpe or "none"
+    for file, lines in texts.items():
+        if not any(line.strip() for line in lines):
+            raise UserError(f"{file} is empty: there is nothing to score.")
         if len(lines) != len(hypotheses):
             raise UserError(
-                f"{path} has {len(hypotheses)} lines, {other} has {len(lines)}: a score needs the "
-                f"same sentences in the same order. Check that both files are complete."
+                f"{path} has {len(hypotheses)} lines, {file} has {len(lines)}: a score needs the same "
+                f"sentences in the same order. Check that both files are complete."
             )
-    wanted = args.remove_bpe or "none"
     joined, kind = _joined(hypotheses, wanted)
-    joined_references = [_joined(reference, wanted) for reference in references]
+    references = [_joined(texts[file], wanted) for file in args.reference]
+    kinds = {"hypotheses": kind, "references": [other for _, other in references]}
     meta: Dict[str, Any] = {
         "input": str(path),
-        "references": [str(path) for path in args.reference],
+        "references": [str(file) for file in args.reference],
         "lines": len(hypotheses),
-        "subwords_joined": {
-            "hypotheses": kind,
-            "references": [reference_kind for _, reference_kind in joined_references],
-        },
+        "subwords_joined": kinds,
         "target_lang": args.target_lang or "de",
         "warnings": [],
     }
-    return Material(
-        joined,
-        [lines for lines, _ in joined_references],
-        raw,
-        meta["target_lang"],
-        args.detokenized,
-        meta,
-    )
-
-
-def _read_text(path: str) -> List[str]:
-    lines = read_lines(path)
-    if not any(line.strip() for line in lines):
-        raise UserError(f"{path} is empty: there is nothing to score.")
-    return lines
+    raw, sides = [texts[file] for file in raws] or None, [lines for lines, _ in references]
+    return Material(joined, sides, raw, meta["target_lang"], args.detokenized, meta)
 
 
 def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:
