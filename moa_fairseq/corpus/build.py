@@ -16,10 +16,11 @@ from moa_fairseq.corpus.split import SPLITS, SourcedPair, split_pairs, unique_pa
 from moa_fairseq.data_prep.catalogue import PublicFile
 from moa_fairseq.data_prep.download import PIP, Unavailable, obtain
 from moa_fairseq.data_prep.manifest import MANIFEST
-from moa_fairseq.data_prep.stage_folder import build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, checksum
 from moa_fairseq.json_files import saved_json, write_json
+from moa_fairseq.running.make import Step, make
+from moa_fairseq.running.state import fingerprint_of
 
 PACKAGES = Path(__file__).with_name("packages.json")
 SOURCES, PAIRS = "SOURCES.json", "pairs.tsv"
@@ -136,7 +137,8 @@ def _read_source(package: Package, wheel: Path, folder: Path, code: Sequence[str
             stream.writelines("\t".join((*pair, member)) + "\n" for pair, member in rows.items())
         return {"licence": read_licence(wheel)}
 
-    facts = build_folder(folder / package.name, fingerprint_of(package.sha256, code), read)
+    inputs = {"wheel": package.sha256, "code": code}
+    facts = make([Step(package.name, folder / package.name, read, inputs)], folder)[package.name]
     lines = (folder / package.name / PAIRS).read_text(encoding="utf-8").split("\n")[:-1]
     return Source(package, facts["licence"], [line.split("\t") for line in lines])
 
