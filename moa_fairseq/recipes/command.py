@@ -149,7 +149,9 @@ def run(args: argparse.Namespace) -> int:
         from moa_fairseq.recipes import planner
 
         data = options.data or prepared_data(run_folder_of(recipe, options))
-        machines = planner.machines_to_plan(hardware, args.gpus, args.device_name)
+        machines = [hardware]
+        if not hardware.gpus and args.gpus is None:  # none here, and no wish: every kind
+            machines = [assumed_hardware(name, count) for name in DEVICES for count in planner.COUNTS]
         report = planner.plan(recipe, data if data and is_binarised(data) else None, machines, results)
         head = f"{recipe.experiment}: {recipe.summary}"
         print(json.dumps(report, indent=1) if args.json else f"{head}\n{planner.as_text(report)}")

@@ -4,7 +4,6 @@ Bytes of a parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
 
     fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
     fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
-    memory-efficient-fp16     2 weight + 2 gradient + 8 Adam                                       = 12
     several GPUs              + one gradient for the buckets that are reduced
 
 Per token of --max-tokens: what autograd keeps, measured on this CPU with the recipe's own model of one and
@@ -14,10 +13,11 @@ two layers, and three rows of logits: log-probabilities, their gradient and that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 
 import torch
 from tabulate import tabulate
@@ -26,25 +26,22 @@ from torch import Tensor, nn
 from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.evaluation.skeleton import build_skeleton
 from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updates, training_set
-from moa_fairseq.recipes.hardware import DEVICES, Hardware, assumed_hardware, device_kind, precision_name
+from moa_fairseq.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
 from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe
 from moa_fairseq.running import command_line
 
 COUNTS = (1, 8, 32)
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
 OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # of a parameter; of others Adam's 8
-# A multiply-accumulate is two operations, and the backward pass costs two forward passes.
-OPERATIONS_PER_MAC = 6
+OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs two forward passes
 # fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
 # target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
 UTILISATION = 0.137
-# Where neither the table nor data says how many symbols there are.
-FALLBACK_VOCABULARY = 32000
+FALLBACK_VOCABULARY = 32000  # where neither the table nor data says how many symbols there are
 _TOKENS, _SYMBOLS = 256, 100
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """What does not depend on the hardware: the model, its cost on sentences of mean length, the corpus."""
 
     model: Any
@@ -55,7 +52,7 @@ class Workload:
 
     @property
     def macs_per_target_token(self) -> float:
-        """Multiply-accumulates of a forward pass over a sentence pair, per target token."""
+        """Of a forward pass over a sentence pair."""
         return self.cost.total_macs / self.lengths[1]
 
 
@@ -71,50 +68,37 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     return Workload(model, count(model, *lengths), vocabulary, lengths, size)
 
 
-def plan(
-    recipe: Recipe, data: Optional[Path], machines: List[Hardware], results: Path = Path("results")
-) -> Dict[str, Any]:
+def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results: Path) -> Dict[str, Any]:
     """The plan as plain data. machines: the hardware to plan for. results: the folder of recorded speeds."""
     work = workload(recipe, data)
     precision = precision_name(recipe.train.precision, machines[0], recipe.model)
     kept = kept_per_token(recipe, work, precision)
-    entries = [_plan_for(recipe, work, machine, data, kept, read_speeds(results)) for machine in machines]
+    speeds, to_plan = read_speeds(results), functools.partial(_plan_for, recipe, work, data, kept)
     return {
-        "experiment": recipe.experiment,
-        "parameters": work.cost.total_parameters,
+        **{"experiment": recipe.experiment, "parameters": work.cost.total_parameters},
+        **{"mean_lengths": work.lengths, "not_counted": work.cost.not_counted},
         "macs_per_target_token": round(work.macs_per_target_token),
-        "mean_lengths": work.lengths,
         "corpus": dataclasses.asdict(work.size) if work.size else None,
-        "not_counted": work.cost.not_counted,
-        "hardware": entries,
+        "hardware": [to_plan(speeds, machine) for machine in machines],
     }
 
 
 def _plan_for(
-    recipe: Recipe,
-    work: Workload,
-    machine: Hardware,
-    data: Optional[Path],
-    kept: float,
-    speeds: List[Dict[str, Any]],
+    recipe: Recipe, work: Workload, data: Optional[Path], kept: float, speeds: List[Any], machine: Hardware
 ) -> Dict[str, Any]:
     asked, (recipe, machine, fewer) = machine.devices, fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
     device, logits = DEVICES.get(kind), _logits(recipe, work)
+    remembered = OPTIMIZER_BYTES.get(str(recipe.training_flags.get("optimizer")), 8)
     memory = round((kept + 12 * logits) * batch.max_tokens) + (CUDA_BYTES if machine.gpus else 0)
     memory += work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
     entry: Dict[str, Any] = {
-        "device": kind,
-        "count": asked,
-        "precision": precision,
-        "batch": dataclasses.asdict(batch),
-        "tokens_per_update": batch.effective,
-        "left_out": fewer,
-        "memory": memory,
+        **{"device": kind, "count": asked, "precision": precision, "left_out": fewer},
+        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective, "memory": memory},
         "fits": memory <= device.memory if device else None,
-        "checkpoint": work.cost.total_parameters * (4 + optimizer_bytes(recipe.training_flags)),
+        "checkpoint": work.cost.total_parameters * (4 + remembered),
     }
     recorded = [row for row in speeds if (row["experiment"], row["device"]) == (recipe.experiment, kind)]
     speed = None
@@ -139,7 +123,7 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
     """Bytes that training keeps of a parameter on each of the devices."""
     half = precision in ("fp16", "bf16")
     efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
-    weight, adam = 2 if half else 4, optimizer_bytes(flags)
+    weight, adam = 2 if half else 4, OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
     whole = 2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
     if flags.get("ddp-backend") == "fully_sharded":
         return -(-whole // devices)
@@ -147,19 +131,11 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
     return whole - sharded + (weight if devices > 1 else 0)
 
 
-def optimizer_bytes(flags: Mapping[str, Any]) -> int:
-    """What the optimizer remembers of a parameter."""
-    return OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
-
-
 def _logits(recipe: Recipe, work: Workload) -> float:
     """How many logits a token has; of an adaptive softmax, at least those of the frequent words."""
     adaptive = getattr(getattr(work.model, "decoder", None), "adaptive_softmax", None)
-    if recipe.kind == CLASSIFICATION:  # one row of a few classes for a whole sentence
-        return 0.0
-    if recipe.kind == MASKED_LM:  # fairseq projects the masked tokens alone
-        return work.vocabulary * float(recipe.training_flags.get("mask-prob") or 0.15)
-    return float(adaptive.cutoff[0] if adaptive else work.vocabulary)
+    share = {CLASSIFICATION: 0.0, MASKED_LM: float(recipe.training_flags.get("mask-prob") or 0.15)}
+    return share.get(recipe.kind, 1.0) * (adaptive.cutoff[0] if adaptive else work.vocabulary)
 
 
 def kept_per_token(recipe: Recipe, work: Workload, precision: str) -> float:
@@ -169,10 +145,8 @@ def kept_per_token(recipe: Recipe, work: Workload, precision: str) -> float:
     With activation checkpointing it is that of one layer, and the inputs of the others.
     """
     names = ("EncoderLayer", "DecoderLayer", "EncoderLayerBase", "DecoderLayerBase")
-    depths = {}
-    for side in ("encoder", "decoder"):
-        modules = getattr(work.model, side, nn.Module()).modules()
-        depths[side] = sum(type(module).__name__.endswith(names) for module in modules)
+    sides = {side: getattr(work.model, side, nn.Module()).modules() for side in ("encoder", "decoder")}
+    depths = {side: sum(type(m).__name__.endswith(names) for m in found) for side, found in sides.items()}
     adaptive = any("adaptive" in type(module).__name__.lower() for module in work.model.modules())
     more = {"arch": None, **{key: rate for key, rate in recipe.training_flags.items() if "dropout" in key}}
     more["checkpoint-activations"] = recipe.training_flags.get("checkpoint-activations")
@@ -184,7 +158,6 @@ def kept_per_token(recipe: Recipe, work: Workload, precision: str) -> float:
         vocabulary = work.vocabulary if adaptive else _SYMBOLS  # what is kept does not depend on it
         line = _flags(recipe, **more, **layers)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
             model = build_skeleton(recipe.model.arch, vocabulary, "separate", line, weights=True).train()
             model = model.bfloat16() if precision in ("fp16", "bf16") else model
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"):
@@ -217,8 +190,8 @@ def _kept_bytes(model: Any, recipe: Recipe, lengths: List[int], sentences: int) 
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(**read)
-    del output  # it held the storages: before this no address can have stood for two of them
+        output = model(**read)  # holds the storages: no address can have stood for two of them
+    del output
     return sum(size for address, size in storages.items() if address not in parameters)
 
 
@@ -228,28 +201,20 @@ def _flags(recipe: Recipe, **more: Any) -> List[str]:
 
 def read_speeds(results: Path) -> List[Dict[str, Any]]:
     """The recorded speeds in a results folder, with device (as device_kind) and count."""
-    rows = []
+    rows: List[Dict[str, Any]] = []
     for path in sorted([*results.glob("measured/*.json"), *results.glob("throughput/*.json")]):
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
             found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
             if float(row["tokens_per_second"]) > 0:
-                device = device_kind(found[2]) if found else "CPU"
-                number = int(found[1]) if found else 1
-                rows.append(
-                    {**row, "device": device, "count": number, "file": f"{path.parent.name}/{path.name}"}
-                )
+                kind = {
+                    "device": device_kind(found[2]) if found else "CPU",
+                    "count": int(found[1]) if found else 1,
+                }
+                rows.append({**row, **kind, "file": f"{path.parent.name}/{path.name}"})
         except (OSError, ValueError, TypeError, KeyError):
             continue
     return rows
-
-
-def machines_to_plan(chosen: Hardware, gpus: Optional[int], device_name: Optional[str]) -> List[Hardware]:
-    """The machine that was asked for; with no wish and no GPU here, every known GPU, 1, 8 and 32 of each."""
-    if chosen.gpus or gpus == 0:
-        return [chosen]
-    names = [device_name] if device_name else list(DEVICES)
-    return [assumed_hardware(name, count) for name in names for count in ([gpus] if gpus else COUNTS)]
 
 
 def as_text(report: Dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number
 from moa_fairseq.recipes import claim
-from moa_fairseq.recipes.batch import fit, plan_batch, planned_updates, training_set
+from moa_fairseq.recipes.batch import fit, plan_batch, planned_updates, sentence_sizes, training_set
 from moa_fairseq.recipes.finetune import prepared_data
 from moa_fairseq.recipes.flags import schedule_warning
 from moa_fairseq.recipes.hardware import Hardware, precision_name
@@ -28,9 +28,9 @@ from moa_fairseq.recipes.steps import Run, steps
 from moa_fairseq.recipes.train_log import summarise
 from moa_fairseq.running.command_line import to_shell
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
-from moa_fairseq.running.make import COMMANDS, Step, make, refuse_other_inputs, show
+from moa_fairseq.running.make import COMMANDS, Step, make, refuse_other_inputs
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
-from moa_fairseq.running.state import changes, marks, put_mark
+from moa_fairseq.running.state import changes, keep_command, marks, put_mark
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,10 @@ def _fitted(recipe: Recipe, hardware: Hardware, prepared: Prepared, folder: Path
     if not used.leads:
         return run
     cell, published = recipe.reproduces, options.published
+    if known and not prepared.sentences:
+        with contextlib.suppress(UserError):
+            lines = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
+            prepared = dataclasses.replace(prepared, sentences=lines)
     if known and cell and published:
         row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
         data = claim.data_differences(published, known, prepared.sentences)
@@ -237,7 +241,9 @@ def _prepared(recipe: Recipe, folder: Path, options: Options, executor: Executor
     job = _preparation(recipe, folder, options, executor)
     require_source(job.settings, job.source)
     for step in _corpus(job, options):  # a second time that does nothing
-        show(step.command, executor.environment, folder / COMMANDS)
+        shown = to_shell(step.command, executor.environment)
+        log.info("$ %s", shown)
+        keep_command(shown, folder / COMMANDS)
         said: Callable[[str], None] = lambda line: log.info("  %s", line)  # noqa: E731
         executor.run(step.command, folder / "corpus.log", errors_too=True, on_line=said)
     prepared = job.run()

@@ -10,16 +10,15 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, disk_errors, refuse_link
+from moa_fairseq.files import disk_errors
 from moa_fairseq.running.command_line import ERRORS_TOO, REDIRECT, to_shell
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
 from moa_fairseq.running.process import Executor
-from moa_fairseq.running.state import changes, fingerprint_of, marks, put_mark, stamp
+from moa_fairseq.running.state import changes, fingerprint_of, keep_command, marks, put_mark, remove, stamp
 
 OUT = "{out}"  # in a command: where it writes
 COMMANDS, PARTIAL = "commands.sh", ".partial"
@@ -104,7 +103,9 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
     if callable(step.argv):
         facts = step.argv(partial)
     else:
-        show(step.command, executor.environment, commands)
+        line = to_shell(step.command, executor.environment)
+        log.info("$ %s", line)
+        keep_command(line, commands)
         executor.run(
             [word.replace(OUT, str(partial)) for word in step.argv],
             folder / f"{step.name}.log",
@@ -121,9 +122,9 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
     else:
         put_mark(folder, step.name)  # from here on the old output is gone
         _replace(partial, step.output)
-    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts}
     files = {} if step.in_place else _sizes(step.output, folder)
-    put_mark(folder, step.name, fingerprint=fingerprint, files=files, **values)
+    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files}
+    put_mark(folder, step.name, fingerprint=fingerprint, **values)
     return facts
 
 
@@ -159,26 +160,6 @@ def inputs_of(step: Step, folder: Path) -> Dict[str, Any]:
     found = step.inputs() if callable(step.inputs) else step.inputs
     # As it is read back from state.json, so that the two can be compared.
     return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
-
-
-def show(command: Sequence[str], environment: Dict[str, str], commands: Path) -> None:
-    """Print a command before it runs, and keep it in `commands` (once: a resumed run repeats it)."""
-    line = to_shell(command, environment)
-    log.info("$ %s", line)
-    refuse_link(commands)
-    kept = commands.read_text(encoding="utf-8").splitlines() if commands.is_file() else []
-    kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
-    if line not in kept:
-        with atomic_write(commands) as stream:
-            stream.write("\n".join([*kept, line]) + "\n")
-
-
-def remove(path: Path) -> None:
-    """Delete a file or a folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def refuse_other_inputs(step: Step, folder: Path) -> None:
