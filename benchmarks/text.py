@@ -26,7 +26,7 @@ from subword_nmt.apply_bpe import BPE
 from moa_fairseq.data_prep.bpe import learn_codes, load_codes
 from moa_fairseq.data_prep.cleaning import Cleaning
 from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
-from moa_fairseq.data_prep.text_stages import Chain, Job, run_jobs
+from moa_fairseq.data_prep.text_stages import Split, Treatment, write_splits
 from moa_fairseq.text.pipeline import apply_steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,13 +87,13 @@ def measure(lines: List[str], lang: str, workers: int, repeat: int, folder: Path
             seconds.append(time.perf_counter() - begun)
         rows[name] = round(count / statistics.median(seconds), 1)
 
-    def stage(chain: Chain, pair: PiecePair, processes: int) -> None:
-        if chain.codes:
-            load_codes(chain.codes).cache.clear()  # every run meets each word for the first time
+    def stage(treatment: Treatment, pair: PiecePair, processes: int) -> None:
+        if treatment.codes:
+            load_codes(treatment.codes).cache.clear()  # every run meets each word for the first time
         with tempfile.TemporaryDirectory(dir=folder) as out:
-            run_jobs([Job("train", [pair], chain)], ("a", "b"), Path(out), processes)
+            write_splits([Split("train", [pair], treatment)], ("a", "b"), Path(out), processes)
 
-    cleaned = Chain((steps, steps), cleaning=Cleaning(1, 80, 9.0))
+    cleaned = Treatment((steps, steps), cleaning=Cleaning(1, 80, 9.0))
     stage(cleaned, raw_pair, workers)  # starts the fork server
     rate("tokens, our functions, 1 process", lambda: [apply_steps(line, steps) for line in lines])
     rate("tokens, our stage with cleaning, 1 process", lambda: stage(cleaned, raw_pair, 1))
@@ -109,7 +109,7 @@ def measure(lines: List[str], lang: str, workers: int, repeat: int, folder: Path
             bpe.process_line(line)
 
     rate("subwords, subword-nmt, 1 process", subword_nmt)
-    subwords = Chain(codes=str(codes))
+    subwords = Treatment(codes=str(codes))
     rate("subwords, our stage, 1 process", lambda: stage(subwords, token_pair, 1))
     rate(f"subwords, our stage, {many}", lambda: stage(subwords, token_pair, workers))
     return rows

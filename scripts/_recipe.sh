@@ -10,6 +10,6 @@ recipe() { exec "$python" -m moa_fairseq.cli recipe "$root/configs/$1.yaml" "${@
 # converted RUN ARGUMENTS -- FLAGS: make runs/<experiment>.pt of another run's average, unless only asked for a plan
 converted() {
   local run="$1" target="runs/$experiment.pt"; shift
-  while [ "$1" != "--" ]; do case "$1" in --dry-run|--plan|--hydra|-h|--help) return;; esac; shift; done; shift
+  while [ "$1" != "--" ]; do case "$1" in --dry-run|--plan|-h|--help) return;; esac; shift; done; shift
   [ -e "$target" ] || "$python" -m moa_fairseq.cli convert "runs/$run/average.pt" "$target" "$@"
 }

@@ -17,10 +17,10 @@ from fairseq_cli import preprocess as fairseq_preprocess
 
 import moa_fairseq
 from moa_fairseq.cli import Console, reporting_to
-from moa_fairseq.data_prep import one_language
+from moa_fairseq.data_prep import prepare
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
 from moa_fairseq.data_prep.prepare import Preparation
-from moa_fairseq.running.command_line import flags
+from moa_fairseq.running.process import Executor
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
 ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
@@ -93,13 +93,15 @@ def toy_checkpoint(tmp_path_factory, fairseq, toy_data):
 
 @pytest.fixture(scope="session")
 def preprocess():
-    """preprocess(flags by name) runs fairseq-preprocess in this process."""
+    """An executor that runs fairseq-preprocess in this process."""
 
-    def run(values):
-        parser = options.get_preprocessing_parser()
-        fairseq_preprocess.main(parser.parse_args(flags({**values, "workers": 1})))
+    class InProcess(Executor):
+        def run(self, command, log, output=None, on_line=None, errors_too=False):
+            assert command[0] == "fairseq-preprocess"
+            words = [*command[1:], "--workers", "1"]
+            fairseq_preprocess.main(options.get_preprocessing_parser().parse_args(words))
 
-    return run
+    return InProcess()
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +139,7 @@ def toy_wiki_data(tmp_path_factory, toy_wiki, toy_gpt2, preprocess):
         (source / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
     root = tmp_path_factory.mktemp("toy_wiki")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+        patch.setattr(prepare, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
         return Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
 
 

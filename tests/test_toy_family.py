@@ -10,7 +10,7 @@ import yaml
 
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, planned_commands
+from moa_fairseq.recipes.runner import Options, run_recipe
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -94,10 +94,11 @@ def test_a_recipe_trains_and_scores_it(toy_data, tmp_path):
     assert len(fairseqs) == 2 and all(f"--user-dir {TOY} " in words for words in fairseqs)
 
 
-def test_a_classifier_is_scored_with_the_plugin(toy_data, tmp_path):
+def test_a_classifier_is_scored_with_the_plugin(toy_data, tmp_path, said):
     recipe = load_recipe(ROOT / "configs" / "listops_switchhead_2h.yaml")
     options = Options(stage="score", save_dir=tmp_path, user_dir=TOY)
-    (score,) = planned_commands(recipe, Hardware(), options)
+    run_recipe(recipe, Hardware(), options, dry_run=True)
+    score = next(line for line in said if line.startswith("$ "))[2:].split()
     assert score[:4] == ["moa-fairseq", "--user-dir", str(TOY), "score"]
 
 

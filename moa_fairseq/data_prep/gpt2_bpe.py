@@ -1,9 +1,9 @@
-"""Text → ids of GPT-2's byte-pair encoding, over several processes; an interruption costs one chunk."""
+"""Text → ids of GPT-2's byte-pair encoding, over several processes."""
 
 from __future__ import annotations
 
+import collections
 import functools
-import itertools
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Tuple
 
@@ -11,12 +11,12 @@ from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
 
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
 from moa_fairseq.data_prep.parallel_text import read_lines
-from moa_fairseq.data_prep.resumable_files import resumable_files
 from moa_fairseq.text.workers import chunks, ordered_map
 
 CHUNK = 10_000
 # Words of WikiText's tokenisation that are no words of the language; they are encoded like any other.
 MARKS = {"unk": "<unk>", "hyphen": "@-@"}
+_load_encoder = functools.lru_cache(maxsize=1)(get_encoder)
 
 
 def encode_line(line: str, encoder: Encoder) -> str:
@@ -30,24 +30,23 @@ def encode_line(line: str, encoder: Encoder) -> str:
 def encode_texts(
     texts: Mapping[str, Path], folder: Path, files: Gpt2Files, workers: int = 1
 ) -> Dict[str, Dict[str, Any]]:
-    """Encode the text of each split into `folder/<split>`, line by line, going on where a call stopped.
+    """Encode the text of each split into `folder/<split>`, line by line.
 
     Returns for each split its file, lines, words (white-space separated, without ends of lines), subwords,
     and unk and hyphen, the number of words `<unk>` and `@-@`.
     """
-    work = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab))
-    with resumable_files(folder, list(texts)) as (streams, facts, commit):
-        for split, text in texts.items():
-            zeros = dict.fromkeys(("lines", "words", "subwords", *MARKS), 0)
-            fact = facts.setdefault(split, {"file": text.name, **zeros})
-            lines = itertools.islice(read_lines(text), fact["lines"], None)
-            label = f"GPT-2 BPE, {split}"
-            results = ordered_map(work, chunks(lines, CHUNK), workers, label, fact["lines"])
-            for encoded, counts in results:
-                streams[split].writelines(line + "\n" for line in encoded)
-                for name, count in counts.items():
-                    fact[name] += count
-                commit()
+    work, facts = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab)), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, text in texts.items():
+        counts: collections.Counter[str] = collections.Counter(
+            dict.fromkeys(("lines", "words", "subwords", *MARKS), 0)
+        )
+        with open(folder / split, "w", encoding="utf-8", newline="\n") as stream:
+            batches = chunks(read_lines(text), CHUNK)
+            for encoded, counted in ordered_map(work, batches, workers, f"GPT-2 BPE, {split}"):
+                stream.writelines(line + "\n" for line in encoded)
+                counts.update(counted)
+        facts[split] = {"file": text.name, **counts}
     return facts
 
 
@@ -61,8 +60,3 @@ def _encode(lines: List[str], encoder: str, vocab: str) -> Tuple[List[str], Dict
         "subwords": sum(len(line.split()) for line in encoded),
         **{name: words.count(mark) for name, mark in MARKS.items()},
     }
-
-
-@functools.lru_cache(maxsize=1)
-def _load_encoder(encoder: str, vocab: str) -> Encoder:
-    return get_encoder(encoder, vocab)

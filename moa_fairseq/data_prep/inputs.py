@@ -1,31 +1,24 @@
-"""What --data must hold, which of its files are read, and cheap checks before hours are spent on them."""
+"""What --data must hold, and which of its files are read."""
 
 from __future__ import annotations
 
-import collections
 import itertools
+import logging
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
-from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.binarised import DICTIONARY, is_binarised
 from moa_fairseq.data_prep.catalogue import SIDES, Dataset, Part, datasets
-from moa_fairseq.data_prep.parallel_text import PiecePair, check_equal, find_file
-from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
+from moa_fairseq.data_prep.parallel_text import PiecePair, find_file
 from moa_fairseq.errors import UserError
 
-LOOK_AT = 1000
+LOOK_AT, SHOWN = 1000, 3
 _SEGMENTED = re.compile(r"[^\s@]@@ \S")
-# Words that are common in one of these languages and rare in the others.
-COMMON_WORDS = {
-    "en": ("the", "of", "and", "to", "is", "that", "with", "for", "are"),
-    "de": ("der", "und", "das", "ist", "nicht", "ein", "mit", "auf", "von"),
-    "fr": ("le", "les", "et", "est", "une", "dans", "que", "pour", "du"),
-}
 # split → the parts of the source language and those of the target language, side by side
 Parts = Dict[str, List[List[Part]]]
+log = logging.getLogger(__name__)
 
 
 def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
@@ -82,20 +75,26 @@ def has_text(source: Path, dataset: Dataset) -> bool:
     return bool(names) and (source.is_file() or any(find_file(source, name) for name in names))
 
 
-def find_text(source: Path, dataset: Dataset, subsets: Sequence[str], unpacked: Path) -> Dict[str, Path]:
-    """The text file of each split: all of one kind, the first kind of which all `subsets` are there.
+def find_text(source: Path, dataset: Dataset, required: Sequence[str], unpacked: Path) -> Dict[str, Path]:
+    """The text file of each split: all of one kind, the first kind of which all `required` are there.
 
-    source: a folder or a .zip (its files are unpacked into the folder `unpacked`). Splits that are not
-    required are taken where they exist. Raises UserError that says what is missing and what to bring.
+    source: a folder or a .zip, whose files stand for those that it is unpacked to in the folder `unpacked`.
+    Splits that are not required are taken where they exist. Raises UserError that says what is missing and
+    what to bring.
     """
     kinds = [{split: [stem.format(split=split)] for split in dataset.splits} for stem in dataset.stems]
     if source.is_file() and zipfile.is_zipfile(source):
-        stat, names = source.stat(), {name for kind in kinds for (name,) in kind.values()}
-        mark = fingerprint_of(source.name, stat.st_size, stat.st_mtime_ns)
-        # Whatever folder in it they stand in.
-        build_folder(unpacked, mark, lambda new: extract(source, names, new, lambda path: Path(path).name))
-        source = unpacked
-    found = _files_in(source, kinds, subsets, dataset.bring)
+        with zipfile.ZipFile(source) as archive:
+            members = {Path(name).name for name in archive.namelist()}
+        found = _files_in(
+            source,
+            lambda name: unpacked / name if name in members else None,
+            kinds,
+            required,
+            dataset.bring,
+        )
+    else:
+        found = files_in_folder(source, kinds, required, dataset.bring)
     return {split: path for split, (path,) in found.items()}
 
 
@@ -129,13 +128,11 @@ def split_parts(
         find_file(at_hand, name) for name in itertools.chain(*names.values())
     ):
         return parts  # a folder without any of the data: all of it is fetched
-    return {
-        split: parts[split]
-        for split in _files_in(at_hand, [names], required, dataset.bring.format(**settings))
-    }
+    found = files_in_folder(at_hand, [names], required, dataset.bring.format(**settings))
+    return {split: parts[split] for split in found}
 
 
-def _files_in(
+def files_in_folder(
     folder: Path, kinds: Sequence[Mapping[str, Sequence[str]]], required: Sequence[str], bring: str
 ) -> Dict[str, List[Path]]:
     """split → its files, of the first kind (split → names) that the folder has whole.
@@ -144,61 +141,47 @@ def _files_in(
     """
     if not folder.is_dir():
         raise UserError(f"There is no data folder {folder}. {bring}")
+    return _files_in(folder, lambda name: find_file(folder, name), kinds, required, bring)
+
+
+def _files_in(
+    source: Path,
+    find: Callable[[str], Optional[Path]],
+    kinds: Sequence[Mapping[str, Sequence[str]]],
+    required: Sequence[str],
+    bring: str,
+) -> Dict[str, List[Path]]:
     missing: List[str] = []
     for kind in kinds:
         found: Dict[str, List[Path]] = {}
         absent: List[str] = []
         for split, names in kind.items():
-            paths = {name: find_file(folder, name) for name in names}
+            paths = {name: find(name) for name in names}
             found[split] = [path for path in paths.values() if path]
             if split in required or found[split]:
                 absent += [f"{name}[.gz]" for name, path in paths.items() if not path]
         if not absent:
             return {split: paths for split, paths in found.items() if paths}
         missing = missing or absent
-    raise UserError(f"The data folder {folder} lacks {', '.join(missing)}. {bring}")
+    raise UserError(f"The data folder {source} lacks {', '.join(missing)}. {bring}")
 
 
-def check_lengths(texts: Mapping[str, Sequence[PiecePair]], memory: FileMemory) -> None:
-    """Raise UserError for two plain files of different length, before the first line is processed."""
-    for one, other in itertools.chain.from_iterable(texts.values()):
-        lines, others = memory.lines(one), memory.lines(other)
-        if lines is not None and others is not None:
-            check_equal((one.path, other.path), (lines, others))
+def look_at(files: Sequence[PiecePair], languages: Sequence[str], segmenting: bool) -> None:
+    """Show the first pairs of the training text, so that people see whether they belong together.
 
-
-def check_looks(files: Sequence[PiecePair], languages: Sequence[str], segmenting: bool) -> None:
-    """Raise UserError for training text that was segmented before, or whose two languages are swapped.
-
-    segmenting: BPE is to be applied. Judged by the first LOOK_AT lines of each pair of plain files.
+    segmenting: BPE is to be applied. Raises UserError for text that was segmented before, judged by the first
+    LOOK_AT lines of each plain file.
     """
-    for pair in files:
-        if any(piece.markup != "plain" for piece in pair):
-            continue
+    for number, pair in enumerate(files):
         heads = [list(itertools.islice(piece.lines(mark_bad=True), LOOK_AT)) for piece in pair]
-        for piece, lines in zip(pair, heads):
-            marked = sum(bool(_SEGMENTED.search(line)) for line in lines)
-            if segmenting and 20 * marked > len(lines):
+        for lines in list(zip(*heads))[: SHOWN if not number else 0]:
+            shown = (f"{language}: {line[:60].strip()}" for language, line in zip(languages, lines))
+            log.info("  %s", " | ".join(shown))
+        for piece, first in zip(pair, heads):
+            marked = sum(bool(_SEGMENTED.search(line)) for line in first)
+            if segmenting and 20 * marked > len(first):
                 raise UserError(
-                    f"{piece.path} is segmented already: {marked:,} of its first {len(lines):,} lines hold "
-                    "words that end in @@ . To use it as it is: --set data.bpe=none. To segment it anew, "
+                    f"{piece.path} is segmented already: {marked:,} of its first {len(first):,} lines hold "
+                    "words that end in @@ . To use it as it is: --set data.bpe=null. To segment it anew, "
                     "undo the old segmentation first: sed -r 's/(@@ )|(@@ ?$)//g'."
                 )
-        if _other_way_round(heads, languages):
-            names = [piece.path for piece in pair]
-            raise UserError(
-                f"{names[0]} reads like {languages[1]} and {names[1]} like {languages[0]}: the languages are "
-                "swapped. Exchange the names of the two files."
-            )
-
-
-def _other_way_round(heads: Sequence[Sequence[str]], languages: Sequence[str]) -> bool:
-    """True when each side has plenty of the other language's commonest words and hardly any of its own."""
-    if languages[0] == languages[1] or not all(language in COMMON_WORDS for language in languages):
-        return False
-    for lines, own, other in zip(heads, languages, reversed(languages)):
-        words = collections.Counter(word for line in lines for word in line.lower().split())
-        hits = {name: sum(words[word] for word in COMMON_WORDS[name]) for name in (own, other)}
-        if hits[other] < 20 or hits[other] < 5 * hits[own]:
-            return False
-    return True

@@ -11,8 +11,9 @@ from typing import Any, Dict, List, Mapping, Sequence
 import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.parallel_text import Piece
-from moa_fairseq.data_prep.stage_folder import FileMemory, read_mark
-from moa_fairseq.json_files import read_json, write_json
+from moa_fairseq.files import checksum
+from moa_fairseq.json_files import read_json
+from moa_fairseq.running.state import marks
 
 MANIFEST = "manifest.json"
 TOOLS = (
@@ -22,59 +23,47 @@ TOOLS = (
 STAGES = ("model", "text", "tokens", "bpe", "binarised")
 
 
-def write_manifest(
+def manifest_of(
     root: Path,
     settings: Mapping[str, Any],
     sources: Mapping[str, Any],
     texts: Mapping[str, Sequence[Piece]],
     dataset: Dataset,
 ) -> Dict[str, Any]:
-    """Write `root/manifest.json` about the stage folders below `root`; returns its content.
+    """What manifest.json says about the stages in `root`.
 
     settings: of the data section. sources: name → urls or origin, bytes, sha256. texts: split → the files
     that were read. dataset: with its terms of use, published numbers of lines and checksums. Holds no time
     and no path outside of `root`, so that two preparations of the same data have equal manifests.
     """
-    memory = FileMemory(root / "files.json")
-    stages = {name: read_mark(root / name) for name in STAGES}
+    known = marks(root)
+    stages = {name: known[name] for name in STAGES if name in known}
     # after the last stage that counts them
     lines = {
         split: fact["lines"]
         for name in ("text", "tokens", "bpe")
-        for split, fact in stages[name].get("facts", {}).items()
+        for split, fact in stages.get(name, {}).get("facts", {}).items()
         if isinstance(fact, dict) and "lines" in fact
     }
     languages = [settings[side] for side in ("source", "target") if side in settings]
-    manifest = {
+    return {
         "settings": {**settings, "summary": dataset.summary},
         "licence": dataset.licence,
         "download_bytes": sum(file.bytes for file in dataset.files(languages)),
         "sources": dict(sorted(sources.items())),
-        "texts": {
-            split: [
-                {
-                    "file": piece.path.name,
-                    "sha256": memory.checksum(piece.path),
-                    "lines": memory.lines(piece),
-                }
-                for piece in pieces
-            ]
-            for split, pieces in texts.items()
-        },
-        "stages": {name: mark["facts"] for name, mark in stages.items() if mark},
+        "texts": {split: [piece.path.name for piece in pieces] for split, pieces in texts.items()},
+        "stages": {name: mark["facts"] for name, mark in stages.items()},
         "lines": {
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
         },
         "outputs": {
-            f"{name}/{file}": {"bytes": size, "sha256": memory.checksum(root / name / file)}
-            for name, mark in stages.items()
-            for file, size in mark.get("files", {}).items()
+            file: {"bytes": size, "sha256": checksum(root / file)}
+            for mark in known.values()
+            for file, size in sorted(mark.get("files", {}).items())
         },
-        "published": _published(root, settings, dataset, memory),
+        "published": _published(root, settings, dataset),
         "tools": tool_versions(),
     }
-    write_json(root / MANIFEST, manifest)
-    return manifest
 
 
 def tool_versions() -> Dict[str, str]:
@@ -86,9 +75,7 @@ def tool_versions() -> Dict[str, str]:
     return versions
 
 
-def _published(
-    root: Path, settings: Mapping[str, Any], dataset: Dataset, memory: FileMemory
-) -> Dict[str, Dict[str, str]]:
+def _published(root: Path, settings: Mapping[str, Any], dataset: Dataset) -> Dict[str, Dict[str, str]]:
     """Segmented file → its md5 and that of the published one, where the settings are those of the latter."""
     published = dataset.published
     pair = {settings.get("source"), settings.get("target")}
@@ -97,7 +84,7 @@ def _published(
     if settings["bpe"] != published.merges:
         return {}
     return {
-        f"bpe/{name}": {"md5": memory.checksum(root / "bpe" / name, "md5"), "published": md5}
+        f"bpe/{name}": {"md5": checksum(root / "bpe" / name, "md5"), "published": md5}
         for name, md5 in published.md5.items()
         if (root / "bpe" / name).is_file()
     }
@@ -111,28 +98,24 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
         return {}
 
 
-def verdict(manifest: Mapping[str, Any]) -> List[str]:
-    """Whether the segmented text is the published one, in a line or two; nothing where none is published."""
-    compared = manifest["published"]
-    different = [name for name, one in compared.items() if one["md5"] != one["published"]]
-    if different:
-        names = ", ".join(different)
-        return [f"! {names}: not the published text (by md5); manifest.json has both checksums."]
-    return [f"{', '.join(compared)}: equal to the published text, byte for byte (md5)"] if compared else []
-
-
 def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
     """The manifest for people: lines per split beside the published numbers, drops, where things are."""
     out = [f"{'split':8s} {'lines':>12s}  published"]
     for split, count in manifest["lines"].items():
         expected = count["expected"]
-        verdict = "" if expected is None else "the same" if expected == count["found"] else f"{expected:,}!"
-        out.append(f"{split:8s} {count['found']:12,d}  {verdict}".rstrip())
+        same = "" if expected is None else "the same" if expected == count["found"] else f"{expected:,}!"
+        out.append(f"{split:8s} {count['found']:12,d}  {same}".rstrip())
     for stage, facts in manifest["stages"].items():
         for split, fact in facts.items():
             if isinstance(fact, dict):
                 drops = [f"{n:,} dropped: {why}" for why, n in fact.get("dropped", {}).items()]
                 out += [f"{stage} of {split}: {fact['read']:,} read, {', '.join(drops)}"] if drops else []
+    compared = manifest["published"]
+    other = [name for name, one in compared.items() if one["md5"] != one["published"]]
+    if other:
+        out.append(f"! {', '.join(other)}: not the published text (by md5; manifest.json has both).")
+    elif compared:
+        out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
     different = [split for split, n in manifest["lines"].items() if n["expected"] not in (None, n["found"])]
     if different:
         out.append(f"! {', '.join(different)}: another number of lines than published; see the drops above.")

@@ -98,7 +98,7 @@ def _lines(pieces: Iterable[Piece]) -> Iterator[str]:
 
 def _write(path: Path, lines: Iterable[str]) -> Dict[str, int]:
     facts = {"lines": 0, "tokens": 0}
-    with atomic_write(path) as stream:
+    with atomic_write(path) as stream:  # which makes the folder, too
         for line in lines:
             stream.write(line + "\n")
             facts["lines"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -14,11 +15,14 @@ from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.data_prep.catalogue import Dataset, Part, PublicFile, public_files
 from moa_fairseq.data_prep.download import obtain
 from moa_fairseq.data_prep.parallel_text import Piece, find_file
-from moa_fairseq.data_prep.stage_folder import FileMemory, build_folder, fingerprint_of
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import checksum
+from moa_fairseq.json_files import saved_json, write_json
 from moa_fairseq.running.folder_lock import locked
+from moa_fairseq.running.make import Step, make
+from moa_fairseq.running.state import fingerprint_of, stamp
 
-MEMORY = "checked.json"
+MEMORY = "checked.json"  # checksums of files, so that gigabytes are not read twice
 OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"
 GIVEN = "the user's folder"  # --from, or --data of a recipe; the manifest names no path outside of its own
 log = logging.getLogger(__name__)
@@ -86,7 +90,8 @@ class Store:
 
     def _file(self, name: str) -> Path:
         """A public file, checked; one that was read before is not read again."""
-        source, digest = public_files()[name], FileMemory(self.downloads / MEMORY).checksum
+        source = public_files()[name]
+        digest = functools.partial(known_checksum, self.downloads / MEMORY)
         at_hand = [self.at_hand] if self.at_hand else []
         path = obtain(source, at_hand, self.downloads, self.offline, digest)
         given = any(path in (folder / name, folder / path.name) for folder in at_hand)
@@ -101,10 +106,11 @@ class Store:
     def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> Dict[Part, Path]:
         """The texts of parts of an archive. A damaged download is thrown away."""
         groups = sorted({part.members for part in parts})
-        mark = fingerprint_of("extract", self.origins[name]["sha256"], groups)
-        folder = self.downloads / "extracted" / f"{archive.name}-{mark[:8]}"
+        inputs = {"sha256": self.origins[name]["sha256"], "members": groups}
+        root = self.downloads / "extracted"
+        folder = root / f"{archive.name}-{fingerprint_of(inputs)[:8]}"
 
-        def build(new: Path) -> Dict[str, int]:
+        def unpack(new: Path) -> Dict[str, int]:
             found = extract(archive, {member for group in groups for member in group}, new)
             missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
             if missing:
@@ -115,7 +121,7 @@ class Store:
 
         log.info(f"extracting {archive}")
         try:
-            found = build_folder(folder, mark, build)
+            found = make([Step(folder.name, folder, unpack, inputs)], root)[folder.name]
         except DamagedArchive as error:
             if archive == self.downloads / name:
                 archive.unlink()
@@ -124,6 +130,16 @@ class Store:
                 ) from error
             raise UserError(f"{error} Replace it, or take it away so that it is downloaded.") from error
         return {part: folder / next(member for member in part.members if member in found) for part in parts}
+
+
+def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
+    """Checksum of a file; one whose name, size and time are in the JSON file `memory` is not read again."""
+    known, key, now = saved_json(memory), f"{path.resolve()} {algorithm}", stamp(path)
+    entry = known.get(key)
+    if not isinstance(entry, list) or entry[:-1] != now:
+        entry = [*now, checksum(path, algorithm)]
+        write_json(memory, {**known, key: entry})
+    return str(entry[-1])
 
 
 def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:

@@ -95,28 +95,15 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
-                sizes = (count, rest) if source is None else (rest, count)
-                check_equal((one.path, other.path), sizes)
+                shorter, longer = (one, other) if source is None else (other, one)
+                raise UserError(
+                    f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}: parallel files must "
+                    "have one translation per line. One of them is cut off or belongs to another edition."
+                )
             count += 1
             yield source, target
         if not count:
             raise UserError(f"{one.path} and {other.path} hold no line of text.")
-
-
-def check_equal(paths: Sequence[Path], lines: Sequence[int]) -> None:
-    """Raise UserError for two files that should be aligned and differ in length."""
-    (fewer, shorter), (more, longer) = sorted(zip(lines, paths))
-    if fewer != more:
-        raise UserError(
-            f"{longer} has {more:,} lines and {shorter} has {fewer:,}: parallel files must have one "
-            "translation per line. One of them is cut off or belongs to another edition."
-        )
-
-
-def count_lines(path: Path) -> int:
-    """Lines of a file, gzip when named .gz; a last line without an end counts. Raises UserError."""
-    with open_bytes(path) as stream:
-        return sum(1 for _ in stream)
 
 
 def find_file(folder: Optional[Path], name: str) -> Optional[Path]:

@@ -1,27 +1,25 @@
-"""One stage over sentence pairs: line functions, subwords, cleaning; several processes, resumable."""
+"""Sentence pairs through line functions, subwords and cleaning, over several processes."""
 
 from __future__ import annotations
 
 import collections
-import itertools
+import contextlib
+import functools
 import logging
 import re
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.data_prep.catalogue import HoldOut
 from moa_fairseq.data_prep.cleaning import Cleaning, clean
 from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, read_pairs
-from moa_fairseq.data_prep.resumable_files import resumable_files
 from moa_fairseq.errors import UserError
 from moa_fairseq.text.pipeline import Step, apply_steps
 from moa_fairseq.text.workers import chunks, ordered_map
 
 Pair = Tuple[str, str]
 CHUNK = 2000
-# Chunks between two commits: what an interruption costs.
-COMMIT_EVERY = 25
 # More unusable lines than this are no accident: the file has another encoding, or is no text.
 MOST_BAD = 0.01
 # fairseq parts tokens at any white space, BPE at blanks only. Blanks themselves stay as Moses prints them.
@@ -29,118 +27,106 @@ _NOT_BLANK = re.compile(r"[^\S ]")
 log = logging.getLogger(__name__)
 
 
-class Chain(NamedTuple):
-    """What is done to a pair: steps per side, then BPE by the file `codes`, then cleaning."""
+class Treatment(NamedTuple):
+    """What is done to a pair: line functions of each side, then BPE by the file `codes`, then cleaning."""
 
     steps: Tuple[Tuple[Step, ...], Tuple[Step, ...]] = ((), ())
     codes: str = ""
     cleaning: Optional[Cleaning] = None
 
-    def apply(self, pair: Pair) -> Union[Pair, str]:
-        """The finished pair, or the reason why it is dropped."""
-        for text in pair:
-            if text.startswith(BAD):
-                return text[len(BAD) :]
-        source, target = (
-            _NOT_BLANK.sub(" ", apply_steps(text, steps)) for text, steps in zip(pair, self.steps)
-        )
-        if self.codes:
-            source, target = (load_codes(self.codes).process_line(text) for text in (source, target))
-        return clean(source, target, self.cleaning) if self.cleaning else (source, target)
 
-    def apply_all(self, pairs: Sequence[Pair]) -> List[Union[Pair, str]]:
-        """As `apply`, for many pairs."""
-        return [self.apply(pair) for pair in pairs]
-
-
-class Job(NamedTuple):
-    """One split: its files and its chain. hold_out: lines that go to another split.
+class Split(NamedTuple):
+    """One split: its files and their treatment. hold_out: lines that go to another split.
 
     lenient: lines that are no text are dropped and counted; else they are an error.
     """
 
-    split: str
+    name: str
     files: Sequence[PiecePair]
-    chain: Chain
+    treatment: Treatment
     hold_out: Optional[HoldOut] = None
     lenient: bool = False
 
-    @property
-    def outputs(self) -> List[str]:
-        """Names of the splits that it writes."""
-        return [self.split, *([self.hold_out.split] if self.hold_out else [])]
+
+def treat(pairs: Sequence[Pair], treatment: Treatment) -> List[Union[Pair, str]]:
+    """The finished pairs; in place of one that is dropped, the reason."""
+    return [_treat(pair, treatment) for pair in pairs]
 
 
-def run_jobs(jobs: Sequence[Job], languages: Sequence[str], folder: Path, workers: int) -> Dict[str, Any]:
-    """Write `<split>.<lang>` into `folder` for each job, going on where an interrupted call stopped.
+def _treat(pair: Pair, treatment: Treatment) -> Union[Pair, str]:
+    for text in pair:
+        if text.startswith(BAD):
+            return text[len(BAD) :]
+    source, target = (
+        _NOT_BLANK.sub(" ", apply_steps(text, steps)) for text, steps in zip(pair, treatment.steps)
+    )
+    if treatment.codes:
+        codes = load_codes(treatment.codes)
+        source, target = codes.process_line(source), codes.process_line(target)
+    return clean(source, target, treatment.cleaning) if treatment.cleaning else (source, target)
 
-    Returns split → {"lines", "tokens_<lang>", and for a job's own split "read" and "dropped": reason →
-    pairs}. Raises UserError for files that are no aligned text or when nothing is left of a split.
+
+def write_splits(
+    splits: Sequence[Split], languages: Sequence[str], folder: Path, workers: int
+) -> Dict[str, Dict[str, Any]]:
+    """Write `<split>.<language>` into `folder` for each split, and for those that are held out.
+
+    Returns split → {"lines", "tokens_<language>", and of a split that was read "read" and "dropped": reason →
+    pairs}. Raises UserError for files that are no aligned text, or when nothing is left of a split.
     """
-    names = [f"{split}.{language}" for job in jobs for split in job.outputs for language in languages]
-    with resumable_files(folder, names) as (streams, state, commit):
-        facts = state.setdefault("facts", {})
-        for job in jobs:
-            if facts.get(job.split, {}).get("done"):
-                continue
-            _run_job(job, languages, streams, facts, commit, workers)
-            facts[job.split]["done"] = True
-            commit()
-            for split in job.outputs:
-                fact = facts[split]
-                tokens = ", ".join(f"{fact[f'tokens_{lang}']:,} {lang} tokens" for lang in languages)
-                dropped = [f"; {count:,} dropped: {why}" for why, count in fact.get("dropped", {}).items()]
-                log.info(f"{split}: {fact['lines']:,} pairs, {tokens}{''.join(dropped)}")
-    for fact in facts.values():
-        fact.pop("done", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    facts: Dict[str, Dict[str, Any]] = {}
+    for split in splits:
+        made = _write_split(split, languages, folder, workers)
+        for name, fact in made.items():
+            tokens = ", ".join(f"{fact[f'tokens_{language}']:,} {language} tokens" for language in languages)
+            dropped = [f"; {count:,} dropped: {why}" for why, count in fact.get("dropped", {}).items()]
+            log.info("%s: %s pairs, %s%s", name, f"{fact['lines']:,}", tokens, "".join(dropped))
+        facts.update(made)
     return facts
 
 
-def _run_job(
-    job: Job,
-    languages: Sequence[str],
-    streams: Mapping[str, IO[str]],
-    facts: Dict[str, Any],
-    commit: Callable[[], None],
-    workers: int,
-) -> None:
-    for split in job.outputs:
-        facts.setdefault(split, {"lines": 0, **{f"tokens_{language}": 0 for language in languages}})
-    own = facts[job.split]
-    own.setdefault("read", 0)
-    dropped = collections.Counter(own.get("dropped", {}))
-    pairs = itertools.islice(read_pairs(job.files, job.lenient), own["read"], None)
-    results = ordered_map(job.chain.apply_all, chunks(pairs, CHUNK), workers, job.split, own["read"])
-    for number, batch in enumerate(results, start=1):
-        for result in batch:
-            own["read"] += 1
-            if isinstance(result, str):
-                dropped[result] += 1
-            else:
-                split = job.split
-                if job.hold_out:
-                    kept = sum(facts[name]["lines"] for name in job.outputs) + 1
-                    split = job.hold_out.split if kept % job.hold_out.every == 0 else job.split
-                _write(result, split, languages, streams, facts[split])
-        own["dropped"] = dict(sorted(dropped.items()))
-        if number % COMMIT_EVERY == 0:
-            commit()
-    names = " and ".join(str(piece.path) for piece in job.files[0])
-    bad = {why: count for why, count in own["dropped"].items() if why in BAD_LINES}
-    if sum(bad.values()) > MOST_BAD * own["read"]:
+def _write_split(
+    split: Split, languages: Sequence[str], folder: Path, workers: int
+) -> Dict[str, Dict[str, Any]]:
+    names = [split.name, *([split.hold_out.split] if split.hold_out else [])]
+    facts: Dict[str, Dict[str, Any]] = {
+        name: {"lines": 0, **{f"tokens_{language}": 0 for language in languages}} for name in names
+    }
+    dropped: collections.Counter[str] = collections.Counter()
+    read = kept = 0
+    pairs = read_pairs(split.files, split.lenient)
+    work = functools.partial(treat, treatment=split.treatment)
+    with contextlib.ExitStack() as stack:
+        streams = {
+            (name, language): stack.enter_context(
+                open(folder / f"{name}.{language}", "w", encoding="utf-8", newline="\n")
+            )
+            for name in names
+            for language in languages
+        }
+        for batch in ordered_map(work, chunks(pairs, CHUNK), workers, split.name):
+            for result in batch:
+                read += 1
+                if isinstance(result, str):
+                    dropped[result] += 1
+                    continue
+                kept += 1
+                held_out = split.hold_out and kept % split.hold_out.every == 0
+                name = names[1 if held_out else 0]
+                facts[name]["lines"] += 1
+                for text, language in zip(result, languages):
+                    streams[name, language].write(text + "\n")
+                    facts[name][f"tokens_{language}"] += len(text.split())
+    facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
+    files = " and ".join(str(piece.path) for piece in split.files[0])
+    bad = {why: count for why, count in dropped.items() if why in BAD_LINES}
+    if sum(bad.values()) > MOST_BAD * read:
         stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
         raise UserError(
-            f"{names}: of {own['read']:,} pairs of lines too many are no text ({stories}). Is the file "
-            "whole, and UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
+            f"{files}: of {read:,} pairs of lines too many are no text ({stories}). Is the file whole, and "
+            "UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
         )
-    if not own["lines"]:
-        raise UserError(f"{names}: no pair with text on both sides is left of {own['read']:,}.")
-
-
-def _write(
-    pair: Pair, split: str, languages: Sequence[str], streams: Mapping[str, IO[str]], fact: Dict[str, int]
-) -> None:
-    fact["lines"] += 1
-    for text, language in zip(pair, languages):
-        streams[f"{split}.{language}"].write(text + "\n")
-        fact[f"tokens_{language}"] += len(text.split())
+    if not facts[split.name]["lines"]:
+        raise UserError(f"{files}: no pair with text on both sides is left of {read:,}.")
+    return facts

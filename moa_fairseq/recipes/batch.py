@@ -1,24 +1,29 @@
-"""How an update's tokens are spread over devices and accumulation steps, and how few a device may get.
+"""How an update's tokens are spread over devices and accumulation steps, and how many updates there are.
 
-A device gets no fewer than the longest sentence or sample has: fairseq leaves training sentences out that are
-longer than --max-tokens, stops at those of the validation set, and cuts the samples of language models.
+A device gets no fewer tokens than the longest sentence or sample has: fairseq leaves training sentences out
+that are longer than --max-tokens, stops at those of the validation set, and cuts language models' samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from pathlib import Path
-from typing import Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy
 
+from moa_fairseq.data_prep.binarised import INPUT, subset_stems
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.corpus_size import CorpusSize, known_size, measured_size, sentence_sizes
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.schema import CLASSIFICATION, TRANSLATION, Recipe, Train
+from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe, Train
 
+TABLE = Path(__file__).with_name("corpus_sizes.json")
+SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
 # fairseq's default of --max-source-positions and --max-target-positions: it skips what is longer anyway.
 MAX_POSITIONS = 1024
+LOUD_DEVIATION = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +41,17 @@ class BatchPlan:
         return self.devices * self.update_freq * self.max_tokens
 
     def describe(self) -> str:
-        """One line for the log, rounding included."""
+        """One line for the log, rounding included; a warning where it is much."""
         line = (
-            f"{self.devices} device(s) x update-freq {self.update_freq} x max-tokens {self.max_tokens:,} "
-            f"= {self.effective:,} tokens per update"
+            f"batch: {self.devices} device(s) x update-freq {self.update_freq} x max-tokens "
+            f"{self.max_tokens:,} = {self.effective:,} tokens per update"
         )
-        if self.wanted and self.wanted != self.effective:
-            line += f" ({self.wanted:,} asked for, {self.deviation:+.2%} by rounding)"
+        deviation = self.effective / self.wanted - 1 if self.wanted else 0.0
+        if deviation:
+            line += f" ({self.wanted:,} asked for, {deviation:+.2%} by rounding)"
+        if abs(deviation) > LOUD_DEVIATION:
+            line = f"WARNING: {line}. Another number of devices or --set train.max_tokens=... comes nearer."
         return line
-
-    @property
-    def deviation(self) -> float:
-        """How far the update is from the one that was asked for, as a fraction of it."""
-        return self.effective / self.wanted - 1 if self.wanted else 0.0
 
 
 def plan_batch(train: Train, devices: int) -> BatchPlan:
@@ -67,64 +70,25 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     return BatchPlan(devices, steps, max(floor, share), wanted)
 
 
-def training_set(recipe: Recipe, data: Optional[Path]) -> Optional[CorpusSize]:
-    """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
-    if data is None:
-        return known_size(recipe)
-    return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens)
+def fit(recipe: Recipe, hardware: Hardware, data: Optional[Path]) -> Tuple[Recipe, Hardware, str]:
+    """The recipe with train.min_tokens, as many of the devices as can share an update, and why fewer.
 
-
-def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
-    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
-    limits = [train.max_update] if train.max_update else []
-    if train.max_epoch and size:
-        limits.append(
-            train.max_epoch * size.updates_per_epoch(batch.effective, batch.devices, batch.update_freq)
-        )
-    return min(limits, default=None)
-
-
-def with_floor(recipe: Recipe, data: Optional[Path], assume: bool = True) -> Recipe:
-    """The recipe with train.min_tokens, unless it says that itself.
-
-    data: the binarised folder; without one the known size of the corpus counts if `assume`.
+    data: the binarised folder; without one the known size of the corpus counts. Raises UserError where other
+    programs have started the processes, so that none can be left out here.
     """
-    if recipe.train.min_tokens is not None:
-        return recipe
-    flags = recipe.training_flags
-    if recipe.kind not in (TRANSLATION, CLASSIFICATION):
-        sample = flags.get("tokens-per-sample")
-        longest = int(sample) if sample else None
-    elif data is None:
-        size = known_size(recipe) if assume else None
-        longest = size.longest if size else None
-    else:
-        positions = (int(flags.get(f"max-{side}-positions", MAX_POSITIONS)) for side in ("source", "target"))
-        limit = min(recipe.train.max_tokens, *positions)
-        class_token = flags.get("init-token") is not None  # before every sentence of a classifier
-        pairs = [
-            numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token for split in ("train", "valid")
-        ]
-        longest = max(int(sizes[sizes <= limit].max(initial=0)) for sizes in pairs) or None
-    return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, min_tokens=longest))
-
-
-def fit_devices(recipe: Recipe, hardware: Hardware) -> Tuple[Hardware, Optional[str]]:
-    """As many of the devices as can share an update, and a warning where some are left out.
-
-    Raises UserError where other programs have started the processes, so that none can be left out here.
-    """
-    train = recipe.train
+    if recipe.train.min_tokens is None:
+        longest = _longest(recipe, data)
+        recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, min_tokens=longest))
+    train, world = recipe.train, hardware.world
     if not train.min_tokens or not train.effective_batch_tokens:
-        return hardware, None
+        return recipe, hardware, ""
     most = max(1, train.effective_batch_tokens // min(train.min_tokens, train.max_tokens))
     if hardware.devices <= most:
-        return hardware, None
+        return recipe, hardware, ""
     why = (
         f"an update has {train.effective_batch_tokens:,} tokens (train.effective_batch_tokens) and the "
         f"longest sentence or sample {train.min_tokens:,}"
     )
-    world = hardware.world
     if hardware.shared:
         raise UserError(
             f"{hardware.devices} devices are too many: {why}, which no device's share may fall below, or "
@@ -133,7 +97,136 @@ def fit_devices(recipe: Recipe, hardware: Hardware) -> Tuple[Hardware, Optional[
         )
     smaller = dataclasses.replace(world, size=most, here=most) if world and most > 1 else None
     fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
-    return fewer, (
-        f"WARNING: {most} of {hardware.devices} devices are used: {why}. A smaller share would leave "
-        "sentences out."
+    assumed = "" if data else " (That length is assumed until the data is prepared.)"
+    left_out = f"{most} of {hardware.devices} devices are used: {why}. A smaller share would leave"
+    return recipe, fewer, f"{left_out} sentences out.{assumed}"
+
+
+def _longest(recipe: Recipe, data: Optional[Path]) -> Optional[int]:
+    flags = recipe.training_flags
+    if recipe.kind not in (TRANSLATION, CLASSIFICATION):
+        sample = flags.get("tokens-per-sample")
+        return int(sample) if sample else None
+    if data is None:
+        size = known_size(recipe)
+        return size.longest if size else None
+    positions = (int(flags.get(f"max-{side}-positions") or MAX_POSITIONS) for side in ("source", "target"))
+    limit = min(recipe.train.max_tokens, *positions)
+    class_token = flags.get("init-token") is not None  # before every sentence of a classifier
+    pairs = [
+        numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token for split in ("train", "valid")
+    ]
+    return max(int(sizes[sizes <= limit].max(initial=0)) for sizes in pairs) or None
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusSize:
+    """A training set. Tokens include the end of each sentence.
+
+    fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
+    sentences that are longer on the source side. batches: how many fairseq cuts one epoch into, known of
+    measured data only. longest: tokens of the longest sentence, for a plan without data. origin: where the
+    numbers are from.
+    """
+
+    name: str
+    sentences: int
+    source_tokens: int
+    target_tokens: int
+    vocabulary: int
+    fill: float
+    origin: str
+    batches: Optional[int] = None
+    longest: Optional[int] = None
+
+    def updates_per_epoch(self, batch: BatchPlan) -> int:
+        """Updates in an epoch."""
+        if self.batches is not None:
+            return math.ceil(math.ceil(self.batches / batch.devices) / batch.update_freq)
+        return max(1, round(self.target_tokens / (batch.effective * self.fill)))
+
+
+def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
+    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
+    limits = [train.max_update] if train.max_update else []
+    if train.max_epoch and size:
+        limits.append(train.max_epoch * size.updates_per_epoch(batch))
+    return min(limits, default=None)
+
+
+def training_set(recipe: Recipe, data: Optional[Path]) -> Optional[CorpusSize]:
+    """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
+    return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens) if data else known_size(recipe)
+
+
+def known_size(recipe: Recipe) -> Optional[CorpusSize]:
+    """The entry of corpus_sizes.json whose experiments the recipe belongs to, by the longest beginning."""
+    names = (recipe.experiment, recipe.data.recipe)
+    found: List[Tuple[int, Dict[str, Any]]] = [
+        (len(beginning), entry)
+        for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
+        for beginning in entry["experiments"]
+        if any(name.startswith(beginning) for name in names)
+    ]
+    entry = max(found, key=lambda pair: pair[0], default=(0, {}))[1]
+    return (
+        CorpusSize(**{key: value for key, value in entry.items() if key != "experiments"}) if entry else None
     )
+
+
+def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
+    """Read the lengths of all training sentences and cut them into batches as fairseq will.
+
+    folder: made by fairseq-preprocess. Raises UserError when its training set is not there.
+    """
+    from fairseq.data import data_utils
+
+    import moa_fairseq  # noqa: F401  (so that the last batch is kept, as in training)
+
+    source, target = sentence_sizes(recipe, folder, "train")
+    language = recipe.data.target
+    place = folder / INPUT if recipe.kind == CLASSIFICATION else folder
+    dictionary = place / (f"dict.{language}.txt" if language else "dict.txt")
+    try:
+        with open(dictionary, "rb") as lines:
+            masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
+            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
+    except OSError as error:
+        raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
+    batches, total = None, int(target.sum())
+    if language or recipe.kind == CLASSIFICATION:
+        longer = numpy.maximum(source, target)
+        if longer.max(initial=0) > max_tokens:
+            raise UserError(
+                f"A training sentence has {longer.max():,} tokens and train.max_tokens is {max_tokens:,}: "
+                "raise it, or leave long sentences out of the data."
+            )
+        order = numpy.lexsort((target, source))
+        cut = data_utils.batch_by_size(
+            order,
+            num_tokens_fn=None,
+            num_tokens_vec=longer[order],
+            max_tokens=max_tokens,
+            max_sentences=recipe.training_flags.get("batch-size"),
+            required_batch_size_multiple=8,
+        )
+        batches = len(cut)
+    fill = total / (batches * max_tokens) if batches else 1.0
+    counts = {"sentences": len(target), "source_tokens": int(source.sum()), "target_tokens": total}
+    origin = f"measured in {folder}"
+    return CorpusSize(folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches)
+
+
+def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    """Tokens of every source and target sentence of a split; of one text twice those of its lines."""
+    from fairseq.data.indexed_dataset import MMapIndexedDataset
+
+    languages = [language for language in (recipe.data.source, recipe.data.target) if language]
+    stems = list(subset_stems(folder, languages, split).values())
+    sizes = []
+    for stem in stems if languages else stems[:1]:
+        if not stem.with_name(stem.name + ".idx").is_file():
+            raise UserError(f"{stem}.idx is missing: the folder is not as fairseq-preprocess makes it.")
+        dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
+        sizes.append(numpy.array(dataset.sizes, dtype=numpy.int64))
+    return sizes[0], sizes[-1]

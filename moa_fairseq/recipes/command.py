@@ -10,7 +10,6 @@ checkpoint. --gpus says how many GPUs to use (all that torch sees; 0: the CPU); 
 so that one update has the recipe's number of tokens on any machine.
 
   moa-fairseq recipe configs/wmt14_ende_moa_big.yaml --plan                    what it will cost
-  moa-fairseq recipe configs/wmt14_ende_moa_big.yaml --data BIN --hydra DIR    for fairseq-hydra-train
   bash scripts/launch/slurm.sh --help                  Slurm; multinode.sh and torchrun.sh beside it
 """
 
@@ -24,41 +23,16 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import List
 
 import moa_fairseq
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
-from moa_fairseq.recipes.finetune import resolve
-from moa_fairseq.recipes.hardware import (
-    DEVICES,
-    Hardware,
-    assumed_hardware,
-    choose_devices,
-    detect_hardware,
-)
-from moa_fairseq.recipes.launch.world import find_world
+from moa_fairseq.recipes.finetune import prepared_data, resolve
+from moa_fairseq.recipes.flags import check_flags, check_plugin, check_sharding
+from moa_fairseq.recipes.hardware import DEVICES, assumed_hardware, choose_devices, detect_hardware
 from moa_fairseq.recipes.loading import find_recipe, load_recipe
-from moa_fairseq.recipes.planner.throughput import Row, read_rows
-from moa_fairseq.recipes.preflight import (
-    check_plugin,
-    check_scale,
-    check_schedule,
-    check_train_command,
-    fairseq_is_installed,
-)
-from moa_fairseq.recipes.row_data import on_the_rows_data
-from moa_fairseq.recipes.runner import (
-    STAGES,
-    Options,
-    planned_commands,
-    prepared_before,
-    run_folder_of,
-    run_recipe,
-)
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.running.command_line import to_shell
+from moa_fairseq.recipes.runner import STAGES, Options, run_folder_of, run_recipe
+from moa_fairseq.recipes.world import find_world
 
 log = logging.getLogger(__name__)
 
@@ -75,16 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         action="store_true",
-        help="print parameters, MACs, updates, memory and hours for V100, A100, H100 and H200 (or --gpus N "
-        "--device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
-    )
-    parser.add_argument(
-        "--hydra",
-        nargs="?",
-        const="",
-        metavar="DIR",
-        help="write the training's config for fairseq-hydra-train to DIR (default: the run folder), print "
-        "the line that trains by it, and do nothing else",
+        help="print parameters, MACs, updates, memory and rough hours for V100, A100, H100 and H200 (or "
+        "--gpus N --device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
     )
     parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
     parser.add_argument(
@@ -140,17 +106,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one recipe, or tell what it would do (--dry-run, --plan, --hydra). Returns the exit status."""
+    """Run one recipe, or tell what it would do (--dry-run, --plan). Returns the exit status."""
     config = find_recipe(args.config)
     recipe = resolve(load_recipe(config, args.overrides))
+    # The row of a paper is that of the file, with whatever it is fine-tuned from.
+    published = load_recipe(config) if recipe.reproduces else None
+    if published and recipe.finetune:
+        published = dataclasses.replace(published, finetune=recipe.finetune, pretrained=recipe.pretrained)
+        published = resolve(published)
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
-    hardware = _hardware(args)
+    if args.device_name and not (args.dry_run or args.plan):
+        raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
+    if args.device_name:
+        hardware = assumed_hardware(args.device_name, args.gpus)
+    else:
+        hardware = choose_devices(detect_hardware(), args.gpus, args.dry_run or args.plan)
+    world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
+    hardware = dataclasses.replace(hardware, world=world)
+    training = check_flags(recipe)
+    check_sharding(recipe, hardware)
     results = config.resolve().parent.parent / "results"
     installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
-    kind = (Path("results") if installed else results) / (
-        "throughput" if args.stage == "train" else "measured"
-    )
+    kind = "throughput" if args.stage == "train" else "measured"
+    record = (Path("results") if installed else results) / kind / f"{args.record or config.stem}.json"
     here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
     inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
@@ -159,85 +138,24 @@ def run(args: argparse.Namespace) -> int:
         save_dir=args.save_dir,
         restart=args.restart,
         user_dir=Path(args.user_dir).absolute() if args.user_dir else None,
-        record=None if args.record is None else kind / f"{args.record or config.stem}.json",
+        record=None if args.record is None else record,
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
+        published=published,
+        training=training,
     )
-    if (args.plan or args.hydra is not None) and not fairseq_is_installed():
-        raise UserError("--plan and --hydra ask fairseq: run `bash scripts/setup.sh` first.")
     if options.user_dir:
         check_plugin(options.user_dir)
-    data = options.data or prepared_before(recipe, options)
     if args.plan:
-        return _plan(args, recipe, hardware, data, read_rows(results))
-    known = data if data and is_binarised(data) else None
-    # What is assumed of data that nobody has seen yet is for a dry run; a run measures it.
-    sized = with_floor(recipe, known, assume=args.dry_run)
-    used, fewer = fit_devices(sized, hardware)
-    warnings = [check_scale(sized, used)]
-    if args.hydra is not None:
-        return _hydra(args, sized, used, dataclasses.replace(options, data=known), fewer)
-    commands = planned_commands(sized, used, options)
-    log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
-    for command in commands:
-        if command[0] == "fairseq-train" and used.leads and (fairseq_is_installed() or not args.dry_run):
-            warnings.append(check_schedule(sized, used, check_train_command(command), known))
-    for warning in filter(None, warnings):
-        log.info(warning)
-    if not args.dry_run:
-        run_recipe(recipe, hardware, options)
+        from moa_fairseq.recipes import planner
+
+        data = options.data or prepared_data(run_folder_of(recipe, options))
+        machines = [hardware]
+        if not hardware.gpus and args.gpus is None:  # none here, and no wish: every kind
+            machines = [assumed_hardware(name, count) for name in DEVICES for count in planner.COUNTS]
+        report = planner.plan(recipe, data if data and is_binarised(data) else None, machines, results)
+        head = f"{recipe.experiment}: {recipe.summary}"
+        print(json.dumps(report, indent=1) if args.json else f"{head}\n{planner.as_text(report)}")
         return 0
-    if known:
-        on_the_rows_data(recipe, known)
-    if fewer:
-        log.info(fewer if known else f"{fewer} (That length is assumed until the data is prepared.)")
-    log.info("batch: %s", plan_batch(sized.train, used.devices).describe())
-    for command in commands:
-        log.info("$ %s", to_shell(command, used.environment))
-    return 0
-
-
-def _hydra(
-    args: argparse.Namespace, recipe: Recipe, hardware: Hardware, options: Options, warning: str | None
-) -> int:
-    from moa_fairseq.recipes.hydra import write_hydra
-
-    if options.data is None:
-        raise UserError(
-            "--hydra needs binarised data: run --stage prepare first with the same --save-dir, or give "
-            "--data a folder made by fairseq-preprocess or `moa-fairseq prepare`."
-        )
-    folder = Path(args.hydra) if args.hydra else run_folder_of(recipe, options) / "hydra"
-    if recipe.finetune == "noft":
-        raise UserError("--hydra writes the config of a training, and finetune: noft trains nothing.")
-    (training,) = planned_commands(recipe, hardware, dataclasses.replace(options, stage="train"))
-    header = f"{recipe.summary}\nMade by: {options.command_line}\nThe same as: {to_shell(training)}"
-    line = to_shell(write_hydra(training, folder, recipe.experiment, header))
-    print(f"{warning}\n{line}" if warning else line)
-    return 0
-
-
-def _hardware(args: argparse.Namespace) -> Hardware:
-    """The devices that the command line asks for, and who trains together with them."""
-    if args.device_name:
-        if not (args.dry_run or args.plan):
-            raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
-        hardware = assumed_hardware(args.device_name, args.gpus)
-    else:
-        hardware = choose_devices(detect_hardware(), args.gpus, args.dry_run or args.plan)
-    world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
-    return dataclasses.replace(hardware, world=world)
-
-
-def _plan(
-    args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None, rows: List[Row]
-) -> int:
-    from moa_fairseq.recipes.planner import plan
-
-    recipe = with_floor(recipe, data)
-    machines = plan.machines_to_plan(hardware, args.gpus, args.device_name)
-    report = plan.plan(recipe, plan.workload(recipe, data), machines, rows)
-    if args.json:
-        print(json.dumps(report, indent=1))
-    else:
-        print(f"{recipe.experiment}: {recipe.summary}\n{plan.as_text(report)}")
+    log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
+    run_recipe(recipe, hardware, options, dry_run=args.dry_run)
     return 0

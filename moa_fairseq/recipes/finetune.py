@@ -7,10 +7,11 @@ import logging
 from pathlib import Path
 from typing import Optional
 
-from moa_fairseq.data_prep.translation import CODES
+from moa_fairseq.data_prep.prepare import CODES
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.run_folder import RunState, is_whole, trained_checkpoint
-from moa_fairseq.recipes.schema import Data, Recipe
+from moa_fairseq.recipes.checkpoints import is_whole, trained_checkpoint
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.running.state import marks
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def resolve(recipe: Recipe) -> Recipe:
     """
     if recipe.finetune is None or recipe.pretrained is None:
         return recipe
-    flags = dict(recipe.train.flags)
+    flags, data = dict(recipe.train.flags), recipe.data
     if recipe.finetune != "noft":
         checkpoint = pretrained_checkpoint(recipe.pretrained)
         flags.update({"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)})
@@ -32,19 +33,29 @@ def resolve(recipe: Recipe) -> Recipe:
         flags = {name: value for name, value in flags.items() if not name.startswith(("adam-", "warmup-"))}
         plain = {"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0), "lr-scheduler": "fixed"}
         flags.update({**plain, "weight-decay": 0.0})
+    folder = prepared_data(Path(recipe.pretrained))
+    if folder and data.recipe != "binarised":
+        found = (path for path in (folder.parent / "bpe" / CODES, folder.parent / CODES) if path.is_file())
+        codes = data.codes or (None if data.bpe else str(next(found, "")) or None)
+        sides = {"srcdict": data.source, **({} if data.joined_dictionary else {"tgtdict": data.target})}
+        named = {flag: str(folder / f"dict.{language}.txt") for flag, language in sides.items()}
+        data = dataclasses.replace(data, codes=codes, flags={**named, **data.flags})
     average = None if recipe.finetune == "noft" else recipe.average
-    return dataclasses.replace(
-        recipe,
-        data=_with_its_subwords(recipe.data, Path(recipe.pretrained)),
-        train=dataclasses.replace(recipe.train, flags=flags),
-        average=average,
-    )
+    train = dataclasses.replace(recipe.train, flags=flags)
+    return dataclasses.replace(recipe, data=data, train=train, average=average)
 
 
 def pretrained_checkpoint(pretrained: str) -> Path:
     """The checkpoint file that `pretrained` stands for: itself, or what a run folder has to show."""
     path = Path(pretrained)
     return path if path.suffix == ".pt" else trained_checkpoint(path)
+
+
+def prepared_data(run_folder: Path) -> Optional[Path]:
+    """The binarised folder that a run was made on, if it is still there."""
+    facts = marks(run_folder).get("prepare", {}).get("facts")
+    folder = facts.get("folder") if isinstance(facts, dict) else None
+    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
 
 
 def check_pretrained(recipe: Recipe, data: Path) -> None:
@@ -59,7 +70,7 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
             f"pretrained: {checkpoint} is missing or cut off. Train that model first, or name a checkpoint "
             "or another run folder: --set pretrained=runs/NAME."
         )
-    original = _binarised_folder(Path(pretrained))
+    original = prepared_data(Path(pretrained))
     if original is None:
         log.warning(
             f"{recipe.pretrained} does not tell what it was trained on. Its dictionaries must be those in "
@@ -79,23 +90,3 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
                 "another. Let the prepare stage make the data (leave --data out, or give it the raw text), "
                 "or binarise with --srcdict and --tgtdict of the pretrained model."
             )
-
-
-def _with_its_subwords(data: Data, pretrained: Path) -> Data:
-    """The data section with the merges and dictionaries that the pretrained model was trained with."""
-    folder = _binarised_folder(pretrained)
-    if folder is None or data.recipe == "binarised":
-        return data
-    found = (path for path in (folder.parent / "bpe" / CODES, folder.parent / CODES) if path.is_file())
-    codes = data.codes or (None if data.bpe else str(next(found, "")) or None)
-    sides = {"srcdict": data.source, **({} if data.joined_dictionary else {"tgtdict": data.target})}
-    named = {flag: str(folder / f"dict.{language}.txt") for flag, language in sides.items()}
-    return dataclasses.replace(data, codes=codes, flags={**named, **data.flags})
-
-
-def _binarised_folder(pretrained: Path) -> Optional[Path]:
-    """The binarised folder that a run folder was trained on, if both are still there."""
-    if not pretrained.is_dir():
-        return None
-    folder = RunState(pretrained).get("prepare").get("folder")
-    return Path(folder) if folder and Path(folder).is_dir() else None

@@ -9,8 +9,8 @@ import platform
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.launch.world import World
 from moa_fairseq.recipes.schema import Model
+from moa_fairseq.recipes.world import World
 
 
 class Device(NamedTuple):
@@ -33,6 +33,21 @@ DEVICES = {
     "H100": Device((9, 0), 80_000_000_000, 989e12, 67e12),
     "H200": Device((9, 0), 141_000_000_000, 989e12, 67e12),
 }
+
+# What torch calls them; a card that is not named here is unknown, however alike its name is.
+_NAMES = {
+    **dict.fromkeys(("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100"),
+    **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100"),
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    **{name: name for name in DEVICES},
+}
+
+
+def device_kind(name: str) -> str:
+    """The key of DEVICES that a GPU of this name is, else "unknown"."""
+    return _NAMES.get(name, "unknown")
+
 
 # From this width on a CPU with units for bfloat16 trains under autocast. Measured on a Xeon with AMX: at 512,
 # updates of 1,000 tokens, 1.4 to 1.5 times as fast; at 128, updates of 8,192 tokens, 1.3 (dense) and 1.2

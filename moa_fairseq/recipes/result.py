@@ -2,79 +2,69 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any, Dict, Optional
 
 from moa_fairseq.data_prep.manifest import tool_versions
+from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.json_files import is_number, write_json
-from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.hardware import precision_name
-from moa_fairseq.recipes.schema import HEADLINE_METRICS, Recipe, Score
-from moa_fairseq.recipes.steps import Run
-from moa_fairseq.recipes.train_log import summarise
-from moa_fairseq.recipes.training import trained_as_the_recipe_says
+from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json, write_json
+from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, Recipe, Score
+
+_FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
+_PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
+_TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
+# Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
+_SETTINGS = (
+    *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
+    *("sample-break-mode", "softmax-batch"),
+)
 
 
-def write_result(run: Run, scores: Dict[str, Dict[str, Any]], command: str) -> Path:
-    """Write `result.json` into the run folder.
+def scores_in(path: Path, recipe: Recipe) -> Dict[str, Any]:
+    """The scores that an evaluation of the recipe's kind wrote. Raises UserError for a damaged file."""
+    if recipe.kind == CAUSAL_LM:
+        return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe)
+    return read_scores(path)
 
-    scores: subset → what `moa-fairseq score --json` said; the recipe's first subset is the result, the
-    others stand under "other_subsets". command: the moa-fairseq line that led to it.
-    """
-    recipe, trained = run.recipe, run.state.get("train")
-    summary = summarise(run.folder / "train.jsonl")
-    subset = recipe.subsets[0]
-    # what the step that read the model remembers
-    evaluated = run.state.get(f"{'generate' if recipe.generate else 'score'}-{subset}")
-    settings = evaluated.get("settings", {})
-    metrics = flat_metrics(scores[subset]) if subset in scores else {}
-    metrics.update({key: summary.pop(key) for key in ("valid_ppl",) if key in summary})
-    result = {
-        "experiment": recipe.experiment,
-        "reproduces": _reproduces(run, evaluated),
-        "headline": recipe.score.headline if recipe.score else None,
-        "metrics": metrics,
-        "subset": subset,
-        "other_subsets": {name: flat_metrics(values) for name, values in scores.items() if name != subset},
-        "parameters": trained.get("parameters"),
-        **({"updated_parameters": trained["updated"]} if trained.get("updated") is not None else {}),
-        **summary,
-        "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
-        "checkpoints_averaged": evaluated.get("checkpoints"),
-        "generation": {key: settings.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
-        "evaluation": scores.get(subset, {}).get("meta", {}).get("evaluation"),
-        "seed": recipe.train.seed,
-        "hardware": trained.get("hardware", run.hardware.describe()),
+
+def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
+    """fairseq-eval-lm's output as scores. Raises UserError if it holds no perplexity."""
+    found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
+    if not found:
+        raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
+    said = recipe.score.flags if recipe.score else {}
+    evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
+    if tokens:
+        evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
+    return {
+        "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
+        "lm_bits": {"score": float(found.group(1))},  # of a token, which is a byte of enwik8
+        "meta": {"evaluation": evaluation},
     }
-    return _write(run.folder / "result.json", result, command)
 
 
-def write_throughput(run: Run, path: Path, command: str) -> None:
-    """Write how fast the train stage was, for --plan to go by."""
-    from moa_fairseq.recipes.planner.plan import workload
-
-    recipe, hardware, summary = run.recipe, run.hardware, summarise(run.folder / "train.jsonl")
-    batch = plan_batch(recipe.train, hardware.devices)
-    row = {
-        "experiment": recipe.experiment,
-        "hardware": run.state.get("train").get("hardware", hardware.describe()),
-        "precision": precision_name(recipe.train.precision, hardware, recipe.model),
-        "tokens_per_second": summary["tokens_per_second"],
-        "macs_per_target_token": round(workload(recipe, run.data).macs_per_target_token),
-        "parameters": run.state.get("train").get("parameters"),
-        "max_tokens": batch.max_tokens,
-        "update_freq": batch.update_freq,
-        "updates": summary["updates"],
-    }
-    _write(path, row, command)
+def read_scores(path: Path) -> Dict[str, Any]:
+    """What `moa-fairseq score --json` printed. Raises UserError for a damaged file."""
+    remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
+    scores = read_json(path, remedy)
+    metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
+    check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    check_kinds(scores.get("meta") or {}, {"evaluation": MAPPING}, f"{path}: meta", remedy)
+    for name in metrics.keys() & scores.keys():
+        check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
+        for key in ("score", "sd"):  # that of a diverged model is a float, too, though no number
+            value = scores[name].get(key)
+            if not (value is None or isinstance(value, float) or is_number(value)):
+                raise UserError(f"{path}: {name}.{key} must be a number. {remedy}")
+    return scores
 
 
-def _write(path: Path, values: Dict[str, Any], command: str) -> Path:
+def write_record(path: Path, values: Dict[str, Any], command: str) -> Path:
     """Write `values` as JSON, and what made them: versions, commit, date, the moa-fairseq line."""
     made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
     write_json(path, {**values, **made_by, "command": command})
@@ -94,10 +84,10 @@ def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
     return metrics
 
 
-def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], reproduces: Optional[Dict[str, Any]]) -> str:
+def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], paper: Optional[float] = None) -> str:
     """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
 
-    reproduces: the paper's cell, where the run stands for it: its number is named, too.
+    paper: the number of the row that the run stands for.
     """
     names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
     names.insert(0, (recipe.score or Score()).headline)
@@ -105,7 +95,6 @@ def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], reproduces: Opti
     for subset, values in scores.items():
         found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
         parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
-    paper = (reproduces or {}).get("value")
     return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")
 
 
@@ -132,16 +121,3 @@ def commit() -> Optional[str]:
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
-
-
-def _reproduces(run: Run, evaluated: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """The paper's cell, if the finished training's model was evaluated with the recipe's own settings."""
-    recipe, section = run.recipe, run.recipe.generate or run.recipe.score
-    if recipe.reproduces is None or section is None or not trained_as_the_recipe_says(run):
-        return None
-    stands = (
-        evaluated.get("training") == run.state.get("train")["done"]
-        and evaluated.get("checkpoints") == (recipe.average.count if recipe.average else 1)
-        and evaluated.get("settings") == dataclasses.asdict(section)
-    )
-    return dataclasses.asdict(recipe.reproduces) if stands else None

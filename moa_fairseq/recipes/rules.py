@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import re
 import reprlib
 from pathlib import Path
-from typing import Any, Dict, Iterator, NoReturn, Tuple
+from typing import Any, Iterator, NoReturn, Tuple
 
 from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.errors import UserError
@@ -21,10 +19,7 @@ from moa_fairseq.recipes.schema import (
     MASKED_LM,
     PRECISIONS,
     TRANSLATION,
-    Generate,
-    Model,
     Recipe,
-    Train,
 )
 from moa_fairseq.running.command_line import unsafe_value
 
@@ -35,6 +30,7 @@ _SCORED = {
     CLASSIFICATION: ("accuracy", "a classifier"),
 }
 LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
+SECTIONS = ("data", "model", "train", "generate", "score")
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 FILE_NAME = re.compile(r"\w[\w.-]*")  # what stands in the names of files: a language, a subset
 Problems = Iterator[Tuple[str, str]]  # of key and problem
@@ -66,16 +62,18 @@ def _values(recipe: Recipe) -> Problems:
     for section in ("data", "model", "train", "average", "generate"):
         values = getattr(recipe, section)
         for name, value in vars(values).items() if values else ():
-            whole = isinstance(value, int) and not isinstance(value, bool) and name != "seed"
-            if whole and value < 1:
-                yield f"{section}.{name}", f"must be at least 1, not {value}."
-            if whole and value > LARGEST:
-                yield f"{section}.{name}", f"must not be above {LARGEST:,}."
+            if isinstance(value, int) and not isinstance(value, bool):
+                if abs(value) > LARGEST:
+                    yield f"{section}.{name}", f"must not be above {LARGEST:,}."
+                if value < 1 and name != "seed":
+                    yield f"{section}.{name}", f"must be at least 1, not {value}."
     names = [("data.source", data.source), ("data.target", data.target)]
     for section in ("generate", "score"):
         names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
     for key, name in names:
-        if name is not None and not FILE_NAME.fullmatch(name):
+        if name in ("True", "False"):
+            yield key, "must be text: put it in quotes, as YAML takes no, yes, on and off for a truth value."
+        if name is not None and not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
             yield (
                 key,
                 f"{reprlib.repr(name)} is not a name: use letters, digits, '_', '-' and '.' (files bear it).",
@@ -172,91 +170,29 @@ def _finetuning(recipe: Recipe) -> Problems:
 
 
 def _flags(recipe: Recipe) -> Problems:
-    for section, reserved in RESERVED.items():
+    """What holds of any flag; moa_fairseq.recipes.flags asks the programs."""
+    for section in SECTIONS:
         values = getattr(recipe, section)
         for name, value in values.flags.items() if values else ():
             key = f"{section}.flags.{name}"
-            if not isinstance(name, str) or not FLAG_NAME.fullmatch(name):
-                proper = str(name)[:100].lower().replace("_", "-").lstrip("-")
+            if not FLAG_NAME.fullmatch(name):
+                proper = name[:100].lower().replace("_", "-").lstrip("-")
                 yield key, f"write flags as on the command line, without the leading dashes: {proper}."
-            if name in reserved:
-                yield key, f"is not a free flag; {reserved[name]}."
-            if name in REFUSED:
-                yield key, f"{REFUSED[name]}, which a recipe must not decide: leave it out."
-            if name == "model-overrides" and not _is_dictionary(value):
-                yield key, f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
             if name == "tensorboard-logdir" and not _is_inside(value):
                 yield key, f"{reprlib.repr(value)} is not a folder inside of the run folder, such as logs."
             for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, int) and abs(item) > LARGEST:
+                    yield key, f"must not be above {LARGEST:,}."
                 if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
                     yield (
                         key,
-                        "a flag's value is text (in quotes where it looks like a date), a number, true, "
-                        f"false, null or a flat list of these, not {reprlib.repr(item)}.",
+                        "a flag's value is text, a number, true, false, null or a flat list of these, not "
+                        f"{reprlib.repr(item)}.",
                     )
             problem = unsafe_value(value)
             if problem:
                 yield key, problem
 
 
-def _is_dictionary(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and isinstance(ast.literal_eval(value), dict)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return False
-
-
 def _is_inside(path: Any) -> bool:
     return isinstance(path, str) and not Path(path).is_absolute() and ".." not in Path(path).parts
-
-
-def _own(names: str) -> Dict[str, str]:
-    return dict.fromkeys(names.split(), "the recipe runner sets it")
-
-
-def _keys(section: type) -> Dict[str, str]:
-    names = [field.name for field in dataclasses.fields(section) if field.name != "flags"]
-    return {name.replace("_", "-"): f"say {section.__name__.lower()}.{name}" for name in names}
-
-
-# What no section may set: recipes are passed on, and the reader of one expects its run folder to be written.
-REFUSED = {
-    "post-save-script": "fairseq would run it as a command",
-    **dict.fromkeys(("use-plasma-view", "plasma-path"), "fairseq would start the program plasma_store"),
-    **dict.fromkeys(
-        ("save-dir", "log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
-        "fairseq would write outside of the run folder",
-    ),
-}
-_PROCESSES = ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")
-_WORLD = {f"distributed-{name}": "say --gpus, --nodes, --node-rank and --master" for name in _PROCESSES}
-_TRAINING = {
-    **_own("user-dir save-dir log-format log-file no-progress-bar cpu"),
-    **_keys(Train),
-    **_keys(Model),
-    **dict.fromkeys(("fp16", "bf16", "amp"), "say train.precision"),
-    "update-freq": "it follows from train.effective_batch_tokens",
-    **_WORLD,
-}
-# section → flags that the runner itself sets, each with what to say instead
-RESERVED = {
-    "model": _TRAINING,
-    "train": _TRAINING,
-    "data": {
-        **_own("destdir user-dir"),
-        "joined-dictionary": "say data.joined_dictionary",
-        "source-lang": "say data.source",
-        "target-lang": "say data.target",
-    },
-    "generate": {
-        **_WORLD,
-        **_own("path user-dir cpu"),
-        **_keys(Generate),
-        "gen-subset": "say generate.subsets",
-    },
-    "score": {
-        **_WORLD,
-        **_own("json masked-lm classifier data path user-dir cpu"),
-        **dict.fromkeys(("subset", "gen-subset"), "say score.subsets"),
-    },
-}

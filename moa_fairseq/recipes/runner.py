@@ -1,15 +1,13 @@
-"""From a recipe to result.json: the run folder, the data, and each step of the job's list."""
+"""From a recipe to result.json: the data, the run folder, and each step of the list."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
-import math
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import yaml
 
@@ -18,19 +16,21 @@ from moa_fairseq.data_prep.inputs import require_source
 from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes.batch import fit_devices, with_floor
-from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.jobs import steps
-from moa_fairseq.recipes.jobs.shared import read_scores
-from moa_fairseq.recipes.result import describe, write_result, write_throughput
-from moa_fairseq.recipes.row_data import on_the_rows_data
-from moa_fairseq.recipes.run_folder import RunState, changes, move_aside
+from moa_fairseq.json_files import is_number
+from moa_fairseq.recipes import claim
+from moa_fairseq.recipes.batch import fit, plan_batch, planned_updates, sentence_sizes, training_set
+from moa_fairseq.recipes.finetune import prepared_data
+from moa_fairseq.recipes.flags import schedule_warning
+from moa_fairseq.recipes.hardware import Hardware, precision_name
+from moa_fairseq.recipes.result import describe, flat_metrics, scores_in, write_record
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.steps import OutputStep, Run, carry_out
-from moa_fairseq.recipes.training import carry_out_training, check_trained, trained_as_the_recipe_says
-from moa_fairseq.running import command_line
+from moa_fairseq.recipes.steps import Run, steps
+from moa_fairseq.recipes.train_log import summarise
+from moa_fairseq.running.command_line import to_shell
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
+from moa_fairseq.running.make import COMMANDS, Step, make, refuse_other_inputs
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
+from moa_fairseq.running.state import changes, keep_command, marks, put_mark
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,11 @@ BINARISED_KEYS = ("source", "target", "joined_dictionary")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says beside the recipe. command_line: for result.json. user_dir: as of Run."""
+    """What the command line says beside the recipe. command_line: for result.json. user_dir: as of Run.
+
+    published: the recipe without any --set, which may stand for a row of a paper. training: what fairseq
+    makes of the training's flags, for a look at its schedule.
+    """
 
     stage: str = "all"
     data: Optional[Path] = None
@@ -56,6 +60,8 @@ class Options:
     user_dir: Optional[Path] = None
     data_root: Path = Path("data")
     corpus_root: Path = Path("data") / "embedded_en_de"
+    published: Optional[Recipe] = None
+    training: Any = None
 
     def wants(self, stage: str) -> bool:
         """True when --stage asks for this stage."""
@@ -73,58 +79,98 @@ def run_folder_of(recipe: Recipe, options: Options) -> Path:
     return folder
 
 
-def prepared_before(recipe: Recipe, options: Options) -> Optional[Path]:
-    """The binarised folder that a prepare stage of this run folder made, if there is one."""
-    known = RunState(run_folder_of(recipe, options)).get("prepare")
-    return Path(known["folder"]) if known and Path(known["folder"]).is_dir() else None
-
-
-def plan_run(recipe: Recipe, hardware: Hardware, options: Options) -> Run:
-    """The run as far as it is known before its data is prepared; nothing is written."""
-    folder = run_folder_of(recipe, options)
-    run = Run(recipe, hardware, Prepared(Path("DATA-BIN"), {}, ""), folder, user_dir=options.user_dir)
-    source = run.state.get("prepare").get("source")
-    given = options.data or (Path(source) if source else None)
-    if recipe.data.recipe == "binarised" or (given is not None and is_binarised(given)):
-        return dataclasses.replace(run, prepared=Prepared(given or run.data, {}, ""))
-    corpus = options.corpus_root if given is None and recipe.data.recipe in EMBEDDED else None
-    root = prepared_folder(dataclasses.asdict(recipe.data), corpus or given, options.data_root)
-    prepared = Prepared(root / "binarised", {}, "")
-    return dataclasses.replace(run, prepared=prepared, root=root, corpus=corpus)
-
-
-def planned_commands(recipe: Recipe, hardware: Hardware, options: Options) -> List[List[str]]:
-    """Every command of the wanted stages; nothing is written."""
-    return [step.command for step in steps(plan_run(recipe, hardware, options)) if options.wants(step.stage)]
-
-
 def run_recipe(
     recipe: Recipe,
     hardware: Hardware,
     options: Options,
     executor_class: Callable[..., Executor] = Executor,
+    dry_run: bool = False,
 ) -> Optional[Path]:
-    """Carry out the wanted stages. Returns the path of result.json when the recipe was scored.
+    """Carry out the wanted stages, or show their commands. Returns result.json when the recipe was scored.
 
     Raises UserError; what was finished before stays and is not done again next time.
     """
-    folder = run_folder_of(recipe, options)
+    folder, executor = run_folder_of(recipe, options), executor_class(hardware.environment)
     if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
         why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
         raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
+    if dry_run:
+        prepared = _assumed(recipe, folder, options, executor)
+        run = _fitted(recipe, hardware, prepared, folder, options)
+        executor.environment = run.hardware.environment
+        make(_wanted(run, options), folder, executor=executor, dry_run=True)
+        return None
     if options.restart and folder.exists():
         with locked(folder):  # nobody may be at work in it
             pass
-        log.info("%s moved to %s", folder, move_aside(folder))
+        number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
+        log.info("%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}")))
     if hardware.shared:
         _check_shared(options, folder)
-    started = time.time()
-    with terminate_as_interrupt(), contextlib.ExitStack() as stack:
-        if hardware.leads:
-            stack.enter_context(locked(folder, HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS))
-        executor = executor_class(hardware.environment)
-        run = _train(plan_run(recipe, hardware, options), options, executor)
-        return _evaluate(run, options, started) if hardware.leads else None
+    started, patience = time.time(), HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
+    with terminate_as_interrupt(), locked(folder, patience) if hardware.leads else contextlib.nullcontext():
+        recall = not options.wants("prepare") and (options.data is None or hardware.shared)
+        known = _recalled if recall or not hardware.leads else _prepared
+        run = _fitted(recipe, hardware, known(recipe, folder, options, executor), folder, options)
+        executor.environment.update(run.hardware.environment)
+        if recipe.training_flags.get("wandb-project"):
+            executor.environment["WANDB_DIR"] = str(folder)
+        wanted = _wanted(run, options)
+        if not hardware.leads:  # a process of another program's run: nothing is written but a log
+            _follow(run, wanted[0], executor)
+            return None
+        first = steps(run)[:1]
+        if options.stage != "prepare" and first and first[0].in_place:
+            refuse_other_inputs(first[0], folder)
+        if not any(run.checkpoints.glob("*.pt")):  # the log of a training that left nothing to go on from
+            (folder / "train.jsonl").unlink(missing_ok=True)
+        make(wanted, folder, executor=executor)
+        with atomic_write(folder / "recipe.yaml") as stream:
+            mapping = {**dataclasses.asdict(recipe), "reproduces": None}  # which result.json tells
+            yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
+        return _recorded(run, wanted, options, started)
+
+
+def _wanted(run: Run, options: Options) -> List[Step]:
+    recipe = run.recipe
+    if options.stage in ("average", "generate", "score") and not getattr(recipe, options.stage):
+        log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
+    return [step for step in steps(run) if options.wants(step.name.partition("-")[0])]
+
+
+def _fitted(recipe: Recipe, hardware: Hardware, prepared: Prepared, folder: Path, options: Options) -> Run:
+    """The run on as many devices as can share an update; says what follows from the data."""
+    known = prepared.folder if prepared.folder.is_dir() else None
+    recipe, used, fewer = fit(recipe, hardware, known)
+    run = Run(recipe, used, prepared, folder, options.user_dir)
+    if not used.leads:
+        return run
+    cell, published = recipe.reproduces, options.published
+    if known and not prepared.sentences:
+        with contextlib.suppress(UserError):
+            lines = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
+            prepared = dataclasses.replace(prepared, sentences=lines)
+    if known and cell and published:
+        row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
+        data = claim.data_differences(published, known, prepared.sentences)
+        found = claim.differences(published, claim.settings(recipe), data)
+        if found:
+            log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
+        else:
+            log.info("stands for %s", row)
+    if options.wants("train") and recipe.finetune != "noft":
+        if fewer:
+            log.warning(fewer)
+        batch = plan_batch(recipe.train, used.devices)
+        log.info(batch.describe())
+        if options.training:
+            size = training_set(recipe, known) if recipe.train.max_epoch else None
+            warning = schedule_warning(options.training, planned_updates(recipe.train, batch, size))
+            if warning:
+                log.info(warning)
+        if used.world:
+            log.info("train: %s", used.world.describe())
+    return run
 
 
 def _check_shared(options: Options, folder: Path) -> None:
@@ -137,7 +183,7 @@ def _check_shared(options: Options, folder: Path) -> None:
         )
     if options.restart:
         raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
-    known = RunState(folder).get("prepare")
+    known = _known(folder)
     if not known:
         raise UserError(
             f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
@@ -147,115 +193,149 @@ def _check_shared(options: Options, folder: Path) -> None:
         raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
 
 
-def _train(run: Run, options: Options, executor: Executor) -> Run:
-    """Prepare the data, or recall it, and train on it; returns the run with all that is known then."""
-    run.executor = executor
-    recipe, leads = run.recipe, run.hardware.leads
-    recall = not options.wants("prepare") and (options.data is None or run.hardware.shared)
-    prepared = _recall_prepared(run) if recall or not leads else _prepare(run, options)
-    if leads:
-        recipe = on_the_rows_data(recipe, prepared.folder, prepared.sentences)
-    recipe = with_floor(recipe, prepared.folder)
-    hardware, fewer = fit_devices(recipe, run.hardware)
-    if fewer and leads and options.wants("train"):
-        log.info(fewer)
-    executor.environment.update(hardware.environment)
-    run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
-    if options.wants("train"):
-        carry_out_training(run, next((step for step in steps(run) if step.stage == "train"), None))
-    elif options.stage != "prepare":
-        check_trained(run)
-    return run
+def _follow(run: Run, train: Step, executor: Executor) -> None:
+    name = f"train.process{run.hardware.world.rank if run.hardware.world else 0}"
+    log.info("$ %s", to_shell(train.command, executor.environment))
+    executor.run(train.command, run.folder / f"{name}.log")
+    log.info("%s is done; the machine of process 0 has the results", name)
 
 
-def _evaluate(run: Run, options: Options, started: float) -> Optional[Path]:
-    """The steps after training, and result.json where scores are among them."""
-    recipe = run.recipe
-    # Written after `train` has agreed to the settings: a refused run must not overwrite the old copy.
-    if options.stage != "prepare" or not run.state.get("train"):
-        mapping = dataclasses.asdict(recipe)
-        if run.state.get("train") and not trained_as_the_recipe_says(run):
-            mapping["reproduces"] = None  # a training that ended elsewhere stands for no row of a paper
-        with atomic_write(run.folder / "recipe.yaml") as stream:
-            yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
-    if options.stage == "train" and options.record:
-        write_throughput(run, options.record, options.command_line)
-        log.info("speed recorded as %s", options.record)
-    if options.stage in ("average", "generate", "score") and not getattr(recipe, options.stage):
-        log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
-    after = [step for step in steps(run) if isinstance(step, OutputStep) and options.wants(step.stage)]
-    for step in after:
-        carry_out(run, step)
-    scores = scores_of(after)
-    if not scores:
-        return None
-    result = write_result(run, scores, options.command_line)
-    text = result.read_text(encoding="utf-8")
-    said = describe(recipe, scores, json.loads(text)["reproduces"])
-    log.info("%s: %s (%.0f s)", result, said, time.time() - started)
-    if options.record:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(options.record) as stream:
-            stream.write(text)
-        log.info("recorded as %s", options.record)
-    return result
+def _known(folder: Path) -> Dict[str, Any]:
+    """What an earlier prepare stage left in a run folder; {} where there is none."""
+    facts = marks(folder).get("prepare", {}).get("facts")
+    return facts if isinstance(facts, dict) and isinstance(facts.get("sentences"), dict) else {}
 
 
-def scores_of(done: List[OutputStep]) -> Dict[str, Any]:
-    """subset → its scores, of the scoring steps among those that were carried out."""
-    return {
-        step.name.removeprefix("score-"): read_scores(step.output) for step in done if step.stage == "score"
-    }
+def _preparation(recipe: Recipe, folder: Path, options: Options, executor: Executor) -> Preparation:
+    source = _known(folder).get("source")
+    given = options.data or (Path(source) if source else None)
+    if given is None and recipe.data.recipe in EMBEDDED:
+        given = options.corpus_root
+    settings = dataclasses.asdict(recipe.data)
+    root, commands = prepared_folder(settings, given, options.data_root), folder / COMMANDS
+    downloads = options.data_root / "downloads"
+    return Preparation(settings, recipe.splits, given, root, executor, downloads, commands=commands)
 
 
-def _prepare(run: Run, options: Options) -> Prepared:
+def _corpus(job: Preparation, options: Options) -> List[Step]:
+    """The embedded corpus, where it is the source."""
+    if job.source != options.corpus_root or job.settings["recipe"] not in EMBEDDED:
+        return []
+    line = ["moa-fairseq", "corpus", "--output", str(job.source)]
+    return [Step("corpus", job.source, line)]
+
+
+def _assumed(recipe: Recipe, folder: Path, options: Options, executor: Executor) -> Prepared:
+    """The data of a dry run, after the commands that would make it."""
+    job, done = _preparation(recipe, folder, options, executor), prepared_data(folder)
+    job = dataclasses.replace(job, unread=True)
+    if (job.source and is_binarised(job.source)) or recipe.data.recipe == "binarised":
+        return Prepared(job.source or Path("DATA-BIN"), {}, "")
+    if options.wants("prepare"):
+        make([*_corpus(job, options), *job.steps()], job.root, executor=executor, dry_run=True)
+    return Prepared(done if done and not options.data else job.root / "binarised", {}, "")
+
+
+def _prepared(recipe: Recipe, folder: Path, options: Options, executor: Executor) -> Prepared:
     """Do the prepare stage: what was done before is found again."""
-    recipe, settings, known = run.recipe, dataclasses.asdict(run.recipe.data), run.state.get("prepare")
-    given = options.data or run.corpus or (Path(known["source"]) if known.get("source") else None)
-    if run.corpus:  # a second time that is a no-op
-        command = steps(run)[0].command
-        run.show(command)
-        run.executor.run(
-            command, run.log("corpus"), errors_too=True, on_line=lambda line: log.info("  %s", line)
-        )
-    source = require_source(settings, given)
-    root = run.root or prepared_folder(settings, source, options.data_root)
-
-    def preprocess(flags: Mapping[str, Any]) -> None:
-        command = ["fairseq-preprocess", *command_line.flags(flags)]
-        # What is shown writes to the final folder; what runs writes beside it, to be renamed when whole.
-        run.show([word.replace("binarised.partial", "binarised") for word in command])
-        run.executor.run(command, root / "preprocess.log")
-
-    # Two runs of one data set may start together: the second one waits and finds everything done.
-    with locked(root, patience=math.inf):
-        downloads = options.data_root / "downloads"
-        prepared = Preparation(settings, recipe.splits, source, root, preprocess, downloads).run()
-    run.state.put(
-        "prepare",
-        folder=str(prepared.folder.resolve()),
-        sentences=prepared.sentences,
-        fingerprint=prepared.fingerprint,
-        source=str(source.resolve()) if source else None,
-        settings={key: settings[key] for key in (settings if run.root else BINARISED_KEYS)},
-    )
+    job = _preparation(recipe, folder, options, executor)
+    require_source(job.settings, job.source)
+    for step in _corpus(job, options):  # a second time that does nothing
+        shown = to_shell(step.command, executor.environment)
+        log.info("$ %s", shown)
+        keep_command(shown, folder / COMMANDS)
+        said: Callable[[str], None] = lambda line: log.info("  %s", line)  # noqa: E731
+        executor.run(step.command, folder / "corpus.log", errors_too=True, on_line=said)
+    prepared = job.run()
+    own = prepared.folder.parent == job.root
+    facts = {
+        "folder": str(prepared.folder.resolve()),
+        "sentences": prepared.sentences,
+        "fingerprint": prepared.fingerprint,
+        "source": str(job.source.resolve()) if job.source else None,
+        "settings": {key: job.settings[key] for key in (job.settings if own else BINARISED_KEYS)},
+    }
+    put_mark(folder, "prepare", inputs={}, facts=facts)
     return prepared
 
 
-def _recall_prepared(run: Run) -> Prepared:
+def _recalled(recipe: Recipe, folder: Path, options: Options, executor: Executor) -> Prepared:
     """The data that an earlier prepare stage made. Raises UserError when the recipe now asks for other."""
-    known, now = run.state.get("prepare"), dataclasses.asdict(run.recipe.data)
-    if not known or not Path(known["folder"]).is_dir():
-        raise UserError(
-            f"No prepared data is known in {run.folder}: run --stage prepare first, or give --data."
-        )
-    settings = known.get("settings", {})
+    known, now, place = _known(folder), dataclasses.asdict(recipe.data), prepared_data(folder)
+    if not known or place is None:
+        raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
+    settings, sentences = known.get("settings", {}), known["sentences"]
     changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
-    sentences = known.get("sentences", {})
-    changed += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
-    if changed:
+    found = [f"{key}: {change}" for key, change in changed.items()]
+    found += [f"subset {name} is new" for name in recipe.splits if name not in sentences]
+    if found:
         raise UserError(
-            f"The data of {run.folder} was prepared with other settings ({'; '.join(changed)}): run "
+            f"The data of {folder} was prepared with other settings ({'; '.join(found)}): run "
             "--stage prepare (or --stage all) with the new ones first."
         )
-    return Prepared(Path(known["folder"]), sentences, known["fingerprint"])
+    return Prepared(place, sentences, known["fingerprint"])
+
+
+def _recorded(run: Run, wanted: List[Step], options: Options, started: float) -> Optional[Path]:
+    """result.json where scores are among the steps; the speed, where it is to be recorded."""
+    recipe, folder, summary = run.recipe, run.folder, summarise(run.folder / "train.jsonl")
+    trained: Dict[str, Any] = marks(folder).get("train", {}).get("facts") or {}
+    if options.stage == "train" and options.record:
+        from moa_fairseq.recipes.planner import workload
+
+        batch = plan_batch(recipe.train, run.hardware.devices)
+        row = {
+            "experiment": recipe.experiment,
+            "hardware": trained.get("hardware", run.hardware.describe()),
+            "precision": precision_name(recipe.train.precision, run.hardware, recipe.model),
+            "tokens_per_second": summary["tokens_per_second"],
+            "macs_per_target_token": round(workload(recipe, run.prepared.folder).macs_per_target_token),
+            "parameters": trained.get("parameters"),
+            "max_tokens": batch.max_tokens,
+            "update_freq": batch.update_freq,
+            "updates": summary["updates"],
+        }
+        write_record(options.record, row, options.command_line)
+        log.info("speed recorded as %s", options.record)
+    scored = [step for step in wanted if step.name.startswith("score-")]
+    if not scored:
+        return None
+    scores = {step.name.removeprefix("score-"): scores_in(step.output, recipe) for step in scored}
+    subset, cell = recipe.subsets[0], None
+    done = claim.settings_made(folder, recipe)
+    found: List[str] = []
+    if options.published and recipe.reproduces:
+        data = claim.data_differences(options.published, run.prepared.folder, run.prepared.sentences)
+        found = claim.differences(options.published, done, data)
+        cell = None if found else dataclasses.asdict(recipe.reproduces)
+    metrics = flat_metrics(scores[subset]) if subset in scores else {}
+    metrics.update({key: summary.pop(key) for key in ("valid_ppl",) if key in summary})
+    updated = 0 if recipe.finetune == "noft" else trained.get("updated")
+    settings = done["evaluation"]
+    values = {
+        "experiment": recipe.experiment,
+        "reproduces": cell,
+        **({"differences": found} if found else {}),
+        "headline": recipe.score.headline if recipe.score else None,
+        "metrics": metrics,
+        "subset": subset,
+        "other_subsets": {name: flat_metrics(values) for name, values in scores.items() if name != subset},
+        "parameters": trained.get("parameters"),
+        **({"updated_parameters": updated} if updated is not None else {}),
+        **summary,
+        "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
+        "checkpoints_averaged": done["averaged"],
+        "generation": {key: settings.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
+        "evaluation": scores.get(subset, {}).get("meta", {}).get("evaluation"),
+        "seed": recipe.train.seed,
+        "hardware": trained.get("hardware", run.hardware.describe()),
+    }
+    result = write_record(folder / "result.json", values, options.command_line)
+    paper = cell["value"] if cell and is_number(cell["value"]) else None
+    log.info("%s: %s (%.0f s)", result, describe(recipe, scores, paper), time.time() - started)
+    if options.record:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(options.record) as stream:
+            stream.write(result.read_text(encoding="utf-8"))
+        log.info("recorded as %s", options.record)
+    return result

@@ -38,7 +38,7 @@ EXECUTION_FLAGS = (
 INTERVAL_FLAGS = ("save-interval-updates", "keep-interval-updates")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Reproduces:
     """The published number that the recipe stands for: which cell of which table of which paper.
 
@@ -53,7 +53,7 @@ class Reproduces:
     data: Optional[str] = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Data:
     """Which text, and how it becomes a binarised folder.
 
@@ -75,7 +75,7 @@ class Data:
     flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Model:
     """The arch and, for mixtures of attention heads, E, K and D. flags: passed on to fairseq-train."""
 
@@ -92,7 +92,7 @@ class Model:
         return {**own, **self.flags}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Train:
     """Optimisation.
 
@@ -116,7 +116,7 @@ class Train:
     flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Average:
     """How many of the last checkpoints are averaged: of epochs, or of train.flags.save-interval-updates."""
 
@@ -129,7 +129,7 @@ class Average:
         return self.epochs or self.updates or 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Generate:
     """Beam search. subsets: the first one is the recipe's result. flags: passed on to fairseq-generate."""
 
@@ -141,7 +141,7 @@ class Generate:
     flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Score:
     """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score, or for a
     causal language model to fairseq-eval-lm.
@@ -155,7 +155,7 @@ class Score:
     flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Recipe:
     """One experiment, from data to score. A section that is None is a stage left out.
 

@@ -10,16 +10,15 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, disk_errors, refuse_link
+from moa_fairseq.files import disk_errors
 from moa_fairseq.running.command_line import ERRORS_TOO, REDIRECT, to_shell
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
 from moa_fairseq.running.process import Executor
-from moa_fairseq.running.state import changes, fingerprint_of, marks, put_mark, stamp
+from moa_fairseq.running.state import changes, fingerprint_of, keep_command, marks, put_mark, remove, stamp
 
 OUT = "{out}"  # in a command: where it writes
 COMMANDS, PARTIAL = "commands.sh", ".partial"
@@ -87,15 +86,14 @@ def make(
 
 
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> Any:
+    if is_done(step, folder):
+        log.info("%s: done before (%s)", step.name, step.output)
+        return marks(folder)[step.name]["facts"]
     inputs, mark = inputs_of(step, folder), marks(folder).get(step.name, {})
     fingerprint = fingerprint_of(inputs, dict(step.goal))
-    if mark.get("fingerprint") == fingerprint and _is_whole(step, mark["files"]):
-        log.info("%s: done before (%s)", step.name, step.output)
-        return mark["facts"]
     if step.in_place:
         partial = step.output
-        if step.output.is_dir() and any(step.output.iterdir()) and mark.get("inputs") != inputs:
-            _refuse(step, mark.get("inputs"), inputs)
+        refuse_other_inputs(step, folder)
         # Said before it begins, so that an interrupted one is known for what it is.
         put_mark(folder, step.name, inputs=inputs, facts=mark.get("facts") or {})
     else:
@@ -105,11 +103,13 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
     if callable(step.argv):
         facts = step.argv(partial)
     else:
-        show(step.command, executor.environment, commands)
+        line = to_shell(step.command, executor.environment)
+        log.info("$ %s", line)
+        keep_command(line, commands)
         executor.run(
             [word.replace(OUT, str(partial)) for word in step.argv],
             folder / f"{step.name}.log",
-            partial if step.captured else None,
+            output=partial if step.captured else None,
             on_line=step.watch,
             errors_too=step.captured == "both",
         )
@@ -122,10 +122,20 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
     else:
         put_mark(folder, step.name)  # from here on the old output is gone
         _replace(partial, step.output)
-    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts}
-    files = {} if step.in_place else _sizes(step.output)
-    put_mark(folder, step.name, fingerprint=fingerprint, files=files, **values)
+    files = {} if step.in_place else _sizes(step.output, folder)
+    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files}
+    put_mark(folder, step.name, fingerprint=fingerprint, **values)
     return facts
+
+
+def is_done(step: Step, folder: Path) -> bool:
+    """Whether the step was made in this folder from the same inputs, and its output is as it was then."""
+    mark = marks(folder).get(step.name, {})
+    if mark.get("fingerprint") != fingerprint_of(inputs_of(step, folder), dict(step.goal)):
+        return False
+    if step.in_place:
+        return step.output.is_dir() and any(step.output.iterdir())
+    return bool(mark["files"]) and mark["files"].items() <= _sizes(step.output, folder).items()
 
 
 def inputs_of(step: Step, folder: Path) -> Dict[str, Any]:
@@ -152,45 +162,24 @@ def inputs_of(step: Step, folder: Path) -> Dict[str, Any]:
     return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
 
 
-def show(command: Sequence[str], environment: Dict[str, str], commands: Path) -> None:
-    """Print a command before it runs, and keep it in `commands` (once: a resumed run repeats it)."""
-    line = to_shell(command, environment)
-    log.info("$ %s", line)
-    refuse_link(commands)
-    kept = commands.read_text(encoding="utf-8").splitlines() if commands.is_file() else []
-    kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
-    if line not in kept:
-        with atomic_write(commands) as stream:
-            stream.write("\n".join([*kept, line]) + "\n")
-
-
-def remove(path: Path) -> None:
-    """Delete a file or a folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _refuse(step: Step, before: Optional[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
+def refuse_other_inputs(step: Step, folder: Path) -> None:
+    """Raise UserError for an in-place output that was made from other inputs, naming the changes."""
+    if not (step.output.is_dir() and any(step.output.iterdir())):
+        return
+    before, now = marks(folder).get(step.name, {}).get("inputs"), inputs_of(step, folder)
     remedy = "Use another --save-dir, or --restart to move this one aside and start again."
     if before is None:
         raise UserError(f"{step.output} holds files that this version of this recipe did not make. {remedy}")
     listed = "; ".join(f"{key}: {change}" for key, change in list(changes(before, now).items())[:5])
-    raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
+    if before != now:
+        raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 
 
-def _is_whole(step: Step, files: Mapping[str, int]) -> bool:
-    if step.in_place:
-        return step.output.is_dir() and any(step.output.iterdir())
-    return bool(files) and files.items() <= _sizes(step.output).items()
-
-
-def _sizes(output: Path) -> Dict[str, int]:
-    """Name → bytes of a file, or of the files in a folder, logs aside."""
+def _sizes(output: Path, folder: Path) -> Dict[str, int]:
+    """Name, seen from `folder`, → bytes of a file, or of the files in a folder, logs aside."""
     paths = sorted(output.rglob("*")) if output.is_dir() else [output]
     return {
-        str(path.relative_to(output.parent)): path.stat().st_size
+        os.path.relpath(path, folder): path.stat().st_size
         for path in paths
         if path.is_file() and path.suffix != ".log"
     }

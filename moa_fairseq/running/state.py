@@ -1,12 +1,14 @@
-"""state.json: what is known of the steps that were made in a folder, by their names."""
+"""What is known of the steps that were made in a folder: state.json, by their names, and commands.sh."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
+from moa_fairseq.files import atomic_write, refuse_link
 from moa_fairseq.json_files import saved_json, write_json
 
 STATE = "state.json"
@@ -31,6 +33,16 @@ def put_mark(folder: Path, name: str, **mark: Any) -> None:
     write_json(folder / STATE, {**others, **({name: mark} if mark else {})})
 
 
+def keep_command(line: str, commands: Path) -> None:
+    """Add a command to the script of what was run (once: a resumed run repeats it)."""
+    refuse_link(commands)
+    kept = commands.read_text(encoding="utf-8").splitlines() if commands.is_file() else []
+    kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
+    if line not in kept:
+        with atomic_write(commands) as stream:
+            stream.write("\n".join([*kept, line]) + "\n")
+
+
 def fingerprint_of(*values: Any) -> str:
     """16 hexadecimal digits that change when any of the JSON values does."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
@@ -53,3 +65,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
         elif old != new:
             found[f"{prefix}{key}"] = f"{old} → {new}"
     return found
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

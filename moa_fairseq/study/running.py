@@ -21,6 +21,7 @@ from moa_fairseq.recipes.result import commit, versions
 from moa_fairseq.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.running.command_line import flags, to_shell
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
+from moa_fairseq.running.state import marks
 from moa_fairseq.study.design import DIVERGED, Run, Study, read_record
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def _carry_out(run: Run, place: Place) -> None:
         "end": DIVERGED if diverged or not curve or curve[-1]["valid"] is None else "finished",
         "metrics": {scores["subset"]: scores["metrics"], **scores["other_subsets"]} if scores else {},
         "curve": curve,
-        "parameters": saved_json(folder / "state.json").get("train", {}).get("parameters"),
+        "parameters": (marks(folder).get("train", {}).get("facts") or {}).get("parameters"),
         **summarise(folder / "train.jsonl"),
         "hardware": place.hardware,
         "versions": versions(),

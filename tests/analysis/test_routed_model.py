@@ -4,14 +4,15 @@ import pytest
 
 from moa_fairseq.analysis.routed_model import by_kind, checkpoint_and_data
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.run_folder import RunState
+from moa_fairseq.running.state import put_mark
 
 
 @pytest.fixture
 def run_folder(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_best.pt").touch()
-    RunState(tmp_path).put("prepare", folder=str(tmp_path / "binarised"), fingerprint="x", sentences={})
+    (tmp_path / "binarised").mkdir()
+    put_mark(tmp_path, "prepare", inputs={}, facts={"folder": str(tmp_path / "binarised")})
     return tmp_path
 
 

@@ -4,8 +4,8 @@ import struct
 
 import pytest
 
-from moa_fairseq.data_prep.binarised import check_binarised, is_binarised, preprocess_calls
-from moa_fairseq.data_prep.catalogue import datasets
+from moa_fairseq.data_prep.binarised import check_binarised, is_binarised
+from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
 
 
@@ -87,16 +87,16 @@ def test_absent_folder(tmp_path):
         check(tmp_path / "none")
 
 
-def test_flags_name_every_test_subset(tmp_path):
-    settings = {
-        "source": "en",
-        "target": "de",
-        "bpe": None,
-        "joined_dictionary": True,
-        "flags": {"nwordssrc": 100},
-    }
-    subsets = ["train", "valid", "test", "test1"]
-    (values,) = preprocess_calls(settings, datasets()["parallel"], tmp_path, tmp_path / "out", subsets, 2)
-    text = tmp_path / "tokens"
-    assert values["testpref"] == f"{text / 'test'},{text / 'test1'}"
-    assert values["nwordssrc"] == 100 and values["joined-dictionary"] is True
+def test_flags_and_further_subsets_reach_fairseq_preprocess(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name in ("train", "valid", "test", "test1"):
+        for language in ("en", "de"):
+            (tmp_path / "text" / f"{name}.{language}").touch()
+    settings = {"recipe": "parallel", "source": "en", "target": "de", "bpe": None, "joined_dictionary": True}
+    settings["flags"] = {"nwordssrc": 100}
+    job = Preparation(settings, ["train", "valid", "test"], tmp_path / "text", tmp_path / "out", workers=2)
+    (command,) = (step.command for step in job.steps() if step.command)
+    words, text = dict(zip(command, command[1:])), tmp_path / "out" / "tokens"
+    assert words["--testpref"] == f"{text / 'test'},{text / 'test1'}"  # what a dry run shows is what runs
+    assert words["--nwordssrc"] == "100" and "--joined-dictionary" in command
+    assert words["--destdir"] == str(tmp_path / "out" / "binarised")

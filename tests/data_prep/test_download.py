@@ -136,16 +136,6 @@ def test_two_mirrors_that_hang_up_finish_what_the_other_began(server, tmp_path, 
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["file.gz"]
 
 
-def test_mirrors_of_a_file_without_checksum_do_not_mix(server, tmp_path):
-    """Nothing would tell that two halves belong to two files: each mirror has a part of its own."""
-    server.cut = [600_000] * 100
-    with pytest.raises(UserError, match="received and are kept"):
-        fetch(server, tmp_path, "file.gz", "file.gz?mirror", sha256=None)
-    assert [part.stat().st_size for part in tmp_path.rglob("*.part")] == [1_800_000] * 2
-    assert fetch(server, tmp_path, "file.gz", "file.gz?mirror", sha256=None).read_bytes() == CONTENT
-    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["file.gz"]
-
-
 @pytest.mark.parametrize("content", [CONTENT[:-7], CONTENT[:999_999]], ids=["longer", "shorter"])
 def test_a_mirror_of_another_length_is_not_gone_on_from(server, tmp_path, content):
     """Neither where it has more than was received elsewhere, nor where it has less."""

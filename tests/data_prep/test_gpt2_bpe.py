@@ -41,28 +41,6 @@ def test_counts_and_empty_lines(tmp_path, toy_gpt2):
 NUMBERED = "".join(f"the cat {number}\n" for number in range(10))
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path, toy_gpt2, monkeypatch):
-    monkeypatch.setattr(gpt2_bpe, "CHUNK", 3)
-    (tmp_path / "calm").mkdir()
-    expected = encode(tmp_path / "calm", NUMBERED, toy_gpt2)
-    encoded, real = [], gpt2_bpe.encode_line
-
-    def counting(line, encoder):
-        encoded.append(line)
-        if line == "the cat 7":
-            raise KeyboardInterrupt
-        return real(line, encoder)
-
-    monkeypatch.setattr(gpt2_bpe, "encode_line", counting)
-    with pytest.raises(KeyboardInterrupt):
-        encode(tmp_path, NUMBERED, toy_gpt2)
-    encoded.clear()
-    monkeypatch.setattr(gpt2_bpe, "encode_line", lambda *both: (encoded.append(both[0]), real(*both))[1])
-    assert encode(tmp_path, NUMBERED, toy_gpt2) == expected
-    assert encoded == [f"the cat {number}" for number in (6, 7, 8, 9)]
-    assert (tmp_path / "out" / "train").read_bytes() == (tmp_path / "calm" / "out" / "train").read_bytes()
-
-
 @pytest.mark.slow
 def test_several_processes_keep_the_order(tmp_path, toy_gpt2, monkeypatch):
     monkeypatch.setattr(gpt2_bpe, "CHUNK", 2)

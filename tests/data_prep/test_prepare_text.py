@@ -7,12 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from fairseq import options as flags
 from fairseq.data import Dictionary, data_utils
-from fairseq_cli import preprocess as program
 
 from moa_fairseq.cli import main
-from moa_fairseq.data_prep import download, one_language
+from moa_fairseq.data_prep import download
+from moa_fairseq.data_prep import prepare as prepare_module
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.data_prep.prepare import Preparation
@@ -20,7 +19,6 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, run_recipe
-from moa_fairseq.running.process import Executor
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SPLITS = ["train", "valid", "test"]
@@ -30,7 +28,7 @@ SPLITS = ["train", "valid", "test"]
 def prepare(tmp_path, toy_gpt2, preprocess, monkeypatch, said):
     """prepare(source, recipe, **flags) → (Prepared, what was said)."""
 
-    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
 
     def run(source, recipe="wikitext2_gpt2bpe", subsets=SPLITS, **flags):
         said.clear()
@@ -63,7 +61,7 @@ def test_text_to_binarised(prepare, toy_wiki, toy_gpt2):
 def test_a_second_time_is_a_no_op_and_the_result_can_be_given_as_data(prepare, toy_wiki):
     first, _ = prepare(toy_wiki)
     again, said = prepare(toy_wiki)
-    assert again == first and sum("up to date" in line for line in said) == 2
+    assert again == first and sum("done before" in line for line in said) == 2
     given, said = prepare(first.folder, subsets=["train", "test"])
     assert given.folder == first.folder and set(given.sentences) == {"train", "test"}
     assert "binarised already" in said[0]
@@ -129,7 +127,7 @@ def test_a_masked_language_model_needs_no_data_of_its_users(
 ):
     """`bash scripts/wikitext103_mlm_*.sh` without --data: what is in data/downloads is used, else fetched."""
     tables()
-    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
     served = []
 
     def serve(source, folder, pauses):
@@ -141,28 +139,24 @@ def test_a_masked_language_model_needs_no_data_of_its_users(
 
     monkeypatch.setattr(download, "download", serve)
 
-    class Here(Executor):
-        def run(self, words, log, **options):
-            program.main(flags.get_preprocessing_parser().parse_args([*words[1:], "--workers", "1"]))
-
     recipe = load_recipe(CONFIGS / f"{config}.yaml", [])
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
     for _ in range(2):
-        run_recipe(recipe, Hardware(), options, Here)
+        run_recipe(recipe, Hardware(), options, lambda environment: preprocess)
     assert served == [f"wikitext/wikitext-{size}-raw-v1.zip"]
-    state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]
+    state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]["facts"]
     assert state["sentences"] == {"train": 160, "valid": 12, "test": 14} and state["source"] is None
     facts = read_manifest(Path(state["folder"]))
     assert facts["licence"].startswith("Creative Commons BY-SA") and list(facts["sources"]) == served
     assert any("terms of use: Creative Commons BY-SA" in line for line in said)
-    assert sum("up to date" in line for line in said) == 3  # the archive and two stages
+    assert sum("done before" in line for line in said) == 3  # the archive and two stages
 
 
 def test_prepare_takes_archives_in_a_folder_offline(
     tables, miniature, tmp_path, toy_gpt2, monkeypatch, capsys
 ):
     tables()
-    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
     archives = miniature("wikitext103_raw")
     words = ["prepare", "wikitext103_gpt2bpe", "--from", str(archives), "--offline", "--workers", "1"]
     assert main([*words, str(tmp_path / "out")]) == 0
@@ -181,7 +175,7 @@ def test_prepare_takes_archives_in_a_folder_offline(
 
 @pytest.mark.slow
 def test_text_of_ones_own(tmp_path, toy_wiki, toy_gpt2, monkeypatch, capsys):
-    monkeypatch.setattr(one_language, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
     own = tmp_path / "own"
     own.mkdir()
     for path in toy_wiki.iterdir():

@@ -1,7 +1,7 @@
 """A random part of a training text."""
 
 from moa_fairseq.data_prep.parallel_text import Piece
-from moa_fairseq.data_prep.translation import sample_pairs
+from moa_fairseq.data_prep.prepare import sample_pairs
 
 
 def sample(folder, fraction, seed=1):

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from moa_fairseq.fairseq_compat import load_checkpoint
-from moa_fairseq.recipes.run_folder import RunState
 from moa_fairseq.recipes.train_log import read_records
 from moa_fairseq.running import process
+from moa_fairseq.running.state import marks
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
@@ -154,7 +154,7 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     assert third.returncode == 0 and "train: done before" in output, output[-3000:]
     log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
     assert f"going on from update {saved:,}" in log
-    assert RunState(tmp_path / "run").get("train")["hardware"].startswith("2 processes, ")
+    assert marks(tmp_path / "run")["train"]["facts"]["hardware"].startswith("2 processes, ")
     ended = [r for r in read_records(tmp_path / "run" / "train.jsonl") if "valid_loss" in r]
     assert [record["epoch"] for record in ended] == list(range(1, EPOCHS + 1))
 

@@ -1,10 +1,15 @@
 """A small valid recipe, as a mapping and as a file, for the tests to bend."""
 
 import copy
+import shlex
 import struct
 
 import pytest
 import yaml
+
+from moa_fairseq.cli import Console, reporting_to
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.runner import Options, run_recipe
 
 SMALL = {
     "experiment": "small",
@@ -38,6 +43,20 @@ SMALL = {
     "generate": {"subsets": ["test"], "beam": 2, "max_tokens": 400},
     "score": {"headline": "multi_bleu"},
 }
+
+
+@pytest.fixture
+def shown():
+    """shown(recipe, hardware, options) → the commands of a dry run, as lists of words."""
+
+    def commands(recipe, hardware=None, options=None):
+        lines = []
+        with reporting_to(Console(lines.append)):
+            run_recipe(recipe, hardware or Hardware(), options or Options(), dry_run=True)
+        words = (shlex.split(line[2:]) for line in lines if line.startswith("$ "))
+        return [[word for word in command if not word.startswith("CUDA_")] for command in words]
+
+    return commands
 
 
 @pytest.fixture

@@ -9,13 +9,14 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.batch import fit_devices, plan_batch, with_floor
+from moa_fairseq.recipes.batch import fit, plan_batch
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
-from moa_fairseq.recipes.launch.world import find_world
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.recipes.schema import Train
 from moa_fairseq.recipes.train_log import TrainLog
+from moa_fairseq.recipes.world import find_world
+from moa_fairseq.running.command_line import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = (
@@ -43,7 +44,7 @@ def quick(small, write_config, tmp_path, preprocess):
     names = {f"{split}pref": str(text / split) for split in ("train", "valid", "test")}
     data = tmp_path / "quick"
     languages = {"source-lang": "en", "target-lang": "de", "joined-dictionary": True}
-    preprocess({**languages, **names, "destdir": str(data)})
+    preprocess.run(["fairseq-preprocess", *flags({**languages, **names, "destdir": str(data)})], None)
     small["data"]["recipe"] = "binarised"
     small["train"].update(effective_batch_tokens=1024, max_tokens=1024)
     return load_recipe(write_config(small)), data
@@ -51,17 +52,15 @@ def quick(small, write_config, tmp_path, preprocess):
 
 @pytest.mark.parametrize(("devices", "used", "share"), [(1, 1, 1024), (4, 4, 256), (8, 7, 146), (16, 7, 146)])
 def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devices, used, share):
-    recipe, data = with_floor(quick[0], quick[1]), quick[1]
-    hardware, warning = fit_devices(recipe, gpus(devices))
+    recipe, hardware, warning = fit(quick[0], gpus(devices), quick[1])
     batch = plan_batch(recipe.train, hardware.devices)
     assert (hardware.gpus, batch.max_tokens) == (used, share)
     numbers = ",".join(map(str, range(used)))
     assert hardware.environment == ({} if used == devices else {"CUDA_VISIBLE_DEVICES": numbers})
     assert batch.effective <= 1024 and batch.max_tokens >= 141 == recipe.train.min_tokens
-    assert (warning is None) == (used == devices)
+    assert bool(warning) == (used != devices)
     if warning:
         assert f"{used} of {devices}" in warning and "141" in warning and "1,024" in warning
-    assert data
 
 
 @pytest.mark.parametrize("devices", [8, 16])
@@ -93,10 +92,9 @@ def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, ca
 
 
 def test_machines_that_train_together_are_told_how_many_may(quick):
-    recipe = with_floor(*quick)
     together = dataclasses.replace(gpus(8), world=find_world(8, 2, 0, "head", {}))
     with pytest.raises(UserError, match=r"16 devices .* 141,.* at most 7"):
-        fit_devices(recipe, together)
+        fit(quick[0], together, quick[1])
 
 
 def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_path, monkeypatch):
@@ -115,8 +113,7 @@ def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_pat
     [("quickstart_mlm", 32, 16, 32), ("wikitext103_lm_base", 32, 32, 2304), ("quickstart_mlm", 8, 8, 64)],
 )
 def test_no_sample_of_a_language_model_is_cut(name, devices, used, share):
-    recipe = with_floor(load_recipe(ROOT / "configs" / f"{name}.yaml"), None)
-    hardware, _ = fit_devices(recipe, gpus(devices))
+    recipe, hardware, _ = fit(load_recipe(ROOT / "configs" / f"{name}.yaml"), gpus(devices), None)
     assert hardware.devices == used
     assert plan_batch(recipe.train, used).max_tokens == share >= recipe.train.min_tokens
 
@@ -129,17 +126,19 @@ def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():
 
 def test_a_sentence_that_no_device_could_take_does_not_count(quick):
     recipe = dataclasses.replace(quick[0], train=dataclasses.replace(quick[0].train, max_tokens=100))
-    assert with_floor(recipe, quick[1]).train.min_tokens == 91  # those of 141 are skipped on any machine
+    assert (
+        fit(recipe, Hardware(), quick[1])[0].train.min_tokens == 91
+    )  # those of 141 are skipped on any machine
 
 
 def test_what_the_recipe_says_counts(quick):
     recipe = dataclasses.replace(quick[0], train=dataclasses.replace(quick[0].train, min_tokens=64))
-    assert with_floor(recipe, quick[1]).train.min_tokens == 64
-    assert fit_devices(with_floor(recipe, quick[1]), gpus(16))[0].gpus == 16
+    fitted, hardware, _ = fit(recipe, gpus(16), quick[1])
+    assert fitted.train.min_tokens == 64 and hardware.gpus == 16
 
 
 def test_a_cpu_stays_one_device(quick):
-    assert fit_devices(with_floor(*quick), Hardware()) == (Hardware(), None)
+    assert fit(quick[0], Hardware(), quick[1])[1:] == (Hardware(), "")
 
 
 def test_sentences_that_fairseq_skips_are_shown_once(tmp_path, capsys):

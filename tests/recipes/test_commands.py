@@ -9,7 +9,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, planned_commands
+from moa_fairseq.recipes.runner import Options
 from moa_fairseq.recipes.schema import Model, Train
 from moa_fairseq.running import command_line
 
@@ -131,21 +131,20 @@ def test_the_printed_line_means_what_is_executed():
     assert command_line.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
 
 
-def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_config, tmp_path):
+def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_config, tmp_path, shown):
     folder = tmp_path / "my run"
-    options = Options(data=tmp_path / "bin", save_dir=folder)
-    generate, score = planned_commands(load_recipe(write_config(small)), CPU, options)[-2:]
+    options = Options(save_dir=folder)
+    generate, score = shown(load_recipe(write_config(small)), CPU, options)[-2:]
     output = folder / "generate-test.txt"
-    assert command_line.to_shell(generate).endswith(f" > '{output}'")
+    assert command_line.to_shell(generate).endswith(f"--cpu > '{output}'")
     assert command_line.to_shell(score).endswith(f"--json > '{folder / 'score-test.json'}'")
-    assert command_line.to_argv(generate)[-1] == "--cpu" and command_line.to_argv(score)[-1] == "--json"
 
 
-def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path):
+def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, shown):
     path = write_config(small)
 
     def line(*overrides):
-        (command,) = planned_commands(load_recipe(path, overrides), CPU, Options(stage="score"))
+        (command,) = shown(load_recipe(path, overrides), CPU, Options(stage="score"))
         return command_line.to_shell(command)
 
     assert "--also" not in line() and "--also" not in line("score.headline=sacrebleu")
@@ -153,37 +152,37 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path):
     assert "--also get-ende-bleu --json" in line("score.flags.also=get-ende-bleu")
 
 
-def test_train_command_of_a_mixture(small, write_config, tmp_path):
+def test_train_command_of_a_mixture(small, write_config, tmp_path, shown):
     small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
     recipe, options = load_recipe(write_config(small)), Options(stage="train")
-    line = command_line.to_shell(planned_commands(recipe, CPU, options)[0])
+    line = command_line.to_shell(shown(recipe, CPU, options)[0])
     assert "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
     assert line.endswith("--distributed-world-size 1 --cpu")
-    assert "--cpu" not in planned_commands(recipe, A100, options)[0]
+    assert "--cpu" not in shown(recipe, A100, options)[0]
 
 
 @pytest.mark.parametrize(("said", "on_cpu", "on_gpu"), [(None, "0", None), (2, "2", "2")])
-def test_on_a_cpu_the_training_loads_its_batches_itself(small, write_config, said, on_cpu, on_gpu):
+def test_on_a_cpu_the_training_loads_its_batches_itself(small, write_config, said, on_cpu, on_gpu, shown):
     small["train"]["flags"].pop("num-workers", None)
     if said is not None:
         small["train"]["flags"]["num-workers"] = said
     recipe = load_recipe(write_config(small))
     for hardware, workers in ((CPU, on_cpu), (A100, on_gpu)):
-        (line,) = planned_commands(recipe, hardware, Options(stage="train"))
+        (line,) = shown(recipe, hardware, Options(stage="train"))
         assert (line[line.index("--num-workers") + 1] if "--num-workers" in line else None) == workers
 
 
-def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config, tmp_path):
+def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config, tmp_path, shown):
     small["average"] = None
     recipe = load_recipe(write_config(small))
     options = Options(stage="generate", save_dir=tmp_path / "run")
-    (line,) = planned_commands(recipe, CPU, options)
+    (line,) = shown(recipe, CPU, options)
     assert line[line.index("--path") + 1] == str(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt")
 
 
-def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config):
+def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config, shown):
     small["data"]["recipe"] = "embedded"
-    planned = planned_commands(load_recipe(write_config(small)), CPU, Options())
+    planned = shown(load_recipe(write_config(small)), CPU, Options())
     assert [command[:2] for command in planned[:2]] == [
         ["moa-fairseq", "corpus"],
         ["fairseq-preprocess", "--source-lang"],

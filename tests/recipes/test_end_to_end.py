@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from moa_fairseq.recipes.finetune import prepared_data
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.run_folder import RunState
 from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.recipes.train_log import read_records
 
@@ -96,7 +96,7 @@ def test_all_stages_and_kill_and_resume(config, text, tmp_path, monkeypatch):
     assert "min_load" in next(read_records(undisturbed / "train.jsonl"))
 
     killed = tmp_path / "killed"
-    data = RunState(undisturbed).get("prepare")["folder"]
+    data = prepared_data(undisturbed)
     # The same fingerprint of the data: both runs train on the one prepared folder.
     kill_in_training(config, data, killed)
     assert last_valid(killed)["epoch"] < EPOCHS

@@ -12,7 +12,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.finetune import check_pretrained, resolve
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
+from moa_fairseq.recipes.runner import Options, run_recipe
 
 TRANSFER = Path(__file__).resolve().parents[2] / "configs" / "iwslt14_ende_mae7_transfer.yaml"
 
@@ -167,9 +167,9 @@ def test_the_rows_of_the_paper():
     assert rows["ftg_plus"].value == 31.6 and rows["ftg"].value is None
 
 
-def test_gates_alone_are_updated_by_plain_sgd():
+def test_gates_alone_are_updated_by_plain_sgd(shown):
     recipe = resolve(load_recipe(TRANSFER, ["finetune=ftg"]))
-    train = next(c for c in planned_commands(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
+    train = next(c for c in shown(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
     line = " ".join(train)
     assert "--optimizer sgd --lr 1.0 --lr-scheduler fixed" in line and "--finetune ftg" in line
     assert "adam" not in line and "warmup" not in line

@@ -5,9 +5,9 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.launch.world import World, find_world
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, planned_commands, run_recipe
+from moa_fairseq.recipes.runner import Options, run_recipe
+from moa_fairseq.recipes.world import World, find_world
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
@@ -53,7 +53,7 @@ def test_contradictions(arguments, environment, message):
         find_world(*arguments, environment=environment)
 
 
-def test_the_papers_batch_on_any_world(small, write_config, tmp_path):
+def test_the_papers_batch_on_any_world(small, write_config, tmp_path, shown):
     small["train"].update(effective_batch_tokens=262144, max_tokens=8192)
     recipe = load_recipe(write_config(small))
     for nodes, gpus, steps in ((1, 1, 32), (1, 8, 4), (2, 8, 2), (4, 8, 1), (8, 8, 1)):
@@ -61,7 +61,7 @@ def test_the_papers_batch_on_any_world(small, write_config, tmp_path):
         hardware = Hardware(gpus, "V100", (7, 0), tuple("01234567")[:gpus], world)
         batch = plan_batch(recipe.train, hardware.devices)
         assert (batch.effective, batch.update_freq) == (262144, steps)
-        (line,) = planned_commands(recipe, hardware, Options(stage="train"))
+        (line,) = shown(recipe, hardware, Options(stage="train"))
         assert line[line.index("--distributed-world-size") + 1] == str(nodes * gpus)
         if world:
             assert line[line.index("--distributed-rank") + 1] == str((nodes - 1) * gpus)

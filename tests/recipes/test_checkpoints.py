@@ -1,4 +1,4 @@
-"""The run folder: its lock, its memory, and which checkpoint training goes on from."""
+"""Which checkpoint a training goes on from."""
 
 import os
 
@@ -6,27 +6,13 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.run_folder import RunState, checkpoint_to_resume, move_aside
+from moa_fairseq.recipes.checkpoints import checkpoint_to_resume
 
 
 def test_no_whole_checkpoint_at_all(tmp_path):
     (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
     with pytest.raises(UserError, match="--restart"):
         checkpoint_to_resume(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"train": 3}'])
-def test_a_damaged_state_file_is_named(tmp_path, content):
-    (tmp_path / "state.json").write_text(content)
-    with pytest.raises(UserError, match=r"state\.json"):
-        RunState(tmp_path)
-
-
-def test_move_aside_never_overwrites(tmp_path):
-    for number in (1, 2):
-        (tmp_path / "run").mkdir()
-        assert move_aside(tmp_path / "run") == tmp_path / f"run.old-{number}"
-    assert move_aside(tmp_path / "run") is None
 
 
 def write_checkpoint(path, age=0):

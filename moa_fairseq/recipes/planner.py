@@ -1,0 +1,252 @@
+"""The bill before the start: what a recipe costs in parameters, MACs, updates, memory and, roughly, hours.
+
+Bytes of a parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
+
+    fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
+    fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
+    several GPUs              + one gradient for the buckets that are reduced
+
+Per token of --max-tokens: what autograd keeps, measured on this CPU with the recipe's own model of one and
+two layers, and three rows of logits: log-probabilities, their gradient and that of the logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from moa_fairseq.evaluation.complexity import Cost, count
+from moa_fairseq.evaluation.skeleton import build_skeleton
+from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updates, training_set
+from moa_fairseq.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
+from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe
+from moa_fairseq.running import command_line
+
+COUNTS = (1, 8, 32)
+CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
+OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # of a parameter; of others Adam's 8
+OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs two forward passes
+# fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
+# target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
+UTILISATION = 0.137
+FALLBACK_VOCABULARY = 32000  # where neither the table nor data says how many symbols there are
+_TOKENS, _SYMBOLS = 256, 100
+
+
+class Workload(NamedTuple):
+    """What does not depend on the hardware: the model, its cost on sentences of mean length, the corpus."""
+
+    model: Any
+    cost: Cost
+    vocabulary: int
+    lengths: List[int]
+    size: Optional[CorpusSize]
+
+    @property
+    def macs_per_target_token(self) -> float:
+        """Of a forward pass over a sentence pair."""
+        return self.cost.total_macs / self.lengths[1]
+
+
+def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
+    """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
+    size = training_set(recipe, data)
+    vocabulary = size.vocabulary if size else FALLBACK_VOCABULARY
+    model = build_skeleton(recipe.model.arch, vocabulary, "separate", _flags(recipe))
+    sample = recipe.training_flags.get("tokens-per-sample")
+    lengths = [int(sample or 512)] * 2
+    if not sample and size and size.sentences:
+        lengths = [max(1, round(n / size.sentences)) for n in (size.source_tokens, size.target_tokens)]
+    return Workload(model, count(model, *lengths), vocabulary, lengths, size)
+
+
+def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results: Path) -> Dict[str, Any]:
+    """The plan as plain data. machines: the hardware to plan for. results: the folder of recorded speeds."""
+    work = workload(recipe, data)
+    precision = precision_name(recipe.train.precision, machines[0], recipe.model)
+    kept = kept_per_token(recipe, work, precision)
+    speeds, to_plan = read_speeds(results), functools.partial(_plan_for, recipe, work, data, kept)
+    return {
+        **{"experiment": recipe.experiment, "parameters": work.cost.total_parameters},
+        **{"mean_lengths": work.lengths, "not_counted": work.cost.not_counted},
+        "macs_per_target_token": round(work.macs_per_target_token),
+        "corpus": dataclasses.asdict(work.size) if work.size else None,
+        "hardware": [to_plan(speeds, machine) for machine in machines],
+    }
+
+
+def _plan_for(
+    recipe: Recipe, work: Workload, data: Optional[Path], kept: float, speeds: List[Any], machine: Hardware
+) -> Dict[str, Any]:
+    asked, (recipe, machine, fewer) = machine.devices, fit(recipe, machine, data)
+    batch = plan_batch(recipe.train, machine.devices)
+    kind = device_kind(machine.name) if machine.gpus else "CPU"
+    precision = precision_name(recipe.train.precision, machine, recipe.model)
+    device, logits = DEVICES.get(kind), _logits(recipe, work)
+    remembered = OPTIMIZER_BYTES.get(str(recipe.training_flags.get("optimizer")), 8)
+    memory = round((kept + 12 * logits) * batch.max_tokens) + (CUDA_BYTES if machine.gpus else 0)
+    memory += work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
+    entry: Dict[str, Any] = {
+        **{"device": kind, "count": asked, "precision": precision, "left_out": fewer},
+        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective, "memory": memory},
+        "fits": memory <= device.memory if device else None,
+        "checkpoint": work.cost.total_parameters * (4 + remembered),
+    }
+    recorded = [row for row in speeds if (row["experiment"], row["device"]) == (recipe.experiment, kind)]
+    speed = None
+    if recorded:
+        row = min(recorded, key=lambda row: abs(row["count"] - batch.devices))
+        speed = row["tokens_per_second"] * batch.devices / row["count"]
+        entry["speed_origin"] = f"recorded in {row['file']} on {row['count']} {kind}"
+    elif device:
+        operations = OPERATIONS_PER_MAC * work.macs_per_target_token
+        speed = device.peak(precision) * UTILISATION / operations * batch.devices
+        entry["speed_origin"] = f"rough: {UTILISATION:.1%} of the peak, what a dense Transformer reached"
+    updates = planned_updates(recipe.train, batch, work.size)
+    if work.size and updates:
+        per_epoch = work.size.updates_per_epoch(batch)
+        tokens = updates / per_epoch * work.size.target_tokens
+        entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
+        entry["hours"] = float(f"{tokens / speed / 3600:.2g}") if speed else None
+    return entry
+
+
+def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
+    """Bytes that training keeps of a parameter on each of the devices."""
+    half = precision in ("fp16", "bf16")
+    efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
+    weight, adam = 2 if half else 4, OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+    whole = 2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
+    if flags.get("ddp-backend") == "fully_sharded":
+        return -(-whole // devices)
+    sharded = adam - adam // devices if flags.get("zero-sharding") == "os" else 0
+    return whole - sharded + (weight if devices > 1 else 0)
+
+
+def _logits(recipe: Recipe, work: Workload) -> float:
+    """How many logits a token has; of an adaptive softmax, at least those of the frequent words."""
+    adaptive = getattr(getattr(work.model, "decoder", None), "adaptive_softmax", None)
+    share = {CLASSIFICATION: 0.0, MASKED_LM: float(recipe.training_flags.get("mask-prob") or 0.15)}
+    return share.get(recipe.kind, 1.0) * (adaptive.cutoff[0] if adaptive else work.vocabulary)
+
+
+def kept_per_token(recipe: Recipe, work: Workload, precision: str) -> float:
+    """Bytes that a forward pass keeps for the backward pass, per token of --max-tokens, logits aside.
+
+    Models of one layer, and of two in encoder or decoder, say what a layer keeps: all layers keep the same.
+    With activation checkpointing it is that of one layer, and the inputs of the others.
+    """
+    names = ("EncoderLayer", "DecoderLayer", "EncoderLayerBase", "DecoderLayerBase")
+    sides = {side: getattr(work.model, side, nn.Module()).modules() for side in ("encoder", "decoder")}
+    depths = {side: sum(type(m).__name__.endswith(names) for m in found) for side, found in sides.items()}
+    adaptive = any("adaptive" in type(module).__name__.lower() for module in work.model.modules())
+    more = {"arch": None, **{key: rate for key, rate in recipe.training_flags.items() if "dropout" in key}}
+    more["checkpoint-activations"] = recipe.training_flags.get("checkpoint-activations")
+    if recipe.kind != TRANSLATION:
+        more["tokens-per-sample"] = work.lengths[1]
+
+    def kept(deeper: str = "") -> int:
+        layers = {f"{side}-layers": 1 + (side == deeper) for side, depth in depths.items() if depth}
+        vocabulary = work.vocabulary if adaptive else _SYMBOLS  # what is kept does not depend on it
+        line = _flags(recipe, **more, **layers)
+        with torch.random.fork_rng(devices=[]):
+            model = build_skeleton(recipe.model.arch, vocabulary, "separate", line, weights=True).train()
+            model = model.bfloat16() if precision in ("fp16", "bf16") else model
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"):
+                few, twice = (_kept_bytes(model, recipe, work.lengths, n * sentences) for n in (1, 2))
+        return twice - few  # without what does not grow, such as masks and autocast's weights
+
+    sentences = max(1, _TOKENS // max(work.lengths))
+    shallow = kept()
+    deeper = sum((depth - 1) * (kept(side) - shallow) for side, depth in depths.items() if depth)
+    return (shallow + deeper) / (sentences * max(work.lengths))
+
+
+def _kept_bytes(model: Any, recipe: Recipe, lengths: List[int], sentences: int) -> int:
+    source, target = (torch.randint(5, _SYMBOLS, (sentences, length)) for length in lengths)
+    read: Dict[str, Any] = {"src_tokens": source, "features_only": True}
+    if recipe.kind == TRANSLATION:
+        read.update(src_lengths=torch.full((sentences,), lengths[0]), prev_output_tokens=target)
+    chunks = recipe.training_flags.get("carried-chunks")
+    if chunks:
+        model.decoder.carry_context(chunks)
+        with torch.no_grad():
+            for chunk in range(chunks):
+                model(**read, chunk=chunk)
+        read["chunk"] = chunks
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: Dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(**read)  # holds the storages: no address can have stood for two of them
+    del output
+    return sum(size for address, size in storages.items() if address not in parameters)
+
+
+def _flags(recipe: Recipe, **more: Any) -> List[str]:
+    return command_line.flags({**recipe.model.as_flags(), **more, "arch": None})
+
+
+def read_speeds(results: Path) -> List[Dict[str, Any]]:
+    """The recorded speeds in a results folder, with device (as device_kind) and count."""
+    rows: List[Dict[str, Any]] = []
+    for path in sorted([*results.glob("measured/*.json"), *results.glob("throughput/*.json")]):
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+            found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
+            if float(row["tokens_per_second"]) > 0:
+                kind = {
+                    "device": device_kind(found[2]) if found else "CPU",
+                    "count": int(found[1]) if found else 1,
+                }
+                rows.append({**row, **kind, "file": f"{path.parent.name}/{path.name}"})
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return rows
+
+
+def as_text(report: Dict[str, Any]) -> str:
+    """The plan as a table for people."""
+    source, target = report["mean_lengths"]
+    corpus, entries = report["corpus"], report["hardware"]
+    size = "of unknown size: give --data a folder made by fairseq-preprocess for updates and hours"
+    if corpus:
+        tokens = f"{corpus['source_tokens']:,} source and {corpus['target_tokens']:,} target tokens"
+        size = f"{corpus['name']}: {tokens}, {corpus['vocabulary']:,} symbols; {corpus['origin']}"
+    macs = f"{report['macs_per_target_token']:,} per target token, forward ({source} source, {target} target)"
+    missing = f"; not those of {', '.join(report['not_counted'])}" if report["not_counted"] else ""
+    table = [
+        {
+            "devices": f"{entry['count']} {entry['device']}",
+            "precision": entry["precision"],
+            "tokens/update": f"{entry['tokens_per_update']:,}",
+            "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
+            "GB each": f"{entry['memory'] / 1e9:.1f}{'!' if entry['fits'] is False else ''}",
+            "hours, roughly": f"{entry['hours']:,g}" if entry.get("hours") else "?",
+        }
+        for entry in entries
+    ]
+    unknown = "speed unknown: --stage train --record measures it"
+    return "\n".join(
+        [
+            f"parameters    {report['parameters']:,}",
+            f"MACs          {macs}{missing}",
+            f"training set  {size}",
+            tabulate(table, "keys", "plain", disable_numparse=True),
+            *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
+            *(f"{e['count']} {e['device']}: {e['left_out']}" for e in entries if e["left_out"]),
+            f"! does not fit. A checkpoint has {entries[0]['checkpoint'] / 1e9:.2g} GB.",
+        ]
+    )

@@ -1,0 +1,407 @@
+"""The stages of each kind of recipe: what runs, what is skipped, what is refused, what survives a failure."""
+
+import copy
+import json
+import zipfile
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import yaml
+
+from moa_fairseq.cli import main
+from moa_fairseq.data_prep import catalogue
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.planner import read_speeds
+from moa_fairseq.recipes.runner import Options, run_recipe
+from moa_fairseq.running.state import marks
+
+CPU = Hardware()
+SCORES = {
+    "multi_bleu": {"score": 12.5},
+    "compound_split_bleu": {"score": 13.0},
+    "sacrebleu": {"score": 12.0, "signature": "nrefs:1"},
+    "masked_lm_ppl": {"score": 7.0},
+    "accuracy": {"score": 50.0},
+}
+REPORT = "Evaluated 245,569 tokens in 12.5s\nLoss (base 2): 4.2258, Perplexity: 18.71\n"
+TRAINED = '| {"epoch": 3, "train_loss": "1", "train_wps": "10", "train_num_updates": "9", "train_wpb": "5"}'
+
+
+def write_checkpoint(path, content="x"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+
+
+def option(command, flag):
+    return command[command.index(flag) + 1]
+
+
+class FakeExecutor:
+    """Writes what the real commands would write. `fail`: program that fails once with a UserError."""
+
+    calls: ClassVar[list] = []
+    fail = None
+
+    def __init__(self, environment=None):
+        self.environment = environment or {}
+
+    def run(self, command, log, output=None, on_line=None, errors_too=False):
+        FakeExecutor.calls.append(command)
+        if FakeExecutor.fail == command[0]:
+            FakeExecutor.fail = None
+            if output:
+                output.write_text("half of it")
+            raise UserError(f"{command[0]} failed")
+        if command[0] == "fairseq-train":
+            folder = Path(option(command, "--save-dir"))
+            for name in ("1", "2", "3", "_last", "_best"):
+                write_checkpoint(folder / f"checkpoint{name}.pt")
+            on_line("num. shared model params: 1,000 (num. trained: 1,000)")
+            on_line(TRAINED)
+        elif command[:2] == ["moa-fairseq", "average"]:
+            write_checkpoint(Path(option(command, "--output")), "average")
+        elif command[0] == "fairseq-generate":
+            output.write_text("H-0\t-1.0\tein Satz\n")
+            on_line("H-0\t-1.0\tein Satz")
+        elif command[0] == "fairseq-eval-lm":
+            output.write_text(REPORT)
+        elif "score" in command:
+            output.write_text(json.dumps(SCORES))
+
+    @classmethod
+    def programs(cls):
+        names = [" ".join(c[:2]) if c[0] == "moa-fairseq" else c[0] for c in cls.calls]
+        cls.calls = []
+        return names
+
+
+ALL = ["fairseq-train", "moa-fairseq average", "fairseq-generate", "moa-fairseq score"]
+TINY = {"encoder-layers": 1, "encoder-embed-dim": 16, "encoder-ffn-embed-dim": 16}
+ADAM = {"optimizer": "adam", "lr": 0.01, "num-workers": 0}
+MASKED = {
+    "experiment": "masked",
+    "summary": "a small masked language model",
+    "data": {"recipe": "wikitext2_gpt2bpe"},
+    "model": {
+        **{"arch": "moa_roberta_tiny", "num_experts": 4, "experts_per_token": 2, "expert_dim": 8},
+        "flags": TINY,
+    },
+    "train": {
+        **{"task": "masked_lm", "criterion": "masked_lm_with_routing", "max_tokens": 240},
+        **{"max_epoch": 2, "keep_last_epochs": 2, "log_interval": 1},
+        "flags": {"tokens-per-sample": 24, **ADAM},
+    },
+    "average": {"epochs": 2},
+    "score": {"headline": "masked_lm_ppl", "subsets": ["test"], "flags": {"maskings": 2}},
+}
+CLASSIFIER = {
+    "experiment": "classifier",
+    "summary": "a small classifier",
+    "data": {"recipe": "listops"},
+    "model": {
+        **{"arch": "switchhead_roberta_listops", "num_experts": 2, "experts_per_token": 1, "expert_dim": 4},
+        "flags": TINY,
+    },
+    "train": {
+        **{"task": "sentence_prediction_by_length", "max_tokens": 800, "max_epoch": 2},
+        **{"criterion": "sentence_prediction_with_routing", "log_interval": 1},
+        "flags": {"num-classes": 10, "init-token": 0, **ADAM},
+    },
+    "score": {"headline": "accuracy", "subsets": ["test"]},
+}
+CAUSAL = {
+    "experiment": "causal",
+    "summary": "a small language model",
+    "data": {"recipe": "wikitext103_word"},
+    "model": {"arch": "transformer_lm", "flags": {"decoder-layers": 1, "decoder-embed-dim": 16}},
+    "train": {
+        **{"task": "language_modeling", "criterion": "cross_entropy", "max_tokens": 240, "max_epoch": 2},
+        "flags": {"tokens-per-sample": 24, **ADAM},
+    },
+    "score": {"headline": "lm_ppl", "subsets": ["test", "valid"], "flags": {"context-window": 4}},
+}
+# kind → recipe, its programs without those of the data, its headline's value, its first data command
+KINDS = {
+    "translation": (None, ALL, ("multi_bleu", 12.5), "--source-lang"),
+    "masked": (MASKED, ALL[:2] + ALL[3:], ("masked_lm_ppl", 7.0), "--only-source"),
+    "classifier": (CLASSIFIER, ALL[:1] + ALL[3:], ("accuracy", 50.0), "--only-source"),
+    "causal": (CAUSAL, ALL[:1] + ["fairseq-eval-lm"] * 2, ("lm_ppl", 18.71), "--only-source"),
+}
+
+
+@pytest.fixture
+def recipe_of(small, write_config):
+    """recipe_of(kind, *overrides, **changes of sections)"""
+
+    def load(kind, *overrides, **changes):
+        mapping = copy.deepcopy(KINDS[kind][0] or small)
+        for section, values in changes.items():
+            kept = mapping.get(section) if isinstance(values, dict) else None
+            mapping[section] = {**(kept or {}), **values} if isinstance(values, dict) else values
+        return load_recipe(write_config(mapping), overrides)
+
+    return load
+
+
+@pytest.fixture
+def data_of(request, tmp_path):
+    """data_of(kind) → binarised data, as fairseq-preprocess leaves it."""
+
+    def make(kind):
+        if kind == "translation":
+            return request.getfixturevalue("binarised")
+        if kind == "masked":
+            return request.getfixturevalue("toy_wiki_data")
+        folder = tmp_path / "data"
+        if kind == "classifier":
+            assert (
+                main(["prepare", "listops", str(folder), "--sizes", "60", "10", "20", "--workers", "1"]) == 0
+            )
+            return folder / "binarised"
+        for split in ("train", "valid", "test"):
+            (tmp_path / f"{split}.txt").write_text("a b c\n" * 9)
+        prefixes = [f"--{split}pref={tmp_path / split}.txt" for split in ("train", "valid", "test")]
+        request.getfixturevalue("fairseq")("preprocess", "--only-source", *prefixes, "--destdir", folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown, tmp_path, monkeypatch, said):
+    monkeypatch.chdir(tmp_path)
+    FakeExecutor.calls, FakeExecutor.fail = [], None
+    _, programs, (headline, value), first = KINDS[kind]
+    if kind != "translation":  # whose recipe asks for text that is not there
+        assert shown(recipe_of(kind))[0][:2] == ["fairseq-preprocess", first]
+    recipe, data = recipe_of(kind), data_of(kind)
+    options = Options(data=data, save_dir=tmp_path / "run", command_line="moa-fairseq recipe x")
+    planned = shown(recipe, CPU, options)
+    result = run_recipe(recipe, CPU, options, FakeExecutor)
+    ran = [[word.replace(".partial", "") for word in command] for command in FakeExecutor.calls]
+    assert [command[: command.index(">")] if ">" in command else command for command in planned] == ran
+    assert FakeExecutor.programs() == programs
+    values = json.loads(result.read_text())
+    assert values["metrics"][headline] == value and (values["parameters"], values["updates"]) == (1000, 9)
+    assert values["command"] == "moa-fairseq recipe x" and values["reproduces"] is None
+    assert f"{headline} {value:.2f} on test" in said[-1]
+    kept = (tmp_path / "run" / "commands.sh").read_text()
+    assert kept.count("fairseq-train ") == 1
+    said.clear()
+    assert run_recipe(recipe, CPU, Options(save_dir=tmp_path / "run"), FakeExecutor) == result
+    assert FakeExecutor.programs() == [] and sum("done before" in line for line in said) == len(programs)
+    for stage in ("average", "generate"):
+        if not getattr(recipe, stage):
+            run_recipe(recipe, CPU, Options(stage=stage, save_dir=tmp_path / "run"), FakeExecutor)
+            assert any(f"no {stage} section" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["masked", "classifier"])
+def test_all_stages_for_real(kind, recipe_of, tmp_path, toy_wiki_data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"train": 150, "valid": 20, "test": 35}
+    monkeypatch.setitem(catalogue.datasets()["listops"].generated, "sizes", sizes)
+    data = toy_wiki_data if kind == "masked" else None
+    path = run_recipe(recipe_of(kind), CPU, Options(data=data, save_dir=tmp_path / "run"))
+    result = json.loads(path.read_text())
+    assert result["parameters"] > 1000 and result["subset"] == "test"
+    if kind == "masked":
+        assert 1 < result["metrics"]["masked_lm_ppl"] < 300 and result["evaluation"]["maskings"] == 2
+        assert result["metrics"]["masked_lm_word_ppl"] > result["metrics"]["masked_lm_ppl"]
+    else:
+        scores = json.loads((tmp_path / "run" / "score-test.json").read_text())["accuracy"]
+        assert result["metrics"] == {"accuracy": scores["score"]} and scores["sentences"] == 35
+        assert sorted(scores["by"]["dependency"]) == ["2", "3", "4", "5", "6"]
+
+
+CELL = {"paper": "moa", "table": "1", "row": "a row", "column": "BLEU", "value": 1.0}
+
+
+@pytest.fixture
+def go(small, write_config, tmp_path, monkeypatch, binarised, said):
+    """go(*overrides, **options) runs the small recipe on binarised data; returns (said, result path)."""
+    FakeExecutor.calls, FakeExecutor.fail = [], None
+    monkeypatch.chdir(tmp_path)
+    small["data"]["recipe"] = "binarised"
+    path = write_config({**small, "reproduces": CELL})
+
+    def run(*overrides, **options):
+        said.clear()
+        options.setdefault("data", binarised)
+        more = Options(**options, published=load_recipe(path))
+        return list(said), run_recipe(load_recipe(path, overrides), CPU, more, FakeExecutor)
+
+    return run
+
+
+def reproduces(result):
+    return json.loads(result.read_text())["reproduces"]
+
+
+def test_the_result_has_all_that_is_needed(go, tmp_path, said):
+    _, result = go(record=tmp_path / "results" / "measured" / "small.json")
+    values = json.loads(result.read_text())
+    assert values["metrics"]["sacrebleu_signature"] == "nrefs:1" and values["checkpoints_averaged"] == 2
+    assert values["generation"] == {"beam": 2, "lenpen": 1.0} and values["reproduces"]["row"] == "a row"
+    assert "the paper prints 1.0" in said[-2] and "stands for moa, table 1, a row, BLEU: 1.0" in said
+    assert json.loads((tmp_path / "results" / "measured" / "small.json").read_text()) == values
+
+
+@pytest.mark.parametrize(
+    ("override", "again"),
+    [
+        ("generate.beam=3", ALL[2:]),
+        ("average.epochs=3", ALL[1:]),
+        ("score.headline=sacrebleu", ALL[3:]),
+        ("train.max_epoch=5", ALL),  # going on for longer is the same training
+        ("train.max_tokens=100", []),  # so is another machine
+        ("train.flags.ddp-backend=legacy_ddp", []),
+    ],
+)
+def test_only_what_a_change_touches_runs_again(go, override, again):
+    go()
+    FakeExecutor.programs()
+    go(override)
+    assert FakeExecutor.programs() == again
+
+
+def test_other_settings_are_refused_and_named_by_every_stage(go, tmp_path):
+    go()
+    FakeExecutor.programs()
+    for stage in ("all", "train", "average", "generate", "score"):
+        with pytest.raises(UserError, match=r"train\.flags\.lr: 0\.01 → 0\.5.*--restart"):
+            go("train.flags.lr=0.5", stage=stage)
+    assert FakeExecutor.programs() == []
+    go("train.flags.lr=0.5", restart=True)
+    assert FakeExecutor.programs() == ALL
+    assert (tmp_path / "runs" / "small.old-1" / "result.json").is_file()
+
+
+@pytest.mark.parametrize("state", [None, '{"train": {"settings": {}, "done": "x"}}', "{"])
+def test_foreign_checkpoints_and_those_of_older_versions_are_refused(go, tmp_path, state):
+    write_checkpoint(tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_last.pt")
+    if state:
+        (tmp_path / "runs" / "small" / "state.json").write_text(state)
+    with pytest.raises(UserError, match=r"checkpoints .* did not make.*--restart"):
+        go()
+
+
+@pytest.mark.parametrize("program", ["fairseq-train", "fairseq-generate", "moa-fairseq"])
+def test_what_failed_is_made_again_and_nothing_else(go, tmp_path, program):
+    FakeExecutor.fail = program
+    with pytest.raises(UserError, match=f"{program} failed"):
+        go()
+    done = [name for name in FakeExecutor.programs() if not name.startswith(program)]
+    if program == "fairseq-train":
+        write_checkpoint(tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_last.pt")
+    run = tmp_path / "runs" / "small"
+    assert (not (run / "generate-test.txt").exists() and not (run / "average.pt").exists()) or done
+    go()
+    assert FakeExecutor.programs() == ALL[len(done) :]
+
+
+def test_a_cut_off_last_checkpoint_is_replaced_by_the_epochs(go, tmp_path):
+    go()
+    FakeExecutor.programs()
+    folder = tmp_path / "runs" / "small" / "checkpoints"
+    (folder / "checkpoint_last.pt").write_bytes((folder / "checkpoint3.pt").read_bytes()[:-10])
+    go("train.max_epoch=4")
+    assert option(FakeExecutor.calls[0], "--restore-file").endswith("checkpoint3.pt")
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "words"),
+    [
+        ("train", {"data": None}, "prepare"),
+        ("generate", {"data": None}, "prepare"),
+        ("generate", {}, "--stage average|--stage train"),
+        ("score", {}, "--stage generate"),
+        ("average", {"record": Path("x.json")}, "--record.*--stage average does not score"),
+    ],
+)
+def test_a_stage_alone_needs_the_one_before(go, stage, options, words):
+    with pytest.raises(UserError, match=words):
+        go(stage=stage, **options)
+
+
+def test_averaging_needs_enough_checkpoints(go, tmp_path):
+    go(stage="train")
+    for name in ("1", "2"):
+        (tmp_path / "runs" / "small" / "checkpoints" / f"checkpoint{name}.pt").unlink()
+    with pytest.raises(UserError, match=r"average\.epochs: .*checkpoint3\.pt"):
+        go(stage="average")
+
+
+def test_only_a_training_that_ran_to_the_recipes_end_stands_for_the_row(go, tmp_path):
+    assert reproduces(go()[1])["row"] == "a row"
+    go("train.max_epoch=2", save_dir=Path("short"), stage="train")
+    for stage in ("average", "generate", "score"):  # without the --set: the recipe itself says 3 epochs
+        _, result = go(save_dir=Path("short"), stage=stage)
+    assert reproduces(result) is None
+    assert json.loads(result.read_text())["differences"] == ["train.max_epoch: 3 → 2"]
+    assert yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())["reproduces"] is None
+
+
+def test_the_result_says_how_the_file_it_scores_was_made(go):
+    go("generate.beam=1")
+    values = json.loads(go(stage="score")[1].read_text())
+    assert values["generation"]["beam"] == 1 and values["reproduces"] is None
+    go("average.epochs=3", stage="average")
+    go("average.epochs=3", stage="generate")
+    values = json.loads(go(stage="score")[1].read_text())
+    assert values["reproduces"] is None and values["checkpoints_averaged"] == 3
+    assert reproduces(go()[1])["row"] == "a row"
+    go("train.max_epoch=5", stage="train")  # the average is of the shorter training
+    assert reproduces(go(stage="score")[1]) is None
+
+
+def test_recalled_data_must_be_what_the_recipe_asks_for(go):
+    go(stage="prepare")
+    with pytest.raises(UserError, match=r"data\.joined_dictionary: True → False"):
+        go("data.joined_dictionary=false", "model.share_all_embeddings=false", stage="train", data=None)
+    with pytest.raises(UserError, match="subset test1 is new"):
+        go("generate.subsets=[test1]", stage="train", data=None)
+    go("data.bpe=70", stage="train", data=None)  # of no effect on a folder that was binarised elsewhere
+    assert FakeExecutor.programs() == ["fairseq-train"]
+
+
+def test_what_is_wrong_with_the_data_is_said_before_training(go, small, write_config, tmp_path):
+    with pytest.raises(UserError, match=r"--data is missing"):
+        go("data.recipe=parallel", data=None)
+    (tmp_path / "text").mkdir()
+    with pytest.raises(UserError, match="no subset foo"):
+        go("data.recipe=parallel", "generate.subsets=[foo]", data=tmp_path / "text")
+    assert FakeExecutor.programs() == []
+
+
+def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
+    path = tmp_path / "results" / "throughput" / "small.json"
+    go(stage="train", record=path, command_line="moa-fairseq recipe x")
+    row = json.loads(path.read_text())
+    assert (row["experiment"], row["tokens_per_second"], row["precision"]) == ("small", 10.0, "fp32")
+    assert row["macs_per_target_token"] > 1000 and row["command"] == "moa-fairseq recipe x"
+    assert [(found["device"], found["tokens_per_second"]) for found in read_speeds(tmp_path / "results")]
+
+
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+def test_a_run_folder_whose_models_fairseq_could_not_find_is_refused_first(
+    small, write_config, binarised, tmp_path, mode, capsys
+):
+    """fairseq-generate splits --path at a colon: hours after the training began."""
+    folder = tmp_path / "runs" / "12:30"
+    line = ["recipe", str(write_config(small)), "--data", str(binarised), "--gpus", "0", *mode]
+    assert main([*line, "--save-dir", str(folder)]) == 2
+    assert "12:30 cannot be used: fairseq takes a ':'" in capsys.readouterr().err and not folder.exists()
+
+
+def test_a_diverged_models_perplexity_is_kept_as_null(recipe_of, data_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.REPORT", REPORT.replace("4.2258", "inf").replace("18.71", "inf"))
+    options = Options(data=data_of("causal"), save_dir=tmp_path / "run")
+    result = run_recipe(recipe_of("causal"), CPU, options, FakeExecutor)
+    assert json.loads(result.read_text())["metrics"]["lm_ppl"] is None
+    assert marks(tmp_path / "run")["score-test"]["fingerprint"]
