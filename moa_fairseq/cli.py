@@ -115,8 +115,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
-    # importing fairseq turns the root logger up to DEBUG
-    logging.getLogger().setLevel(logging.WARNING)
     args = build_parser(argv).parse_args(argv)
     # With --json the standard output holds the JSON alone.
     stream = sys.stderr if getattr(args, "json", None) is True else sys.stdout

@@ -13,7 +13,6 @@ A run folder stands for its averaged (else its best) checkpoint and for the data
 from __future__ import annotations
 
 import argparse
-import logging
 
 from moa_fairseq.analysis import attention_maps, expert_load, expert_tokens, gates, learning_curve
 from moa_fairseq.errors import UserError
@@ -52,7 +51,4 @@ def run(args: argparse.Namespace) -> int:
     for name in ("output", "json"):
         if vars(args).get(name) is not None:
             refuse_overwriting(vars(args)[name], inputs, f"--{name}")
-    # One of fairseq's modules switches the root logger to DEBUG on import: matplotlib would list every font.
-    for library in ("matplotlib", "fairseq"):
-        logging.getLogger(library).setLevel(logging.WARNING)
     return args.analyze(args)
