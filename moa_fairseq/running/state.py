@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
@@ -73,3 +74,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def replace(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
+    aside = old.with_name(old.name + ".old")
+    remove(aside)
+    if old.is_dir() or (new.is_dir() and old.exists()):
+        os.replace(old, aside)
+    os.replace(new, old)
+    remove(aside)
