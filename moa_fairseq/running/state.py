@@ -31,7 +31,7 @@ def marks(folder: Path) -> Dict[str, Dict[str, Any]]:
 def put_mark(folder: Path, name: str, **mark: Any) -> None:
     """Replace the entry of a step in state.json; an empty one is taken out."""
     others = {key: value for key, value in marks(folder).items() if key != name}
-    write_json(folder / STATE, {**others, **({name: mark} if mark else {})})
+    write_json(folder / STATE, dict(sorted({**others, **({name: mark} if mark else {})}.items())))
 
 
 def keep_command(line: str, commands: Path) -> None:
