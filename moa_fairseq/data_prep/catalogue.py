@@ -172,11 +172,6 @@ def datasets() -> Dict[str, Dataset]:
     return {name: _dataset(name, kind, row) for kind, rows in kinds.items() for name, row in rows.items()}
 
 
-def of_kind(kind: str) -> Dict[str, Dataset]:
-    """name → Dataset, of one kind."""
-    return {name: dataset for name, dataset in datasets().items() if dataset.kind == kind}
-
-
 def _dataset(name: str, kind: str, row: Dict[str, Any]) -> Dataset:
     def part(row: Dict[str, Any]) -> Part:
         return Part(**{**row, "members": tuple(row.get("members", ()))})

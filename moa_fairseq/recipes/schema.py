@@ -40,17 +40,13 @@ INTERVAL_FLAGS = ("save-interval-updates", "keep-interval-updates")
 
 @dataclasses.dataclass
 class Reproduces:
-    """The published number that the recipe stands for: which cell of which table of which paper.
-
-    data: the data set of that number; by default the data.recipe of the file, whatever --set puts there.
-    """
+    """The published number that the recipe stands for: which cell of which table of which paper."""
 
     paper: str
     table: str
     row: str
     column: str
     value: Optional[float] = None
-    data: Optional[str] = None
 
 
 @dataclasses.dataclass

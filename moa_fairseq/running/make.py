@@ -18,12 +18,20 @@ from moa_fairseq.files import disk_errors
 from moa_fairseq.running.command_line import ERRORS_TOO, REDIRECT, to_shell
 from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
 from moa_fairseq.running.process import Executor
-from moa_fairseq.running.state import changes, fingerprint_of, keep_command, marks, put_mark, remove, stamp
+from moa_fairseq.running.state import (
+    changes,
+    fingerprint_of,
+    keep_command,
+    marks,
+    put_mark,
+    remove,
+    replace,
+    stamp,
+)
 
 OUT = "{out}"  # in a command: where it writes
 COMMANDS, PARTIAL = "commands.sh", ".partial"
 log = logging.getLogger(__name__)
-
 Inputs = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
 
 
@@ -86,14 +94,14 @@ def make(
 
 
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> Any:
-    if is_done(step, folder):
+    known = marks(folder)
+    inputs, mark = _resolved(step, known), known.get(step.name, {})
+    if _is_made(step, mark, inputs, folder):
         log.info("%s: done before (%s)", step.name, step.output)
-        return marks(folder)[step.name]["facts"]
-    inputs, mark = inputs_of(step, folder), marks(folder).get(step.name, {})
-    fingerprint = fingerprint_of(inputs, dict(step.goal))
+        return mark["facts"]
     if step.in_place:
         partial = step.output
-        refuse_other_inputs(step, folder)
+        _refuse_others(step, mark, inputs)
         # Said before it begins, so that an interrupted one is known for what it is.
         put_mark(folder, step.name, inputs=inputs, facts=mark.get("facts") or {})
     else:
@@ -121,26 +129,50 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
         facts = {**known, **{key: value for key, value in (facts or {}).items() if value is not None}}
     else:
         put_mark(folder, step.name)  # from here on the old output is gone
-        _replace(partial, step.output)
+        replace(partial, step.output)
     files = {} if step.in_place else _sizes(step.output, folder)
     values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files}
-    put_mark(folder, step.name, fingerprint=fingerprint, **values)
+    put_mark(folder, step.name, fingerprint=fingerprint_of(inputs, dict(step.goal)), **values)
     return facts
 
 
 def is_done(step: Step, folder: Path) -> bool:
     """Whether the step was made in this folder from the same inputs, and its output is as it was then."""
-    mark = marks(folder).get(step.name, {})
-    if mark.get("fingerprint") != fingerprint_of(inputs_of(step, folder), dict(step.goal)):
+    known = marks(folder)
+    return _is_made(step, known.get(step.name, {}), _resolved(step, known), folder)
+
+
+def refuse_other_inputs(step: Step, folder: Path) -> None:
+    """Raise UserError for an in-place output that was made from other inputs, naming the changes."""
+    known = marks(folder)
+    _refuse_others(step, known.get(step.name, {}), _resolved(step, known))
+
+
+def _is_made(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any], folder: Path) -> bool:
+    if mark.get("fingerprint") != fingerprint_of(inputs, dict(step.goal)):
         return False
     if step.in_place:
-        return step.output.is_dir() and any(step.output.iterdir())
+        return _is_begun(step)
     return bool(mark["files"]) and mark["files"].items() <= _sizes(step.output, folder).items()
 
 
-def inputs_of(step: Step, folder: Path) -> Dict[str, Any]:
-    """The inputs of a step as JSON values. Raises UserError for a file that is missing."""
-    known = marks(folder)
+def _is_begun(step: Step) -> bool:
+    return step.output.is_dir() and any(step.output.iterdir())
+
+
+def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    before = mark.get("inputs")
+    if before == inputs or not _is_begun(step):
+        return
+    remedy = "Use another --save-dir, or --restart to move this one aside and start again."
+    if before is None:
+        raise UserError(f"{step.output} holds files that this version of this recipe did not make. {remedy}")
+    listed = "; ".join(f"{key}: {change}" for key, change in list(changes(before, inputs).items())[:5])
+    raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
+
+
+def _resolved(step: Step, known: Mapping[str, Any]) -> Dict[str, Any]:
+    """The inputs of a step as they are read back from JSON. Raises UserError for a file that is missing."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Step):
@@ -158,38 +190,11 @@ def inputs_of(step: Step, folder: Path) -> Dict[str, Any]:
         return value
 
     found = step.inputs() if callable(step.inputs) else step.inputs
-    # As it is read back from state.json, so that the two can be compared.
     return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
-
-
-def refuse_other_inputs(step: Step, folder: Path) -> None:
-    """Raise UserError for an in-place output that was made from other inputs, naming the changes."""
-    if not (step.output.is_dir() and any(step.output.iterdir())):
-        return
-    before, now = marks(folder).get(step.name, {}).get("inputs"), inputs_of(step, folder)
-    remedy = "Use another --save-dir, or --restart to move this one aside and start again."
-    if before is None:
-        raise UserError(f"{step.output} holds files that this version of this recipe did not make. {remedy}")
-    listed = "; ".join(f"{key}: {change}" for key, change in list(changes(before, now).items())[:5])
-    if before != now:
-        raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 
 
 def _sizes(output: Path, folder: Path) -> Dict[str, int]:
     """Name, seen from `folder`, → bytes of a file, or of the files in a folder, logs aside."""
-    paths = sorted(output.rglob("*")) if output.is_dir() else [output]
-    return {
-        os.path.relpath(path, folder): path.stat().st_size
-        for path in paths
-        if path.is_file() and path.suffix != ".log"
-    }
-
-
-def _replace(new: Path, old: Path) -> None:
-    """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
-    aside = old.with_name(old.name + ".old")
-    remove(aside)
-    if old.is_dir() or (new.is_dir() and old.exists()):
-        os.replace(old, aside)
-    os.replace(new, old)
-    remove(aside)
+    paths = output.rglob("*") if output.is_dir() else [output]
+    files = (path for path in paths if path.is_file() and path.suffix != ".log")
+    return {os.path.relpath(path, folder): path.stat().st_size for path in files}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
@@ -30,7 +31,7 @@ def marks(folder: Path) -> Dict[str, Dict[str, Any]]:
 def put_mark(folder: Path, name: str, **mark: Any) -> None:
     """Replace the entry of a step in state.json; an empty one is taken out."""
     others = {key: value for key, value in marks(folder).items() if key != name}
-    write_json(folder / STATE, {**others, **({name: mark} if mark else {})})
+    write_json(folder / STATE, dict(sorted({**others, **({name: mark} if mark else {})}.items())))
 
 
 def keep_command(line: str, commands: Path) -> None:
@@ -73,3 +74,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def replace(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
+    aside = old.with_name(old.name + ".old")
+    remove(aside)
+    if old.is_dir() or (new.is_dir() and old.exists()):
+        os.replace(old, aside)
+    os.replace(new, old)
+    remove(aside)

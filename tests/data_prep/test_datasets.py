@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from moa_fairseq.data_prep import catalogue
-from moa_fairseq.data_prep.catalogue import TRANSLATION, datasets, of_kind, public_files
+from moa_fairseq.data_prep.catalogue import TRANSLATION, datasets, public_files
 from moa_fairseq.data_prep.manifest import summary
 from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
@@ -275,9 +275,10 @@ def test_tables_hold_together(tables):
         assert source.urls and all(url.startswith(("http", "pip:")) and "{" not in url for url in source.urls)
         assert source.sha256 is None or len(source.sha256) == 64
         assert source.md5 is None or len(source.md5) == 32
-    downloadable = {name for name, dataset in of_kind(TRANSLATION).items() if dataset.downloadable}
+    ready = {name: data.kind for name, data in datasets().items() if data.downloadable}
+    downloadable = {name for name, kind in ready.items() if kind == TRANSLATION}
     names = {"wmt14_en_de", "wmt14_en_de_vaswani", "wmt14_en_fr", "iwslt14_de_en", "iwslt14_de_en_cased"}
     assert downloadable == {*names, "multi30k", "wmt14_en_de_vaswani_rebuilt"}
     for dataset in datasets().values():
         assert not dataset.downloadable or (dataset.licence and dataset.disk)
-    assert all(dataset.downloadable for dataset in of_kind("language_modeling").values())
+    assert all(name in ready for name, data in datasets().items() if data.kind == "language_modeling")

@@ -19,6 +19,7 @@ CONTENT = gzip.compress(bytes(range(256)) * 4000, mtime=0) + b"x" * 3_000_000
 
 ODD = {  # path → status and headers; /endless ones never stop sending
     "/endless.gz": [200],
+    "/astray.gz": [302, ("Location", "http://[::bad")],
     "/word.gz": [200, ("Content-Length", "abc")],
     "/minus.gz": [200, ("Content-Length", "-5")],
     "/digits.gz": [200, ("Content-Length", "9" * 5000)],
@@ -210,6 +211,7 @@ def test_the_next_mirror_serves(server, tmp_path):
         (["page.gz"], {}, ["page.gz", "web page titled 'Please log in'"]),
         (["disguised.gz"], {}, ["disguised.gz", "is a web page instead of the file"]),
         (["gone.gz"], {}, ["gone.gz", "HTTP 404"]),
+        (["astray.gz"], {}, ["astray.gz"]),
         (["busy.gz"], {}, ["HTTP 503"]),
         (["file.gz"], {"sha256": "0" * 64}, [SHA, "instead of 000"]),
         (["file.gz"], {"sha256": None, "md5": "0" * 32}, ["md5"]),

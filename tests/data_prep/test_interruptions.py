@@ -22,7 +22,7 @@ POINTS = [
     (text_stages, "_treat", (1, 77, 120, 232)),
     (bpe, "get_vocabulary", (1,)),
     (bpe, "learn_bpe", (1,)),
-    (make, "_replace", (1, 4, 6, 7, 8)),
+    (make, "replace", (1, 4, 6, 7, 8)),
     (make, "put_mark", (1, 5, 12, 16)),
 ]
 PAIR = {"source": "en", "target": "de", "bpe": 15, "lowercase": False, "joined_dictionary": True, "flags": {}}
@@ -80,9 +80,9 @@ def test_translation(prepare, miniature, made, monkeypatch, tmp_path, problem):
     ("name", "place", "function"),
     [
         ("wikitext103_sp8k", monolingual, "atomic_write"),
-        ("wikitext103_sp8k", make, "_replace"),
+        ("wikitext103_sp8k", make, "replace"),
         ("wikitext103_word", monolingual, "_write"),
-        ("enwik8", make, "_replace"),
+        ("enwik8", make, "replace"),
     ],
 )
 def test_language_modeling(prepare, miniature, made, monkeypatch, tmp_path, name, place, function):
@@ -101,11 +101,11 @@ def test_language_modeling(prepare, miniature, made, monkeypatch, tmp_path, name
 def test_the_real_processes_killed_at_random(made, tmp_path, number):
     """listops: its sentences are drawn by several processes and binarised by fairseq's own program."""
     chance, line = random.Random(int(number)), [sys.executable, "-m", "moa_fairseq.cli", "prepare", "listops"]
-    line += ["--sizes", "6000", "50", "50", "--workers", "2"]
+    line += ["--sizes", "1000", "50", "50", "--workers", "2"]
     subprocess.run([*line, str(tmp_path / "calm")], check=True, capture_output=True)
     for _ in range(4):
         running = subprocess.Popen([*line, str(tmp_path / "killed")], stdout=subprocess.DEVNULL)
-        time.sleep(chance.uniform(1, 12))
+        time.sleep(chance.uniform(1, 8))
         running.send_signal(number)
         running.wait()
     subprocess.run([*line, str(tmp_path / "killed")], check=True, capture_output=True)
