@@ -114,7 +114,7 @@ def measure_attention(
     sample = dataset.collater([dataset[sentence]])
     sample = utils.move_to_cuda(sample) if device.type == "cuda" else sample
     model = model.to(device).eval()
-    found: Dict[str, Tensor] = {}
+    weights_by_name: Dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
         if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
@@ -128,7 +128,7 @@ def measure_attention(
             return args, {**kwargs, "need_weights": True, "need_head_weights": True}
 
         def keep(module: nn.Module, args: Tuple, result: Any, name: str = name) -> None:
-            found[name] = result[1][:, 0].float().cpu()
+            weights_by_name[name] = result[1][:, 0].float().cpu()
 
         hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
         hooks.append(module.register_forward_hook(keep))
@@ -136,13 +136,13 @@ def measure_attention(
         model(**sample["net_input"], features_only=True)
     for hook in hooks:
         hook.remove()
-    if not found:
+    if not weights_by_name:
         raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
     tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
     source = [task.source_dictionary[index] for index in tokens[0].tolist()]
     target = [] if previous is None else [task.target_dictionary[index] for index in previous[0].tolist()]
     maps = []
-    for name, weights in found.items():
+    for name, weights in weights_by_name.items():
         # The decoder of a language model reads the source tokens.
         queries = target if target and name.startswith("decoder.") else source
         keys = source if name.endswith(".encoder_attn") else queries

@@ -201,9 +201,9 @@ def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
     index = decision.expert_index
     if decision.chooses_all:
         index = decision.probs.argmax(-1, keepdim=True)
-    chosen = torch.zeros_like(decision.probs, dtype=torch.bool).scatter_(1, index, True)
+    choices = torch.zeros_like(decision.probs, dtype=torch.bool).scatter_(1, index, True)
     per_sequence = 1 if decision.scope == "sequences" else length
-    return chosen.view(batch, per_sequence, -1).expand(batch, length, -1)
+    return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
 def _lists(report: Dict[str, Any]) -> str:

@@ -47,10 +47,10 @@ def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: arg
         model = model.double().eval()
         if job == "translation":
             source = padded.flip(1)  # fairseq pads sources on the left
-            found = model(source, source.ne(_PAD).sum(1), padded)[0]
+            logits = model(source, source.ne(_PAD).sum(1), padded)[0]
         else:
-            found = model(padded)[0]
-        return found[~right]
+            logits = model(padded)[0]
+        return logits[~right]
 
     first, second = output(one), output(other)
     return ((first - second).abs().max() / first.abs().max().clamp_min(1e-12)).item()

@@ -48,11 +48,13 @@ class Conversion:
     difference: float
 
 
-def convert(checkpoint: Checkpoint, source: nn.Module, family: str, given: Dict[str, Any]) -> Conversion:
+def convert(
+    checkpoint: Checkpoint, source: nn.Module, family: str, values_by_flag: Dict[str, Any]
+) -> Conversion:
     """The same model with another attention.
 
-    family: of TARGETS; given: values of its flags. source: the checkpoint's model; it stays in float64.
-    Raises UserError if the conversion is impossible, or not exact where it has to be.
+    family: of TARGETS; values_by_flag: where the user gave them. source: the checkpoint's model; it stays in
+    float64. Raises UserError if the conversion is impossible, or not exact where it has to be.
     """
     settings = checkpoint.settings
     origin, job = kind_of(settings)
@@ -66,14 +68,14 @@ def convert(checkpoint: Checkpoint, source: nn.Module, family: str, given: Dict[
             "the first: its training diverged. Convert an earlier checkpoint."
         )
     known = {} if family == DENSE else {f.name: f.default for f in dataclasses.fields(FAMILIES[family])}
-    for name in given:
+    for name in values_by_flag:
         if name not in known:
             raise UserError(f"{_flag(name)} is not a flag of --to {family}: leave it out.")
     if family == DENSE:
         weights.refuse_what_fairseq_lacks(settings)
     if origin != DENSE:
         state = weights.dense_weights(source)
-    values = {**known, **weights.default_values(family, settings, job, given), **given}
+    values = {**known, **weights.default_values(family, settings, job, values_by_flag), **values_by_flag}
     target_settings = settings_for(settings, family, job, values)
     target = build(target_settings, state)
     if family == DENSE:
@@ -147,11 +149,11 @@ def run(args: argparse.Namespace) -> int:
     refuse_overwriting(args.output, [args.input], "OUT")
     refuse_existing(args.output, args.force, "OUT")
     names = {field.name for family in FAMILIES.values() for field in dataclasses.fields(family)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    values_by_flag = {name: value for name, value in vars(args).items() if name in names}
     checkpoint = read(args.input)
     with explaining(f"{args.input} cannot be converted", str(args.input)):
         source = of_checkpoint(checkpoint)
-        result = convert(checkpoint, source, args.to, given)
+        result = convert(checkpoint, source, args.to, values_by_flag)
     if result.reason is None:
         print(f"exact: outputs in float64 differ by {result.difference:.1e} of the largest")
     else:

@@ -37,12 +37,12 @@ _OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale"}
 def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
     """(family or DENSE, job) of a model's settings. Raises UserError for any other model."""
     name = _name(settings)
-    found = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
+    registered = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
     for job, (dense, _, mixture) in BODIES.items():
-        if found is dense:
+        if registered is dense:
             return DENSE, job
-        if found is not None and issubclass(found, mixture):
-            return found.attention_family, job
+        if registered is not None and issubclass(registered, mixture):
+            return registered.attention_family, job
     arch = getattr(settings, "arch", name)
     raise UserError(
         f"The checkpoint holds a model of the architecture {arch}, but conversions only know fairseq's "

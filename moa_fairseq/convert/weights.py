@@ -21,7 +21,7 @@ OF_ROUTING = ("router", "gate")
 
 
 def default_values(
-    family: str, settings: argparse.Namespace, job: str, given: Dict[str, Any]
+    family: str, settings: argparse.Namespace, job: str, values_by_flag: Dict[str, Any]
 ) -> Dict[str, Any]:
     """MoH's flags where the user gave none: half of the heads are shared, half of the others chosen (§4.4).
 
@@ -32,7 +32,7 @@ def default_values(
     sides = {"masked LM": ["encoder"], "causal LM": ["decoder"]}.get(job, ["encoder", "decoder"])
     heads = {side: int(getattr(settings, f"{side}_attention_heads")) for side in sides}
     fewest = min(heads.values())
-    shared = given.get("moh_shared_heads", fewest // 2)
+    shared = values_by_flag.get("moh_shared_heads", fewest // 2)
     if fewest <= shared < max(heads.values()):
         numbers = " and ".join(f"the {side} has {number} heads" for side, number in heads.items())
         raise UserError(

@@ -54,14 +54,14 @@ def read_messages(wheel: Path) -> Iterator[Tuple[str, str]]:
 
 def catalogue_members(archive: zipfile.ZipFile) -> List[str]:
     """Names of the German catalogues in an open wheel, sorted; a `.po` hides the `.mo` compiled from it."""
-    found = {
+    members = {
         info.filename
         for info in archive.infolist()
         if _GERMAN_MEMBER.search(info.filename)
         and not _TESTS.search(info.filename)
         and info.file_size <= MAX_MEMBER_BYTES
     }
-    return sorted(name for name in found if name.endswith(".po") or f"{name[:-3]}.po" not in found)
+    return sorted(name for name in members if name.endswith(".po") or f"{name[:-3]}.po" not in members)
 
 
 def _parse(archive: zipfile.ZipFile, member: str) -> Union[polib.POFile, polib.MOFile, List]:

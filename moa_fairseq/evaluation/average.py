@@ -104,18 +104,18 @@ def last_checkpoints(
         raise UserError(
             f"--inputs {folder} is not a folder, which --num-epoch-checkpoints and the like need."
         )
-    found = numbered_checkpoints(folder, by_updates)
+    numbered = numbered_checkpoints(folder, by_updates)
     if upper_bound is not None:
-        found = [(position, path) for position, path in found if position <= upper_bound]
-    if len(found) < number:
+        numbered = [(position, path) for position, path in numbered if position <= upper_bound]
+    if len(numbered) < number:
         kind = "update" if by_updates else "epoch"
         bound = "" if upper_bound is None else f" up to {kind} {upper_bound}"
-        names = ", ".join(path.name for _, path in found) or "none"
+        names = ", ".join(path.name for _, path in numbered) or "none"
         raise UserError(
-            f"{folder} holds {len(found)} {kind} checkpoints{bound} ({names}), but {number} are to be "
+            f"{folder} holds {len(numbered)} {kind} checkpoints{bound} ({names}), but {number} are to be "
             f"averaged. Train longer, ask for fewer, or keep more (--keep-last-epochs)."
         )
-    return [path for _, path in found[len(found) - number :]]
+    return [path for _, path in numbered[len(numbered) - number :]]
 
 
 def shared_storage(model: State) -> Dict[str, str]:

@@ -151,13 +151,13 @@ def running_text(
     def running(lines: Sequence[str], already: bool) -> List[str]:
         return list(lines) if already or as_tokens else [detokenize(line, lang) for line in lines]
 
-    done = "/".join("as given" if already else f"Moses detokenizer -l {lang}" for already in detokenized)
-    done = f"13a, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {done}"
+    form = "/".join("as given" if already else f"Moses detokenizer -l {lang}" for already in detokenized)
+    form = f"13a, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {form}"
     return RunningText(
         running(hypotheses, detokenized[0]),
         [running(reference, detokenized[1]) for reference in references],
         {"lowercase": lowercase, "tokenize": "none" if as_tokens else "13a"},
-        f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else done}",
+        f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else form}",
     )
 
 

@@ -147,8 +147,8 @@ def _row(paper: str, table: dict, row: dict, runs: List[dict]) -> Row:
     for run in runs:
         target = run.get("reproduces") or {}
         same_table = str(target.get("table")) == table["table"] and "row" in target
-        found = target.get("row") == row["row"] if same_table else run["experiment"] in row["experiments"]
-        own += [run] if found and target.get("paper") == paper else []
+        stands = target.get("row") == row["row"] if same_table else run["experiment"] in row["experiments"]
+        own += [run] if stands and target.get("paper") == paper else []
     cells = []
     for column, value in row["values"].items():
         # Where our number comes from: the column's description, with the row's changes. Further metrics may

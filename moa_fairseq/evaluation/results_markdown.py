@@ -207,11 +207,11 @@ def _over_seeds(runs: List[dict]) -> List[str]:
         each = ", ".join(f"{score:.2f}" for score in scores)
         lines.append({**line, "Mean ± standard deviation": _mean(scores), "Each seed": each})
         for kind in group[0].get("evaluation") or {}:
-            found: List[Any] = [(run.get("evaluation") or {}).get(kind) for run in group]
-            if not all(isinstance(values, dict) and values.keys() == found[0].keys() for values in found):
+            by_run: List[Any] = [(run.get("evaluation") or {}).get(kind) for run in group]
+            if not all(isinstance(values, dict) and values.keys() == by_run[0].keys() for values in by_run):
                 continue
-            if all(is_number(score) for values in found for score in values.values()):
-                means = {value: _mean([values[value] for values in found]) for value in found[0]}
+            if all(is_number(score) for values in by_run for score in values.values()):
+                means = {value: _mean([values[value] for values in by_run]) for value in by_run[0]}
                 by_group[kind, tuple(means)].append({kind.replace("_", " "): experiment, **means})
     if not lines:
         return []

@@ -153,8 +153,8 @@ def run(args: argparse.Namespace) -> int:
     material = read(paths[0], args)
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
     scores = score(material, chains, args.lowercase)
-    given = RUNNING if material.detokenized else ""
-    wants = {name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains}
+    form = RUNNING if material.detokenized else ""
+    wants = {name: (form, form) if name == SACREBLEU else CHAINS[name].wants for name in chains}
     references = [line for reference in material.references for line in reference]
     sides = {"hypotheses": material.hypotheses, "references": references}
     material.meta["warnings"] += doubts(wants, sides)

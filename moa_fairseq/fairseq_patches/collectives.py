@@ -61,8 +61,8 @@ class TimedDist(types.ModuleType):
 
 def time_limit(cfg: Any) -> int:
     """Seconds that a process waits for the others in a collective."""
-    chosen = cfg.distributed_training.heartbeat_timeout
-    return chosen if chosen > 0 else DEFAULT_SECONDS
+    seconds = cfg.distributed_training.heartbeat_timeout
+    return seconds if seconds > 0 else DEFAULT_SECONDS
 
 
 def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -> None:

@@ -93,12 +93,12 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
     except Exception as error:
         if "ensure that the architectures match" not in str(error):
             raise
-        found = _differences(load_checkpoint(filename), trainer.cfg.model)
+        differences = _differences(load_checkpoint(filename), trainer.cfg.model)
         torchs_reason = " ".join(str(error.__context__).split())
         raise UserError(
             f"{filename} holds another model than that of this command, and cannot be loaded: "
-            f"{'; '.join(found[:_MOST]) or torchs_reason[:500]}. Give the flags that the checkpoint was "
-            "made with; or, to train another model, choose another --save-dir."
+            f"{'; '.join(differences[:_MOST]) or torchs_reason[:500]}. Give the flags that the checkpoint "
+            "was made with; or, to train another model, choose another --save-dir."
         ) from error
 
 
