@@ -63,7 +63,8 @@ IMPORTS = """
 import logging, os, sys
 import torch
 def state():
-    return sys.excepthook, logging.getLogger().level, logging.getLogger().handlers[:], dict(os.environ), torch.get_num_threads()
+    root = logging.getLogger()
+    return sys.excepthook, root.level, root.handlers[:], dict(os.environ), torch.get_num_threads()
 before, modules = state(), set(sys.modules)
 import moa_fairseq.attention.mae, moa_fairseq.attention.moa, moa_fairseq.attention.moh
 import moa_fairseq.attention.switchhead, moa_fairseq.feed_forward.sigma_moe
