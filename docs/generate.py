@@ -47,7 +47,14 @@ from moa_fairseq.transformer.families import FAMILIES
 from moa_fairseq.transformer.model import BRANCH, POSITIONS
 
 ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "results/README.md", "configs/README.md", "docs/flags.md", "docs/fairseq.md")
+DOCUMENTS = (
+    "README.md",
+    "results/README.md",
+    "results/tables/README.md",
+    "configs/README.md",
+    "docs/flags.md",
+    "docs/fairseq.md",
+)
 
 # The experiments of a name that begins so, under one heading.
 GROUPS = {

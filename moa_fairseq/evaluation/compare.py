@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="FILE",
-        help="rewrite the tables between the markers in each FILE (default: README.md, results/README.md): "
+        help="rewrite the tables between the markers in each FILE (default: README.md, results/tables/README.md): "
         f"all of them between {BEGIN.format('results')} and {END.format('results')}, the rows that papers/ "
         "calls headlines between the same markers of the name headlines",
     )
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             stream.write(markdown)
     if args.update_readme is not None:
         parts = {"results": markdown, "headlines": render_headlines(comparison)}
-        for path in args.update_readme or (results.parent / "README.md", results / "README.md"):
+        for path in args.update_readme or (results.parent / "README.md", results / "tables" / "README.md"):
             try:
                 text = path.read_text(encoding="utf-8")
             except OSError as error:

@@ -28,7 +28,7 @@ _RUN = {
     **dict.fromkeys(("metrics", "reproduces", "generation", "evaluation"), MAPPING),
     "train_seconds": NUMBER,
 }
-_REMEDY = "Restore it, or delete it: results/README.md describes the format."
+_REMEDY = "Restore it, or delete it: results/FORMAT.md describes the format."
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The comparison as Markdown: the generated parts of results/README.md and of README.md."""
+"""The comparison as Markdown: the generated parts of results/tables/README.md and of README.md."""
 
 from __future__ import annotations
 

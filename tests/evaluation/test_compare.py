@@ -217,13 +217,14 @@ def test_markdown_does_not_overwrite_what_was_measured(kept, results, tmp_path, 
 
 
 def test_a_document_has_the_parts_that_it_has_room_for(results):
-    """Without a name: README.md with the headlines and results/README.md with everything."""
+    """Without a name: README.md with the headlines and results/tables/README.md with everything."""
     for paper in (results / "papers").glob("*.json"):
         content = json.loads(paper.read_text())
         content["tables"][0]["rows"][0]["headline"] = "BLEU, a test set"
         paper.write_text(json.dumps(content))
     record(results, run(), run("quickstart_moa", None))
-    short, whole = results.parent / "README.md", results / "README.md"
+    short, whole = results.parent / "README.md", results / "tables" / "README.md"
+    whole.parent.mkdir()
     short.write_text("a\n" + BEGIN.format("headlines") + "\n" + END.format("headlines") + "\nb\n")
     whole.write_text(f"{FIRST}\n{LAST}\n")
     assert main(["compare", "--results", str(results), "--update-readme"]) == 0
