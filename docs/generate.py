@@ -9,10 +9,8 @@ A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import enum
-import io
 import json
 import re
 import sys
@@ -26,7 +24,6 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY
 import moa_fairseq
 from moa_fairseq.analysis.command import KINDS
 from moa_fairseq.cli import VERBS
-from moa_fairseq.cli import main as cli_main
 from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig
 from moa_fairseq.evaluation.compare import fill
@@ -117,7 +114,7 @@ def grid(head: List[str], lines: List[List[str]]) -> str:
 
 
 def experiments() -> str:
-    """A row per configs/*.yaml: what it is, its command, machine, time, estimated hours and result."""
+    """A row per configs/*.yaml: what it is, its command, machine, time and result."""
     runs = defaultdict(list)
     for path in sorted((ROOT / "results" / "measured").glob("*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -126,7 +123,7 @@ def experiments() -> str:
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         title = next(title for prefix, title in GROUPS.items() if path.stem.startswith(prefix))
         groups[title].append(_experiment(path, runs[path.stem]))
-    head = ["Experiment", "What it trains", "Command", "Machine", "Time", "A100 hours, estimated", "Result"]
+    head = ["Experiment", "What it trains", "Command", "Machine", "Time", "Result"]
     return "\n\n".join(f"### {title}\n\n{grid(head, lines)}" for title, lines in groups.items() if lines)
 
 
@@ -144,7 +141,7 @@ def _experiment(path: Path, runs: List[Tuple[Path, dict]]) -> List[str]:
         results = [f"paper: {printed.value} ({paper}, {source})", *(results or ["not run"])]
     script = f"`bash scripts/{path.stem}.sh`"
     name = f"[{path.stem}]({path.name})"
-    return [name, recipe.summary, script, machine, time, hours(path), "; ".join(results) or "not run"]
+    return [name, recipe.summary, script, machine, time, "; ".join(results) or "not run"]
 
 
 def _result(file: Path, run: dict) -> str:
@@ -155,20 +152,6 @@ def _result(file: Path, run: dict) -> str:
     budget += f" with {' and '.join(changed)}" if changed else ""
     seed = f", seed {run['seed']}" if run["seed"] != 1 else ""
     return f"[{run['metrics'][metric]:.2f}](../results/measured/{file.name}) {name}{budget}{seed}"
-
-
-def hours(path: Path) -> str:
-    """Of training on one A100, as `--plan` estimates them; "" where the data's size is not known."""
-    words = ["recipe", path, "--plan", "--json", "--gpus", 1, "--device-name", "A100"]
-    nothing_prepared = ["--save-dir", ROOT / "runs" / "none"]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = cli_main([str(word) for word in words + nothing_prepared])
-    if status != 0:
-        raise SystemExit(f"moa-fairseq recipe {path} --plan failed")
-    estimate = json.loads(printed.getvalue())["hardware"][0].get("hours")
-    if estimate is None:
-        return ""
-    return f"{estimate:,.0f}" if estimate >= 10 else f"{estimate:.1f}" if estimate >= 0.1 else "< 0.1"
 
 
 def machine_and_time(path: Path) -> Tuple[str, str]:

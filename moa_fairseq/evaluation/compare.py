@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="FILE",
-        help="rewrite the tables between the markers in each FILE (default: README.md, results/tables/README.md): "
+        help="rewrite the tables between the markers in each FILE (README.md, results/tables/README.md): "
         f"all of them between {BEGIN.format('results')} and {END.format('results')}, the rows that papers/ "
         "calls headlines between the same markers of the name headlines",
     )
