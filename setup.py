@@ -57,8 +57,6 @@ setup(
         # A working fairseq of your own (a build of its main branch) serves as well: see docs/fairseq.md.
         "fairseq": ["ve-fairseq==0.12.3"],
         "triton": ["triton>=2.1; platform_system == 'Linux'"],
-        "safetensors": ["safetensors>=0.4"],
-        "slurm": ["submitit>=1.5,<2"],
         "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
     },
     entry_points={"console_scripts": ["moa-fairseq=moa_fairseq.cli:main"]},

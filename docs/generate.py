@@ -20,6 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
 
+import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
 
 import moa_fairseq
@@ -37,7 +38,7 @@ from moa_fairseq.evaluation.results_markdown import (
     render,
     render_headlines,
 )
-from moa_fairseq.fairseq_compat import patches
+from moa_fairseq.fairseq_compat import PATCHES
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.loading import load_recipe
@@ -71,12 +72,36 @@ def parts() -> Dict[str, str]:
     return {
         "results": render(comparison),
         "headlines": render_headlines(comparison),
+        "claims": claims(),
         "experiments": experiments(),
         "flags": flags(),
         "architectures": architectures(),
         "verbs": verbs(),
         "patches": patch_table(),
     }
+
+
+def claims() -> str:
+    """A row for each contrast that tests a claim: what the paper prints, and what its study measured."""
+    rows = []
+    for row in yaml.safe_load((ROOT / "results" / "claims.yaml").read_text(encoding="utf-8")):
+        for study, name in row["contrasts"]:
+            folder = ROOT / "results" / "studies" / study
+            found = {}
+            if (folder / "report.json").is_file():
+                report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+                found = {contrast["contrast"]: contrast for contrast in report["contrasts"]}
+            measured = ["not run", "", ""]
+            if name in found:
+                here = found[name]
+                interval = f"{here['mean']:+.3f} ({here['low']:+.3f} … {here['high']:+.3f})"
+                link = f"[{here['verdict']}](studies/{study}/report.md)"
+                measured = [interval, f"{here['n']}; {here['visible']:.3f}", link]
+            first = row["contrasts"][0] == [study, name]
+            head = [row["claim"], row["printed"]] if first else ["", ""]
+            rows.append([*head, f"{study}: {name}", *measured])
+    head = ["Claim", "Printed", "Contrast here", "Bits (95 %)", "Seeds; visible", "Verdict"]
+    return grid(head, rows)
 
 
 def grid(head: List[str], lines: List[List[str]]) -> str:
@@ -239,13 +264,14 @@ def verbs() -> str:
 
 
 def patch_table() -> str:
-    """The table of `moa_fairseq.fairseq_compat.patches`: what is changed, why, and the test."""
+    """The table of `moa_fairseq.fairseq_compat.PATCHES`: what is changed, why, and the test."""
     lines = []
-    for patch in patches():
-        owner = getattr(patch.owner, "__qualname__", None) or patch.owner.__name__.removeprefix("fairseq.")
+    for patch in PATCHES:
+        what = ", ".join(
+            f"`{each}`" for each in patch.what.replace("fairseq.", "").replace(":", ".").split(", ")
+        )
         file, _, test = patch.test.partition("::")
-        link = f"[{test}](../tests/{file})"
-        lines.append([f"`{owner}.{patch.name}`", patch.reason.replace("|", "\\|"), link])
+        lines.append([what, patch.reason.replace("|", "\\|"), f"[{test}](../tests/{file})"])
     return grid(["What is changed", "Why", "Test"], lines)
 
 

@@ -1,24 +1,38 @@
-"""moa_fairseq: mixtures of attention heads as a fairseq user-dir. Importing it registers everything.
+"""moa_fairseq: mixtures of attention heads as a fairseq user-dir.
 
-Without fairseq nothing is registered, but `moa_fairseq.attention` and `moa_fairseq.kernels` work with torch
-alone.
+`moa_fairseq.attention` and `moa_fairseq.kernels` need torch alone, and importing them changes nothing else.
+Where fairseq is imported already, as by `--user-dir`, importing the package registers everything; else
+`register` does.
 """
 
+import functools
 import importlib.util
+import logging
+import sys
 
 __version__ = "0.1.0"
 
-if importlib.util.find_spec("fairseq") is not None:
+
+@functools.cache
+def register() -> None:
+    """Prepare fairseq and torch, and register tasks, models and criterions; nothing without fairseq."""
+    if importlib.util.find_spec("fairseq") is None:
+        return
+    root = logging.getLogger()
+    level = root.level
     # fairseq imports `tasks/` and `models/` of a user-dir itself, but only if the package was not imported
     # before, and never its criterions. So everything is imported here.
     from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
     import torch
 
-    from moa_fairseq import criterions, host_memory, models, tasks
+    from moa_fairseq import criterions, host_memory, models, tasks  # noqa: F401
 
-    __all__ = ["criterions", "fairseq_compat", "models", "tasks"]
-
+    root.setLevel(level)  # one of fairseq's modules sets it to DEBUG
     fairseq_compat.install()
     if not torch.cuda.is_available():
         host_memory.keep_freed_memory()
         host_memory.keep_compiled_kernels()
+
+
+if "fairseq" in sys.modules:
+    register()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional
 
+import moa_fairseq
 from moa_fairseq.errors import UserError
 
 # verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
@@ -89,6 +90,7 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
     for verb, (module_name, summary) in VERBS.items():
         subparser = verbs.add_parser(verb, help=summary)
         if verb == named:
+            moa_fairseq.register()
             module = importlib.import_module(module_name)
             subparser.description = module.__doc__
             subparser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -113,8 +115,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
-    # importing fairseq turns the root logger up to DEBUG
-    logging.getLogger().setLevel(logging.WARNING)
     args = build_parser(argv).parse_args(argv)
     # With --json the standard output holds the JSON alone.
     stream = sys.stderr if getattr(args, "json", None) is True else sys.stdout

@@ -90,6 +90,16 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
             )
 
 
+def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
+    """Raises UserError if `output` exists, without `force`, or is no ordinary file: before the work begins.
+
+    flag: which one names it.
+    """
+    refuse_irregular(output, flag)
+    if os.path.lexists(output) and not force:
+        raise UserError(f"{flag} {output} exists: choose another name, or give --force to overwrite it.")
+
+
 def refuse_link(path: PathLike) -> None:
     """Raises UserError for a link to a file, or to none yet, where a run writes.
 

@@ -80,6 +80,6 @@ fi
 # `--user-dir moa_fairseq` works from every directory.
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 ln -sfn "$root/moa_fairseq" "$site/moa_fairseq"
-has moa_fairseq || { (cd / && "$python" -c 'import moa_fairseq'); fail "moa_fairseq cannot be imported; see above."; }
+has moa_fairseq || { (cd / && "$python" -c 'import moa_fairseq; moa_fairseq.register()'); fail "moa_fairseq cannot be imported; see above."; }
 printf '%s' "$wanted" > "$stamp"
 echo "setup.sh: ready. Activate it with: source $venv/bin/activate"

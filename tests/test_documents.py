@@ -23,7 +23,8 @@ PATHS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 
 # Of other programs, and of a scorer of fairseq's that translation does not use.
-OTHERS_FLAGS = {"--help", "--wer-args", "--paired-ar", "--force"}
+OTHER_WORDS = ("source", "pip", "sacrebleu", "for", "echo", "done")
+OTHERS_FLAGS = {"--help", "--wer-args", "--paired-ar", "--force", "--array", "--wrap"}
 
 
 def blocks(document, language):
@@ -128,6 +129,8 @@ def test_flags_are_flags(document):
 def test_a_line_is_understood_by_its_program(document, words):
     if "--help" in words:
         return
+    if "--wrap" in words:  # Slurm's: what a job does
+        words = shlex.split(words[words.index("--wrap") + 1])
     if words[0] == "moa-fairseq":
         build_parser(words[1:]).parse_args(words[1:])
     elif words[0] in ("bash", "sbatch"):
@@ -144,7 +147,7 @@ def test_a_line_is_understood_by_its_program(document, words):
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
     else:
-        assert words[0].startswith("fairseq-") or words[0] in ("source", "pip", "sacrebleu"), words[0]
+        assert words[0].startswith("fairseq-") or words[0] in OTHER_WORDS, words[0]
 
 
 def test_dry_run_lines_print_commands():

@@ -18,6 +18,7 @@ import moa_fairseq
 from moa_fairseq import fairseq_compat
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import restricted_pickle
+from moa_fairseq.fairseq_patches.training import take_bf16_for_a_gpu
 
 USER_DIR = os.path.dirname(moa_fairseq.__file__)
 
@@ -98,10 +99,14 @@ def test_truncated_and_missing_files_say_so(checkpoint, tmp_path):
         fairseq_compat.load_checkpoint(tmp_path / "none.pt")
 
 
-@pytest.mark.parametrize("patch", fairseq_compat.patches(), ids=lambda patch: patch.name)
+@pytest.mark.parametrize("patch", fairseq_compat.PATCHES, ids=lambda patch: patch.what)
 def test_every_patch_is_in_place_and_has_its_reason_and_test(patch):
-    installed = getattr(patch.owner, patch.name)
-    assert installed.__module__.startswith("moa_fairseq") or installed.__wrapped__
+    for owner, name in patch.places() if patch.way else ():
+        if patch.way is fairseq_compat.around:
+            assert getattr(owner, name).__wrapped__
+        elif patch.what not in ("numpy:compat", "sys:excepthook") and name != "open":
+            installed = getattr(owner, name)
+            assert getattr(installed, "__module__", type(installed).__module__).startswith("moa_fairseq")
     assert patch.reason.endswith(".")
     file, _, name = patch.test.partition("::")
     assert f"def {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
@@ -125,10 +130,9 @@ def test_a_sentence_is_a_block_of_a_language_model():
 
 def test_bf16_is_a_gpu_dtype_when_there_is_a_gpu(monkeypatch):
     seen = []
-    wrapped = fairseq_compat._bf16_means_gpu(lambda args: seen.append(args.tpu))
     for gpu in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        wrapped(argparse.Namespace(bf16=True, tpu=True))
+        take_bf16_for_a_gpu(lambda args: seen.append(args.tpu), argparse.Namespace(bf16=True, tpu=True))
     assert seen == [False, True]
 
 

@@ -30,6 +30,20 @@ def test_the_version_stands_in_one_place():
     assert f"\n## {moa_fairseq.__version__}" in text("CHANGELOG.md")
 
 
+def test_help_waits_for_nothing_and_verbs_find_everything_registered():
+    program = """
+import sys
+sys.argv = ["moa-fairseq"]
+from moa_fairseq.cli import build_parser
+build_parser(["--help"])
+assert not {"torch", "numpy", "fairseq"} & set(sys.modules)
+build_parser(["complexity"])
+from fairseq.models import ARCH_MODEL_REGISTRY
+assert "moa_transformer_base" in ARCH_MODEL_REGISTRY
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_pythons_are_those_that_setup_takes():
     lowest, below = re.search(r'python_requires=">=(3\.\d+),<(3\.\d+)"', text("setup.py")).groups()
     pythons = [f"3.{minor}" for minor in range(int(lowest[2:]), int(below[2:]))]

@@ -16,8 +16,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 FLOORS = (
     ("errors", "torch_compat", "host_memory"),
     ("files", "kernels"),
-    ("attention", "json_files", "running", "text"),
-    ("fairseq_patches", "fairseq_workers", "feed_forward"),
+    ("attention", "json_files", "text"),
+    ("running",),
+    ("fairseq_patches", "feed_forward"),
     ("fairseq_compat",),
     ("transformer",),
     ("coordinate_descent", "criterions"),

@@ -57,3 +57,26 @@ def test_attention_and_kernels_work_with_torch_alone():
         "kernels",
         "torch_compat",
     ]
+
+
+IMPORTS = """
+import logging, os, sys
+import torch
+def state():
+    return sys.excepthook, logging.getLogger().level, logging.getLogger().handlers[:], dict(os.environ), torch.get_num_threads()
+before, modules = state(), set(sys.modules)
+import moa_fairseq.attention.mae, moa_fairseq.attention.moa, moa_fairseq.attention.moh
+import moa_fairseq.attention.switchhead, moa_fairseq.feed_forward.sigma_moe
+assert state() == before
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - modules}))
+import moa_fairseq
+moa_fairseq.register()
+from fairseq.models import ARCH_MODEL_REGISTRY
+assert "moa_transformer_base" in ARCH_MODEL_REGISTRY
+"""
+
+
+def test_importing_the_attention_changes_nothing_where_fairseq_is_installed():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["moa_fairseq"]

@@ -14,7 +14,7 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from fairseq import utils
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from moa_fairseq.analysis.plots import save
 from moa_fairseq.analysis.routed_model import (
-    KINDS_OF_ATTENTION,
     add_model_arguments,
     checkpoint_and_data,
     finish,
+    kind_of,
 )
 from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.attention.collector import collect_decisions
@@ -61,14 +61,17 @@ def analyze(args: argparse.Namespace) -> int:
     title = f"{args.model.name}, sentence {args.sentence} of {args.subset}"
     figure = draw_layers(maps, title) if args.layer is None else draw_heads(maps, title)
     save(figure, args.output)
-    lines = [f"{each.name}: {_described(each)}" for each in maps]
-    report = {
-        "checkpoint": str(checkpoint),
-        "subset": args.subset,
-        "sentence": args.sentence,
-        "modules": [_plain(each) for each in maps],
-    }
-    finish("\n".join(lines), report, args.json, args.output)
+    lines, modules = [], []
+    for each in maps:
+        heads, queries, keys = each.weights.shape
+        share = torch.special.entr(each.weights).sum(2).mean().item() / math.log(max(keys, 2))
+        entropy = f"entropy {share:.0%} of an even one's"
+        lines.append(f"{each.name}: {heads} maps of {queries} x {keys} tokens, {entropy}")
+        gates = {side: gate.tolist() for side, gate in each.gates.items()}
+        names = {"name": each.name, "queries": each.queries, "keys": each.keys}
+        modules.append({**names, "weights": each.weights.tolist(), "gates": gates})
+    report = {"checkpoint": str(checkpoint), "subset": args.subset, "sentence": args.sentence}
+    finish("\n".join(lines), {**report, "modules": modules}, args.json, args.output)
     return 0
 
 
@@ -90,9 +93,7 @@ class AttentionMap:
 
     @property
     def kind(self) -> str:
-        path = self.name.split(".")
-        ends = {ends: kind for kind, ends in KINDS_OF_ATTENTION.items()}
-        return ends.get((path[0], path[-1]), "attention")
+        return kind_of(self.name)
 
     @property
     def layer(self) -> int:
@@ -137,7 +138,9 @@ def measure_attention(
         hook.remove()
     if not found:
         raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
-    source, target = _symbols(task, sample["net_input"])
+    tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
+    source = [task.source_dictionary[index] for index in tokens[0].tolist()]
+    target = [] if previous is None else [task.target_dictionary[index] for index in previous[0].tolist()]
     maps = []
     for name, weights in found.items():
         # The decoder of a language model reads the source tokens.
@@ -156,39 +159,11 @@ def measure_attention(
     return maps
 
 
-def _symbols(task: Any, net_input: Dict[str, Any]) -> Tuple[List[str], Optional[List[str]]]:
-    """Source tokens, and target tokens as the decoder reads them where there are any."""
-    source = task.source_dictionary
-    tokens = [source[index] for index in net_input["src_tokens"][0].tolist()]
-    previous = net_input.get("prev_output_tokens")
-    if previous is None:
-        return tokens, None
-    target = task.target_dictionary
-    return tokens, [target[index] for index in previous[0].tolist()]
-
-
 def _gates(decision: RoutingDecision) -> Tensor:
     """[E, N]: the gate of each expert for each token."""
     gate = decision.gate.detach().float()
     gates = gate.new_zeros(gate.size(0), decision.num_experts)
     return gates.scatter(1, decision.expert_index, gate).t().cpu()
-
-
-def _plain(each: AttentionMap) -> Dict[str, Any]:
-    gates = {side: gate.tolist() for side, gate in each.gates.items()}
-    return {
-        "name": each.name,
-        "queries": each.queries,
-        "keys": each.keys,
-        "weights": each.weights.tolist(),
-        "gates": gates,
-    }
-
-
-def _described(each: AttentionMap) -> str:
-    heads, queries, keys = each.weights.shape
-    sure = torch.special.entr(each.weights).sum(2).mean().item() / math.log(max(keys, 2))
-    return f"{heads} maps of {queries} x {keys} tokens, entropy {sure:.0%} of an even one's"
 
 
 def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
@@ -206,8 +181,7 @@ def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
         panel.imshow(each.weights.amax(0).numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
         panel.set_title(f"{each.kind}, layer {each.layer}", fontsize=7)
         _label(panel, each, size=4)
-    if title:
-        figure.suptitle(f"{title}: largest weight of any head", fontsize=10)
+    figure.suptitle(title and f"{title}: largest weight of any head", fontsize=10)
     return figure
 
 
@@ -221,8 +195,7 @@ def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
         row.suptitle(each.name, fontsize=8)
         for head, place in enumerate(row.subfigures(1, columns, squeeze=False)[0][: each.weights.size(0)]):
             _draw_head(place, each, head)
-    if title:
-        figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
@@ -242,7 +215,7 @@ def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
     )
     for panel in panels.flat:
         panel.set_axis_off()
-    main = panels[0][-1]
+    main, queries, keys = panels[0][-1], panels[0][0], panels[-1][-1]
     main.set_axis_on()
     main.imshow(each.weights[head].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     main.set_title(f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}", fontsize=7)
@@ -250,17 +223,15 @@ def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
     most = max((gates.max().item() for gates in strips.values()), default=1.0)
     shades = {"cmap": "Oranges", "vmin": 0, "vmax": most or 1.0, "aspect": "auto"}
     if "queries" in strips:
-        panel = panels[0][0]
-        panel.set_axis_on()
-        panel.imshow(strips["queries"].t().numpy(), **shades)
-        _label(panel, each, size=5, below=False)
-        panel.set_xticks(range(wide), [str(expert + 1) for expert in range(wide)], fontsize=4)
+        queries.set_axis_on()
+        queries.imshow(strips["queries"].t().numpy(), **shades)
+        _label(queries, each, size=5, below=False)
+        queries.set_xticks(range(wide), [str(expert + 1) for expert in range(wide)], fontsize=4)
     if "keys" in strips:
-        panel = panels[1][-1]
-        panel.set_axis_on()
-        panel.imshow(strips["keys"].numpy(), **shades)
-        _label(panel, each, size=5, left=False)
-        panel.set_yticks(range(tall), [str(expert + 1) for expert in range(tall)], fontsize=4)
+        keys.set_axis_on()
+        keys.imshow(strips["keys"].numpy(), **shades)
+        _label(keys, each, size=5, left=False)
+        keys.set_yticks(range(tall), [str(expert + 1) for expert in range(tall)], fontsize=4)
 
 
 def _label(panel: Any, each: AttentionMap, size: int, left: bool = True, below: bool = True) -> None:

@@ -13,38 +13,16 @@ A run folder stands for its averaged (else its best) checkpoint and for the data
 from __future__ import annotations
 
 import argparse
-import logging
 
-from moa_fairseq.analysis import (
-    attention_maps,
-    expert_load,
-    expert_tokens,
-    gates,
-    learning_curve,
-)
+from moa_fairseq.analysis import attention_maps, expert_load, expert_tokens, gates, learning_curve
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import refuse_overwriting
 
 # Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze(args) -> int.
-KINDS = (
-    learning_curve,
-    expert_load,
-    gates,
-    expert_tokens,
-    attention_maps,
-)
+KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps)
 
 # what a recipe writes into its run folder
-OF_A_RUN = (
-    "*.pt",
-    "checkpoints/*",
-    "*.jsonl",
-    "*.yaml",
-    "*.txt",
-    "state.json",
-    "result.json",
-    "score-*.json",
-)
+OF_A_RUN = ("*.pt", "checkpoints/*", "*.json", "*.jsonl", "*.yaml", "*.txt")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +46,9 @@ def run(args: argparse.Namespace) -> int:
     picture = getattr(args, "output", None)
     if picture is not None and picture.suffix.lower() != ".png":
         raise UserError(f"--output {picture}: the picture is a PNG, so its name must end in .png.")
-    given = [vars(args).get(name) for name in ("model", "run_dir")]
-    inputs = [path for path in (*given, *vars(args).get("runs", ())) if path is not None]
+    inputs = [*vars(args).get("runs", ()), *([args.model] if "model" in args else [])]
     inputs += [file for path in inputs for pattern in OF_A_RUN for file in path.glob(pattern)]
     for name in ("output", "json"):
         if vars(args).get(name) is not None:
             refuse_overwriting(vars(args)[name], inputs, f"--{name}")
-    # One of fairseq's modules switches the root logger to DEBUG on import: matplotlib would list every font.
-    for library in ("matplotlib", "fairseq"):
-        logging.getLogger(library).setLevel(logging.WARNING)
     return args.analyze(args)

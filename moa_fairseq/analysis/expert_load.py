@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from torch import Tensor
 
 from moa_fairseq.analysis.plots import COLOURS, GREY, save, style
 from moa_fairseq.analysis.routed_model import (
+    RouterUse,
     add_model_arguments,
     by_kind,
     checkpoint_and_data,
     finish,
     forward_passes,
+    router_uses,
 )
-from moa_fairseq.attention.collector import NamedDecisions
 from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
 NAME = "expert-load"
@@ -42,91 +39,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def analyze(args: argparse.Namespace) -> int:
     """Run a data set through a model; draw and print where its tokens went."""
     checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
-    loads = measure_expert_load(checkpoint, data, args.subset, args.max_tokens, args.cpu)
-    summaries = [load.summary() for load in loads]
-    save(draw_expert_load(loads, f"Expert load of {args.model.name} on {args.subset}"), args.output)
+    model, task = load_trained(checkpoint, data)
+    passes = forward_passes(task, model, args.subset, args.max_tokens, device_for(args.cpu))
+    uses = router_uses(decisions for _, decisions in passes)
+    summaries = [summary(use) for use in uses]
+    save(draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}"), args.output)
     report = {"checkpoint": str(checkpoint), "subset": args.subset, "modules": summaries}
     finish(_table(summaries), report, args.json, args.output)
     return 0
 
 
-@dataclass
-class ExpertLoad:
-    """What one router did with a data set, without padding and without experts that are always on (MoH).
+def summary(use: RouterUse) -> Dict[str, Any]:
+    """Plain data: sizes, entropy in nats and as a fraction of log E, extremes, dead experts, and shares [E].
 
-    counts [E]: how many tokens chose each expert. gate_mass [E]: the gates they gave it, added up.
+    load: of all choices, the percentages of Fig. 3. gate_share: of all gate weight, which can be uneven even
+    if K = E.
     """
-
-    name: str
-    experts_per_token: int
-    counts: Tensor
-    gate_mass: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Number of routed tokens."""
-        return round(self.counts.sum().item() / self.experts_per_token)
-
-    @property
-    def load(self) -> Tensor:
-        """Share of all choices that fell on each expert, [E], sum 1: the percentages of Fig. 3."""
-        return self.counts / self.counts.sum()
-
-    @property
-    def gate_share(self) -> Tensor:
-        """Share of all gate weight that each expert got, [E], sum 1. It can be uneven even if K = E."""
-        return self.gate_mass / self.gate_mass.sum()
-
-    def summary(self) -> Dict[str, Any]:
-        """Plain data: sizes, shares, entropy in nats and as a fraction of log E, extremes, dead experts."""
-        load, num_experts = self.load, self.counts.numel()
-        entropy = torch.special.entr(load).sum().item()
-        return {
-            "name": self.name,
-            "num_experts": num_experts,
-            "experts_per_token": self.experts_per_token,
-            "tokens": self.tokens,
-            "entropy": entropy,
-            "evenness": entropy / math.log(num_experts) if num_experts > 1 else 1.0,
-            "max_load": load.max().item(),
-            "min_load": load.min().item(),
-            "dead_experts": int((self.counts == 0).sum()),
-            "load": load.tolist(),
-            "gate_share": self.gate_share.tolist(),
-        }
-
-
-def measure_expert_load(
-    checkpoint: Path, data: Path, subset: str = "valid", max_tokens: int = 4096, cpu: bool = False
-) -> List[ExpertLoad]:
-    """Run `subset` of the binarised `data` through the model with teacher forcing, and count.
-
-    Returns one ExpertLoad per router in forward order. Raises UserError if the checkpoint cannot be
-    loaded, does not fit the data, or has no router, or if the subset does not exist or is empty.
-    """
-    model, task = load_trained(checkpoint, data)
-    return add_up(
-        decisions for _, decisions in forward_passes(task, model, subset, max_tokens, device_for(cpu))
-    )
-
-
-def add_up(passes: Iterable[NamedDecisions]) -> List[ExpertLoad]:
-    """The load of each router over several forward passes, in the order in which the routers first ran."""
-    loads: Dict[str, ExpertLoad] = {}
-    for name, decision in chain.from_iterable(passes):
-        gate = decision.gate.detach().double()
-        if decision.padding_mask is not None:
-            gate = gate.masked_fill(decision.padding_mask.unsqueeze(1), 0.0)
-        mass = gate.new_zeros(decision.num_experts)
-        mass = mass.scatter_add(0, decision.expert_index.reshape(-1), gate.reshape(-1))[decision.shared :]
-        load = loads.get(name)
-        if load is None:
-            experts, per_token = mass.numel(), decision.expert_index.size(1) - decision.shared
-            zeros = torch.zeros(2, experts, dtype=torch.float64)
-            load = loads[name] = ExpertLoad(name, per_token, zeros[0], zeros[1])
-        load.counts += decision.expert_counts.double().cpu()
-        load.gate_mass += mass.cpu()
-    return list(loads.values())
+    num_experts, load = use.counts.numel(), use.counts / use.counts.sum()
+    entropy = torch.special.entr(load).sum().item()
+    return {
+        "name": use.name,
+        "num_experts": num_experts,
+        "experts_per_token": use.experts_per_token,
+        "tokens": use.instances,
+        "entropy": entropy,
+        "evenness": entropy / math.log(num_experts) if num_experts > 1 else 1.0,
+        "max_load": load.max().item(),
+        "min_load": load.min().item(),
+        "dead_experts": int((use.counts == 0).sum()),
+        "load": load.tolist(),
+        "gate_share": (use.gate_mass / use.gate_mass.sum()).tolist(),
+    }
 
 
 def _table(summaries: List[Dict[str, Any]]) -> str:
@@ -143,48 +86,45 @@ def _table(summaries: List[Dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw_expert_load(loads: Sequence[ExpertLoad], title: str = "") -> Figure:
+def draw_expert_load(summaries: Sequence[Dict[str, Any]], title: str = "") -> Figure:
     """One small panel per router: its experts by falling load (MoA Figs. 3 and 4).
 
     Bars are the share of all choices, dots the share of all gate weight; the dashed line is the even
     share 1/E. Rows of panels are encoder, decoder and cross-attention, columns the layers.
     """
-    groups = by_kind(loads)
+    groups = by_kind(summaries)
     columns = max(len(group) for group in groups.values())
     size = (max(1.75 * columns + 0.7, 5.0), 1.65 * len(groups) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(groups), columns, sharey="row", squeeze=False)
     for (label, group), row in zip(groups.items(), panels):
+        row[0].set_ylabel(label.replace(" ", "\n", 1), fontsize=8)
         for panel in row[len(group) :]:
             panel.set_axis_off()
-        for load, panel in zip(group, row):
-            _draw_load(panel, load)
-        row[0].set_ylabel(label.replace(" ", "\n", 1), fontsize=8)
+        for router, panel in zip(group, row):
+            num_experts = router["num_experts"]
+            ranked = sorted(zip(router["load"], router["gate_share"], range(num_experts)), reverse=True)
+            load, gate_share, experts = zip(*ranked)
+            ranks = range(1, num_experts + 1)
+            panel.bar(ranks, load, color=COLOURS[5], width=0.85, label="share of choices")
+            dots = {"color": COLOURS[1], "markersize": 4}
+            panel.plot(ranks, gate_share, ".", label="share of gate weight", **dots)
+            even = {"color": GREY, "linewidth": 0.8, "linestyle": "--"}
+            panel.axhline(1 / num_experts, label="even share", **even)
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
+            panel.yaxis.set_major_locator(MaxNLocator(4))
+            if num_experts <= 10:
+                panel.set_xticks(list(ranks), [str(expert) for expert in experts])
+            else:
+                panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+            style(panel)
+            panel.grid(axis="x", visible=False)
+            panel.tick_params(labelsize=7)
     for panel in panels[-1]:
         panel.set_xlabel("experts by load", fontsize=7)
     for number, panel in enumerate(panels[0], start=1):
         panel.set_title(f"layer {number}", fontsize=8)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    if title:
-        figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10)
     return figure
-
-
-def _draw_load(panel: Axes, load: ExpertLoad) -> None:
-    num_experts = load.counts.numel()
-    shares = sorted(zip(load.load.tolist(), load.gate_share.tolist(), range(num_experts)), reverse=True)
-    chosen, gates, experts = zip(*shares)
-    ranks = range(1, num_experts + 1)
-    panel.bar(ranks, chosen, color=COLOURS[5], width=0.85, label="share of choices")
-    panel.plot(ranks, gates, ".", color=COLOURS[1], markersize=4, label="share of gate weight")
-    panel.axhline(1 / num_experts, color=GREY, linewidth=0.8, linestyle="--", label="even share")
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
-    panel.yaxis.set_major_locator(MaxNLocator(4))
-    if num_experts <= 10:
-        panel.set_xticks(list(ranks), [str(expert) for expert in experts])
-    else:
-        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    style(panel)
-    panel.grid(axis="x", visible=False)
-    panel.tick_params(labelsize=7)

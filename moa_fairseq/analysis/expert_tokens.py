@@ -21,14 +21,12 @@ positions is printed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moa_fairseq.analysis.gpt2_pieces import gpt2_pieces
 from moa_fairseq.analysis.routed_model import (
@@ -66,35 +64,51 @@ def analyze(args: argparse.Namespace) -> int:
         if value < 1:
             raise UserError(f"{flag} {value} must be at least 1.")
     checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
-    found = measure_expert_tokens(
-        checkpoint,
-        data,
-        args.subset,
-        args.module,
-        args.top,
-        args.min_count,
-        args.words,
-        args.max_tokens,
-        args.cpu,
-    )
+    model, task = load_trained(checkpoint, data)
+    spelling, join = gpt2_pieces(task, data), args.words
+    if spelling:
+        counter = TokenCounter(spelling.words if join else spelling.pieces)
+    else:
+        counter = TokenCounter(words if join else pieces)
+    masked_out = 0 if hasattr(task, "mask_idx") else None
+    name = args.module
+    for sample, decisions in forward_passes(task, model, args.subset, args.max_tokens, device_for(args.cpu)):
+        named = dict(decisions)
+        name = name or decisions[0][0]  # the first that runs: the first layer's self-attention
+        if name not in named:
+            raise UserError(f"--module {name} is not in this model, which has {', '.join(named)}.")
+        attention = dict(model.named_modules())[name]
+        if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
+            raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
+        tokens, dictionary = sample["net_input"]["src_tokens"], task.source_dictionary  # [B, T]
+        if name.startswith("decoder") and "prev_output_tokens" in sample["net_input"]:
+            tokens, dictionary = sample["net_input"]["prev_output_tokens"], task.target_dictionary
+        experts = attributed(named[name], *tokens.shape).cpu()
+        hidden = None
+        if masked_out is not None:
+            hidden = sample["target"].ne(dictionary.pad())
+            tokens = torch.where(hidden, sample["target"], tokens)
+            masked_out += int((hidden & tokens.ge(dictionary.nspecial)).sum())
+        # None: padding, sentence ends and unknown words
+        symbols = [
+            [dictionary[t] if t >= dictionary.nspecial else None for t in row] for row in tokens.tolist()
+        ]
+        counter.add(symbols, experts, hidden)
+    if not counter.occurrences:
+        raise UserError(f"The subset {args.subset} of {data} holds no words.")
     report = {
         "checkpoint": str(checkpoint),
         "subset": args.subset,
         "min_count": args.min_count,
         "words": args.words,
-        **dataclasses.asdict(found),
+        "name": name,
+        "tokens_counted": sum(counter.occurrences.values()),
+        "shares": counter.expert_shares(),
+        "tokens": counter.indicative(args.top, args.min_count),
+        "masked_out": masked_out,
     }
-    finish(_lists(found, "words" if args.words else "tokens"), report, args.json)
+    finish(_lists(report), report, args.json)
     return 0
-
-
-@dataclass(frozen=True)
-class Indicative:
-    """A token that an expert gets more often than by chance. pmi in nats."""
-
-    token: str
-    pmi: float
-    count: float
 
 
 def pieces(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
@@ -126,7 +140,7 @@ class TokenCounter:
     def __init__(self, segment: Segmenter = pieces) -> None:
         self.segment = segment
         self.num_experts = 0
-        self.occurrences: Dict[str, int] = {}
+        self.occurrences: Counter = Counter()
         self._counts: Dict[str, List[float]] = {}
 
     def add(
@@ -148,7 +162,7 @@ class TokenCounter:
                 if any(masked[position] for position in positions):
                     continue
                 counts = self._counts.setdefault(token, [0.0] * self.num_experts)
-                self.occurrences[token] = self.occurrences.get(token, 0) + 1
+                self.occurrences[token] += 1
                 for position in positions:
                     for expert in places[position]:
                         counts[expert] += 1 / len(positions)
@@ -158,24 +172,20 @@ class TokenCounter:
         totals = self._totals()
         return [total / sum(totals) for total in totals]
 
-    def indicative(self, top: int, min_count: int) -> List[List[Indicative]]:
+    def indicative(self, top: int, min_count: int) -> List[List[Dict[str, Any]]]:
         """For each expert the `top` tokens of greatest PMI that occur at least min_count times.
 
-        PMI = log p(token, expert) / (p(token) p(expert)), probabilities being shares of all attributions.
-        Among equals, the one that the expert gets more often comes first.
+        Each as token, pmi (nats) and count. PMI = log p(token, expert) / (p(token) p(expert)), probabilities
+        being shares of all attributions. Among equals, the one that the expert gets more often comes first.
         """
         totals = self._totals()
-        everything = sum(totals)
-        found: List[List[Indicative]] = [[] for _ in totals]
+        lists: List[List[Dict[str, Any]]] = [[] for _ in totals]
         for token, counts in self._counts.items():
-            if self.occurrences[token] < min_count:
-                continue
-            mine = sum(counts)
             for expert, count in enumerate(counts):
-                if count > 0:
-                    pmi = math.log(count * everything / (mine * totals[expert]))
-                    found[expert].append(Indicative(token, pmi, count))
-        order = [sorted(tokens, key=lambda t: (-round(t.pmi, 9), -t.count, t.token)) for tokens in found]
+                if count > 0 and self.occurrences[token] >= min_count:
+                    pmi = math.log(count * sum(totals) / (sum(counts) * totals[expert]))
+                    lists[expert].append({"token": token, "pmi": pmi, "count": count})
+        order = [sorted(each, key=lambda t: (-round(t["pmi"], 9), -t["count"], t["token"])) for each in lists]
         return [tokens[:top] for tokens in order]
 
     def _totals(self) -> List[float]:
@@ -196,97 +206,15 @@ def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
     return chosen.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
-@dataclass
-class ExpertTokens:
-    """One module's experts and their tokens: shares [E] of all tokens, tokens [E] lists.
-
-    masked_out: in a masked language model, the number of positions left out because the model had to guess
-    them; None for other models.
-    """
-
-    name: str
-    tokens_counted: int
-    shares: List[float]
-    tokens: List[List[Indicative]]
-    masked_out: Optional[int] = None
-
-
-def measure_expert_tokens(
-    checkpoint: Path,
-    data: Path,
-    subset: str = "valid",
-    module: Optional[str] = None,
-    top: int = 10,
-    min_count: int = 5,
-    join_words: bool = False,
-    max_tokens: int = 4096,
-    cpu: bool = False,
-) -> ExpertTokens:
-    """Run `subset` of the binarised `data` through the model, and count which tokens chose which expert.
-
-    module: its path in the model; None for the first that runs (the first layer's self-attention). Ids of
-    GPT-2's encoding are decoded. Of a masked language model the positions that are chosen to be guessed
-    (masked, replaced or kept) are left out, and so is a word with one of them. Raises UserError for an
-    unknown module or one with a uniform gate, and as `forward_passes` does.
-    """
-    model, task = load_trained(checkpoint, data)
-    spelling = gpt2_pieces(task, data)
-    if spelling:
-        counter = TokenCounter(spelling.words if join_words else spelling.pieces)
-    else:
-        counter = TokenCounter(words if join_words else pieces)
-    masked_out = 0 if hasattr(task, "mask_idx") else None
-    for sample, decisions in forward_passes(task, model, subset, max_tokens, device_for(cpu)):
-        module = module or decisions[0][0]
-        decision = _decision_of(module, decisions, model)
-        tokens, dictionary = _queries(module, sample["net_input"], task)
-        experts = attributed(decision, *tokens.shape).cpu()
-        hidden = None
-        if masked_out is not None:
-            hidden = sample["target"].ne(dictionary.pad())
-            tokens = torch.where(hidden, sample["target"], tokens)
-            masked_out += int((hidden & tokens.ge(dictionary.nspecial)).sum())
-        counter.add([_symbols(row, dictionary) for row in tokens.tolist()], experts, hidden)
-    if module is None or not counter.occurrences:
-        raise UserError(f"The subset {subset} of {data} holds no words.")
-    lists = counter.indicative(top, min_count)
-    counted = sum(counter.occurrences.values())
-    return ExpertTokens(module, counted, counter.expert_shares(), lists, masked_out)
-
-
-def _decision_of(
-    module: str, decisions: Sequence[Tuple[str, RoutingDecision]], model: nn.Module
-) -> RoutingDecision:
-    named = dict(decisions)
-    if module not in named:
-        raise UserError(f"--module {module} is not in this model, which has {', '.join(named)}.")
-    attention = dict(model.named_modules())[module]
-    if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
-        raise UserError(f"The gate of {module} is uniform: it prefers no expert for any token.")
-    return named[module]
-
-
-def _queries(module: str, net_input: Dict[str, Any], task: Any) -> Tuple[Tensor, Any]:
-    """The tokens [B, T] at the queries' positions of a module, and their dictionary."""
-    if module.startswith("decoder") and "prev_output_tokens" in net_input:
-        return net_input["prev_output_tokens"], task.target_dictionary
-    return net_input["src_tokens"], task.source_dictionary
-
-
-def _symbols(row: Sequence[int], dictionary: Any) -> List[Optional[str]]:
-    """The symbols of token ids; None for padding, sentence ends and unknown words."""
-    return [dictionary[token] if token >= dictionary.nspecial else None for token in row]
-
-
-def _lists(found: ExpertTokens, unit: str) -> str:
-    masked = "" if found.masked_out is None else f", {found.masked_out:,} masked positions left out"
-    lines = [f"{found.name}, {found.tokens_counted:,} {unit}{masked}; (PMI in nats)"]
-    for expert, (share, tokens) in enumerate(zip(found.shares, found.tokens)):
-        listed = ", ".join(f"{_shown(token.token)} ({token.pmi:.2f})" for token in tokens) or "-"
-        lines.append(f"expert {expert} ({share:.1%}): {listed}")
+def _lists(report: Dict[str, Any]) -> str:
+    unit, hidden = "words" if report["words"] else "tokens", report["masked_out"]
+    masked = "" if hidden is None else f", {hidden:,} masked positions left out"
+    lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
+    for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
+        shown = []
+        for token in tokens:
+            text = token["token"]  # in quotes if it holds what a reader would not see
+            text = text if text == text.strip() and text.isprintable() else repr(text)
+            shown.append(f"{text} ({token['pmi']:.2f})")
+        lines.append(f"expert {expert} ({share:.1%}): {', '.join(shown) or '-'}")
     return "\n".join(lines)
-
-
-def _shown(token: str) -> str:
-    """In quotes if it holds a space or a control character, which a reader would not see."""
-    return token if token == token.strip() and token.isprintable() else repr(token)

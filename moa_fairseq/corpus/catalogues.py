@@ -9,7 +9,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path
-from typing import Iterator, List, NamedTuple, Optional, Union
+from typing import Iterator, List, Optional, Tuple, Union
 
 import polib
 
@@ -29,16 +29,8 @@ _CHARSET = re.compile(rb"charset=([A-Za-z0-9_.-]+)")
 _DEFAULT_COMMENT = re.compile(r'Default:\s*"(.*)"\s*$', re.DOTALL)
 
 
-class Message(NamedTuple):
-    """One translated message as its catalogue has it: English, German, and the catalogue's name."""
-
-    english: str
-    german: str
-    member: str
-
-
-def read_messages(wheel: Path) -> Iterator[Message]:
-    """Yield every finished translation of the wheel's German catalogues, in member-name order.
+def read_messages(wheel: Path) -> Iterator[Tuple[str, str]]:
+    """Yield (English, German) of every finished translation in the wheel, in member-name order.
 
     Untranslated, fuzzy and obsolete entries are left out; of plural forms the singular and the first
     plural are given. A member that is no readable catalogue is skipped.
@@ -48,7 +40,14 @@ def read_messages(wheel: Path) -> Iterator[Message]:
         with zipfile.ZipFile(wheel) as archive:
             for member in catalogue_members(archive):
                 for entry in _parse(archive, member):
-                    yield from _messages(entry, member)
+                    english = english_text(entry)
+                    if english is None or entry.obsolete or "fuzzy" in entry.flags:
+                        continue
+                    pairs = [(english, entry.msgstr)]
+                    if entry.msgid_plural:
+                        plurals = [entry.msgstr_plural.get(number, "") for number in (0, 1)]
+                        pairs = list(zip((english, entry.msgid_plural), plurals))
+                    yield from (pair for pair in pairs if pair[0].strip() and pair[1].strip())
     except zipfile.BadZipFile as error:
         raise UserError(f"{wheel} is not a readable wheel ({error}). Delete it and run again.") from error
 
@@ -79,24 +78,6 @@ def _parse(archive: zipfile.ZipFile, member: str) -> Union[polib.POFile, polib.M
         return []
 
 
-def _messages(entry: polib.POEntry, member: str) -> Iterator[Message]:
-    if entry.obsolete or "fuzzy" in entry.flags:
-        return
-    english = english_text(entry)
-    if english is None:
-        return
-    if not entry.msgid_plural:
-        translations = [(english, entry.msgstr)]
-    else:
-        translations = [
-            (english, entry.msgstr_plural.get(0, "")),
-            (entry.msgid_plural, entry.msgstr_plural.get(1, "")),
-        ]
-    for source, target in translations:
-        if source.strip() and target.strip():
-            yield Message(source, target, member)
-
-
 def english_text(entry: polib.POEntry) -> Optional[str]:
     """The English of an entry: its msgid or, if that is a symbolic key, the "Default:" comment.
 
@@ -105,9 +86,7 @@ def english_text(entry: polib.POEntry) -> Optional[str]:
     default = _DEFAULT_COMMENT.search(" ".join((entry.comment or "").splitlines()))
     if default:
         return default.group(1).replace('\\"', '"').replace("\\n", "\n")
-    if " " not in entry.msgid.strip():
-        return None
-    return entry.msgid
+    return entry.msgid if " " in entry.msgid.strip() else None
 
 
 def read_licence(wheel: Path) -> str:

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import Counter
-from typing import FrozenSet, Iterable, Iterator, List, Tuple
+from typing import Iterator, List, Tuple
 
 MIN_ENGLISH_WORDS = 3
 MAX_WORDS = 80
@@ -42,25 +42,24 @@ _BREAK = re.compile(r"<(?:br|/?p|/?div|/?li|/?h[1-6])\b[^<>]*>|</(?:b|strong)>[ 
 # "Fula (Latin) (Guinea)": an entry of a list of languages or places.
 _QUALIFIED_NAME = re.compile(r"\w+(?: \([A-Z][^()]*\))+")
 _SENTENCE_END = re.compile(r"(?<=[a-zäöüß)][.!?])\s+(?=[A-ZÄÖÜ])")
+_UMLAUT = re.compile("[äöüßÄÖÜ]")
+_TAIL = re.compile(r"\s?(?:\.\.\.|…|:)$")
 _LIST_LINE = re.compile(r"^\s*(?:[-*•+#]|\d+[.)])\s")
 
 
-def _words(text: str) -> FrozenSet[str]:
-    return frozenset(text.split())
-
-
 # Frequent words that the other language does not have ("in", "was", "die", "an", "so", "war" are in both).
-ENGLISH_WORDS = _words(
+ENGLISH_WORDS = (
     "the of and to a is are for with this that you your be not no from by it or if can has have will on as "
     "please all which when what please do does must only more should been there their could its any at "
     "new user user's set add edit delete remove show select use used using cannot enter"
 )
-GERMAN_WORDS = _words(
+GERMAN_WORDS = (
     "der das den dem des ein eine einen einem einer eines und oder nicht ist sind wird werden wurde wurden "
     "für mit von zu zum zur auf aus bei bitte sie ihr ihre ihren ihrer kann können keine kein keinen als "
     "auch nach über vom im wenn dass diese dieser dieses diesen dies hat haben nur noch mehr muss müssen "
     "sich es durch um bis vor wie alle soll sollte beim ob du dein deine ich wir unter zwischen neue neuen"
 )
+_FREQUENT = [frozenset(words.split()) for words in (ENGLISH_WORDS, GERMAN_WORDS)]
 
 
 def clean_message(english: str, german: str) -> Iterator[Pair]:
@@ -70,31 +69,48 @@ def clean_message(english: str, german: str) -> Iterator[Pair]:
     spaces. Every pair that is yielded has passed `is_translation`.
     """
     english, german = _strip_tags(english, german)
-    for source, target in _aligned(_paragraphs(english), _paragraphs(german)):
-        whole = _strip_shared_tail(*_strip_accelerators(_tidy(source), _tidy(target)))
+    sources, targets = _paragraphs(english), _paragraphs(german)
+    for source, target in zip(sources, targets) if len(sources) == len(targets) else ():
+        whole = _strip_dress(_tidy(source), _tidy(target))
         if is_translation(*whole):
             yield whole
-        else:
-            # One placeholder spoils a sentence, not the sentences around it.
-            for pair in _aligned(*(_SENTENCE_END.split(side) for side in whole)):
-                if pair != whole and is_translation(*pair):
-                    yield pair
-
-
-def _aligned(sources: List[str], targets: List[str]) -> List[Pair]:
-    return list(zip(sources, targets)) if len(sources) == len(targets) else []
+            continue
+        # One placeholder spoils a sentence, not the sentences around it.
+        parts = [_SENTENCE_END.split(side) for side in whole]
+        for pair in zip(*parts) if len(parts[0]) == len(parts[1]) > 1 else ():
+            if is_translation(*pair):
+                yield pair
 
 
 def is_translation(english: str, german: str) -> bool:
     """Whether two tidied lines look like a human English-German sentence pair worth training on."""
-    return (
-        all(_is_plain(side) for side in (english, german))
-        and _lengths_agree(english, german)
-        and _numbers_agree(english, german)
-        and english.casefold() != german.casefold()
-        and not _QUALIFIED_NAME.fullmatch(english)
-        and _languages_agree(english, german)
-    )
+    sides = (english, german)
+    if not all(map(_is_plain, sides)) or english.casefold() == german.casefold():
+        return False
+    if _QUALIFIED_NAME.fullmatch(english):
+        return False
+    if len(_TOKEN.findall(english)) < MIN_ENGLISH_WORDS or len(english.split()) < MIN_ENGLISH_WORDS:
+        return False
+    # Short labels vary more: six characters of slack keep "Log out of it" / "Abmelden".
+    short, long = sorted(len(side) + 6 for side in sides)
+    if any(len(side.split()) > MAX_WORDS for side in sides) or long > MAX_CHARACTER_RATIO * short:
+        return False
+    # The same numbers on both sides, whatever their separators (1,000.5 / 1.000,5).
+    numbers = [sorted(re.sub(r"\D", "", number) for number in _DIGITS.findall(side)) for side in sides]
+    if numbers[0] != numbers[1]:
+        return False
+    words = [[word.lower() for word in _TOKEN.findall(side)] for side in sides]
+    in_english = [sum(word in _FREQUENT[0] for word in each) for each in words]
+    # German function words, and words with the letters that English lacks.
+    in_german = [
+        sum(word in _FREQUENT[1] for word in each) + sum(bool(_UMLAUT.search(word)) for word in side.split())
+        for each, side in zip(words, sides)
+    ]
+    if in_german[0] > in_english[0] or in_english[1] > in_german[1]:
+        return False
+    # Mostly the same words in both: left untranslated, or a list of names.
+    shared = sum((Counter(words[0]) & Counter(words[1])).values())
+    return shared <= 0.5 * max(len(words[0]), len(words[1]))
 
 
 def _strip_tags(english: str, german: str) -> Pair:
@@ -127,25 +143,24 @@ def _tidy(text: str) -> str:
     return " ".join(text.split())
 
 
-def _strip_accelerators(english: str, german: str) -> Pair:
-    """Remove the mark of a keyboard shortcut (`&Open`, `Save _as`), one at most on either side."""
+def _strip_dress(english: str, german: str) -> Pair:
+    """Remove what belongs to menus and forms, not to language.
+
+    The mark of a keyboard shortcut (`&Open`, `Save _as`), one at most on either side; "...", "…" and ":"
+    where both sides end in them.
+    """
+    sides = [english, german]
     # A word with an inner underscore that both sides share is a name, not a shortcut.
     named = set(_INNER_UNDERSCORE.findall(english)) & set(_INNER_UNDERSCORE.findall(german))
-    sides = []
-    for side in (english, german):
+    for number, side in enumerate(sides):
         if len(re.findall(r"&(?=\w)(?!\w+;)", side)) == 1:
             side = re.sub(r"&(?=\w)", "", side)
         if side.count("_") == 1 and not named:
             side = re.sub(r"_(?=\w)", "", side)
-        sides.append(side)
+        sides[number] = side
+    if all(_TAIL.search(side) for side in sides):
+        sides = [_TAIL.sub("", side) for side in sides]
     return sides[0], sides[1]
-
-
-def _strip_shared_tail(english: str, german: str) -> Pair:
-    """Drop "...", "…" and ":" where both sides end in them: menus' and forms' dress, not language."""
-    tail = re.compile(r"\s?(?:\.\.\.|…|:)$")
-    both = tail.search(english) and tail.search(german)
-    return (tail.sub("", english), tail.sub("", german)) if both else (english, german)
 
 
 def _is_plain(text: str) -> bool:
@@ -160,49 +175,6 @@ def _is_plain(text: str) -> bool:
     letters = [character for character in text if character.isalpha()]
     visible = len(text) - text.count(" ")
     return len(letters) >= 0.7 * visible and all(ord(letter) < 0x250 for letter in letters)
-
-
-def _lengths_agree(english: str, german: str) -> bool:
-    source_words, target_words = len(english.split()), len(german.split())
-    if not (MIN_ENGLISH_WORDS <= source_words <= MAX_WORDS and target_words <= MAX_WORDS):
-        return False
-    if len(_TOKEN.findall(english)) < MIN_ENGLISH_WORDS:
-        return False
-    # Short labels vary more: six characters of slack keep "Log out of it" / "Abmelden".
-    short, long = sorted((len(english) + 6, len(german) + 6))
-    return long <= MAX_CHARACTER_RATIO * short
-
-
-def _numbers_agree(english: str, german: str) -> bool:
-    """The same numbers on both sides, whatever their separators (1,000.5 / 1.000,5)."""
-    numbers = [
-        sorted(re.sub(r"\D", "", number) for number in _DIGITS.findall(side)) for side in (english, german)
-    ]
-    return numbers[0] == numbers[1]
-
-
-def _languages_agree(english: str, german: str) -> bool:
-    source, target = _lower_words(english), _lower_words(german)
-    if _german_marks(english, source) > _count(source, ENGLISH_WORDS):
-        return False
-    if _count(target, ENGLISH_WORDS) > _german_marks(german, target):
-        return False
-    # Mostly the same words in both: left untranslated, or a list of names.
-    shared = sum((Counter(source) & Counter(target)).values())
-    return shared <= 0.5 * max(len(source), len(target))
-
-
-def _lower_words(text: str) -> List[str]:
-    return [word.lower() for word in _TOKEN.findall(text)]
-
-
-def _count(words: Iterable[str], known: FrozenSet[str]) -> int:
-    return sum(word in known for word in words)
-
-
-def _german_marks(text: str, words: List[str]) -> int:
-    """German function words, and words with the letters that English lacks."""
-    return _count(words, GERMAN_WORDS) + sum(bool(re.search("[äöüßÄÖÜ]", word)) for word in text.split())
 
 
 def matching_key(text: str) -> str:

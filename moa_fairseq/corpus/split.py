@@ -1,7 +1,6 @@
 """Dividing unique pairs into train, valid and test so that no sentence stands in two of them."""
 
 import hashlib
-from collections import Counter
 from typing import Dict, List, NamedTuple, Sequence
 
 from moa_fairseq.corpus.clean import matching_key
@@ -32,8 +31,8 @@ def unique_pairs(pairs: Sequence[SourcedPair]) -> List[SourcedPair]:
         by_english.setdefault(matching_key(pair.english), []).append(pair)
     favourites = []
     for candidates in by_english.values():
-        translations = Counter(matching_key(pair.german) for pair in candidates)
-        favourites.append(max(candidates, key=lambda pair: translations[matching_key(pair.german)]))
+        keys = [matching_key(pair.german) for pair in candidates]
+        favourites.append(candidates[max(range(len(keys)), key=lambda place: keys.count(keys[place]))])
     return favourites
 
 

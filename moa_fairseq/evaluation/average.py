@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, save_checkpoint
-from moa_fairseq.files import refuse_overwriting
+from moa_fairseq.files import refuse_existing, refuse_overwriting
 
 _EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
@@ -28,67 +28,11 @@ _UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 State = Dict[str, Tensor]
 
 
-class RunningSum:
-    """The sum of models given one after another.
-
-    Parameters that share storage in every model (a tied output projection) are added once and stay
-    one tensor; if a later model no longer shares them, they become two.
-    """
-
-    def __init__(self) -> None:
-        self.models = 0
-        self._sums: State = {}
-        self._leaders: Dict[str, str] = {}  # parameter → the first parameter of the same storage
-
-    def add(self, model: State, name: str) -> None:
-        """Add `model` to the sum. `name`: its name in errors.
-
-        Raises UserError if a parameter is missing, additional, or of another shape than before.
-        """
-        leaders = shared_storage(model)
-        if self.models == 0:
-            self._leaders = leaders
-            self._sums = {key: _widened(model[key], copy=True) for key in model if leaders[key] == key}
-        else:
-            self._check(model, name)
-            self._part(leaders)
-            for key, total in self._sums.items():
-                total += _widened(model[key])
-        self.models += 1
-
-    def mean(self) -> State:
-        """The average, in float32 or float64. The sum cannot be used afterwards."""
-        for total in self._sums.values():
-            if total.is_floating_point() or total.is_complex():
-                total.div_(self.models)
-            else:
-                total.copy_(torch.div(total, self.models, rounding_mode="floor"))
-        return {key: self._sums[leader] for key, leader in self._leaders.items()}
-
-    def _check(self, model: State, name: str) -> None:
-        for key in [*self._leaders, *model]:
-            if key not in model or key not in self._leaders:
-                where = "lacks" if key not in model else "alone has"
-                raise UserError(
-                    f"{name} {where} the parameter {key}: it belongs to another model than the checkpoints "
-                    f"before it. Average checkpoints of one training only."
-                )
-            shape, expected = tuple(model[key].shape), tuple(self._sums[self._leaders[key]].shape)
-            if shape != expected:
-                raise UserError(
-                    f"{name}: {key} has shape {list(shape)}, but {list(expected)} in the checkpoints before "
-                    f"it. Average checkpoints of one architecture and one dictionary only."
-                )
-
-    def _part(self, leaders: Dict[str, str]) -> None:
-        for key, leader in list(self._leaders.items()):
-            if key != leader and leaders[key] != leaders[leader]:
-                self._sums[key] = self._sums[leader].clone()
-                self._leaders[key] = key
-
-
 def average_checkpoints(paths: Sequence[Path]) -> dict:
     """The checkpoint whose model is the average of those at `paths`, settings from the last of them.
+
+    Parameters that share storage in every model (a tied output projection) are added once and stay one
+    tensor; if a later model no longer shares them, they become two. Weights are in float32, or float64.
 
     Raises UserError for fewer than two paths, for a file that is truncated, malicious or not a fairseq
     checkpoint, and for models that differ in parameters or shapes.
@@ -98,19 +42,47 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             f"An average needs at least two checkpoints, but {len(paths)} is given "
             f"({', '.join(map(str, paths)) or 'none'}). Name more under --inputs, or keep more epochs."
         )
-    total = RunningSum()
+    sums: State = {}
+    leaders: Dict[str, str] = {}  # parameter → the first parameter of the same storage
     for path in paths:
         state = load_checkpoint(path)
-        if not isinstance(state, dict) or not _is_model(state.get("model")):
-            raise UserError(f"{path} is not a fairseq checkpoint: it holds no model.")
-        total.add(state.pop("model"), str(path))
-        if "last_optimizer_state" in state:
-            state["last_optimizer_state"] = None
-        if isinstance(state.get("extra_state"), dict):
-            state["extra_state"].pop("carried_context", None)  # of a training that goes on
-    state["model"] = total.mean()
+        model, state["last_optimizer_state"] = state.pop("model"), None
+        own = shared_storage(model)
+        if not sums:
+            leaders, sums = own, {key: _widened(model[key], copy=True) for key in own if own[key] == key}
+        else:
+            _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
+            for key, leader in list(leaders.items()):
+                if key != leader and own[key] != own[leader]:
+                    sums[key], leaders[key] = sums[leader].clone(), key
+            for key, total in sums.items():
+                total += _widened(model[key])
+        del model  # one at a time is in memory
+    for total in sums.values():
+        if total.is_floating_point() or total.is_complex():
+            total.div_(len(paths))
+        else:
+            total.copy_(torch.div(total, len(paths), rounding_mode="floor"))
+    if isinstance(state.get("extra_state"), dict):
+        state["extra_state"].pop("carried_context", None)  # of a training that goes on
+    state["model"] = {key: sums[leader] for key, leader in leaders.items()}
     state["averaged_from"] = [Path(path).name for path in paths]
     return state
+
+
+def _check(model: State, shapes: Dict[str, Tuple[int, ...]], path: Path) -> None:
+    for key in [*shapes, *model]:
+        if key not in model or key not in shapes:
+            where = "lacks" if key not in model else "alone has"
+            raise UserError(
+                f"{path} {where} the parameter {key}: it belongs to another model than the checkpoints "
+                f"before it. Average checkpoints of one training only."
+            )
+        if tuple(model[key].shape) != shapes[key]:
+            raise UserError(
+                f"{path}: {key} has shape {list(model[key].shape)}, but {list(shapes[key])} in the "
+                f"checkpoints before it. Average checkpoints of one architecture and one dictionary only."
+            )
 
 
 def numbered_checkpoints(folder: Path, by_updates: bool = False) -> List[Tuple[int, Path]]:
@@ -146,10 +118,6 @@ def last_checkpoints(
     return [path for _, path in found[len(found) - number :]]
 
 
-def _is_model(model: object) -> bool:
-    return isinstance(model, dict) and bool(model) and all(isinstance(v, Tensor) for v in model.values())
-
-
 def shared_storage(model: State) -> Dict[str, str]:
     """Each parameter → the first one that is the same view of the same storage."""
     first: Dict[Tuple, str] = {}
@@ -172,49 +140,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--inputs", nargs="+", required=True, type=Path, help="checkpoint files, or one folder of checkpoints"
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the averaged checkpoint")
-    number = parser.add_mutually_exclusive_group()
-    number.add_argument(
-        "--num-epoch-checkpoints", type=int, metavar="N", help="average the last N files checkpointE.pt"
-    )
-    number.add_argument(
-        "--num-update-checkpoints", type=int, metavar="N", help="average the last N files checkpoint_E_U.pt"
-    )
-    parser.add_argument(
-        "--checkpoint-upper-bound", type=int, metavar="M", help="use nothing later than this epoch or update"
-    )
+    parser.add_argument("--force", action="store_true", help="overwrite an existing FILE (never an input)")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--num-epoch-checkpoints", type=int, metavar="N", help="average the last N files checkpointE.pt")
+    add("--num-update-checkpoints", type=int, metavar="N", help="average the last N files checkpoint_E_U.pt")
+    text = "use nothing later than this epoch or update"
+    parser.add_argument("--checkpoint-upper-bound", type=int, metavar="M", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Average and write the result, or nothing."""
-    paths = _chosen(args)
-    trained = [path for folder in args.inputs for path in folder.glob("checkpoint*.pt")]
-    refuse_overwriting(args.output, [*paths, *trained], "--output")
-    state = average_checkpoints(paths)
-    save_checkpoint(state, args.output)
-    print(f"averaged {len(paths)} checkpoints into {args.output}: {', '.join(map(str, paths))}")
-    return 0
-
-
-def _chosen(args: argparse.Namespace) -> List[Path]:
     by_updates = args.num_update_checkpoints is not None
     number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
-    if number is None:
-        if args.checkpoint_upper_bound is not None:
-            raise UserError(
-                "--checkpoint-upper-bound chooses among the files of a folder: it needs "
-                "--num-epoch-checkpoints or --num-update-checkpoints."
-            )
-        folders = [path for path in args.inputs if path.is_dir()]
-        if folders:
-            raise UserError(
-                f"--inputs {folders[0]} is a folder: say how many of its checkpoints to average with "
-                f"--num-epoch-checkpoints or --num-update-checkpoints."
-            )
-        return args.inputs
-    if len(args.inputs) != 1:
-        count = len(args.inputs)
-        raise UserError(f"--inputs takes one folder when a number of checkpoints is given, not {count}.")
-    if number < 2:
-        flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
+    flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
+    folders = [path for path in args.inputs if path.is_dir()]
+    if number is None and args.checkpoint_upper_bound is not None:
+        raise UserError(f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}.")
+    if number is None and folders:
+        raise UserError(f"--inputs {folders[0]} is a folder: say with {flag} how many of its checkpoints.")
+    if number is not None and number < 2:
         raise UserError(f"{flag} {number}: an average needs at least two checkpoints.")
-    return last_checkpoints(args.inputs[0], number, by_updates, args.checkpoint_upper_bound)
+    if number is not None and len(args.inputs) != 1:
+        raise UserError(f"--inputs takes one folder beside {flag}, not {len(args.inputs)}.")
+    paths = args.inputs
+    if number is not None:
+        paths = last_checkpoints(args.inputs[0], number, by_updates, args.checkpoint_upper_bound)
+    trained = [path for folder in folders for path in folder.glob("checkpoint*.pt")]
+    refuse_overwriting(args.output, [*paths, *trained], "--output")
+    refuse_existing(args.output, args.force, "--output")
+    save_checkpoint(average_checkpoints(paths), args.output)
+    print(f"averaged {len(paths)} checkpoints into {args.output}: {', '.join(map(str, paths))}")
+    return 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterable, List, Optional
 
 import torch
-from torch import Tensor, nn
 
 from moa_fairseq.data_prep.listops import GROUPS
 from moa_fairseq.errors import UserError
@@ -16,33 +15,11 @@ from moa_fairseq.evaluation.trained_model import batches, device_for, load_train
 
 
 @torch.no_grad()
-def guesses(
-    model: nn.Module, task: Any, subset: str, head: str, max_tokens: int, device: torch.device
-) -> Tensor:
-    """Whether the class of each sentence is predicted correctly, in the order of the data: [N] bool (CPU).
-
-    Raises UserError for a subset that does not exist, and where sentences are too long for the model.
-    """
-    right: List[Tensor] = []
-    places: List[Tensor] = []
-    for sample in batches(task, model, subset, max_tokens, device):
-        logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
-        right.append(logits.argmax(1).eq(sample["target"].view(-1)).cpu())
-        places.append(sample["id"].cpu())
-    count = len(task.dataset(subset))
-    missing = count - sum(map(len, right))
-    if missing:
-        raise UserError(
-            f"--subset {subset}: {missing:,} of {count:,} sentences are longer than the model or "
-            f"--max-tokens {max_tokens} allows."
-        )
-    return torch.cat(right)[torch.cat(places).argsort()]
-
-
 def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, cpu: bool) -> Dict[str, Any]:
     """The accuracy in percent, as a whole and by the groups of the data, as `--json` prints it.
 
-    Raises UserError for a model that is not a classifier, or for a damaged file of groups.
+    Raises UserError for a model that is not a classifier, a subset that does not exist, sentences that are
+    too long for the model, or a damaged file of groups.
     """
     model, task = load_trained(checkpoint, data)
     heads = getattr(model, "classification_heads", {})
@@ -51,25 +28,37 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
             f"{checkpoint} is not a classifier of sentences: it was trained for {type(task).__name__}."
         )
     device = device_for(cpu)
-    right = guesses(model.to(device).eval(), task, subset, next(iter(heads)), max_tokens, device)
+    model, head = model.to(device).eval(), next(iter(heads))
+    by_place: Dict[int, bool] = {}  # of a sentence in the data: whether its class is predicted correctly
+    for sample in batches(task, model, subset, max_tokens, device):
+        logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
+        hits = logits.argmax(1).eq(sample["target"].view(-1))
+        by_place.update(zip(sample["id"].tolist(), hits.tolist()))
+    count = len(task.dataset(subset))
+    if missing := count - len(by_place):
+        raise UserError(
+            f"--subset {subset}: {missing:,} of {count:,} sentences are longer than the model or "
+            f"--max-tokens {max_tokens} allows."
+        )
+
+    def accuracy(places: Iterable[int]) -> Dict[str, Any]:
+        hits = [by_place[place] for place in places]
+        return {"score": 100 * sum(hits) / len(hits), "sentences": len(hits)}
+
     by = {
-        name: {value: _accuracy(right[torch.tensor(rows)]) for value, rows in sorted(values.items())}
-        for name, values in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", len(right)).items()
+        name: {value: accuracy(places) for value, places in sorted(values.items())}
+        for name, values in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items()
     }
-    evaluation: Dict[str, Any] = {"sentences": len(right)}
+    evaluation: Dict[str, Any] = {"sentences": count}
     for name, values in by.items():
         if len(values) <= _FEW:
             scores = {str(value): round(found["score"], 2) for value, found in values.items()}
             evaluation[f"accuracy_by_{name}"] = scores
     meta = {"checkpoint": str(checkpoint), "data": str(task.cfg.data), "subset": subset}
-    return {"accuracy": {**_accuracy(right), "by": by}, "meta": {**meta, "evaluation": evaluation}}
+    return {"accuracy": {**accuracy(range(count)), "by": by}, "meta": {**meta, "evaluation": evaluation}}
 
 
 _FEW = 10  # values of a group that are kept with the result of a recipe
-
-
-def _accuracy(right: Tensor) -> Dict[str, Any]:
-    return {"score": 100 * right.double().mean().item(), "sentences": len(right)}
 
 
 def _groups(path: Path, sentences: int) -> Dict[str, Dict[int, List[int]]]:

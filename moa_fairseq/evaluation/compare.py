@@ -13,6 +13,7 @@ adds about 0.9 BLEU for German and 0.8 for French.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Mapping
@@ -72,12 +73,10 @@ def run(args: argparse.Namespace) -> int:
     files = [folder / "result.json" for folder in args.run_dirs]
     if args.markdown:
         refuse_overwriting(args.markdown, [*files, *results.glob("*/*.json")], "--markdown")
-    if files:
-        comparison = load_comparison(results, files).with_runs_only()
-    else:
-        comparison = load_comparison(results)
+    comparison = load_comparison(results, files or None)
+    comparison = comparison.with_runs_only() if files else comparison
     if args.json:
-        print(json.dumps(comparison.as_json(), indent=2, ensure_ascii=False))
+        print(json.dumps(dataclasses.asdict(comparison), indent=2, ensure_ascii=False))
     markdown = render(comparison)
     if args.markdown:
         with atomic_write(args.markdown) as stream:
@@ -85,16 +84,12 @@ def run(args: argparse.Namespace) -> int:
     if args.update_readme is not None:
         parts = {"results": markdown, "headlines": render_headlines(comparison)}
         for path in args.update_readme or (results.parent / "README.md", results / "README.md"):
-            _update(path, parts)
+            try:
+                text = path.read_text(encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"--update-readme {path}: {error.strerror}.") from error
+            with atomic_write(path) as stream:
+                stream.write(fill(text, parts))
     if not (args.json or args.markdown or args.update_readme is not None):
         print(markdown, end="")
     return 0
-
-
-def _update(path: Path, parts: Mapping[str, str]) -> None:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--update-readme {path}: {error.strerror}.") from error
-    with atomic_write(path) as stream:
-        stream.write(fill(text, parts))

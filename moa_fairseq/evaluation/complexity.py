@@ -109,10 +109,10 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             cost.attention_parameters += parameter.numel()
     carries = isinstance(model, FairseqLanguageModel)
     unknown: Set[str] = set()
-    told: Set[nn.Module] = set()  # the attention around these modules has stated their cost
+    stated: Set[nn.Module] = set()  # the cost of these is part of what the attention around them states
     for name, module in modules.items():
         queries = tokens_seen(name, src_len, tgt_len)
-        keys = src_len if _is_cross(name) else queries
+        keys = src_len if "encoder_attn" in name.split(".") else queries
         if isinstance(module, (MixtureAttention, SigmaMoE)):
             if isinstance(module, SigmaMoE):
                 macs = module.macs(queries)
@@ -126,8 +126,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             cost.macs[part_of(name, module)] += macs["projections"]
             cost.macs["attention_matmul"] += macs.get("scores", 0)
             cost.attention_macs += sum(macs.values()) if isinstance(module, MixtureAttention) else 0
-            told.update(module.modules())
-        elif module in told:
+            stated.update(module.modules())
+        elif module in stated:
             continue
         elif type(module).__name__ == "MultiheadAttention":
             cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
@@ -136,8 +136,9 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             part = part_of(name, module)
             cost.macs[part] += macs_per_token * queries
             cost.attention_macs += macs_per_token * queries if part in _ATTENTIONS else 0
-        elif _has_uncounted_matrix(module):
-            unknown.add(type(module).__name__)
+        elif not isinstance(module, nn.Embedding):
+            matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+            unknown.update([type(module).__name__] if matrices else [])
     cost.not_counted = sorted(unknown)
     if gates_of(model):
         from moa_fairseq.coordinate_descent.finetuning import updated_by
@@ -160,7 +161,7 @@ def part_of(name: str, module: nn.Module) -> str:
         return "norms"
     if "embed_tokens" in path or "embed_positions" in path:
         return "embedding"
-    if _is_cross(name):
+    if "encoder_attn" in path:
         return "cross_attention"
     if "self_attn" in path:
         return "encoder_attention" if path[0] == "encoder" else "decoder_self_attention"
@@ -182,18 +183,8 @@ def linear_macs(module: nn.Module) -> Optional[int]:
 def tokens_seen(name: str, src_len: int, tgt_len: int) -> int:
     """How many tokens pass through the module `name`, as queries where it is an attention."""
     path = name.split(".")
-    if path[0] == "encoder" or (_is_cross(name) and path[-1] in ("k_proj", "v_proj")):
-        return src_len
-    return tgt_len
-
-
-def _is_cross(name: str) -> bool:
-    return "encoder_attn" in name.split(".")
-
-
-def _has_uncounted_matrix(module: nn.Module) -> bool:
-    matrices = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-    return matrices and not isinstance(module, nn.Embedding)
+    of_source = "encoder_attn" in path and path[-1] in ("k_proj", "v_proj")
+    return src_len if path[0] == "encoder" or of_source else tgt_len
 
 
 def complexity(
@@ -234,30 +225,22 @@ def as_json(cost: Cost) -> Dict[str, object]:
 
 def as_text(title: str, cost: Cost) -> str:
     """The report as a table for people."""
+    output = (cost.parameters["output"], cost.macs["output"])
     rows: List[Tuple[str, int, int]] = [
-        (label, cost.parameters[part], cost.macs[part])
-        for part, label in PARTS.items()
-        if cost.parameters[part] or cost.macs[part]
+        *((label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()),
+        ("total", cost.total_parameters, cost.total_macs),
+        ("  of it attention in all", cost.attention_parameters, cost.attention_macs),
+        ("  without the output layer", cost.total_parameters - output[0], cost.total_macs - output[1]),
     ]
-    rows.append(("total", cost.total_parameters, cost.total_macs))
-    rows.append(("  of it attention in all", cost.attention_parameters, cost.attention_macs))
-    rows.append(
-        (
-            "  without the output layer",
-            cost.total_parameters - cost.parameters["output"],
-            cost.total_macs - cost.macs["output"],
-        )
-    )
     lines = [title, "", f"{'part':28}{'parameters':>16}{'MACs':>18}"]
-    lines += [f"{label:28}{parameters:>16,}{macs:>18,}" for label, parameters, macs in rows]
-    lines.append(f"{'papers convention':28}{'':16}{cost.paper_macs:>18,}   (no attention scores and values)")
-    lines.append(f"{'attention twice':28}{'':16}{cost.doubled_macs:>18,}   (MoA's Table 2; see --help)")
+    lines += [f"{label:28}{count:>16,}{macs:>18,}" for label, count, macs in rows if count or macs]
+    further = [("papers convention", cost.paper_macs, "   (no attention scores and values)")]
+    further.append(("attention twice", cost.doubled_macs, "   (MoA's Table 2; see --help)"))
     if cost.layer:
-        lines.append(
-            f"{'SwitchHead layer':28}{'':16}{cost.layer['macs']:>18,}   (its paper's formula; see --help)"
-        )
-        lines.append(f"{'  every product once':28}{'':16}{cost.layer['plain_macs']:>18,}")
-        lines.append(f"{'  numbers stored':28}{'':16}{cost.layer['floats']:>18,}")
+        further.append(("SwitchHead layer", cost.layer["macs"], "   (its paper's formula; see --help)"))
+        further.append(("  every product once", cost.layer["plain_macs"], ""))
+        further.append(("  numbers stored", cost.layer["floats"], ""))
+    lines += [f"{label:28}{'':16}{count:>18,}{note}" for label, count, note in further]
     for method, parameters in cost.updated.items():
         lines.append(f"{f'updated by --finetune {method}':34}{parameters:>10,}")
     if cost.not_counted:
@@ -267,29 +250,27 @@ def as_text(title: str, cost: Cost) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq complexity`."""
-    parser.add_argument("--arch", required=True, help="any architecture of fairseq or moa_fairseq")
-    parser.add_argument("--vocab-size", type=int, default=32000, metavar="V", help="dictionary size (32000)")
-    parser.add_argument("--src-len", type=int, default=10, metavar="S", help="source tokens (10)")
-    parser.add_argument("--tgt-len", type=int, default=10, metavar="T", help="target tokens (10)")
-    parser.add_argument(
-        "--embeddings",
-        choices=["shared", "decoder", "separate"],
-        default="shared",
-        help="translation: one matrix for source, target and output as in the paper (shared, the default); "
-        "for target and output only (decoder); three (separate)",
-    )
+    add = parser.add_argument
+    add("--arch", required=True, help="any architecture of fairseq or moa_fairseq")
+    add("--vocab-size", type=int, default=32000, metavar="V", help="dictionary size (32000)")
+    add("--src-len", type=int, default=10, metavar="S", help="source tokens (10)")
+    add("--tgt-len", type=int, default=10, metavar="T", help="target tokens (10)")
+    text = "translation: one matrix for source, target and output as in the paper (shared, the default); for "
+    text += "target and output only (decoder); three (separate)"
+    add("--embeddings", choices=["shared", "decoder", "separate"], default="shared", help=text)
     for name in FORWARDED:
-        parser.add_argument(_flag(name), type=int, metavar="N", help="overrides the architecture's value")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=int, metavar="N", help="overrides the architecture's value")
+    add("--json", action="store_true", help="print JSON")
+    add("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     model_flags = list(args.model_flags)
     for name in FORWARDED:
-        if getattr(args, name) is not None:
-            model_flags += [_flag(name), str(getattr(args, name))]
+        if (value := getattr(args, name)) is not None:
+            model_flags += ["--" + name.replace("_", "-"), str(value)]
     cost = complexity(args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags)
     if args.json:
         names = ("arch", "vocab_size", "src_len", "tgt_len", "embeddings")
@@ -299,7 +280,3 @@ def run(args: argparse.Namespace) -> int:
     lengths = f"{args.src_len} source and {args.tgt_len} target tokens"
     print(as_text(f"{args.arch}, {args.vocab_size:,} symbols, {lengths}", cost))
     return 0
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

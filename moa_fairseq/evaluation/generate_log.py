@@ -7,9 +7,6 @@ from typing import Dict, List, Optional, Union
 
 from moa_fairseq.errors import UserError
 
-# Kind of line (S, T, H, D) → sentence id → text.
-Entries = Dict[str, Dict[int, str]]
-
 _ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
 _DICTIONARY = re.compile(r"\[(\w+)\] dictionary: [0-9]+ types")
 # "Generate SUBSET with beam=N: "; old versions log it with a time stamp. Two patterns, one after the other: a
@@ -43,26 +40,52 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
     hypothesis. Raises UserError, naming the file and line, for a missing or incomplete log, bytes that are
     not UTF-8, a sentence that occurs twice, or a log without targets or translations.
     """
-    lines = read_lines(path)
-    entries: Entries = {kind: {} for kind in "STHD"}
+    entries: Dict[str, Dict[int, str]] = {kind: {} for kind in "STHD"}  # kind of line → sentence id → text
     language, complete = None, False
-    for number, line in enumerate(lines, 1):
-        match = _ENTRY.match(line)
-        if match:
-            _add_entry(entries, match, path, number)
+    for number, line in enumerate(read_lines(path), 1):
+        if match := _ENTRY.match(line):
+            kind, sentence, text = match.group(1), int(match.group(2)), match.group(3) or ""
+            if kind in "HD":
+                # "score<TAB>text"; a further hypothesis of the sentence is one of --nbest.
+                entries[kind].setdefault(sentence, text.partition("\t")[2])
+            elif sentence in entries[kind]:
+                raise UserError(
+                    f"{path}, line {number}: {kind}-{sentence} occurs for the second time, so the file holds "
+                    f"more than one run. Give the log of a single fairseq-generate."
+                )
+            else:
+                entries[kind][sentence] = text
         elif (generate := _LAST_LINE.search(line)) and _WITH_BEAM.search(line, generate.end()):
             complete = True
         elif dictionary := _DICTIONARY.search(line):
             # The source's dictionary is announced first, the target's last.
             language = dictionary.group(1)
-    _check(entries, path, complete, allow_partial)
-    ids = sorted(entries["T"].keys() & entries["H"].keys())
+    targets, hypotheses = entries["T"], entries["H"]
+    if not hypotheses:
+        raise UserError(
+            f"{path} holds no translation (no line H-...). Give the output of fairseq-generate run "
+            f"without --quiet."
+        )
+    if not targets:
+        raise UserError(
+            f"{path} holds no reference (no line T-...): the data was binarised without its target side. "
+            f"Score the H- lines as a text file with --hypothesis and --reference."
+        )
+    ids, lonely = sorted(targets.keys() & hypotheses.keys()), sorted(targets.keys() ^ hypotheses.keys())
+    if (lonely or not complete) and not (allow_partial and ids):
+        reason = "has no closing line 'Generate ... with beam=...'"
+        if complete:
+            reason = f"has a target or a hypothesis, but not both, for sentence {lonely[0]}"
+        raise UserError(
+            f"{path} {reason}: the generation was cut short, or is still running. Run fairseq-generate to "
+            f"the end, or score what is there with --allow-partial."
+        )
     return GenerateLog(
         ids=ids,
         sources=[entries["S"].get(i, "") for i in ids],
-        targets=[entries["T"][i] for i in ids],
-        hypotheses=[entries["H"][i] for i in ids],
-        decoded=[entries["D"].get(i, entries["H"][i]) for i in ids],
+        targets=[targets[i] for i in ids],
+        hypotheses=[hypotheses[i] for i in ids],
+        decoded=[entries["D"].get(i, hypotheses[i]) for i in ids],
         target_lang=language,
         complete=complete,
     )
@@ -90,44 +113,3 @@ def read_lines(path: Union[str, Path]) -> List[str]:
                 f"(for instance with iconv) or find out what damaged it."
             ) from error
     return lines
-
-
-def _add_entry(entries: Entries, match: "re.Match[str]", path: Union[str, Path], number: int) -> None:
-    kind, sentence, text = match.group(1), int(match.group(2)), match.group(3) or ""
-    if kind in "HD":
-        # "score<TAB>text"; a further hypothesis of the sentence is one of --nbest.
-        entries[kind].setdefault(sentence, text.partition("\t")[2])
-    elif sentence in entries[kind]:
-        raise UserError(
-            f"{path}, line {number}: {kind}-{sentence} occurs for the second time, so the file holds "
-            f"more than one run. Give the log of a single fairseq-generate."
-        )
-    else:
-        entries[kind][sentence] = text
-
-
-def _check(entries: Entries, path: Union[str, Path], complete: bool, allow_partial: bool) -> None:
-    targets, hypotheses = entries["T"], entries["H"]
-    if not hypotheses:
-        raise UserError(
-            f"{path} holds no translation (no line H-...). Give the output of fairseq-generate run "
-            f"without --quiet."
-        )
-    if not targets:
-        raise UserError(
-            f"{path} holds no reference (no line T-...): the data was binarised without its target side. "
-            f"Score the H- lines as a text file with --hypothesis and --reference."
-        )
-    if allow_partial and targets.keys() & hypotheses.keys():
-        return
-    lonely = sorted(targets.keys() ^ hypotheses.keys())
-    if not complete or lonely:
-        reason = (
-            "has no closing line 'Generate ... with beam=...'"
-            if not complete
-            else (f"has a target or a hypothesis, but not both, for sentence {lonely[0]}")
-        )
-        raise UserError(
-            f"{path} {reason}: the generation was cut short, or is still running. Run fairseq-generate to "
-            f"the end, or score what is there with --allow-partial."
-        )

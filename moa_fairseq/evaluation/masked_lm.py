@@ -17,17 +17,19 @@ from torch import Tensor, nn
 
 from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.trained_model import batches, device_for, load_trained
+from moa_fairseq.evaluation.trained_model import batches, device_for, load_masked_lm
 
 # Kinds of tokens, told apart because <s> and </s> are nearly always guessed.
-BOUNDARY_START, LINE_END, TEXT = "start", "line_end", "text"
-KINDS = (BOUNDARY_START, LINE_END, TEXT)
+START, LINE_END, TEXT = KINDS = ("start", "line_end", "text")
 
 
 @dataclasses.dataclass
 class Masking:
-    """The result of one masking of a data set: per kind of token, how many there are, how many were masked,
-    and the negative log-likelihood of the masked ones, in nats."""
+    """The result of one masking of a data set, for each of KINDS.
+
+    tokens: how many there are. masked: how many were masked. nll: the negative log-likelihood of the masked
+    ones, in nats.
+    """
 
     tokens: Dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     masked: Dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -39,7 +41,7 @@ class Masking:
 
     def text_perplexity(self) -> float:
         """Over the masked positions that are text: neither <s> nor </s>."""
-        return math.exp(self._mean(TEXT))
+        return math.exp(self.nll[TEXT] / self.masked[TEXT])
 
     def word_perplexity(self, words: int, lines: int) -> float:
         """Per word: from the mean NLL of a subword, times the number of subwords, over the number of words.
@@ -47,11 +49,8 @@ class Masking:
         words: white-space words of the text; lines: its line ends, each counted as one more word, as in
         WikiText's own perplexities.
         """
-        total = sum(self._mean(kind) * self.tokens[kind] for kind in (TEXT, LINE_END))
-        return math.exp(total / (words + lines))
-
-    def _mean(self, kind: str) -> float:
-        return self.nll[kind] / self.masked[kind] if self.masked[kind] else 0.0
+        means = {kind: self.nll[kind] / max(self.masked[kind], 1) for kind in (TEXT, LINE_END)}
+        return math.exp(sum(mean * self.tokens[kind] for kind, mean in means.items()) / (words + lines))
 
 
 @torch.no_grad()
@@ -66,58 +65,58 @@ def measure(
     task.cfg.seed = seed
     result = Masking()
     dictionary = task.source_dictionary
-    special = {BOUNDARY_START: dictionary.bos(), LINE_END: dictionary.eos()}
+
+    def add_up(sums: Dict[str, Any], tokens: Tensor, values: Tensor) -> None:
+        start, end = tokens.eq(dictionary.bos()), tokens.eq(dictionary.eos())
+        for kind, chosen in ((START, start), (LINE_END, end), (TEXT, ~(start | end))):
+            sums[kind] += values[chosen].sum().item()
+
     for sample in batches(task, model, subset, max_tokens, device):
         target = sample["target"]
         masked = target.ne(dictionary.pad())
         original = torch.where(masked, target, sample["net_input"]["src_tokens"])
-        _count(result.tokens, original[original.ne(dictionary.pad())], special)
+        words = original[original.ne(dictionary.pad())]
+        add_up(result.tokens, words, torch.ones_like(words))
         if not masked.any():
             continue
         logits = model(**sample["net_input"], masked_tokens=masked)[0]
         guessed = target[masked]
-        nll = F.cross_entropy(logits.float().view(-1, logits.size(-1)), guessed, reduction="none").double()
-        _count(result.masked, guessed, special)
-        for kind in KINDS:
-            result.nll[kind] += nll[_is_kind(guessed, kind, special)].sum().item()
+        nll = F.cross_entropy(logits.float().view(-1, logits.size(-1)), guessed, reduction="none")
+        add_up(result.masked, guessed, torch.ones_like(guessed))
+        add_up(result.nll, guessed, nll.double())
     if not result.masked[TEXT]:
         raise UserError(f"The subset {subset} has too little text: nothing of it was masked.")
     return result
-
-
-def _is_kind(tokens: Tensor, kind: str, special: Dict[str, int]) -> Tensor:
-    if kind != TEXT:
-        return tokens.eq(special[kind])
-    return tokens.ne(special[BOUNDARY_START]) & tokens.ne(special[LINE_END])
-
-
-def _count(counts: Dict[str, int], tokens: Tensor, special: Dict[str, int]) -> None:
-    for kind in KINDS:
-        counts[kind] += int(_is_kind(tokens, kind, special).sum())
 
 
 def score(
     checkpoint: Path, data: Optional[Path], subset: str, seeds: List[int], max_tokens: int, cpu: bool
 ) -> Dict[str, Any]:
     """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored."""
-    model, task = load_trained(checkpoint, data)
-    if not hasattr(task, "mask_idx"):
-        raise UserError(
-            f"{checkpoint} is not a masked language model: it was trained for {type(task).__name__}."
-        )
+    model, task = load_masked_lm(checkpoint, data)
     device = device_for(cpu)
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
     manifest = read_manifest(Path(task.cfg.data))
     facts = manifest.get("splits", {}).get(subset)
-    warnings = _warnings(facts, results[0], task.cfg.data, subset)
-    scores = {
-        "masked_lm_ppl": _summary([result.perplexity() for result in results], "all masked tokens"),
-        "masked_lm_text_ppl": _summary([r.text_perplexity() for r in results], "masked tokens but <s>, </s>"),
+    values = {
+        "masked_lm_ppl": ([r.perplexity() for r in results], "all masked tokens"),
+        "masked_lm_text_ppl": ([r.text_perplexity() for r in results], "masked tokens but <s>, </s>"),
     }
     if facts:
-        values = [result.word_perplexity(facts["words"], facts["lines"]) for result in results]
-        scores["masked_lm_word_ppl"] = _summary(values, "shared out to words and ends of line")
+        by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
+        values["masked_lm_word_ppl"] = (by_words, "shared out to words and ends of line")
+    tokens, warnings = results[0].tokens, []
+    if not facts:
+        warnings.append(
+            f"{task.cfg.data} has no manifest.json that counts the words of {subset}: without it there is no "
+            "word-level perplexity (moa-fairseq prepare writes one)"
+        )
+    elif missing := facts["subwords"] + facts["lines"] - tokens[TEXT] - tokens[LINE_END]:
+        warnings.append(
+            f"{missing:,} of {facts['subwords'] + facts['lines']:,} tokens of {subset} were left out: their "
+            "samples are longer than the model's positions (--sample-break-mode none cuts them to fit)"
+        )
     meta = {
         "checkpoint": str(checkpoint),
         "data": str(task.cfg.data),
@@ -129,44 +128,29 @@ def score(
             "tokens_per_sample": task.cfg.tokens_per_sample,
             "sample_break_mode": str(task.cfg.sample_break_mode),
         },
-        "tokens": results[0].tokens,
+        "tokens": tokens,
         "masked_tokens": [sum(result.masked.values()) for result in results],
         "text": facts,
         "dictionary": manifest.get("dictionary"),
         "warnings": warnings,
     }
+    scores: Dict[str, Any] = {
+        name: {
+            "score": statistics.mean(each),
+            "sd": statistics.stdev(each) if len(each) > 1 else None,
+            "values": each,
+            "over": over,
+        }
+        for name, (each, over) in values.items()
+    }
     return {**scores, "meta": meta}
-
-
-def _warnings(facts: Optional[Dict[str, Any]], result: Masking, data: str, subset: str) -> List[str]:
-    if not facts:
-        return [
-            f"{data} has no manifest.json that counts the words of {subset}: without it there is no "
-            f"word-level perplexity (moa-fairseq prepare writes one)"
-        ]
-    found, expected = result.tokens[TEXT] + result.tokens[LINE_END], facts["subwords"] + facts["lines"]
-    if found == expected:
-        return []
-    return [
-        f"{expected - found:,} of {expected:,} tokens of {subset} were left out: their samples are longer "
-        f"than the model's positions (--sample-break-mode none cuts them into samples that fit)"
-    ]
-
-
-def _summary(values: List[float], over: str) -> Dict[str, Any]:
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    return {"score": statistics.mean(values), "sd": spread, "values": values, "over": over}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score --masked-lm`."""
     group = parser.add_argument_group("masked language models")
     group.add_argument(
-        "--maskings",
-        type=int,
-        default=5,
-        metavar="N",
-        help="how many maskings are averaged (default: %(default)s)",
+        "--maskings", type=int, default=5, metavar="N", help="how many are averaged (default: %(default)s)"
     )
     group.add_argument(
         "--mask-seed", type=int, default=1, metavar="S", help="seeds S, S+1, ... (default: %(default)s)"

@@ -7,7 +7,7 @@ results/ describes both formats.
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -92,10 +92,6 @@ class Comparison:
         tables = [replace(table, rows=[row for row in table.rows if row.runs]) for table in self.tables]
         return Comparison([table for table in tables if table.rows], self.other)
 
-    def as_json(self) -> dict:
-        """Plain data: {"tables": [...], "other": [...]}."""
-        return asdict(self)
-
 
 def load_comparison(results: Path, run_files: Optional[Sequence[Path]] = None) -> Comparison:
     """Read `results`/papers and the runs, and match them.
@@ -108,24 +104,26 @@ def load_comparison(results: Path, run_files: Optional[Sequence[Path]] = None) -
     printed = results / "papers"
     if not printed.is_dir():
         raise UserError(f"--results {results}: there is no folder {printed} with the papers' tables.")
-    if run_files is None:
-        run_files = sorted((results / "measured").glob("*.json"))
-    paper_keys = ("paper", "title", "citation", "tables")
-    papers = [_read(path, paper_keys) for path in sorted(printed.glob("*.json"))]
-    runs = [_read_run(path) for path in run_files]
-    tables = [_table(paper, table, runs) for paper in papers for table in paper["tables"]]
+    files = sorted((results / "measured").glob("*.json")) if run_files is None else run_files
+    papers = [_read(path, "paper", "title", "citation", "tables") for path in sorted(printed.glob("*.json"))]
+    runs = [_read_run(path) for path in files]
+    tables = []
+    for paper in papers:
+        about = {key: paper[key] for key in ("paper", "title", "citation")}
+        for table in paper["tables"]:
+            rows = [_row(paper["paper"], table, row, runs) for row in table["rows"]]
+            names = {"table": table["table"], "caption": table["caption"], "notes": table.get("notes", [])}
+            tables.append(Table(**about, **names, rows=rows))
     matched = {id(run) for table in tables for row in table.rows for run in row.runs}
     return Comparison(tables, [run for run in runs if id(run) not in matched])
 
 
-def _read(path: Path, keys: tuple) -> dict:
+def _read(path: Path, *keys: str) -> dict:
     try:
         data = read_json(path, _REMEDY)
     except FileNotFoundError as error:
         raise UserError(f"There is no {path}: the run was not scored, or it is another folder.") from error
-    missing = [key for key in keys if not isinstance(data, dict) or key not in data]
-    if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}: results/README.md describes the format.")
+    check_kinds(data, {}, str(path), _REMEDY, required=keys)
     return data
 
 
@@ -134,8 +132,8 @@ def _read_run(path: Path) -> dict:
 
     "name" is added: an experiment may have been run more than once, and each run has a file or a folder.
     """
-    data = _read(path, ("experiment", "metrics"))
-    check_kinds(data, _RUN, str(path), _REMEDY, required=("experiment", "metrics"))
+    data = _read(path, "experiment", "metrics")
+    check_kinds(data, _RUN, str(path), _REMEDY)
     kinds = {name: TEXT if name.endswith("_signature") else NUMBER for name in data["metrics"]}
     check_kinds(data["metrics"], kinds, f"{path}: metrics", _REMEDY)
     if (data.get("status") or "not run") not in STATUSES:
@@ -143,87 +141,53 @@ def _read_run(path: Path) -> dict:
     return {"name": path.stem if path.stem != "result" else path.absolute().parent.name, **data}
 
 
-def _table(paper: dict, table: dict, runs: List[dict]) -> Table:
-    rows = []
-    for row in table["rows"]:
-        stands_for = [run for run in runs if _stands_for(run, paper["paper"], table["table"], row)]
-        cells = [
-            _cell(row, column, about, value, stands_for)
-            for column, value in row["values"].items()
-            for about in _abouts(table, row, column)
-        ]
-        rows.append(Row(_label(row), row.get("arch"), cells, stands_for, row.get("headline")))
-    notes = table.get("notes", [])
-    return Table(
-        paper["paper"], paper["title"], paper["citation"], table["table"], table["caption"], notes, rows
-    )
-
-
-def _abouts(table: dict, row: dict, column: str) -> List[dict]:
-    """Where our number comes from: the column's description, with the row's changes.
-
-    More descriptions follow for further metrics that are compared with the same printed number.
-    """
-    about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
-    return [about, *({**about, "metric": metric} for metric in about.get("also", ()))]
-
-
-def _label(row: dict) -> str:
-    """The row's name, with K, E and D where they stand in columns of their own."""
-    setting = row.get("setting")
-    return row["row"] + (" {K}K{E}E{D}D".format(**setting) if setting else "")
-
-
-def _stands_for(run: dict, paper: str, table: str, row: dict) -> bool:
-    target = run.get("reproduces")
-    if not target or target.get("paper") != paper:
-        return False
-    if str(target.get("table")) == table and "row" in target:
-        return target["row"] == row["row"]
-    return run["experiment"] in row["experiments"]
+def _row(paper: str, table: dict, row: dict, runs: List[dict]) -> Row:
+    """A row of a paper's table, and of all runs those that stand for it."""
+    own = []
+    for run in runs:
+        target = run.get("reproduces") or {}
+        same_table = str(target.get("table")) == table["table"] and "row" in target
+        found = target.get("row") == row["row"] if same_table else run["experiment"] in row["experiments"]
+        own += [run] if found and target.get("paper") == paper else []
+    cells = []
+    for column, value in row["values"].items():
+        # Where our number comes from: the column's description, with the row's changes. Further metrics may
+        # be compared with the same printed number.
+        about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
+        for metric in (about.get("metric"), *about.get("also", ())):
+            cells.append(_cell(row, column, {**about, "metric": metric}, value, own))
+    setting = row.get("setting")  # K, E and D where they stand in columns of their own
+    label = row["row"] + (" {K}K{E}E{D}D".format(**setting) if setting else "")
+    return Row(label, row.get("arch"), cells, own, row.get("headline"))
 
 
 def _cell(row: dict, column: str, about: dict, paper: float, runs: List[dict]) -> Cell:
-    if "quantity" in about:
-        return _computed(row, column, about, paper)
-    metric, prefix = about.get("metric"), about.get("experiments", "")
-    cell = Cell(column, metric, paper)
-    if metric is None or not any(name.startswith(prefix) for name in row["experiments"]):
-        return cell
-    cell.status = "not run"
-    runs = [run for run in runs if run["experiment"].startswith(prefix)]
-    values = [run["metrics"][metric] for run in runs if run["metrics"].get(metric) is not None]
-    if values:
-        cell.ours, cell.runs, cell.status = statistics.mean(values), len(values), MEASURED
-        cell.spread = statistics.stdev(values) if len(values) > 1 else None
+    quantity, prefix = about.get("quantity"), about.get("experiments", "")
+    cell = Cell(column, quantity or about["metric"], paper)
+    if quantity and row.get("arch") is not None:
+        names = ("src_len", "tgt_len", "embeddings")
+        setting = {name: about[name] for name in names if name in about}
+        counts = _count(row["arch"], about["vocab_size"], tuple(row.get("model_flags", ())), **setting)
+        cell.ours, cell.status = counts[quantity], COMPUTED
+        if quantity.startswith("macs"):
+            cell.plain, cell.attention = counts["macs"], counts["attention_macs"]
+        elif quantity == "switchhead_layer_macs":
+            cell.plain = counts["switchhead_layer_plain_macs"]
+    elif cell.quantity and not quantity and any(name.startswith(prefix) for name in row["experiments"]):
+        runs = [run for run in runs if run["experiment"].startswith(prefix)]
+        scores = [run["metrics"].get(cell.quantity) for run in runs]
+        values = [score for score in scores if score is not None]
+        cell.status = (runs[-1].get("status") if runs else None) or "not run"
+        if values:
+            cell.ours, cell.runs, cell.status = statistics.mean(values), len(values), MEASURED
+            cell.spread = statistics.stdev(values) if len(values) > 1 else None
+    if cell.ours is not None:
         cell.difference = cell.ours - paper
-    elif runs:
-        cell.status = runs[-1].get("status") or "not run"
-    return cell
-
-
-def _computed(row: dict, column: str, about: dict, paper: float) -> Cell:
-    cell = Cell(column, about["quantity"], paper)
-    if row.get("arch") is None:
-        return cell
-    lengths = (about.get("src_len", 10), about.get("tgt_len", 10))
-    flags = tuple(row.get("model_flags", ()))
-    embeddings = about.get("embeddings", "shared")
-    counts = _count(row["arch"], about["vocab_size"], *lengths, embeddings, flags)
-    cell.ours = counts[about["quantity"]]
-    cell.difference, cell.status = cell.ours - paper, COMPUTED
-    quantity = about["quantity"]
-    if quantity.startswith("macs"):
-        cell.plain, cell.attention = counts["macs"], counts["attention_macs"]
-    elif quantity == "switchhead_layer_macs":
-        cell.plain = counts["switchhead_layer_plain_macs"]
     return cell
 
 
 @cache
-def _count(
-    arch: str, vocab_size: int, src_len: int, tgt_len: int, embeddings: str, flags: Tuple[str, ...]
-) -> Dict[str, Any]:
+def _count(arch: str, vocab_size: int, model_flags: Tuple[str, ...], **setting: Any) -> Dict[str, Any]:
     from moa_fairseq.evaluation.complexity import as_json, complexity
 
-    return as_json(complexity(arch, vocab_size, src_len, tgt_len, embeddings, flags))
+    return as_json(complexity(arch, vocab_size, model_flags=model_flags, **setting))

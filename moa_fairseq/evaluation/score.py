@@ -3,6 +3,7 @@ of a masked language model; accuracy of a classifier.
 
   moa-fairseq score generate-test.txt
   moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
+  moa-fairseq score moa-seed1.txt moa-seed2.txt --against dense-seed1.txt dense-seed2.txt
   moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
   moa-fairseq score --classifier checkpoint_best.pt --data data/listops/binarised
 
@@ -25,6 +26,10 @@ On request (--chain for these alone, --also beside the three; both can be repeat
   moa-release     the script of MoA's release: it splits hyphens that are already ` @-@ ` a second time,
                   which adds about 0.9 BLEU for German and 0.8 for French. For comparison with that
                   release and nothing else; MoA's WMT14 recipes print it beside multi-bleu
+
+--against compares two systems by sacreBLEU's BLEU and chrF: means over the seeds, their difference, and
+a two-sided p by approximate randomisation: in each of 10,000 trials the outputs of every sentence are dealt
+anew to the two systems. With one seed each it cannot tell a better method from a lucky start.
 
 fairseq's own fairseq-score uses the formula of multi-bleu.perl; it differs only in counting any
 Unicode white space (a no-break space, say) as a word boundary, an empty line as one token, and in
@@ -58,11 +63,22 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+from tabulate import tabulate
+
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import classification, masked_lm
-from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU, multi_bleu_chain, sacrebleu_chain
+from moa_fairseq.evaluation.against import against
+from moa_fairseq.evaluation.chains import (
+    CHAINS,
+    DEFAULT_CHAINS,
+    SACREBLEU,
+    RunningText,
+    multi_bleu_chain,
+    running_text,
+    sacrebleu_chain,
+)
 from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
-from moa_fairseq.evaluation.text_marks import RUNNING, doubts, one_word_for_unknown, subword_kind
+from moa_fairseq.evaluation.text_marks import RUNNING, doubts, subword_kind
 
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
 
@@ -80,57 +96,34 @@ class Material(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
-    parser.add_argument("log", nargs="?", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
-    parser.add_argument("--hypothesis", metavar="FILE", help="instead of a log: one translation per line")
-    parser.add_argument(
-        "--reference", metavar="FILE", action="append", default=[], help="its reference; can be repeated"
-    )
-    parser.add_argument(
-        "--chain", action="append", choices=[*CHAINS, SACREBLEU], help="only this chain; can be repeated"
-    )
-    parser.add_argument(
-        "--also",
-        action="append",
-        default=[],
-        choices=[*CHAINS, SACREBLEU],
-        help="a further chain; can be repeated",
-    )
-    parser.add_argument(
-        "--target-lang", metavar="LANG", help="sacreBLEU's language (default: the log's, else de)"
-    )
-    parser.add_argument(
-        "--raw-reference", metavar="FILE", help="untokenised reference for sacreBLEU, one line per sentence"
-    )
-    parser.add_argument(
-        "--detokenized", action="store_true", help="the texts are running text: sacreBLEU takes them as given"
-    )
-    parser.add_argument(
-        "--remove-bpe",
-        choices=SUBWORDS,
-        help="join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
-        "for a log, none for files)",
-    )
-    parser.add_argument("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
-    parser.add_argument("--allow-partial", action="store_true", help="score a log that was cut short")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_model_arguments(parser)
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the models that are scored straight from a checkpoint."""
-    group = parser.add_argument_group("models")
-    group.add_argument(
-        "--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model"
-    )
-    group.add_argument("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
-    group.add_argument(
-        "--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)"
-    )
-    group.add_argument("--subset", default="test", help="default: %(default)s")
-    group.add_argument(
-        "--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)"
-    )
-    group.add_argument("--cpu", action="store_true", help="do not use a GPU")
+    add, chains, repeated = parser.add_argument, [*CHAINS, SACREBLEU], "can be repeated"
+    add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
+    text = "instead of a log: one translation per line"
+    add("--hypothesis", nargs="+", default=[], metavar="FILE", help=text)
+    text = "another system's output of the same sentences, a file for each seed: is the difference real?"
+    add("--against", nargs="+", metavar="FILE", help=text)
+    text = f"the hypothesis's reference; {repeated}"
+    add("--reference", metavar="FILE", action="append", default=[], help=text)
+    add("--chain", action="append", choices=chains, help=f"only this chain; {repeated}")
+    add("--also", action="append", default=[], choices=chains, help=f"a further chain; {repeated}")
+    add("--target-lang", metavar="LANG", help="sacreBLEU's language (default: the log's, else de)")
+    text = "untokenised reference for sacreBLEU, one line per sentence"
+    add("--raw-reference", metavar="FILE", help=text)
+    text = "the texts are running text: sacreBLEU takes them as given"
+    add("--detokenized", action="store_true", help=text)
+    text = "join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
+    add("--remove-bpe", choices=SUBWORDS, help=text + "for a log, none for files)")
+    add("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
+    add("--allow-partial", action="store_true", help="score a log that was cut short")
+    add("--json", action="store_true", help="print one JSON object")
+    # Models are scored straight from a checkpoint.
+    add = parser.add_argument_group("models").add_argument
+    add("--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model")
+    add("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
+    add("--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)")
+    add("--subset", default="test", help="default: %(default)s")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)")
+    add("--cpu", action="store_true", help="do not use a GPU")
     masked_lm.add_arguments(parser)
 
 
@@ -149,10 +142,22 @@ def run(args: argparse.Namespace) -> int:
             "Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE, or --masked-lm "
             "CHECKPOINT, or --classifier CHECKPOINT."
         )
-    material = _from_log(args) if args.log else _from_files(args)
+    paths = args.log or args.hypothesis
+    read = _from_log if args.log else _from_files
+    if args.against:
+        return _compare(
+            [read(path, args) for path in paths], [read(path, args) for path in args.against], args
+        )
+    if len(paths) > 1:
+        raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
+    material = read(paths[0], args)
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
     scores = score(material, chains, args.lowercase)
-    material.meta["warnings"] += _doubts(material, chains)
+    given = RUNNING if material.detokenized else ""
+    wants = {name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains}
+    references = [line for reference in material.references for line in reference]
+    sides = {"hypotheses": material.hypotheses, "references": references}
+    material.meta["warnings"] += doubts(wants, sides)
     if "compound-split" in chains and any(" @-@ " in line for line in material.hypotheses):
         material.meta["warnings"].append(
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
@@ -170,21 +175,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(first: List[Material], second: List[Material], args: argparse.Namespace) -> int:
+    texts = [[running(material) for material in system] for system in (first, second)]
+    content = against(texts[0], texts[1])
+    if args.json:
+        print(json.dumps(content, indent=2))
+    else:
+        rows = [
+            [row["metric"], row["first"], row["second"], row["difference"], row["p"]]
+            for row in content["metrics"]
+        ]
+        heads = ["", "first", "second", "first − second", "p, two-sided"]
+        print(tabulate(rows, heads, floatfmt=("", ".2f", ".2f", "+.2f", ".4f")))
+        for row in content["metrics"]:
+            print(row["signature"])
+        print(
+            f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {texts[0][0].chain}"
+        )
+    return 0
+
+
 def score(material: Material, chains: Sequence[str], lowercase: bool = False) -> Dict[str, Dict[str, object]]:
     """Scores of `material` by the named chains, under their JSON keys."""
     scores = {}
     for name in chains:
         if name == SACREBLEU:
-            raw = material.raw_references
-            scores[_key(name)] = sacrebleu_chain(
-                material.hypotheses,
-                raw or material.references,
-                material.lang,
-                (material.detokenized, material.detokenized or raw is not None),
-            )
+            scores[_key(name)] = sacrebleu_chain(running(material))
         else:
             scores[_key(name)] = multi_bleu_chain(name, material.hypotheses, material.references, lowercase)
     return scores
+
+
+def running(material: Material) -> RunningText:
+    """What sacreBLEU is given of it."""
+    raw = material.raw_references
+    as_given = (material.detokenized, material.detokenized or raw is not None)
+    return running_text(material.hypotheses, raw or material.references, material.lang, as_given)
 
 
 def join_subwords(line: str, kind: str) -> str:
@@ -196,22 +222,12 @@ def join_subwords(line: str, kind: str) -> str:
     return line
 
 
-def _doubts(material: Material, chains: Sequence[str]) -> List[str]:
-    """Warnings about hypotheses or references that the chains are not made for."""
-    given = RUNNING if material.detokenized else ""
-    wants: Dict[str, Sequence[str]] = {
-        name: (given, given) if name == SACREBLEU else CHAINS[name].wants for name in chains
-    }
-    references = [line for reference in material.references for line in reference]
-    return doubts(wants, {"hypotheses": material.hypotheses, "references": references})
-
-
 def _key(chain: str) -> str:
     return SACREBLEU if chain == SACREBLEU else CHAINS[chain].key
 
 
-def _from_log(args: argparse.Namespace) -> Material:
-    log = read_generate_log(args.log, args.allow_partial)
+def _from_log(path: str, args: argparse.Namespace) -> Material:
+    log = read_generate_log(path, args.allow_partial)
     wanted = args.remove_bpe or "auto"
     joined, kind = _joined(log.hypotheses, wanted)
     targets, target_kind = _joined(log.targets, wanted)
@@ -223,22 +239,24 @@ def _from_log(args: argparse.Namespace) -> Material:
         lines = read_lines(args.raw_reference)
         if log.ids[-1] >= len(lines):
             raise UserError(
-                f"{args.raw_reference} has {len(lines)} lines, but {args.log} translates sentence number "
+                f"{args.raw_reference} has {len(lines)} lines, but {path} translates sentence number "
                 f"{log.ids[-1]} (from 0): it is not the reference of this test set."
             )
         raw = [[lines[i] for i in log.ids]]
     meta: Dict[str, Any] = {
-        "input": str(args.log),
+        "input": str(path),
         "lines": len(log.ids),
         "hypothesis_lines": "D" if decoded else "H",
         "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
         "target_lang": args.target_lang or log.target_lang or "de",
         "complete": log.complete,
-        "warnings": _log_warnings(log, args.log),
+        "warnings": _log_warnings(log, path),
     }
     running = args.detokenized or (decoded and log.decoded != joined)
-    hypotheses = [one_word_for_unknown(line, reference=False) for line in hypotheses]
-    references = [[one_word_for_unknown(line, reference=True) for line in targets]]
+    # fairseq's marks of unknown words become characters without a meaning in Unicode, which nothing splits or
+    # matches: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU would make five of it.
+    hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
+    references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
     return Material(hypotheses, references, raw, meta["target_lang"], running, meta)
 
 
@@ -262,46 +280,31 @@ def _log_warnings(log: GenerateLog, path: str) -> List[str]:
     return warnings
 
 
-def _from_files(args: argparse.Namespace) -> Material:
-    hypotheses = _read_text(args.hypothesis)
-    references = [_read_text(path) for path in args.reference]
-    raw = [_read_text(args.raw_reference)] if args.raw_reference else None
-    paths = args.reference + ([args.raw_reference] if raw else [])
-    for path, lines in zip(paths, references + (raw or [])):
+def _from_files(path: str, args: argparse.Namespace) -> Material:
+    raws = [args.raw_reference] if args.raw_reference else []
+    texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
+    hypotheses, wanted = texts[path], args.remove_bpe or "none"
+    for file, lines in texts.items():
+        if not any(line.strip() for line in lines):
+            raise UserError(f"{file} is empty: there is nothing to score.")
         if len(lines) != len(hypotheses):
             raise UserError(
-                f"{args.hypothesis} has {len(hypotheses)} lines, {path} has {len(lines)}: a score needs the "
-                f"same sentences in the same order. Check that both files are complete."
+                f"{path} has {len(hypotheses)} lines, {file} has {len(lines)}: a score needs the same "
+                f"sentences in the same order. Check that both files are complete."
             )
-    wanted = args.remove_bpe or "none"
     joined, kind = _joined(hypotheses, wanted)
-    joined_references = [_joined(reference, wanted) for reference in references]
+    references = [_joined(texts[file], wanted) for file in args.reference]
+    kinds = {"hypotheses": kind, "references": [other for _, other in references]}
     meta: Dict[str, Any] = {
-        "input": str(args.hypothesis),
-        "references": [str(path) for path in args.reference],
+        "input": str(path),
+        "references": [str(file) for file in args.reference],
         "lines": len(hypotheses),
-        "subwords_joined": {
-            "hypotheses": kind,
-            "references": [reference_kind for _, reference_kind in joined_references],
-        },
+        "subwords_joined": kinds,
         "target_lang": args.target_lang or "de",
         "warnings": [],
     }
-    return Material(
-        joined,
-        [lines for lines, _ in joined_references],
-        raw,
-        meta["target_lang"],
-        args.detokenized,
-        meta,
-    )
-
-
-def _read_text(path: str) -> List[str]:
-    lines = read_lines(path)
-    if not any(line.strip() for line in lines):
-        raise UserError(f"{path} is empty: there is nothing to score.")
-    return lines
+    raw, sides = [texts[file] for file in raws] or None, [lines for lines, _ in references]
+    return Material(joined, sides, raw, meta["target_lang"], args.detokenized, meta)
 
 
 def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:

@@ -65,7 +65,12 @@ def build_skeleton(
     refuses.
     """
     task_name = task_of(arch)
-    dictionary = _dictionary(vocab_size)
+    dictionary = dictionary_of(vocab_size)
+    if vocab_size <= (special := dictionary.nspecial):
+        raise UserError(
+            f"--vocab-size {vocab_size}: a fairseq dictionary holds {special} special symbols before the "
+            f"first word; give the number of lines of dict.txt plus {special}."
+        )
     flags = ["no-data", "--arch", arch, "--task", task_name, *model_flags]
     if task_name == "translation":
         flags += EMBEDDINGS[embeddings]
@@ -73,22 +78,21 @@ def build_skeleton(
     task = SimpleNamespace(
         source_dictionary=dictionary, target_dictionary=dictionary, dictionary=dictionary, args=args
     )
+    build = ARCH_MODEL_REGISTRY[args.arch].build_model
     with quiet():
         try:
-            return _build(args, task, weights)
+            if not weights:
+                # Where an initialisation copies values, real weights are needed.
+                with (
+                    contextlib.suppress(NotImplementedError),
+                    torch.device("meta"),
+                    _without_bert_initialisation(),
+                ):
+                    return build(args, task)
+            return build(args, task)
         except (ValueError, AssertionError) as error:
             setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
             raise UserError(f"fairseq cannot build {arch} with {setting}: {error}") from error
-
-
-def _build(args: argparse.Namespace, task: SimpleNamespace, weights: bool) -> BaseFairseqModel:
-    if weights:
-        return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
-    try:
-        with torch.device("meta"), _without_bert_initialisation():
-            return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
-    except NotImplementedError:  # an initialisation copies values, which needs real weights
-        return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
 
 
 @contextlib.contextmanager
@@ -129,14 +133,10 @@ def parse_training_flags(flags: List[str], refusal: str) -> argparse.Namespace:
         sys.argv = argv
 
 
-def _dictionary(vocab_size: int) -> Dictionary:
+def dictionary_of(symbols: int) -> Dictionary:
+    """A dictionary of so many symbols, with fairseq's special ones among them."""
     dictionary = Dictionary()
-    if vocab_size <= len(dictionary):
-        raise UserError(
-            f"--vocab-size {vocab_size}: a fairseq dictionary holds {len(dictionary)} special symbols before "
-            f"the first word; give the number of lines of dict.txt plus {len(dictionary)}."
-        )
-    for index in range(vocab_size - len(dictionary)):
+    for index in range(symbols - len(dictionary)):
         dictionary.add_symbol(f"symbol{index}")
     return dictionary
 

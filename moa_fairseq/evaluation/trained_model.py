@@ -30,6 +30,16 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
     return models[0], task
 
 
+def load_masked_lm(checkpoint: Path, data: Optional[Path]) -> Tuple[Any, Any]:
+    """As `load_trained`; raises UserError for any other model than a masked language model."""
+    model, task = load_trained(checkpoint, data)
+    if not hasattr(task, "mask_idx"):
+        raise UserError(
+            f"{checkpoint} is not a masked language model: it was trained for {type(task).__name__}."
+        )
+    return model, task
+
+
 def device_for(cpu: bool) -> torch.device:
     """The GPU if there is one, unless the CPU is asked for."""
     return torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import os
 import pickle
@@ -41,14 +40,20 @@ def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
     if not os.path.lexists(path):
         raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
     refuse_irregular(path)
-    return SafeTorch("torch", check_checkpoint).load(path, map_location)
+    return SafeTorch(check_checkpoint).load(path, map_location)
 
 
 def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
     options.pop("weights_only", None)
     try:
         check_sums(stream)
-        _refuse_bytearray(stream)
+        # torch's own reader takes a `bytearray` for data, and makes it as large as ten bytes of a file say.
+        start, end = stream.tell(), b""
+        while chunk := stream.read(_CHUNK):
+            if _BYTEARRAY in end + chunk:
+                raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
+            end = chunk[-len(_BYTEARRAY) :]
+        stream.seek(start)
         if hasattr(torch.serialization, "safe_globals"):
             with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
                 state = torch.load(stream, weights_only=True, **options)
@@ -57,7 +62,14 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
         return forget_outputs(state)
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
-            raise _refusal(name, error) from error
+            found = _GLOBAL_PATTERN.search(str(error))
+            offender = found.group(1) if found else str(error).splitlines()[0]
+            raise UserError(
+                f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs only "
+                "tensors, plain containers and argparse.Namespace. Loading it could run the code of whoever "
+                "wrote it; nothing was run. Use a checkpoint from a source that you trust and that was saved "
+                "by fairseq."
+            ) from error
         raise _damaged(name, "torch.save did not write it") from error
     except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
         raise _damaged(name, _first_sentence(error)) from error
@@ -87,30 +99,10 @@ def check_sums(stream: IO[bytes]) -> None:
     stream.seek(start)
 
 
-def _refuse_bytearray(stream: IO[bytes]) -> None:
-    """torch's own reader takes a `bytearray` for data, and makes it as large as ten bytes of a file say."""
-    start, end = stream.tell(), b""
-    while chunk := stream.read(_CHUNK):
-        if _BYTEARRAY in end + chunk:
-            raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
-        end = chunk[-len(_BYTEARRAY) :]
-    stream.seek(start)
-
-
 def _first_sentence(error: Exception) -> str:
     """What happened, without the advice that torch adds, such as to switch safety off."""
     message = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))  # a place in torch's source
     return re.split(r"[.\n]", message)[0] or type(error).__name__
-
-
-def _refusal(name: str, error: Exception) -> UserError:
-    found = _GLOBAL_PATTERN.search(str(error))
-    offender = found.group(1) if found else str(error).splitlines()[0]
-    return UserError(
-        f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs only tensors, "
-        "plain containers and argparse.Namespace. Loading it could run the code of whoever wrote it; "
-        "nothing was run. Use a checkpoint from a source that you trust and that was saved by fairseq."
-    )
 
 
 def _damaged(name: str, reason: str) -> UserError:
@@ -158,8 +150,8 @@ class SafeTorch(types.ModuleType):
     check(what was loaded, name, size of the file in bytes) raises where it is not what it should be.
     """
 
-    def __init__(self, name: str, check: Callable[[Any, str, int], None] = lambda state, name, size: None):
-        super().__init__(name)
+    def __init__(self, check: Callable[[Any, str, int], None] = lambda state, name, size: None):
+        super().__init__("torch")
         self.check = check
 
     def __getattr__(self, name: str) -> Any:
@@ -177,26 +169,16 @@ class SafeTorch(types.ModuleType):
         return state
 
 
-def from_regular_files(load: Callable) -> Callable:
-    """Wrap `load_checkpoint_to_cpu(path, ...)`, which opens whatever stands at the path."""
-
-    @functools.wraps(load)
-    def wrapped(path: str, *args: Any, **options: Any) -> Any:
-        refuse_irregular(path)
-        return load(path, *args, **options)
-
-    return wrapped
+def load_regular_files(load: Callable, path: str, *args: Any, **options: Any) -> Any:
+    """`load_checkpoint_to_cpu` opens whatever stands at the path."""
+    refuse_irregular(path)
+    return load(path, *args, **options)
 
 
-def resuming_from_regular_files(load_checkpoint: Callable) -> Callable:
-    """Wrap `Trainer.load_checkpoint`, which starts a new training if it finds anything but a file."""
-
-    @functools.wraps(load_checkpoint)
-    def wrapped(trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-        refuse_irregular(filename)
-        return load_checkpoint(trainer, filename, *args, **options)
-
-    return wrapped
+def resume_from_regular_files(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+    """The trainer starts a new training if it finds anything but a file."""
+    refuse_irregular(filename)
+    return load(trainer, filename, *args, **options)
 
 
 def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[str] = None) -> None:
@@ -206,37 +188,27 @@ def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[
     one, so that no file of the user's is. Raises UserError when the third attempt fails; an earlier file of
     that name is then still there.
     """
-    _written(filename, lambda stream: torch.save(state, stream), temporary)
+    _write_checked(filename, lambda stream: torch.save(state, stream), temporary)
 
 
-def writing_whole(persistent_save: Callable) -> Callable:
-    """Wrap `torch_persistent_save`: `save_checkpoint` for paths of this machine."""
-
-    @functools.wraps(persistent_save)
-    def wrapped(state: Any, filename: str, async_write: bool = False) -> None:
-        if _is_remote(filename):
-            return persistent_save(state, filename, async_write)
-        return save_checkpoint(state, filename, f"{filename}.tmp")
-
-    return wrapped
+def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
+    """`save_checkpoint` for paths of this machine."""
+    if _is_remote(filename):
+        return save(state, filename, async_write)
+    return save_checkpoint(state, filename, f"{filename}.tmp")
 
 
-def copying_whole(copy: Callable) -> Callable:
-    """Wrap `PathManager.copy`, by which `checkpoint_best.pt` and `checkpoint_last.pt` are made."""
+def copy_whole(copy: Callable, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+    """Makes `checkpoint_best.pt` and `checkpoint_last.pt`."""
+    if _is_remote(src_path) or _is_remote(dst_path):
+        return copy(src_path, dst_path, overwrite)
 
-    @functools.wraps(copy)
-    def wrapped(src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-        if _is_remote(src_path) or _is_remote(dst_path):
-            return copy(src_path, dst_path, overwrite)
+    def write(stream: IO[bytes]) -> None:
+        with open(src_path, "rb") as original:
+            shutil.copyfileobj(original, stream, _CHUNK)
 
-        def write(stream: IO[bytes]) -> None:
-            with open(src_path, "rb") as original:
-                shutil.copyfileobj(original, stream, _CHUNK)
-
-        _written(dst_path, write, f"{dst_path}.tmp", os.path.getsize(src_path))
-        return True
-
-    return staticmethod(wrapped)
+    _write_checked(dst_path, write, f"{dst_path}.tmp", os.path.getsize(src_path))
+    return True
 
 
 def _is_remote(path: str) -> bool:
@@ -246,7 +218,7 @@ def _is_remote(path: str) -> bool:
     return PathManager.path_requires_pathmanager(path)
 
 
-def _written(
+def _write_checked(
     filename: Union[str, Path],
     write: Callable[[IO[bytes]], None],
     temporary: Optional[str],
@@ -276,17 +248,12 @@ def _written(
             time.sleep(SECONDS_BETWEEN)
 
 
-def never_asynchronous(save: Callable) -> Callable:
-    """Wrap `checkpoint_utils.save_checkpoint`: asynchronous writing is not safe, and makes no copies."""
-
-    @functools.wraps(save)
-    def wrapped(cfg: Any, *args: Any, **options: Any) -> Any:
-        if cfg.write_checkpoints_asynchronously:
-            logger.warning(
-                "--write-checkpoints-asynchronously is ignored: it writes under the final name, where an "
-                "interrupted training would leave half a checkpoint, and it leaves checkpoint_last.pt out"
-            )
-            cfg.write_checkpoints_asynchronously = False
-        return save(cfg, *args, **options)
-
-    return wrapped
+def save_at_once(save: Callable, cfg: Any, *args: Any, **options: Any) -> Any:
+    """Asynchronous writing is not safe, and makes no copies."""
+    if cfg.write_checkpoints_asynchronously:
+        logger.warning(
+            "--write-checkpoints-asynchronously is ignored: it writes under the final name, where an "
+            "interrupted training would leave half a checkpoint, and it leaves checkpoint_last.pt out"
+        )
+        cfg.write_checkpoints_asynchronously = False
+    return save(cfg, *args, **options)

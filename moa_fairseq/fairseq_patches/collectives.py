@@ -1,35 +1,50 @@
-"""Collectives have a time limit, so that no process waits for ever for one that hangs.
+"""Several processes train one model together, and no process waits for ever for one that hangs.
 
-`--heartbeat-timeout SECONDS` sets it (fairseq: "kill the job if no progress is made in N seconds"); without
-the flag it is DEFAULT_SECONDS. fairseq itself only watches for a forward pass and then interrupts Python,
-which has no effect on a process that waits inside a collective.
+`--heartbeat-timeout SECONDS` sets the time limit (fairseq: "kill the job if no progress is made in N
+seconds"); without the flag it is DEFAULT_SECONDS. fairseq itself only watches for a forward pass and then
+interrupts Python, which has no effect on a process that waits inside a collective.
 """
 
 from __future__ import annotations
 
-import functools
+import io
+import os
 import threading
 import types
 from datetime import timedelta
 from typing import Any, Callable, Dict, List
 
+import torch
 import torch.distributed as dist
 from fairseq.distributed import utils as distributed_utils
+from fairseq.distributed.utils import distributed_main as fairseqs_distributed_main
 
 from moa_fairseq.errors import UserError
 
 DEFAULT_SECONDS = 1800  # one process writes a large checkpoint on a slow network disk, the others wait
 ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
-_fairseqs: Dict[str, Callable] = {}  # the functions that are replaced here, for `distributed_main`
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def time_limit(cfg: Any) -> int:
-    """Seconds that a process waits for the others in a collective."""
-    chosen = cfg.distributed_training.heartbeat_timeout
-    return chosen if chosen > 0 else DEFAULT_SECONDS
+class PeerTorch(types.ModuleType):
+    """Stands for torch in fairseq's communication: `load` reads only what another process sent.
+
+    Process 0 reads a checkpoint by the allow-list and sends it to the others together with its config, whose
+    type torch's own default refuses. What the processes of one training send each other is no file of unknown
+    origin; fairseq exchanges it by pickle elsewhere, too.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def load(buffer: io.BytesIO, map_location: Any = None) -> Any:
+        if not isinstance(buffer, io.BytesIO):
+            raise TypeError("only what was received from another process is loaded here")
+        return torch.load(buffer, map_location=map_location, weights_only=False)
 
 
-class _TimedDist(types.ModuleType):
+class TimedDist(types.ModuleType):
     """Stands for torch.distributed in fairseq: every group of processes gets the time limit."""
 
     limit = timedelta(seconds=DEFAULT_SECONDS)
@@ -44,16 +59,23 @@ class _TimedDist(types.ModuleType):
         return dist.new_group(*args, **{"timeout": self.limit, **options})
 
 
+def time_limit(cfg: Any) -> int:
+    """Seconds that a process waits for the others in a collective."""
+    chosen = cfg.distributed_training.heartbeat_timeout
+    return chosen if chosen > 0 else DEFAULT_SECONDS
+
+
 def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -> None:
     """fairseq's `distributed_main`, in a process of its own or in this one.
 
-    Raises UserError that names the processes that did not answer within the limit.
+    Raises UserError that names the processes that did not answer within the limit. It is not a wrapper under
+    fairseq's name: spawned processes import a function from the module that defines it, so they import this
+    package before they connect.
     """
-    distributed_utils.dist = _TimedDist("torch.distributed")
     limit = time_limit(cfg)
     distributed_utils.dist.limit = timedelta(seconds=limit)
     try:
-        _fairseqs["distributed_main"](i, main, cfg, kwargs)
+        fairseqs_distributed_main(i, main, cfg, kwargs)
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
@@ -69,24 +91,9 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -
         ) from error
 
 
-def with_a_time_limit(fairseqs_distributed_main: Callable) -> Callable:
-    """Replace fairseq's `distributed_main` with the one of this module.
-
-    It is not a wrapper under fairseq's name: spawned processes import a function from the module that defines
-    it, so they import this package before they connect.
-    """
-    _fairseqs["distributed_main"] = fairseqs_distributed_main
-    return distributed_main
-
-
-def watching_later(wrapper: Callable) -> Callable:
-    """Wrap fairseq's `DistributedTimeoutWrapper`: the message that names a rank comes first."""
-
-    @functools.wraps(wrapper)
-    def wrapped(module: Any, timeout: int, **options: Any) -> Any:
-        return wrapper(module, timeout=2 * (timeout + 4 * ANSWER_SECONDS), **options)
-
-    return wrapped
+def watch_later(wrapper: Callable, module: Any, timeout: int, **options: Any) -> Any:
+    """fairseq's own watch over a forward pass: the message that names a rank comes first."""
+    return wrapper(module, timeout=2 * (timeout + 4 * ANSWER_SECONDS), **options)
 
 
 def _silent_ranks() -> List[int]:
@@ -114,3 +121,30 @@ def _silent_ranks() -> List[int]:
     asking.start()
     asking.join(2 * ANSWER_SECONDS)
     return silent
+
+
+def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distributed: bool = False) -> None:
+    """torchrun's processes train one model together, on CPUs too; else they are refused."""
+    size = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
+    if cfg.distributed_init_method is not None or cfg.tpu or size == 1:
+        return infer_init_method(cfg, force_distributed)
+    on_cpu = not torch.cuda.is_available()
+    if cfg.distributed_world_size == 1:
+        raise UserError(
+            f"torchrun started {size} processes, but fairseq would train {size} independent models that "
+            f"overwrite each other's checkpoints: it takes the number of processes from the GPUs it sees "
+            f"({torch.cuda.device_count()}). Add --distributed-world-size {size}"
+            + (" --distributed-backend gloo --ddp-backend legacy_ddp." if on_cpu else ".")
+        )
+    if not on_cpu:
+        return infer_init_method(cfg, force_distributed)
+    if cfg.distributed_backend == "nccl" or cfg.ddp_backend == "pytorch_ddp":
+        raise UserError(
+            "Several processes on CPUs need --distributed-backend gloo --ddp-backend legacy_ddp: nccl "
+            "and fairseq's pytorch_ddp work on GPUs only."
+        )
+    cfg.distributed_init_method = "env://"
+    cfg.distributed_world_size = size
+    cfg.distributed_rank = int(os.environ["RANK"])
+    cfg.distributed_no_spawn = True
+    return None

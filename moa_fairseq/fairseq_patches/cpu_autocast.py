@@ -1,7 +1,6 @@
 """--amp on the CPU: torch's autocast to bfloat16, where fairseq only asks for a GPU's."""
 
 import contextlib
-import functools
 import warnings
 from typing import Any, Callable
 
@@ -16,48 +15,47 @@ from moa_fairseq.torch_compat import without_fused_attention
 _PLAIN_ATTENTION_UP_TO = 128
 
 
-def autocasting_on_the_cpu(train_step: Callable) -> Callable:
-    """Wrap a task's forward and backward pass: the criterion runs under the CPU's autocast where it should.
+def autocast_on_the_cpu(
+    train_step: Callable,
+    task: Any,
+    sample: Any,
+    model: Any,
+    criterion: Any,
+    optimizer: Any,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """A task's forward and backward pass: the criterion runs under the CPU's autocast where it should.
 
     The backward pass stays outside, as torch asks; gradients arrive in float32, as parameters do.
     """
+    if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
+        return train_step(task, sample, model, criterion, optimizer, *args, **options)
 
-    @functools.wraps(train_step)
-    def wrapped(
-        task: Any, sample: Any, model: Any, criterion: Any, optimizer: Any, *args: Any, **options: Any
-    ) -> Any:
-        if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
-            return train_step(task, sample, model, criterion, optimizer, *args, **options)
+    inputs = sample.get("net_input", {}).values()  # not every task of fairseq has tokens, or one input
+    lengths = [x.size(1) for x in inputs if torch.is_tensor(x) and x.dim() == 2]
+    short = bool(lengths) and max(lengths) <= _PLAIN_ATTENTION_UP_TO
 
-        inputs = sample.get("net_input", {}).values()  # not every task of fairseq has tokens, or one input
-        lengths = [x.size(1) for x in inputs if torch.is_tensor(x) and x.dim() == 2]
-        short = bool(lengths) and max(lengths) <= _PLAIN_ATTENTION_UP_TO
+    def in_bfloat16(*inputs: Any, **named: Any) -> Any:
+        with torch.autocast("cpu"), without_fused_attention() if short else contextlib.nullcontext():
+            return criterion(*inputs, **named)
 
-        def in_bfloat16(*inputs: Any, **named: Any) -> Any:
-            with torch.autocast("cpu"), without_fused_attention() if short else contextlib.nullcontext():
-                return criterion(*inputs, **named)
-
-        with warnings.catch_warnings():  # the warning that there is no CUDA
-            warnings.filterwarnings("ignore", message=".*CUDA is not available")
-            return train_step(task, sample, model, in_bfloat16, optimizer, *args, **options)
-
-    return wrapped
+    with warnings.catch_warnings():  # the warning that there is no CUDA
+        warnings.filterwarnings("ignore", message=".*CUDA is not available")
+        return train_step(task, sample, model, in_bfloat16, optimizer, *args, **options)
 
 
-def stopping_at_what_is_not_finite(clip_grad_norm: Callable) -> Callable:
-    """Wrap the gradient norm of --amp: without loss scaling, a retry does not help against NaN.
+def stop_at_what_is_not_finite(
+    clip_grad_norm: Callable, optimizer: AMPOptimizer, max_norm: float, *args: Any, **options: Any
+) -> Any:
+    """The gradient norm of --amp: without loss scaling, a retry does not help against NaN.
 
     On the CPU torch's scaler is switched off. It would neither skip the step nor lower a scale, so training
     ends, as it does in float32. bfloat16 does not overflow sooner.
     """
-
-    @functools.wraps(clip_grad_norm)
-    def wrapped(optimizer: AMPOptimizer, max_norm: float, *args: Any, **options: Any) -> Any:
-        if optimizer.scaler.is_enabled():
-            return clip_grad_norm(optimizer, max_norm, *args, **options)
-        norm = optimizer.fp32_optimizer.clip_grad_norm(max_norm, *args, **options)
-        if not torch.isfinite(norm).all():
-            raise FloatingPointError("gradients are Nan/Inf")
-        return norm
-
-    return wrapped
+    if optimizer.scaler.is_enabled():
+        return clip_grad_norm(optimizer, max_norm, *args, **options)
+    norm = optimizer.fp32_optimizer.clip_grad_norm(max_norm, *args, **options)
+    if not torch.isfinite(norm).all():
+        raise FloatingPointError("gradients are Nan/Inf")
+    return norm

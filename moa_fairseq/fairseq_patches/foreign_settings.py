@@ -8,10 +8,8 @@ path, and a criterion opens a file for writing.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import shlex
-import sys
 import types
 from typing import Any, Callable
 from urllib.parse import urlparse
@@ -21,12 +19,6 @@ from moa_fairseq.files import refuse_irregular
 
 # settings that name output files: a checkpoint that is loaded must not choose where to write
 OUTPUTS = ("save_predictions", "tensorboard_logdir")
-LOAD_WITH_TORCH = (
-    "fairseq.data.codedataset",
-    "fairseq.models.speech_to_text.xm_transformer",
-    "fairseq.models.text_to_speech.vocoder",
-    "fairseq.modules.quantization.pq.em",
-)
 FAIRSEQ_HOST = "dl.fbaipublicfiles.com"  # where GPT-2's byte-pair encoding lies, fairseq's default
 
 
@@ -43,7 +35,7 @@ def forget_outputs(state: Any) -> Any:
     return state
 
 
-class _LocalFiles(types.ModuleType):
+class LocalFiles(types.ModuleType):
     """Stands for `file_utils` in fairseq's tokenizers: local files, and downloads of fairseq's own only."""
 
     def __init__(self, file_utils: types.ModuleType) -> None:
@@ -65,32 +57,13 @@ class _LocalFiles(types.ModuleType):
         return self._file_utils.cached_path(name, cache_dir)
 
 
-def quoting_the_path(build_index: Callable) -> Callable:
-    """Wrap the counting of a FASTA file: its path reaches the shell as one word."""
-
-    @functools.wraps(build_index)
-    def wrapped(dataset: Any, path: str) -> Any:
-        return build_index(dataset, shlex.quote(path))
-
-    return wrapped
+def quote_the_path(build_index: Callable, dataset: Any, path: str) -> Any:
+    """The counting of a FASTA file: its path reaches the shell as one word."""
+    return build_index(dataset, shlex.quote(path))
 
 
-def _open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
     """`open` for fairseq's modules: no pipe and no device is read, whose name a checkpoint may have given."""
     if not isinstance(file, int) and not set(mode) & set("wax+") and str(file) != os.devnull:
         refuse_irregular(file, "The file")
     return open(file, mode, *args, **options)
-
-
-def install(safe_torch: types.ModuleType, loading_checkpoints: types.ModuleType) -> None:
-    """Give fairseq's tokenizers local files only, its `open` regular ones, and its loaders safe torches."""
-    for name in LOAD_WITH_TORCH:
-        if name in sys.modules:
-            vars(sys.modules[name])["torch"] = safe_torch
-    vars(sys.modules["fairseq.checkpoint_utils"])["torch"] = loading_checkpoints
-    local_files = _LocalFiles(sys.modules["fairseq.file_utils"])
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fairseq.data.encoders.") and hasattr(module, "file_utils"):
-            vars(module)["file_utils"] = local_files
-        if name.startswith("fairseq.") and vars(module).get("open", open) is open:
-            vars(module)["open"] = _open_regular_files

@@ -115,13 +115,3 @@ def _own(value: Any, *names: str) -> Tuple[Any, ...]:
     """Attributes that an object itself holds; no property and no `__getattr__` is called."""
     attributes = getattr(value, "__dict__", {})
     return tuple(attributes[name] for name in names if isinstance(attributes, dict) and name in attributes)
-
-
-def install() -> None:
-    """Put `literal` in the place of `eval` in all of fairseq, and in the command that runs."""
-    running = getattr(sys.modules.get("__main__"), "__spec__", None)
-    for name, module in list(sys.modules.items()):
-        if name == "__main__":
-            name = getattr(running, "name", "")
-        if name.partition(".")[0] in ("fairseq", "fairseq_cli") and isinstance(module, types.ModuleType):
-            vars(module)["eval"] = literal

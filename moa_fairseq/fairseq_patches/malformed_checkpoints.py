@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import math
 import traceback
 from pathlib import Path
@@ -25,7 +24,6 @@ from moa_fairseq.errors import UserError
 
 MAX_SETTINGS = 100_000  # values in a checkpoint's configuration: fairseq's have some hundreds
 _REMEDY = "Use another checkpoint, or the file that this one was copied from."
-_WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_checkpoint(state: Any, name: str, size: int) -> None:
@@ -43,7 +41,7 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     for key, value in state["model"].items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             refuse(f"the weight {str(key)[:80]} is of the type {type(value).__name__}")
-        if value.dtype in _WITH_NAN and value.isnan().any():
+        if value.isnan().any():
             raise UserError(
                 f"Checkpoint {name} holds NaN in {key[:80]}: its training had diverged. Use an earlier "
                 "checkpoint of it, if there is one."
@@ -170,36 +168,26 @@ def explaining(what: str, path: str = "") -> Iterator[None]:
         ) from error
 
 
-def explaining_loads(load: Callable) -> Callable:
-    """Wrap `load_checkpoint_to_cpu(path, …)`."""
-
-    @functools.wraps(load)
-    def wrapped(path: str, *args: Any, **options: Any) -> Any:
-        with explaining(f"Checkpoint {path} cannot be loaded", str(path)):
-            state = load(path, *args, **options)
-        for allowance in Allowance.current[-1:]:
-            allowance.grant(state["model"].values())
-        return state
-
-    return wrapped
+def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
+    """`load_checkpoint_to_cpu(path, …)`."""
+    with explaining(f"Checkpoint {path} cannot be loaded", str(path)):
+        state = load(path, *args, **options)
+    for allowance in Allowance.current[-1:]:
+        allowance.grant(state["model"].values())
+    return state
 
 
-def explaining_models(load: Callable) -> Callable:
-    """Wrap `load_model_ensemble_and_task(paths, …)`, which builds each checkpoint's task and model."""
-
-    @functools.wraps(load)
-    def wrapped(filenames: List[str], *args: Any, **options: Any) -> Any:
-        given = options.get("state") or {}
-        names = ", ".join(map(str, filenames))
-        with explaining(f"The model of {names} cannot be loaded", names):
-            with Allowance(given.get("model", {}).values()):
-                models, cfg, task = load(filenames, *args, **options)
-            _check_use(task, models)
-            with open_dict(cfg):
-                cfg.update({group: cfg.get(group) for group in ("task", "criterion")})  # commands read them
-        return models, cfg, task
-
-    return wrapped
+def explain_models(load: Callable, filenames: List[str], *args: Any, **options: Any) -> Any:
+    """`load_model_ensemble_and_task(paths, …)`, which builds each checkpoint's task and model."""
+    given = options.get("state") or {}
+    names = ", ".join(map(str, filenames))
+    with explaining(f"The model of {names} cannot be loaded", names):
+        with Allowance(given.get("model", {}).values()):
+            models, cfg, task = load(filenames, *args, **options)
+        _check_use(task, models)
+        with open_dict(cfg):
+            cfg.update({group: cfg.get(group) for group in ("task", "criterion")})  # commands read them
+    return models, cfg, task
 
 
 def _check_use(task: Any, models: List[Any]) -> None:
@@ -217,32 +205,22 @@ def _check_use(task: Any, models: List[Any]) -> None:
                 raise ValueError(f"the longest sentence (such as --max-source-positions) is {limit}")
 
 
-def explaining_criteria(build: Callable) -> Callable:
-    """Wrap `build_criterion(settings, task)`, whose settings `fairseq-validate` takes from a checkpoint."""
-
-    @functools.wraps(build)
-    def wrapped(settings: Any, task: Any, *args: Any, **options: Any) -> Any:
-        with explaining("The criterion cannot be built from its settings"):
-            criterion = build(settings, task, *args, **options)
-            if criterion is None:
-                raise ValueError("there are none")
-        return criterion
-
-    return wrapped
+def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
+    """`build_criterion(settings, task)`, whose settings `fairseq-validate` takes from a checkpoint."""
+    with explaining("The criterion cannot be built from its settings"):
+        criterion = build(settings, task, *args, **options)
+        if criterion is None:
+            raise ValueError("there are none")
+    return criterion
 
 
-def explaining_resumption(load: Callable) -> Callable:
-    """Wrap `Trainer.load_checkpoint(path, …)`: what it returns is the place to go on from, or None."""
-
-    @functools.wraps(load)
-    def wrapped(trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-        with explaining(f"The training cannot go on from {filename}", filename):
-            extra = load(trainer, filename, *args, **options)
-            if extra is not None:
-                _check_place(trainer.get_num_updates(), extra)
-        return extra
-
-    return wrapped
+def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+    """`Trainer.load_checkpoint(path, …)`: what it returns is the place to go on from, or None."""
+    with explaining(f"The training cannot go on from {filename}", filename):
+        extra = load(trainer, filename, *args, **options)
+        if extra is not None:
+            _check_place(trainer.get_num_updates(), extra)
+    return extra
 
 
 def _check_place(updates: Any, extra: Dict[str, Any]) -> None:

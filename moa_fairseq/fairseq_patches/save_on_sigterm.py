@@ -23,14 +23,9 @@ PROGRAMS = ("fairseq-train", "fairseq-hydra-train", "fairseq_cli/train.py", "fai
 _asked = threading.Event()
 
 
-def telling_the_others(local_time: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Wrap `Trainer._local_cumulative_training_time`: infinite, as is the sum, once a process was told."""
-
-    @functools.wraps(local_time)
-    def wrapped(trainer: Any) -> float:
-        return math.inf if _asked.is_set() and trainer._sync_stats() else local_time(trainer)
-
-    return wrapped
+def tell_the_others(local_time: Callable, trainer: Any) -> float:
+    """`Trainer._local_cumulative_training_time` is infinite, as is the sum, once a process was told."""
+    return math.inf if _asked.is_set() and trainer._sync_stats() else local_time(trainer)
 
 
 def saving_when_told(validate_and_save: Callable) -> Callable:
@@ -38,15 +33,15 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
 
     @functools.wraps(validate_and_save)
     def wrapped(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, subsets: Any, end_of_epoch: bool) -> Any:
-        told = _asked.is_set()
+        stops = _asked.is_set()
         if trainer._sync_stats():
-            told = trainer._cumulative_training_time == math.inf
-            if told:  # it is saved with a checkpoint
+            stops = trainer._cumulative_training_time == math.inf
+            if stops:  # it is saved with a checkpoint
                 local_time = type(trainer)._local_cumulative_training_time.__wrapped__
                 trainer._cumulative_training_time = local_time(trainer)
-        over = end_of_epoch or trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf)
+        last = end_of_epoch or trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf)
         if (
-            not told or over
+            not stops or last
         ):  # at the end of an epoch fairseq saves and validates; the next update is the last
             return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
         from fairseq import checkpoint_utils

@@ -78,6 +78,7 @@ LANGUAGE_MODELS = {
     "47m": {**_sizes(4, 10, 88), **lm_body(16, 412, 2053)},
     "262m": {**_sizes(8, 16, 144), **lm_body(18, 1024, 4110)},
     "tiny": {**_sizes(4, 10, 34), **lm_body(4, 160, 640)},  # beside switchhead_lm_tiny
+    "base": _sizes(8, 8, 128),  # 8K8E128D in fairseq's own base, as dense_transformer_lm_base
 }
 for _row, _values in LANGUAGE_MODELS.items():
     register_arch("moa_lm", f"moa_lm_{_row}", base_lm_architecture, _values)

@@ -60,6 +60,7 @@ LANGUAGE_MODELS = {
     # For small data and small machines: all attentions have 128,000 parameters, W_R included.
     "transformer_xl_lm_tiny": {**lm_body(4, 160, 640), **_dense(10, 16)},
     "switchhead_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2)},
+    "switchhead_lm_base": _heads(2, 101, 4, 2),  # parameters of dense_transformer_lm_base
     "switchall_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2), **_sigma_moe(16, 40)},
 }
 for _arch, _values in LANGUAGE_MODELS.items():

@@ -2,8 +2,8 @@
 
   moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512 --tune     first, where it tunes
   moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512
-  moa-fairseq study configs/studies/language.yaml --data DIR --jobs 2          two runs at a time
-  moa-fairseq study configs/studies/language.yaml --data DIR --slurm 8 --slurm-set partition=gpu
+  moa-fairseq study configs/studies/language.yaml --data DIR --jobs 2        two runs at a time
+  sbatch --array=1-8 --wrap "moa-fairseq study configs/studies/language.yaml --data DIR"       of a cluster
   moa-fairseq study configs/studies/language.yaml --report
 
 All systems of one seed run back to back, then those of the next seed. Each run is a run folder below
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import shlex
 import subprocess
 import sys
 import time
@@ -47,16 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each run (0: the CPU)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on this machine (1)")
-    parser.add_argument(
-        "--slurm", type=int, default=0, metavar="N", help="submit N workers to a Slurm cluster instead"
-    )
-    parser.add_argument(
-        "--slurm-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a parameter of submitit's Slurm executor, e.g. partition=gpu, timeout_min=240, gpus_per_node=1",
-    )
     parser.add_argument("--tune", action="store_true", help="the runs of its tuning, which must come first")
     parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
     parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
@@ -74,29 +63,23 @@ def run(args: argparse.Namespace) -> int:
         write_json(folder / "report.json", content)
         with atomic_write(folder / "report.md") as stream:
             stream.write(text)
-        save(draw(study, content), folder / "differences.png")
+        for name, figure in draw(study, content).items():
+            save(figure, folder / f"{name}.png")
         print(json.dumps(content, indent=1) if args.json else text)
         return 0
-    if args.jobs < 1 or args.slurm < 0:
-        raise UserError("--jobs and --slurm say how many workers: give at least 1.")
+    if args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs} says how many workers there are: give at least 1.")
     place = Place(study, args.runs / study.study, args.data, args.gpus)
     left = open_runs(runs, place)
     log.info("%s: %d of %d runs are left", study.study, len(left), len(runs))
     if args.dry_run:
         for one in left:
             log.info("%s", one.record.stem)
-    elif args.slurm:
-        _submit(args.slurm, args.slurm_set, place)
     elif args.jobs > 1:
         _work_together(args.jobs)
     else:
         work(left, place)
     return 0
-
-
-def _worker() -> List[str]:
-    """The command of one worker: this one, for one run at a time."""
-    return to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1", "--slurm", "0"])
 
 
 def _work_together(jobs: int) -> None:
@@ -105,7 +88,7 @@ def _work_together(jobs: int) -> None:
     with terminate_as_interrupt():
         try:
             for _ in range(jobs):
-                workers.append(subprocess.Popen(_worker()))
+                workers.append(subprocess.Popen(to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1"])))
             while any(worker.poll() is None for worker in workers):
                 if any(worker.returncode for worker in workers):
                     break
@@ -117,17 +100,3 @@ def _work_together(jobs: int) -> None:
                 worker.wait()
     if any(worker.returncode for worker in workers):
         raise UserError("A run failed, for the reason above. What is done is kept: mend it, run this again.")
-
-
-def _submit(workers: int, settings: List[str], place: Place) -> None:
-    try:
-        import submitit
-    except ImportError:
-        raise UserError("--slurm needs submitit: pip install submitit.") from None
-    executor = submitit.SlurmExecutor(folder=place.folders / "slurm")
-    values = dict(text.partition("=")[::2] for text in settings)
-    executor.update_parameters(**{key: int(v) if v.isdigit() else v for key, v in values.items()})
-    command = submitit.helpers.CommandFunction(_worker())
-    for _ in range(workers):
-        job = executor.submit(command)
-        log.info("submitted job %s: %s", job.job_id, shlex.join(_worker()))

@@ -39,7 +39,7 @@ class Contrast:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The runs that choose each system's values: those of the lowest mean loss among all combinations of grid.
+    """The runs that choose values for each system: those of the lowest mean loss, of all points of a grid.
 
     They have seeds of their own, which are then not counted, and their records lie in a folder NAME_tuning.
     set: over what the systems have, such as a smaller budget.
@@ -55,7 +55,7 @@ class Tuning:
 class Study:
     """What a study file says; recipes are named from the file's folder.
 
-    set: for every system, under its own. stage: "train", or "all" to score, too. The measure is the validation
+    set: for every system, under its own. stage: "train", or "all" to score, too. Measured is the validation
     loss in bits, mean of the `last` validations; differences within ± margin are called equivalent. The first
     system is the baseline.
     """
@@ -113,6 +113,7 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
             first_seed=tuning.first_seed,
             systems=trials,
             contrasts={},
+            stage="train",
         )
         if tune:
             return trial

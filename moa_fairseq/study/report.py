@@ -1,16 +1,21 @@
-"""What the records of a study say: a table of systems, a table of contrasts, and a picture."""
+"""What the records of a study say: a table of systems, a table of contrasts, and three pictures."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+import json
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from moa_fairseq.analysis.plots import COLOURS, GREY, style
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.significance import holm, paired, verdict
+from moa_fairseq.evaluation.complexity import complexity
+from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.running.command_line import flags
 from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
 
 
@@ -33,6 +38,7 @@ def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
             "deviation": float(np.std(list(losses[name].values()), ddof=1)) if len(rows) > 1 else None,
             "diverged": sum(row["end"] == DIVERGED for row in rows),
             "parameters": rows[0]["parameters"],
+            "attention_macs": _attention_macs(next(run for run in runs if run.system == name)),
             "tokens_per_second": float(np.median([row["tokens_per_second"] or 0 for row in rows])),
             "by_seed": losses[name],
         }
@@ -62,6 +68,14 @@ def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
     return {"study": study.study, **counts, "systems": systems, "contrasts": contrasts, "made_by": made_by}
 
 
+def _attention_macs(run: Run) -> int:
+    """Of all attentions, for one sample of a language model, or a pair of 20 and 20 tokens."""
+    recipe = load_recipe(run.recipe, [f"{key}={json.dumps(value)}" for key, value in run.overrides.items()])
+    model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
+    words = flags({name: value for name, value in model.items() if name != "arch"})
+    return complexity(recipe.model.arch, 1000, length, length, "shared", words).attention_macs
+
+
 def as_markdown(study: Study, content: Dict[str, Any]) -> str:
     """The report as Markdown tables."""
 
@@ -76,6 +90,7 @@ def as_markdown(study: Study, content: Dict[str, Any]) -> str:
             "" if row["deviation"] is None else f"{row['deviation']:.4f}",
             row["diverged"] or "",
             f"{row['parameters'] or 0:,}",
+            f"{row['attention_macs'] / content['systems'][0]['attention_macs']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
         ]
         for row in content["systems"]
@@ -93,10 +108,10 @@ def as_markdown(study: Study, content: Dict[str, Any]) -> str:
         ]
         for row in content["contrasts"]
     ]
+    heads = ["system", "n", "bits", "deviation", "diverged", "parameters", "× attention MACs", "tokens/s"]
     text = (
         f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, mean of "
-        f"the last {study.last} validations.\n\n"
-        + table(["system", "n", "bits", "deviation", "diverged", "parameters", "tokens/s"], systems)
+        f"the last {study.last} validations.\n\n" + table(heads, systems)
     )
     if contrasts:
         heads = [
@@ -117,18 +132,34 @@ def as_markdown(study: Study, content: Dict[str, Any]) -> str:
     return text + "\n"
 
 
-def draw(study: Study, content: Dict[str, Any]) -> Figure:
-    """Differences to the first system: a dot for each seed, means with intervals, a band of its own seeds."""
-    base, *others = content["systems"]
-    families = list(dict.fromkeys(row["family"] for row in others))
-    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(others)), layout="constrained")
+def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
+    """Three pictures by their names."""
+    families = list(dict.fromkeys(row["family"] for row in content["systems"]))
+    colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
+    figures = {"differences": _differences(study, content, colours), "cost": _cost(study, content, colours)}
+    if content["contrasts"]:
+        figures["contrasts"] = _contrasts(study, content)
+    return figures
+
+
+def _panel(study: Study, rows: int) -> Tuple[Figure, Axes]:
+    """A row for each name, from the top, and a line at 0."""
+    figure = Figure(figsize=(7.5, 1.2 + 0.3 * rows), layout="constrained")
     panel = figure.subplots()
     style(panel)
+    panel.axvline(0, color=GREY, linewidth=0.8)
+    panel.set_title(study.question, fontsize=10, loc="left")
+    return figure, panel
+
+
+def _differences(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Figure:
+    """To the first system: a dot for each seed, means with intervals, a band of the first one's own seeds."""
+    base, *others = content["systems"]
+    figure, panel = _panel(study, len(others))
     band = 2 * (base["deviation"] or 0)
     panel.axvspan(-band, band, color="#eeeeee", zorder=0)
-    panel.axvline(0, color=GREY, linewidth=0.8)
     for place, row in enumerate(others):
-        colour = COLOURS[families.index(row["family"]) % len(COLOURS)]
+        colour = colours[row["family"]]
         seeds = row["by_seed"].keys() & base["by_seed"].keys()
         dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
         panel.plot(dots, [place] * len(dots), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
@@ -139,5 +170,43 @@ def draw(study: Study, content: Dict[str, Any]) -> Figure:
     panel.set_yticks(range(len(others)), [row["label"] for row in others])
     panel.invert_yaxis()
     panel.set_xlabel(f"validation loss − that of “{base['label']}” (bits; left is better)")
-    panel.set_title(study.question, fontsize=10, loc="left")
+    return figure
+
+
+def _contrasts(study: Study, content: Dict[str, Any]) -> Figure:
+    """Each contrast's mean and interval; in the band a difference counts as none."""
+    rows = content["contrasts"]
+    figure, panel = _panel(study, len(rows))
+    panel.axvspan(-study.margin, study.margin, color="#eeeeee", zorder=0)
+    colours = {GAIN: COLOURS[2], LOSS: COLOURS[1], EQUIVALENT: COLOURS[0], UNDECIDED: GREY}
+    for place, row in enumerate(rows):
+        colour = colours[row["verdict"]]
+        panel.plot([row["low"], row["high"]], [place, place], color=colour, linewidth=2)
+        panel.plot([row["mean"]], [place], "o", color=colour, markersize=6)
+    panel.set_yticks(range(len(rows)), [f"{row['contrast']}: {row['verdict']}" for row in rows])
+    panel.invert_yaxis()
+    panel.set_xlabel("difference of validation losses, 95 % interval (bits; left is better)")
+    return figure
+
+
+def _cost(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Figure:
+    """Loss against attention's MACs, and against speed, both ÷ those of the first system."""
+    base = content["systems"][0]
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    names = {"attention_macs": "attention's multiplications", "tokens_per_second": "tokens a second"}
+    for panel, (key, name) in zip(panels, names.items()):
+        style(panel)
+        for family, colour in colours.items():
+            points = [row for row in content["systems"] if row["family"] == family]
+            cost = [row[key] / base[key] if base[key] else float("nan") for row in points]
+            panel.plot(cost, [row["loss"] for row in points], "o", color=colour, label=family)
+            for x, row in zip(cost, points):
+                panel.annotate(
+                    row["system"], (x, row["loss"]), xytext=(4, 3), textcoords="offset points", fontsize=7
+                )
+        panel.set_xlabel(f"{name} ÷ those of “{base['label']}”")
+    panels[0].set_ylabel("validation loss (bits)")
+    panels[0].legend(fontsize=8, frameon=False)
+    figure.suptitle(study.question, fontsize=10)
     return figure

@@ -1,8 +1,7 @@
 """Text processing faithful to Moses' Perl scripts."""
 
-from moa_fairseq.text.detokenizer import detokenize
 from moa_fairseq.text.normalize import normalize_punctuation, remove_nonprinting, replace_unicode_punctuation
-from moa_fairseq.text.tokenizer import tokenize
+from moa_fairseq.text.tokenizer import detokenize, tokenize
 
 __all__ = [
     "detokenize",

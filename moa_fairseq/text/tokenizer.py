@@ -10,6 +10,7 @@ from functools import cache
 from typing import Dict, List, Tuple
 
 import regex
+from sacremoses import MosesDetokenizer
 from sacremoses.corpus import NonbreakingPrefixes
 
 from moa_fairseq.errors import UserError
@@ -44,13 +45,13 @@ _DOT = "\x00"
 
 def _apostrophe_rules(between_letters: str, after_other: str) -> List[Tuple[regex.Pattern, str]]:
     """What becomes of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
-    rules = [
-        (rf"([^{_ALPHA}])'([^{_ALPHA}])", r"\1 ' \2"),
-        (rf"([^{after_other}])'([{_ALPHA}])", r"\1 ' \2"),
-        (rf"([{_ALPHA}])'([^{_ALPHA}])", r"\1 ' \2"),
-        (rf"([{_ALPHA}])'([{_ALPHA}])", between_letters),
+    other, letter = rf"([^{_ALPHA}])", rf"([{_ALPHA}])"
+    return [
+        (regex.compile(f"{other}'{other}"), r"\1 ' \2"),
+        (regex.compile(f"([^{after_other}])'{letter}"), r"\1 ' \2"),
+        (regex.compile(f"{letter}'{other}"), r"\1 ' \2"),
+        (regex.compile(f"{letter}'{letter}"), between_letters),
     ]
-    return [(regex.compile(pattern), replacement) for pattern, replacement in rules]
 
 
 _APOSTROPHES = {
@@ -88,7 +89,8 @@ def tokenize(
     if aggressive_hyphens:
         text = _HYPHEN.sub(r"\1 @-@ ", text)
     if ".." in text:
-        text = _DOTS.sub(_hide_dots, text)
+        # A run of dots is set apart, under a sign that the full stop rules do not see.
+        text = _DOTS.sub(lambda run: f" {_DOT * len(run[0])}{' ' if run[1] else ''}", text)
     if "," in text:
         for pattern, replacement in _COMMAS:
             text = pattern.sub(replacement, text)
@@ -99,19 +101,9 @@ def tokenize(
     text = _SPACES.sub(" ", " ".join(_split_full_stops(text, lang, edition))).strip(" ")
     text = _LAST_FULL_STOP_AND_QUOTE.sub(" . ' ", text)
     text = text.replace(_DOT, ".")
-    return _escape(text) if escape else text
-
-
-def _escape(text: str) -> str:
-    for sign, entity in _ESCAPES:
-        if sign in text:
-            text = text.replace(sign, entity)
+    for sign, entity in _ESCAPES if escape else ():
+        text = text.replace(sign, entity)
     return text
-
-
-def _hide_dots(run: "re.Match[str]") -> str:
-    """Set a run of dots apart, under a sign that the full stop rules do not see."""
-    return " " + _DOT * len(run.group(0)) + (" " if run.group(1) else "")
 
 
 def _split_full_stops(text: str, lang: str, edition: str) -> List[str]:
@@ -142,9 +134,21 @@ def nonbreaking_prefixes(lang: str) -> Tuple[frozenset, frozenset]:
     Returns two sets: those never followed by a sentence end, and those that are safe before digits.
     """
     known = NonbreakingPrefixes()
-    lines = [entry.strip() for entry in known.words(lang if lang in known.available_langs.values() else "en")]
     kinds: Dict[bool, set] = {False: set(), True: set()}
-    for entry in lines:
-        word, _, marker = entry.partition(" ")
+    for entry in known.words(lang if lang in known.available_langs.values() else "en"):
+        word, _, marker = entry.strip().partition(" ")
         kinds["#NUMERIC_ONLY#" in marker].add(word)
     return frozenset(kinds[False]), frozenset(kinds[True])
+
+
+@cache
+def _detokenizer(lang: str) -> MosesDetokenizer:
+    return MosesDetokenizer(lang)
+
+
+def detokenize(line: str, lang: str) -> str:
+    """`detokenizer.perl` as in sacremoses: the tokens of a line, separated by spaces, as running text.
+
+    Undoes ` @-@ ` and the entities (&quot; &apos; &amp; &#124; &lt; &gt; &#91; &#93;).
+    """
+    return _detokenizer(lang).detokenize(line.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -45,9 +46,11 @@ def ordered_map(
 
 def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iterator[Tuple[int, Any]]:
     pending: Deque[Tuple[int, Future]] = deque()
+    context = _context(getattr(work, "func", work).__module__)
+    # Ctrl-C is the parent's to handle; the pool ends with it.
+    start = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     with contextlib.ExitStack() as stack:
-        module = getattr(work, "func", work).__module__
-        pool = stack.enter_context(ProcessPoolExecutor(workers, _context(module), _ignore_interrupt))
+        pool = stack.enter_context(ProcessPoolExecutor(workers, context, start))
         stack.callback(pool.shutdown, cancel_futures=True)
         while True:
             for batch in itertools.islice(batches, 3 * workers - len(pending)):
@@ -91,11 +94,6 @@ def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if received and callable(before):
         before(*received[0])
-
-
-def _ignore_interrupt() -> None:
-    """Ctrl-C is the parent's to handle; the pool ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def chunks(items: Iterable, size: int) -> Iterator[List]:

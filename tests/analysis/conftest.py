@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 import moa_fairseq
 from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.cli import main
 from moa_fairseq.recipes.loading import build
 from moa_fairseq.recipes.schema import Recipe
 
@@ -71,6 +72,19 @@ def text_data(tmp_path_factory, toy_data, preprocess):
     texts = {f"{split}pref": str(toy_data.parent / f"{split}.en") for split in ("train", "valid")}
     preprocess({"only-source": True, "destdir": str(folder), **texts})
     return folder
+
+
+@pytest.fixture
+def analyze(tmp_path):
+    """analyze(kind, model, data, *flags) → the numbers that the command writes."""
+
+    def run(kind, model, data, *flags):
+        out = [] if kind == "expert-tokens" else ["--output", tmp_path / "analysis.png"]
+        words = ["analyze", kind, model, "--data", data, "--cpu", "--json", tmp_path / "analysis.json"]
+        assert main([*map(str, [*words, *out, *flags])]) == 0
+        return json.loads((tmp_path / "analysis.json").read_text())
+
+    return run
 
 
 @pytest.fixture

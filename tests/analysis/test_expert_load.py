@@ -1,6 +1,5 @@
 """Counting decisions: padding, several batches, and a model trained by fairseq's own commands."""
 
-import json
 import math
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from fairseq import tasks
 from omegaconf import OmegaConf
 
 import moa_fairseq
-from moa_fairseq.analysis.expert_load import add_up, measure_expert_load
+from moa_fairseq.analysis.expert_load import summary
+from moa_fairseq.analysis.routed_model import router_uses
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.cli import main
-from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
 
 USER_DIR = Path(moa_fairseq.__file__).parent
@@ -32,20 +31,22 @@ def decision(expert_index, padding=None, num_experts=4):
 def test_counts_add_up_over_batches_and_leave_padding_out():
     first = [("a", decision([[0, 1], [0, 2]])), ("b", decision([[3, 2]]))]
     second = [("a", decision([[0, 1], [3, 3]], padding=[False, True])), ("b", decision([[3, 1]]))]
-    a, b = add_up([first, second])
-    assert (a.name, a.tokens, a.counts.tolist()) == ("a", 3, [3, 2, 1, 0])
+    a, b = router_uses([first, second])
+    assert (a.name, a.instances, a.counts.tolist()) == ("a", 3, [3, 2, 1, 0])
     assert a.gate_mass.tolist() == [1 + 3 + 1, 2 + 2, 4, 0]
-    assert (b.name, b.tokens, b.counts.tolist()) == ("b", 2, [0, 1, 1, 2])
+    assert (b.name, b.instances, b.counts.tolist()) == ("b", 2, [0, 1, 1, 2])
 
 
 def test_summary_of_an_even_and_of_a_collapsed_router():
-    even, collapsed = add_up([[("even", decision([[0, 1], [2, 3]])), ("collapsed", decision([[1], [1]]))]])
-    summary = even.summary()
-    assert summary["entropy"] == pytest.approx(math.log(4)) and summary["evenness"] == pytest.approx(1)
-    assert (summary["max_load"], summary["min_load"], summary["dead_experts"]) == (0.25, 0.25, 0)
-    summary = collapsed.summary()
-    assert (summary["entropy"], summary["max_load"], summary["dead_experts"]) == (0, 1, 3)
-    assert sum(summary["gate_share"]) == pytest.approx(1)
+    even, collapsed = router_uses(
+        [[("even", decision([[0, 1], [2, 3]])), ("collapsed", decision([[1], [1]]))]]
+    )
+    found = summary(even)
+    assert found["entropy"] == pytest.approx(math.log(4)) and found["evenness"] == pytest.approx(1)
+    assert (found["max_load"], found["min_load"], found["dead_experts"]) == (0.25, 0.25, 0)
+    found = summary(collapsed)
+    assert (found["entropy"], found["max_load"], found["dead_experts"]) == (0, 1, 3)
+    assert sum(found["gate_share"]) == pytest.approx(1)
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +91,11 @@ def valid_tokens(trained, language="en"):
     return sum(len(line.split()) + 1 for line in lines)  # + end of sentence
 
 
-def test_every_token_of_the_subset_is_counted_once(trained, average):
-    loads = measure_expert_load(average, trained / "data-bin", max_tokens=50)
-    assert [load.name for load in loads] == [
+def test_every_token_of_the_subset_is_counted_once(trained, average, analyze, tmp_path, capsys):
+    report = analyze("expert-load", average, trained / "data-bin", "--max-tokens", 50)
+    assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG") and report["subset"] == "valid"
+    assert "4 of 8" in capsys.readouterr().out
+    assert [row["name"] for row in report["modules"]] == [
         "encoder.layers.0.self_attn",
         "encoder.layers.1.self_attn",
         "decoder.layers.0.self_attn",
@@ -100,30 +103,14 @@ def test_every_token_of_the_subset_is_counted_once(trained, average):
         "decoder.layers.1.self_attn",
         "decoder.layers.1.encoder_attn",
     ]
-    for load in loads:
-        assert load.tokens == valid_tokens(trained)
-        assert load.counts.sum() == 4 * valid_tokens(trained)  # K = 4
-        assert load.gate_mass.sum().item() == pytest.approx(valid_tokens(trained), rel=1e-5)  # Eq. 9
-
-
-def test_the_batching_does_not_matter(trained, average):
-    one_by_one = measure_expert_load(average, trained / "data-bin", max_tokens=10)
-    together = measure_expert_load(average, trained / "data-bin", max_tokens=4000)
-    for one, other in zip(one_by_one, together):
-        # rounding may turn a near-tie; the load stays
-        assert (one.counts - other.counts).abs().sum() <= 2
-
-
-def test_command_writes_picture_and_numbers(trained, average, tmp_path, capsys):
-    picture, numbers = tmp_path / "load.png", tmp_path / "load.json"
-    flags = ["--data", str(trained / "data-bin"), "--output", str(picture), "--json", str(numbers)]
-    assert main(["analyze", "expert-load", str(average), *flags]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    report = json.loads(numbers.read_text())
-    assert report["subset"] == "valid" and len(report["modules"]) == 6
-    assert sum(report["modules"][0]["load"]) == pytest.approx(1)
-    printed = capsys.readouterr().out
-    assert "decoder.layers.1.encoder_attn" in printed and "4 of 8" in printed
+    tokens = valid_tokens(trained)
+    for row in report["modules"]:
+        assert row["tokens"] == tokens and sum(row["load"]) == pytest.approx(1)
+    for max_tokens in (10, 4000):  # rounding may turn a near-tie; the load stays
+        rows = analyze("expert-load", average, trained / "data-bin", "--max-tokens", max_tokens)["modules"]
+        for one, other in zip(report["modules"], rows):
+            moved = sum(abs(a - b) for a, b in zip(one["load"], other["load"]))
+            assert moved * 4 * tokens <= 2.001  # K = 4
 
 
 def test_learning_curve_of_the_run(trained, tmp_path, capsys):
@@ -154,12 +141,13 @@ def test_bad_input_ends_with_one_message(trained, average, tmp_path, capsys, arg
     assert not output.exists()
 
 
-def test_a_dense_model_has_no_load(trained, tmp_path):
+def test_a_dense_model_has_no_load(trained, tmp_path, capsys):
     """A checkpoint of the same training, but for the architecture."""
     state = load_checkpoint(trained / "checkpoints" / "checkpoint1.pt")
     state["cfg"]["model"].arch = state["cfg"]["model"]._name = "transformer_tiny"
     task = tasks.setup_task(OmegaConf.create(state["cfg"]["task"]))
     state["model"] = task.build_model(state["cfg"]["model"]).state_dict()
     torch.save(state, tmp_path / "dense.pt")
-    with pytest.raises(UserError, match="TransformerModel has no mixture of experts"):
-        measure_expert_load(tmp_path / "dense.pt", trained / "data-bin")
+    flags = ["--data", str(trained / "data-bin"), "--output", str(tmp_path / "x.png")]
+    assert main(["analyze", "expert-load", str(tmp_path / "dense.pt"), *flags]) == 2
+    assert "TransformerModel has no mixture" in capsys.readouterr().err

@@ -1,24 +1,16 @@
 """PMI against numbers computed by hand; pieces and words; whose tokens count for which expert."""
 
-import json
 import math
 
 import pytest
 import torch
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
-from moa_fairseq.analysis.expert_tokens import (
-    TokenCounter,
-    attributed,
-    measure_expert_tokens,
-    pieces,
-    words,
-)
+from moa_fairseq.analysis.expert_tokens import TokenCounter, attributed, pieces, words
 from moa_fairseq.analysis.gpt2_pieces import Gpt2Pieces
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.cli import main
-from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
 
 
@@ -37,12 +29,12 @@ def test_pmi_by_hand():
     # expert 0 has a, a, b; expert 1 has a, b, b, c: of 7 tokens
     assert counter.expert_shares() == pytest.approx([3 / 7, 4 / 7])
     first, second = counter.indicative(top=3, min_count=1)
-    assert [token.token for token in first] == ["a", "b"]
-    assert first[0].pmi == pytest.approx(math.log((2 / 7) / (3 / 7 * 3 / 7)))
-    assert first[1].pmi == pytest.approx(math.log((1 / 7) / (3 / 7 * 3 / 7)))
-    assert [token.token for token in second] == ["c", "b", "a"]
-    assert second[0].pmi == pytest.approx(math.log((1 / 7) / (1 / 7 * 4 / 7)))
-    assert [token.token for token in counter.indicative(top=1, min_count=2)[1]] == ["b"]
+    assert [token["token"] for token in first] == ["a", "b"]
+    assert first[0]["pmi"] == pytest.approx(math.log((2 / 7) / (3 / 7 * 3 / 7)))
+    assert first[1]["pmi"] == pytest.approx(math.log((1 / 7) / (3 / 7 * 3 / 7)))
+    assert [token["token"] for token in second] == ["c", "b", "a"]
+    assert second[0]["pmi"] == pytest.approx(math.log((1 / 7) / (1 / 7 * 4 / 7)))
+    assert [token["token"] for token in counter.indicative(top=1, min_count=2)[1]] == ["b"]
 
 
 def test_a_token_counts_for_every_expert_that_it_chose():
@@ -50,8 +42,8 @@ def test_a_token_counts_for_every_expert_that_it_chose():
     counter.add([["a", "b"]], one_hot([[0, 1], [1, 2]], num_experts=4))
     first, second, _, nobody = counter.indicative(top=2, min_count=1)
     assert counter.occurrences == {"a": 1, "b": 1} and counter.expert_shares() == [0.25, 0.5, 0.25, 0.0]
-    assert first[0].pmi == pytest.approx(math.log((1 / 4) / (1 / 2 * 1 / 4)))
-    assert [(token.token, token.pmi) for token in second] == [("a", 0.0), ("b", 0.0)]
+    assert first[0]["pmi"] == pytest.approx(math.log((1 / 4) / (1 / 2 * 1 / 4)))
+    assert [(token["token"], token["pmi"]) for token in second] == [("a", 0.0), ("b", 0.0)]
     assert nobody == []
 
 
@@ -63,8 +55,10 @@ def test_pieces_and_words():
     counter.add([["un@@", "able", "cat"]], one_hot([0, 1, 1]))
     assert counter.expert_shares() == [0.25, 0.75]
     first, second = counter.indicative(top=2, min_count=1)
-    assert [(token.token, token.count) for token in first] == [("unable", 0.5)]
-    assert second[0].token == "cat" and second[0].pmi == pytest.approx(math.log((1 / 2) / (1 / 2 * 3 / 4)))
+    assert [(token["token"], token["count"]) for token in first] == [("unable", 0.5)]
+    assert second[0]["token"] == "cat" and second[0]["pmi"] == pytest.approx(
+        math.log((1 / 2) / (1 / 2 * 3 / 4))
+    )
 
 
 def test_rows_of_a_decision_find_their_positions():
@@ -108,50 +102,51 @@ def check_table(found, table, num_experts):
     by_expert = [
         sum(count for (_, e), count in table.items() if e == expert) for expert in range(num_experts)
     ]
-    assert found.shares == pytest.approx([count / total for count in by_expert])
-    for expert, tokens in enumerate(found.tokens):
+    assert found["shares"] == pytest.approx([count / total for count in by_expert])
+    for expert, tokens in enumerate(found["tokens"]):
         expected = {}
         for (token, e), count in table.items():
             mine = sum(c for (t, _), c in table.items() if t == token)
             if e == expert:
                 expected[token] = math.log(count * total / (mine * by_expert[expert]))
-        assert {token.token: pytest.approx(token.pmi) for token in tokens} == expected
-        assert [token.pmi for token in tokens] == pytest.approx(sorted(expected.values(), reverse=True))
+        assert {token["token"]: pytest.approx(token["pmi"]) for token in tokens} == expected
+        assert [token["pmi"] for token in tokens] == pytest.approx(sorted(expected.values(), reverse=True))
 
 
 @pytest.mark.parametrize("module", [None, "decoder.layers.1.encoder_attn", "decoder.layers.0.self_attn"])
-def test_mae_against_a_loop_over_single_sentences(mae, toy_data, module):
-    found = measure_expert_tokens(mae, toy_data, module=module, top=99, min_count=1, max_tokens=60, cpu=True)
-    assert found.name == (module or "encoder.layers.0.self_attn")
+def test_mae_against_a_loop_over_single_sentences(mae, toy_data, analyze, module):
+    flags = ("--top", 99, "--min-count", 1, "--max-tokens", 60, *(["--module", module] if module else []))
+    found = analyze("expert-tokens", mae, toy_data, *flags)
+    assert found["name"] == (module or "encoder.layers.0.self_attn")
     lines = (toy_data.parent / "valid.en").read_text().split()
-    assert found.tokens_counted == len(lines)
-    check_table(found, literal_table(mae, toy_data, found.name), 8)
-    assert sum(share > 0 for share in found.shares) > 2
+    assert found["tokens_counted"] == len(lines)
+    check_table(found, literal_table(mae, toy_data, found["name"]), 8)
+    assert sum(share > 0 for share in found["shares"]) > 2
 
 
-def test_moa_counts_the_chosen_experts(toy_checkpoint, toy_data):
+def test_moa_counts_the_chosen_experts(toy_checkpoint, toy_data, analyze):
     name = "decoder.layers.0.self_attn"
-    found = measure_expert_tokens(toy_checkpoint, toy_data, module=name, top=99, min_count=1, cpu=True)
+    flags = ("--module", name, "--top", 99, "--min-count", 1)
+    found = analyze("expert-tokens", toy_checkpoint, toy_data, *flags)
     check_table(found, literal_table(toy_checkpoint, toy_data, name, k=4), 8)
 
 
-def test_command_lists_and_writes(mae, toy_data, tmp_path, capsys):
-    numbers = tmp_path / "tokens.json"
-    flags = ["--data", str(toy_data), "--json", str(numbers), "--top", "2", "--words", "--cpu"]
-    assert main(["analyze", "expert-tokens", str(mae), *flags]) == 0
-    report, printed = json.loads(numbers.read_text()), capsys.readouterr().out
+def test_command_lists_and_writes(mae, toy_data, analyze, capsys):
+    report = analyze("expert-tokens", mae, toy_data, "--top", 2, "--words")
+    printed = capsys.readouterr().out
     assert report["words"] is True and len(report["tokens"]) == 8
     best = next(tokens for tokens in report["tokens"] if tokens)[0]
     assert f"{best['token']} ({best['pmi']:.2f})" in printed and "encoder.layers.0.self_attn" in printed
-    assert main(["analyze", "expert-tokens", str(mae), "--data", str(toy_data), "--top", "0"]) == 2
-    assert "--top 0" in capsys.readouterr().err
 
 
-def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data):
-    with pytest.raises(UserError, match=r"--module encoder\.x is not in this model.*\.1\.encoder_attn"):
-        measure_expert_tokens(mae, toy_data, module="encoder.x", cpu=True)
-    with pytest.raises(UserError, match=r"encoder\.layers\.0\.self_attn is uniform"):
-        measure_expert_tokens(uniform_mae, toy_data, cpu=True)
+def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data, capsys):
+    for model, flags, says in (
+        (mae, ["--top", "0"], "--top 0"),
+        (mae, ["--module", "encoder.x"], "--module encoder.x"),
+        (uniform_mae, [], "encoder.layers.0.self_attn is uniform"),
+    ):
+        assert main(["analyze", "expert-tokens", str(model), "--data", str(toy_data), "--cpu", *flags]) == 2
+        assert says in capsys.readouterr().err
 
 
 # --- masked language models over GPT-2's byte-pair encoding ------------------------------------------
@@ -184,12 +179,14 @@ def test_hidden_positions_count_for_nobody():
 
 @pytest.mark.parametrize("join_words", [False, True])
 def test_a_masked_model_shows_text_and_leaves_masked_positions_out(
-    toy_masked_lm, toy_wiki_data, toy_gpt2, join_words
+    toy_masked_lm, toy_wiki_data, toy_gpt2, analyze, capsys, join_words
 ):
-    found = measure_expert_tokens(
-        toy_masked_lm, toy_wiki_data, top=999, min_count=1, join_words=join_words, cpu=True
-    )
-    tokens = {token.token for expert in found.tokens for token in expert}
+    flags = ("--top", 999, "--min-count", 1, *["--words"] * join_words)
+    found = analyze("expert-tokens", toy_masked_lm, toy_wiki_data, *flags)
+    printed = capsys.readouterr().out
+    assert f"{found['masked_out']} masked positions left out" in printed
+    assert join_words or ("' cat' (" in printed and "<mask>" not in printed)
+    tokens = {token["token"] for expert in found["tokens"] for token in expert}
     assert "<mask>" not in tokens and not any(token.isdigit() for token in tokens)
     assert {"cat", "mat"} & tokens if join_words else {" cat", " the"} <= tokens
     _, task = load_trained(toy_masked_lm, toy_wiki_data)
@@ -201,15 +198,6 @@ def test_a_masked_model_shows_text_and_leaves_masked_positions_out(
     masked, special = batch["target"].ne(pad), task.source_dictionary.nspecial
     original = torch.where(masked, batch["target"], source)
     text = original.ge(special)
-    assert found.masked_out == int((masked & text).sum()) > 0
+    assert found["masked_out"] == int((masked & text).sum()) > 0
     if not join_words:
-        assert found.tokens_counted == int((~masked & text).sum())
-
-
-def test_the_command_says_how_many_were_masked(toy_masked_lm, toy_wiki_data, tmp_path, capsys):
-    numbers = tmp_path / "tokens.json"
-    flags = ["--data", str(toy_wiki_data), "--json", str(numbers), "--cpu"]
-    assert main(["analyze", "expert-tokens", str(toy_masked_lm), *flags]) == 0
-    printed, report = capsys.readouterr().out, json.loads(numbers.read_text())
-    assert f"{report['masked_out']} masked positions left out" in printed
-    assert "' cat' (" in printed and "<mask>" not in printed
+        assert found["tokens_counted"] == int((~masked & text).sum())

@@ -1,16 +1,15 @@
 """Entropies and shares against literal sums over instances; batches, padding, uniform gates, the command."""
 
-import json
 import math
 
 import pytest
 import torch
 
-from moa_fairseq.analysis.gates import GateUse, mean_entropies, measure_gates
+from moa_fairseq.analysis.gates import draw_gates, mean_entropies, summary
+from moa_fairseq.analysis.routed_model import router_uses
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.cli import main
-from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
 
 MODULES = [
@@ -27,13 +26,14 @@ def test_entropy_and_shares_of_known_gates():
     probs = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.25, 0.75], [0.2, 0.2, 0.6]])
     padding = torch.tensor([False, False, False, True])
     index = torch.arange(3).expand(4, -1)
-    use = GateUse("a", 3, False, counts=torch.zeros(3, dtype=torch.int64))
-    use.add(RoutingDecision(index, probs, probs, probs, probs.size(1), padding_mask=padding))
-    use.add(RoutingDecision(index[:1], probs[3:], probs[3:], probs[3:], probs.size(1)))
+    one = RoutingDecision(index, probs, probs, probs, probs.size(1), padding_mask=padding)
+    two = RoutingDecision(index[:1], probs[3:], probs[3:], probs[3:], probs.size(1))
+    (use,) = router_uses([[("a", one)], [("a", two)]])
     of_rows = [math.log(2), 0.0, -0.25 * math.log(0.25) - 0.75 * math.log(0.75)]
     of_rows.append(-0.4 * math.log(0.2) - 0.6 * math.log(0.6))
-    assert use.instances == 4 and use.entropy == pytest.approx(sum(of_rows) / 4, rel=1e-6)
-    assert use.shares == [0.5, 0.0, 0.5]
+    found = summary(use, learned=True)
+    assert found["instances"] == 4 and found["entropy"] == pytest.approx(sum(of_rows) / 4, rel=1e-6)
+    assert found["shares"] == [0.5, 0.0, 0.5] and summary(use, learned=False)["shares"] is None
 
 
 def literal_counts(checkpoint, data):
@@ -56,89 +56,97 @@ def literal_counts(checkpoint, data):
     return found
 
 
-def check_against_the_loop(uses, literal):
-    assert [use.name for use in uses] == list(literal)
-    for use in uses:
-        expected = literal[use.name]
-        assert use.instances == expected["instances"]
-        assert use.entropy == pytest.approx(expected["entropy"] / use.instances, rel=1e-4)
-        assert use.counts.tolist() == expected["counts"]
-        assert use.entropy < 0.95 * use.uniform_entropy  # gates that prefer nobody would show nothing
-        assert sum(use.shares) == pytest.approx(1)
+def check_against_the_loop(rows, literal):
+    assert [row["name"] for row in rows] == list(literal)
+    for row in rows:
+        expected = literal[row["name"]]
+        assert row["instances"] == expected["instances"]
+        assert row["entropy"] == pytest.approx(expected["entropy"] / row["instances"], rel=1e-4)
+        assert row["shares"] == pytest.approx([count / row["instances"] for count in expected["counts"]])
+        assert row["entropy"] < 0.95 * row["uniform_entropy"]  # gates that prefer nobody would show nothing
 
 
 @pytest.mark.parametrize("max_tokens", [12, 4000])
-def test_batches_with_padding_count_as_a_loop_over_single_sentences(mae, toy_data, max_tokens):
-    uses = measure_gates(mae, toy_data, max_tokens=max_tokens, cpu=True)
-    assert [use.name for use in uses] == MODULES
-    check_against_the_loop(uses, literal_counts(mae, toy_data))
+def test_batches_with_padding_count_as_a_loop_over_single_sentences(mae, toy_data, analyze, max_tokens):
+    rows = analyze("gates", mae, toy_data, "--max-tokens", max_tokens)["modules"]
+    assert [row["name"] for row in rows] == MODULES
+    check_against_the_loop(rows, literal_counts(mae, toy_data))
     lines = (toy_data.parent / "valid.en").read_text().splitlines()
-    assert [use.instances for use in uses[:2]] == [len(lines)] * 2
-    assert {use.instances for use in uses[2:]} == {sum(len(line.split()) + 1 for line in lines)}
-    assert [use.per_position for use in uses] == [False] * 2 + [True] * 4
+    assert [row["instances"] for row in rows[:2]] == [len(lines)] * 2
+    assert {row["instances"] for row in rows[2:]} == {sum(len(line.split()) + 1 for line in lines)}
+    assert [row["instance"] for row in rows] == ["sequence"] * 2 + ["position"] * 4
 
 
-def test_a_language_model_has_gates_for_each_position(text_data, save_model, tmp_path):
+def test_a_language_model_has_gates_for_each_position(text_data, save_model, tmp_path, analyze):
     path = save_model(text_data, tmp_path / "lm.pt", task="language_modeling", arch="mae_transformer_lm_base")
-    uses = measure_gates(path, text_data, max_tokens=30, cpu=True)
-    assert [use.name for use in uses] == ["decoder.layers.0.self_attn", "decoder.layers.1.self_attn"]
-    check_against_the_loop(uses, literal_counts(path, text_data))
+    rows = analyze("gates", path, text_data, "--max-tokens", 30)["modules"]
+    assert [row["name"] for row in rows] == ["decoder.layers.0.self_attn", "decoder.layers.1.self_attn"]
+    check_against_the_loop(rows, literal_counts(path, text_data))
 
 
-def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, toy_data, tmp_path, capsys):
-    uses = measure_gates(uniform_mae, toy_data, cpu=True)
-    assert [use.entropy for use in uses] == pytest.approx([math.log(8)] * 6)
-    assert all(use.shares is None for use in uses)
-    flags = ["--data", str(toy_data), "--output", str(tmp_path / "gates.png"), "--cpu"]
-    assert main(["analyze", "gates", str(uniform_mae), *flags]) == 0
-    assert "instances are attributed to none" in capsys.readouterr().out
-    assert (tmp_path / "gates.png").read_bytes().startswith(b"\x89PNG")
+def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, toy_data, analyze, capsys):
+    rows = analyze("gates", uniform_mae, toy_data)["modules"]
+    assert [row["entropy"] for row in rows] == pytest.approx([math.log(8)] * 6)
+    assert all(row["shares"] is None for row in rows)
+    assert "attributed to none" in capsys.readouterr().out
 
 
-def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(mae, toy_data, tmp_path, capsys):
+def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(mae, toy_data, analyze, capsys):
     """Far from uniform before; almost uniform with the weights that a new gate begins with."""
-    trained = measure_gates(mae, toy_data, cpu=True)
-    fresh, again, other = (measure_gates(mae, toy_data, cpu=True, untrained=seed) for seed in (1, 1, 2))
-    assert [use.entropy for use in fresh] == [use.entropy for use in again] != [use.entropy for use in other]
-    assert [use.instances for use in fresh] == [use.instances for use in trained]
-    for one, initial in zip(trained, fresh):
-        assert one.entropy < 0.9 * one.uniform_entropy < 0.95 * one.uniform_entropy < initial.entropy
-    flags = ["--data", str(toy_data), "--output", str(tmp_path / "gates.png"), "--cpu", "--untrained", "1"]
-    assert main(["analyze", "gates", str(mae), *flags, "--json", str(tmp_path / "gates.json")]) == 0
-    assert "gates' weights were drawn anew with seed 1" in capsys.readouterr().out
-    report = json.loads((tmp_path / "gates.json").read_text())
-    assert report["untrained_seed"] == 1
-    assert report["modules"][0]["entropy"] == pytest.approx(fresh[0].entropy)
+    trained = analyze("gates", mae, toy_data)["modules"]
+    fresh, again, other = (analyze("gates", mae, toy_data, "--untrained", seed) for seed in (1, 1, 2))
+    assert "anew with seed 1" in capsys.readouterr().out and fresh["untrained_seed"] == 1
+    assert fresh["modules"] == again["modules"] != other["modules"]
+    for one, initial in zip(trained, fresh["modules"]):
+        assert initial["instances"] == one["instances"]
+        highest = one["uniform_entropy"]
+        assert one["entropy"] < 0.9 * highest < 0.95 * highest < initial["entropy"]
 
 
 def test_means_are_over_the_modules_of_a_kind():
-    def use(name, entropy):
-        return GateUse(name, 8, False, instances=2, total_entropy=2 * entropy)
-
-    uses = [use("encoder.layers.0.self_attn", 1.0), use("encoder.layers.1.self_attn", 2.0)]
-    uses += [use("decoder.layers.0.encoder_attn", 0.5)]
-    means = mean_entropies(uses)
+    names = ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn", "decoder.layers.0.encoder_attn"]
+    rows = [{"name": n, "entropy": e, "uniform_entropy": 2.0} for n, e in zip(names, (1.0, 2.0, 0.5))]
+    means = mean_entropies(rows)
     assert list(means) == ["encoder self-attention", "decoder cross-attention", "all"]
     assert means["encoder self-attention"]["entropy"] == 1.5
-    assert means["all"]["entropy"] == pytest.approx(3.5 / 3)
-    assert means["all"]["uniform_entropy"] == pytest.approx(math.log(8))
+    assert means["all"] == {"entropy": pytest.approx(3.5 / 3), "uniform_entropy": 2.0, "modules": 3}
 
 
-def test_command_writes_picture_and_numbers(mae, toy_data, make_run, tmp_path, capsys):
-    picture, numbers = tmp_path / "gates.png", tmp_path / "gates.json"
-    run = make_run(mae)
-    assert (
-        main(["analyze", "gates", str(run), "--output", str(picture), "--json", str(numbers), "--cpu"]) == 0
-    )
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    report = json.loads(numbers.read_text())
+def test_command_writes_picture_and_numbers(mae, toy_data, make_run, analyze, tmp_path, capsys):
+    report = analyze("gates", make_run(mae), toy_data)
     printed = capsys.readouterr().out
+    assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG")
     assert report["subset"] == "valid" and [row["name"] for row in report["modules"]] == MODULES
     assert f"{report['means']['all']['entropy']:9.4f}" in printed and "20 sequences" in printed
-    assert main(["analyze", "gates", str(run), "--output", "gates.pdf"]) == 2
-    assert "must end in .png" in capsys.readouterr().err
 
 
-def test_a_model_without_such_gates_is_told_so(toy_checkpoint, toy_data):
-    with pytest.raises(UserError, match=r"no gates of MAE.*expert-load"):
-        measure_gates(toy_checkpoint, toy_data, cpu=True)
+def test_a_model_without_such_gates_is_told_so(toy_checkpoint, toy_data, tmp_path, capsys):
+    flags = ["--data", str(toy_data), "--output", str(tmp_path / "x.png"), "--cpu"]
+    assert main(["analyze", "gates", str(toy_checkpoint), *flags]) == 2
+    assert "expert-load" in capsys.readouterr().err
+
+
+def row(name, entropy, counts=None):
+    size = len(counts or [0] * 4)
+    shares = counts and [count / sum(counts) for count in counts]
+    return {"name": name, "entropy": entropy, "uniform_entropy": math.log(size), "shares": shares}
+
+
+def test_entropies_per_layer_and_one_map_per_kind():
+    rows = [row("encoder.layers.0.self_attn", 1.0, [1, 3, 0, 0])]
+    rows += [row("encoder.layers.1.self_attn", 1.2, [1, 1, 1, 1])]
+    rows += [row("decoder.layers.0.self_attn", 0.4, [4, 0, 0, 0])]
+    entropies, encoder, decoder, _ = draw_gates(rows, "title").axes
+    assert list(entropies.get_lines()[0].get_ydata()) == [1.0, 1.2]
+    assert list(entropies.get_lines()[1].get_ydata()) == [0.4]
+    assert entropies.get_lines()[2].get_ydata()[0] == pytest.approx(1.386, abs=1e-3)
+    assert encoder.get_images()[0].get_array().tolist() == [[0.25, 0.75, 0, 0], [0.25] * 4]
+    assert decoder.get_title() == "decoder self-attention"
+    assert {image.get_clim() for panel in (encoder, decoder) for image in panel.get_images()} == {(0.0, 1.0)}
+    assert [text.get_text() for text in encoder.texts[:3]] == ["25", "75", "0"]
+
+
+def test_uniform_gates_have_no_map_and_many_experts_no_numbers():
+    assert len(draw_gates([row("encoder.layers.0.self_attn", 1.386)]).axes) == 1
+    many = draw_gates([row("encoder.layers.0.self_attn", 3.0, [1] * 28)])
+    assert not many.axes[1].texts

@@ -1,17 +1,16 @@
 """What stands in the pictures: panels, order of bars, labels."""
 
 import pytest
-import torch
 
-from moa_fairseq.analysis.expert_load import ExpertLoad, draw_expert_load
+from moa_fairseq.analysis.expert_load import draw_expert_load
 from moa_fairseq.analysis.learning_curve import LearningCurve, Point, draw_learning_curves
 from moa_fairseq.analysis.plots import save
 from moa_fairseq.errors import UserError
 
 
 def load(name, counts, gates=None):
-    counts = torch.tensor(counts, dtype=torch.float64)
-    return ExpertLoad(name, 2, counts, counts if gates is None else torch.tensor(gates, dtype=torch.float64))
+    shares = [[value / sum(values) for value in values] for values in (counts, gates or counts)]
+    return {"name": name, "num_experts": len(counts), "load": shares[0], "gate_share": shares[1]}
 
 
 def bars(panel):

@@ -1,7 +1,5 @@
 """What a run folder stands for."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from moa_fairseq.analysis.routed_model import by_kind, checkpoint_and_data
@@ -40,8 +38,8 @@ def test_the_two_sides_of_an_attention_are_two_kinds():
         "x.keys",
         "encoder.layers.1.mlp",
     )
-    kinds = by_kind([SimpleNamespace(name=name) for name in names])
-    assert {kind: [item.name for item in group] for kind, group in kinds.items()} == {
+    kinds = by_kind([{"name": name} for name in names])
+    assert {kind: [item["name"] for item in group] for kind, group in kinds.items()} == {
         "decoder cross-attention": [names[1]],
         "decoder cross-attention, keys": [names[0]],
         "other": [names[3]],

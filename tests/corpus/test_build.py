@@ -5,7 +5,6 @@ import types
 import pytest
 
 from moa_fairseq.corpus import build as build_module
-from moa_fairseq.corpus import catalogues
 from moa_fairseq.corpus.build import build as build_corpus
 from moa_fairseq.data_prep.download import Unavailable
 from moa_fairseq.errors import UserError
@@ -116,18 +115,6 @@ def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, options, name, 
     assert snapshot(options.output) == before
 
 
-@pytest.mark.parametrize("name", ["first/pairs.tsv", "state.json"])
-@pytest.mark.parametrize("damage", [b"", b"x\ty\n", b"{}"])
-def test_damaged_pairs_of_a_package_are_read_anew(packages, options, name, damage):
-    build(packages, options)
-    before = snapshot(options.output)
-    kept = options.output / "packages" / name
-    kept.write_bytes(damage if damage else kept.read_bytes()[:-20])
-    (options.output / "train.en").unlink()
-    build(packages, options)
-    assert snapshot(options.output) == before
-
-
 def test_two_folders_get_the_same_bytes(packages, options, tmp_path):
     build(packages, options)
     build(packages, options, output=tmp_path / "again")
@@ -143,12 +130,8 @@ def test_an_interrupted_build_goes_on_and_ends_the_same(packages, options, tmp_p
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(build_module.log, "info", stop_after_one)
         build(packages, options)
-    assert (options.output / "packages" / "first" / "pairs.tsv").exists()
     assert not (options.output / "train.en").exists()
-    read, original = [], catalogues.read_messages
-    monkeypatch.setattr(catalogues, "read_messages", lambda wheel: read.append(wheel.name) or original(wheel))
     build(packages, options)
-    assert read == [packages[1].file]
     assert snapshot(options.output) == snapshot(tmp_path / "whole")
 
 

@@ -1,6 +1,7 @@
 """multi-bleu.perl and the chains around it: recorded lines, live Perl where there is one, and edges."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -10,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.bleu import corpus_bleu
-from moa_fairseq.evaluation.chains import multi_bleu_chain, split_compounds
+from moa_fairseq.evaluation.chains import multi_bleu, multi_bleu_chain, split_compounds
 
 CASES = json.loads((Path(__file__).parent / "multi_bleu_recorded.json").read_text(encoding="utf-8"))
 SCRIPTS = os.environ.get("MOSES_SCRIPTS")
@@ -80,10 +80,17 @@ def test_release_splits_twice_what_is_split():
 
 def test_unequal_lengths_are_refused():
     with pytest.raises(UserError, match="2 hypotheses but 3 lines in reference 2"):
-        corpus_bleu(["a", "b"], [["a", "b"], ["a", "b", "c"]])
+        multi_bleu(["a", "b"], [["a", "b"], ["a", "b", "c"]])
 
 
-def test_empty_output_scores_zero():
-    result = corpus_bleu(["", ""], [["a b", "c"]])
-    assert (result.score, result.bp, result.hyp_len, result.ref_len) == (0.0, 0.0, 0, 3)
-    assert str(result) == "BLEU = 0.00, 0.0/0.0/0.0/0.0 (BP=0.000, ratio=0.000, hyp_len=0, ref_len=3)"
+def test_values_by_hand():
+    """Five words, of which four match, and one, two and one pairs, triples and quadruples; BP e^(1 - 6/5)."""
+    found = multi_bleu(["a b c d x"], [["a b c d y z"]])
+    assert found["precisions"] == [80.0, 75.0, pytest.approx(200 / 3), 50.0]
+    expected = 100 * math.exp(-0.2) * (0.8 * 0.75 * 2 / 3 * 0.5) ** 0.25
+    assert found["score"] == pytest.approx(expected, abs=1e-12)
+    assert multi_bleu(["A\u00a0b c d e"], [["a\u00a0b c d e"]], lowercase=True)["score"] == pytest.approx(100)
+    assert multi_bleu(["", ""], [["a b", "c"]])["line"] == (
+        "BLEU = 0.00, 0.0/0.0/0.0/0.0 (BP=0.000, ratio=0.000, hyp_len=0, ref_len=3)"
+    )
+    assert "61.3/" in multi_bleu([" ".join("a" * 80)], [[" ".join("a" * 49 + "b" * 31)]])["line"]

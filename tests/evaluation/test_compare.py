@@ -108,7 +108,7 @@ def test_a_score_by_two_chains_gets_two_lines(results):
     assert "| Ours | BLEU A (moa-release) | 20.0 | 20.90 | +0.90 |" in text
     assert "| Ours | BLEU B | 30.0 | not run |  |" in text
     assert "| Dense | BLEU A | 20.0 | not run |  |" in text
-    metrics = [cell["quantity"] for cell in comparison.as_json()["tables"][0]["rows"][0]["cells"]]
+    metrics = [cell.quantity for cell in comparison.tables[0].rows[0].cells]
     assert metrics == ["parameters", "multi_bleu", "moa_release_bleu", "multi_bleu"]
     comparison = record(results, {**both, "reproduces": None})
     head = "| Run | multi-bleu | compound-split | sacreBLEU | Valid ppl | moa-release |"
@@ -241,7 +241,7 @@ def test_a_readme_without_its_markers_is_left_alone(text):
 
 @pytest.mark.parametrize(
     "content, says",
-    [("{", "not readable JSON"), ("[]", "lacks experiment"), ('{"experiment": "x"}', "lacks metrics")],
+    [("{", "not readable JSON"), ("[]", "must be a mapping"), ('{"experiment": "x"}', "lacks metrics")],
 )
 def test_damaged_files_are_named(results, capsys, content, says):
     (results / "measured" / "bad.json").write_text(content)

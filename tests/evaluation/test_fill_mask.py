@@ -5,45 +5,44 @@ import json
 import pytest
 
 from moa_fairseq.cli import main
-from moa_fairseq.evaluation.fill_mask import fill_mask, load_hub
+from moa_fairseq.models.moa import MoARobertaModel
 
 
-@pytest.fixture(scope="module")
-def hub(toy_masked_lm, toy_wiki_data):
-    return load_hub(toy_masked_lm)
+def filled(capsys, checkpoint, text, top):
+    assert main(["fill-mask", str(checkpoint), text, "--top", str(top), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-def test_the_most_probable_tokens_stand_in_the_gap(toy_masked_lm, capsys):
-    assert main(["fill-mask", str(toy_masked_lm), "the <mask> sat", "--top", "3", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+def test_the_most_probable_tokens_stand_in_the_gap(toy_masked_lm, toy_wiki_data, capsys):
+    rows = filled(capsys, toy_masked_lm, "the <mask> sat", 3)
     assert len(rows) == 3
     assert rows[0]["probability"] >= rows[1]["probability"] >= rows[2]["probability"] > 0
     assert all(row["text"] == f"the{row['token']} sat" for row in rows)
+    # Every token of the encoding can be asked for (256 bytes and seven merges); </s> and the like never come.
+    everything = filled(capsys, toy_masked_lm, "the <mask>", 10_000)
+    assert len(everything) == 263 and sum(row["probability"] for row in everything) < 1
     assert main(["fill-mask", str(toy_masked_lm), "<mask> sat", "--top", "1"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_symbols_that_are_no_text_are_passed_over(hub):
-    """Every token of the encoding can be asked for; </s> and the like never come."""
-    everything = fill_mask(hub, "the <mask>", top=10_000)
-    assert len(everything) == 263  # 256 bytes and seven merges
-    assert sum(entry.probability for entry in everything) < 1
-
-
-def test_the_gap_is_filled_as_fairseq_fills_it(hub):
+def test_the_gap_is_filled_as_fairseq_fills_it(toy_masked_lm, toy_wiki_data, capsys):
     """The best token only: fairseq's list gets out of step with its probabilities after an </s>."""
-    ((text, probability, token),) = hub.fill_mask("the <mask> sat", topk=1)
-    (ours,) = fill_mask(hub, "the <mask> sat", top=1)
-    assert (ours.token, ours.text) == (token, text)
-    assert ours.probability == pytest.approx(probability, rel=1e-4)
+    names = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
+    encoding = {name: str(toy_wiki_data / file) for name, file in names.items()}
+    folder, data = str(toy_masked_lm.parent), str(toy_wiki_data)
+    hub = MoARobertaModel.from_pretrained(folder, toy_masked_lm.name, data, bpe="gpt2", **encoding)
+    ((text, probability, token),) = hub.eval().fill_mask("the <mask> sat", topk=1)
+    (ours,) = filled(capsys, toy_masked_lm, "the <mask> sat", 1)
+    assert (ours["token"], ours["text"]) == (token, text)
+    assert ours["probability"] == pytest.approx(probability, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     "args, says",
     [
         (["no gap"], "exactly one <mask>"),
-        (["<mask> and <mask>"], "it holds 2"),
-        (["a <mask>", "--top", "0"], "--top 0"),
+        (["<mask> and <mask>"], "exactly one <mask>"),
+        (["a <mask>", "--top", "0"], "--top"),
         (["x " * 30 + "<mask>"], "positions for 24"),
     ],
 )

@@ -127,6 +127,10 @@ CASES = {
     "weights of integers": weights(lambda value: value.to(torch.int64)),
     "weights of bool": weights(lambda value: value.bool()),
     "weights of NaN": weights(lambda value: value * NAN if value.is_floating_point() else value),
+    **{
+        f"{kind} NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(kind))
+        for kind in (torch.complex64, torch.float8_e4m3fn)
+    },
     "weights transposed": weights(lambda value: value.t() if value.dim() == 2 else value),
     "weights flat": weights(lambda value: value.flatten()),
     # the configuration
@@ -462,6 +466,7 @@ def write(name, sound, path):
 NAMES = [*CASES, *FILES, FIFO]
 # what would hang, fill the memory or translate into nonsense: no way of loading the model takes it
 DANGEROUS = (
+    *("torch.complex64 NaN", "torch.float8_e4m3fn NaN"),
     *("weights of NaN", "weight of one stored number", "weight on meta", "cfg holds 10^12 values"),
     *("deflated", "3 MB for 3 GB", "data.pkl asks for 10 GB", "legacy asks for 10 GB"),
 )

@@ -55,7 +55,7 @@ def test_nan_on_the_cpu_ends_a_training_as_without_amp():
 )
 def test_short_sentences_attend_in_plain_products(sample, plain):
     """torch's fused attention pays for each head of each sentence; afterwards the switch stands as before."""
-    from moa_fairseq.fairseq_patches.cpu_autocast import autocasting_on_the_cpu
+    from moa_fairseq.fairseq_patches.cpu_autocast import autocast_on_the_cpu
 
     seen = []
 
@@ -69,6 +69,6 @@ def test_short_sentences_attend_in_plain_products(sample, plain):
         seen.append("Flash" not in type(out.grad_fn).__name__)
 
     optimizer = AMPOptimizer.__new__(AMPOptimizer)
-    autocasting_on_the_cpu(train_step)(None, sample, torch.nn.Linear(1, 1), criterion, optimizer)
+    autocast_on_the_cpu(train_step, None, sample, torch.nn.Linear(1, 1), criterion, optimizer)
     assert seen == [not plain, plain]
     assert torch.backends.cuda.flash_sdp_enabled()

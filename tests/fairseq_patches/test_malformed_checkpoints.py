@@ -149,5 +149,5 @@ def test_a_malformed_checkpoint_gets_a_paragraph(
 
 def test_a_data_set_that_is_not_there_gets_a_paragraph(capsys):
     error = FileNotFoundError("Dataset not found: test (data-bin)")
-    fairseq_compat._print_user_errors(type(error), error, None)
+    fairseq_compat.print_user_errors(type(error), error, None)
     assert capsys.readouterr().err.endswith(f": error: {error}\n")

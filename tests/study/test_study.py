@@ -1,19 +1,26 @@
 """Studies: order, records, interruptions, tuning and what the tables say; trainings are played, not run."""
 
 import json
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.study import running
+from moa_fairseq.study.design import load_study, runs_of
+
+STUDIES = Path(__file__).resolve().parents[2].glob("configs/studies/*.yaml")
 
 RECIPE = """
 experiment: tiny
 summary: a language model that is never trained
 data: {recipe: wikitext2_sp4k}
-model: {arch: transformer_lm}
+model: {arch: dense_transformer_lm_base}
 train: {task: language_modeling, criterion: cross_entropy, max_tokens: 16, max_update: 4}
 """
 STUDY = {
@@ -80,7 +87,8 @@ def study(tmp_path, monkeypatch):
 
 def report_of(study, **changes):
     status, records = study("--report", **changes)
-    assert status == 0 and (records / "differences.png").stat().st_size > 1000
+    pictures = [records / f"{name}.png" for name in ("differences", "contrasts", "cost")]
+    assert status == 0 and all(picture.stat().st_size > 1000 for picture in pictures)
     return json.loads((records / "report.json").read_text())
 
 
@@ -168,3 +176,39 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
 def test_mistakes_are_named(study, capsys, changes, named):
     assert study(**changes)[0] == 2 and named in capsys.readouterr().err
     assert not Player.ran
+
+
+@pytest.mark.parametrize("path", [path for path in STUDIES if "study" in yaml.safe_load(path.read_text())])
+def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
+    text = yaml.safe_load(path.read_text())
+    study = load_study(path, tmp_path, tune="tuning" in text)
+    assert study.study.removesuffix("_tuning") == path.stem
+    for run in runs_of(study, path.parent, tmp_path):
+        recipe = load_recipe(
+            run.recipe, [f"{key}={json.dumps(value)}" for key, value in run.overrides.items()]
+        )
+        families = {"moa": "MoA", "mae": "MAE", "moh": "MoH", "switchhead": "SwitchHead"}
+        family = study.systems[run.system].family
+        assert families.get(recipe.model.arch.partition("_")[0], family) == family
+
+
+def test_workers_share_a_study(study, monkeypatch):
+    """As --jobs does it on one machine, and a job array on several."""
+    play = Player.run
+    monkeypatch.setattr(Player, "run", lambda *args: (play(*args), time.sleep(0.05)))
+    fork = multiprocessing.get_context("fork")
+    ran = [fork.Queue(), fork.Queue()]
+    workers = [fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran))) for queue in ran]
+    for worker in workers:
+        worker.start()
+    first, second = (queue.get(timeout=60) for queue in ran)
+    assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
+    assert report_of(study)["runs"] == 8
+
+
+def test_every_claim_names_a_contrast_of_a_study():
+    root = Path(__file__).resolve().parents[2]
+    for row in yaml.safe_load((root / "results" / "claims.yaml").read_text()):
+        for study, contrast in row["contrasts"]:
+            text = yaml.safe_load((root / "configs" / "studies" / f"{study}.yaml").read_text())
+            assert contrast in text["contrasts"]

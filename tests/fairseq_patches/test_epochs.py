@@ -13,7 +13,7 @@ from fairseq.data.iterators import CountingIterator, EpochBatchIterator, Grouped
 from fairseq.distributed import utils as distributed_utils
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.fairseq_workers import converted_place
+from moa_fairseq.fairseq_patches.batches import converted_place
 
 
 @pytest.fixture
