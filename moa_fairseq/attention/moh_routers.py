@@ -37,7 +37,7 @@ class HeadDecision(RoutingDecision):
     def routed_order(self) -> SlotOrder:
         """The slots of the routed heads alone, N·K of them; expert 0 is the first routed head."""
         index = self.expert_index[:, self.shared :] - self.shared
-        return SlotOrder.from_index(index, self.num_experts - self.shared, in_order=self.chooses_all)
+        return SlotOrder(index, self.num_experts - self.shared, in_order=self.chooses_all)
 
     @cached_property
     def head_weight(self) -> Tensor:

@@ -69,7 +69,7 @@ class RoutingDecision:
         """Slots sorted by expert, made at the first use and shared afterwards; nothing is sorted if K = E."""
         if self._slot_order is None:  # no cached_property: torch.compile cannot enter its lock
             index, experts = self.expert_index, self.num_experts
-            self._slot_order = SlotOrder.from_index(index, experts, in_order=self.chooses_all)
+            self._slot_order = SlotOrder(index, experts, in_order=self.chooses_all)
         return self._slot_order
 
 
