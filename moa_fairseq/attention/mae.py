@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.cache import Cache
-from moa_fairseq.attention.dense_heads import DenseHeadsAttention
+from moa_fairseq.attention.dense import DenseHeadsAttention
 from moa_fairseq.attention.expert_draw import current_draw
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
 from moa_fairseq.attention.routing import RoutingDecision

@@ -14,7 +14,7 @@ from moa_fairseq.kernels import SlotOrder
 from moa_fairseq.torch_compat import full_precision
 
 
-@dataclass
+@dataclass(frozen=True)
 class RoutingDecision:
     """The experts chosen for N = B·T tokens (batch first), or N = B sequences, and how sure the router was.
 
@@ -44,7 +44,11 @@ class RoutingDecision:
     scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
     auxiliary: bool = True
-    _slot_order: Optional[SlotOrder] = field(default=None, init=False, repr=False, compare=False)
+    slot_order: SlotOrder = field(init=False, repr=False, compare=False)  # of the experts; nothing sorted yet
+
+    def __post_init__(self) -> None:  # no cached_property: torch.compile cannot enter its lock
+        order = SlotOrder(self.expert_index, self.num_experts, self.chooses_all)
+        object.__setattr__(self, "slot_order", order)
 
     def __getitem__(self, index: int) -> Tensor:
         """Item 0 is the gate: torch's backward hooks (fairseq's search for NaN) take item 0 of an output."""
@@ -63,14 +67,6 @@ class RoutingDecision:
             return kept.sum().repeat(self.num_experts - self.shared)
         with full_precision(kept.device.type):
             return kept @ _chosen([self])
-
-    @property
-    def slot_order(self) -> SlotOrder:
-        """Slots sorted by expert, made at the first use and shared afterwards; nothing is sorted if K = E."""
-        if self._slot_order is None:  # no cached_property: torch.compile cannot enter its lock
-            index, experts = self.expert_index, self.num_experts
-            self._slot_order = SlotOrder(index, experts, in_order=self.chooses_all)
-        return self._slot_order
 
 
 class RoutingSums:

@@ -1,6 +1,6 @@
 """SwitchHead (arXiv 2312.07987): few attention maps, whose projections are mixtures of experts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Dict, Optional, Tuple, Union
 
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.collector import record
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.initialization import draw_by_fan_in
-from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.errors import UserError
@@ -202,8 +201,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         elif router is not None:
             if padding is not None:
                 padding = padding[:, -key.size(1) :].reshape(-1).bool()
-            source = router(key.reshape(-1, key.size(2)), padding)
-            source.side = "keys"
+            source = replace(router(key.reshape(-1, key.size(2)), padding), side="keys")  # [B, S, C] → [N, C]
             record(self.name, source)
         return (
             self._into_heads("k", self.k_proj, key, source),
@@ -253,18 +251,3 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
             tokens * router.projection.weight.numel() for router, tokens in routers if router is not None
         )
         return {"router": macs, "projections": projections}
-
-    def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
-        if self.experts not in ("", "vo") or self.shares_selection:
-            return None
-        n, d, C, T = self.num_heads, self.head_dim, chunks, length
-        width, relative = self.embed_dim, isinstance(self.positions, RelativePositions)
-        macs = 2 * C * n * d * T**2
-        floats = 2 * C * n * T**2 + 4 * n * d * T
-        if not self.experts:  # dense: Eq. 11-12
-            macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
-            return {"macs": macs, "floats": floats + relative * 2 * C * n * d * T}
-        k, experts = self.experts_per_token, self.num_experts
-        macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
-        macs += relative * 2 * n * d * width * T
-        return {"macs": macs, "floats": floats + relative * 2 * n * d * T + 2 * experts * C * T}

@@ -284,17 +284,20 @@ def test_torch_compile_takes_chosen_experts_in_parts():
 def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
     module = build(self_attention=True, dtype=torch.float64)
     x = torch.randn(5, 2, C, dtype=torch.float64, requires_grad=True)
-    outcomes = []
+    outcomes, calls = [], []
+    module.v_proj.register_forward_hook(lambda *_: calls.append(1))
     for least in (10, 11):
         monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", least)
-        assert module._in_one_product(x.transpose(0, 1)) == (least == 10)
+        calls.clear()
         out, _ = module(x, x, x, need_weights=False)
+        assert len(calls) == (least == 11)
         outcomes.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
     for one, two in zip(*outcomes):
         torch.testing.assert_close(one, two)
     monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 0)
-    module.v_proj.register_forward_hook(lambda *_: None)
-    assert not module._in_one_product(x), "a hook is not passed by"
+    module.joint_keys_values = False
+    module(x, x, x, need_weights=False)
+    assert len(calls) == 2, "a hook is passed by"
 
 
 def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):

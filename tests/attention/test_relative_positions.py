@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moa_fairseq.attention.carried_context import carried_context
+from moa_fairseq.attention.collector import carried_context
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.positions import HalfRotaryPositions, RelativePositions, RotaryPositions
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
