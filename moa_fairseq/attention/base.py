@@ -1,7 +1,7 @@
 """What every mixture of attention heads shares: fairseq's attention call, written once."""
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
@@ -23,12 +23,14 @@ from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
 
 
+def flag(default: Any, help: str, choices: Optional[Sequence[str]] = None) -> Any:
+    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices."""
+    return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
+
+
 @dataclass
 class FamilySettings(abc.ABC):
-    """The base of a family's settings: a dataclass whose fields are its flags.
-
-    A field's metadata has a "help" text and, if need be, "choices".
-    """
+    """The base of a family's settings: a dataclass whose fields are its flags."""
 
     @abc.abstractmethod
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention[Any]":

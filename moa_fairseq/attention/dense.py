@@ -1,13 +1,13 @@
 """Dense multi-head attention, which every mixture is compared with: fairseq's, with a few settings more."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import Decision, FamilySettings, MixtureAttention
+from moa_fairseq.attention.base import Decision, FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.errors import UserError
 
@@ -16,19 +16,15 @@ from moa_fairseq.errors import UserError
 class DenseSettings(FamilySettings):
     """The flags of `DenseAttention`."""
 
-    attention_head_dim: Optional[int] = field(
-        default=None,
-        metadata={
-            "help": "width of a head (default: the model's width over its heads): a dense model with the "
-            "multiply-accumulates, or the parameters, of a mixture"
-        },
+    attention_head_dim: Optional[int] = flag(
+        None,
+        "width of a head (default: the model's width over its heads): a dense model with the "
+        "multiply-accumulates, or the parameters, of a mixture",
     )
-    dropped_heads: int = field(
-        default=0,
-        metadata={
-            "help": "DropHead: in training each sequence does without N random heads in every attention, "
-            "and the others are multiplied by h/(h - N); all heads work in evaluation"
-        },
+    dropped_heads: int = flag(
+        0,
+        "DropHead: in training each sequence does without N random heads in every attention, and the others "
+        "are multiplied by h/(h - N); all heads work in evaluation",
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "DenseAttention":

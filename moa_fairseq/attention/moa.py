@@ -1,14 +1,14 @@
 """Mixture of Attention Heads (MoA, arXiv 2210.05144): top-k attention experts per token."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.routers import ACTIVATIONS, CHOICES, GATES, RENORMALIZATIONS, TopKRouter
@@ -24,81 +24,55 @@ _ROWS_OF_ONE_PRODUCT = 1024
 class MoASettings(FamilySettings):
     """The flags of `MixtureOfAttention`."""
 
-    num_experts: int = field(default=8, metadata={"help": "attention experts per module (E)"})
-    experts_per_token: int = field(default=8, metadata={"help": "experts each token chooses (K)"})
-    expert_dim: int = field(default=128, metadata={"help": "head dimension of an expert (D)"})
-    heads_per_expert: int = field(
-        default=1,
-        metadata={
-            "help": "attention heads inside an expert; all experts share as many heads of keys and values "
-            "(1: MoA; more: the mixture of multi-head attention of SUT and JetMoE)"
-        },
+    num_experts: int = flag(8, "attention experts per module (E)")
+    experts_per_token: int = flag(8, "experts each token chooses (K)")
+    expert_dim: int = flag(128, "head dimension of an expert (D)")
+    heads_per_expert: int = flag(
+        1,
+        "attention heads inside an expert; all experts share as many heads of keys and values (1: MoA; more: "
+        "the mixture of multi-head attention of SUT and JetMoE)",
     )
-    expert_keys_values: str = field(
-        default="shared",
-        metadata={
-            "choices": KEYS_VALUES,
-            "help": "shared: all experts share keys and values (MoA Eq. 12); own: each expert has a head "
-            "of its own, which with K = E is dense multi-head attention with gates, the control for what "
-            "routing adds",
-        },
+    expert_keys_values: str = flag(
+        "shared",
+        "shared: all experts share keys and values (MoA Eq. 12); own: each expert has a head of its own, "
+        "which with K = E is dense multi-head attention with gates, the control for what routing adds",
+        KEYS_VALUES,
     )
-    expert_bias: bool = field(
-        default=False,
-        metadata={
-            "help": "biases in keys, values, query and output experts (off for translation, as in the "
-            "release)"
-        },
+    expert_bias: bool = flag(
+        False, "biases in keys, values, query and output experts (off for translation, as in the release)"
     )
-    routing_noise: bool = field(
-        default=False,
-        metadata={"help": "learned Gaussian noise on the router's logits in training (MoA Eq. 3)"},
+    routing_noise: bool = flag(False, "learned Gaussian noise on the router's logits in training (MoA Eq. 3)")
+    router_activation: str = flag(
+        "softmax",
+        "what turns the router's logits into gates: softmax (MoA Eq. 7), or a sigmoid of each",
+        ACTIVATIONS,
     )
-    router_activation: str = field(
-        default="softmax",
-        metadata={
-            "choices": ACTIVATIONS,
-            "help": "what turns the router's logits into gates: softmax (MoA Eq. 7), or a sigmoid of each",
-        },
+    router_renormalize: str = flag(
+        "detached",
+        "divide the chosen gates by their sum: without a gradient through it (detached: MoA Eq. 9), with one "
+        "(full), or not at all (none: MoA's released code)",
+        RENORMALIZATIONS,
     )
-    router_renormalize: str = field(
-        default="detached",
-        metadata={
-            "choices": RENORMALIZATIONS,
-            "help": "divide the chosen gates by their sum: without a gradient through it (detached: MoA "
-            "Eq. 9), with one (full), or not at all (none: MoA's released code)",
-        },
+    router_choice: str = flag(
+        "learned",
+        "what chooses experts: the learned router; frozen: a router that stays random; hash: a hash of the "
+        "token's id, with learned gates",
+        CHOICES,
     )
-    router_choice: str = field(
-        default="learned",
-        metadata={
-            "choices": CHOICES,
-            "help": "what chooses experts: the learned router; frozen: a router that stays random; hash: a "
-            "hash of the token's id, with learned gates",
-        },
+    router_gates: str = flag(
+        "learned",
+        "the weights of the chosen experts: learned; uniform: those of equal logits (1/K where they are "
+        "renormalised), so that only auxiliary losses train the router; straight-through: uniform, with the "
+        "learned gates' gradient to train the choice",
+        GATES,
     )
-    router_gates: str = field(
-        default="learned",
-        metadata={
-            "choices": GATES,
-            "help": "the weights of the chosen experts: learned; uniform: those of equal logits (1/K where "
-            "they are renormalised), so that only auxiliary losses train the router; straight-through: "
-            "uniform, with the learned gates' gradient to train the choice",
-        },
+    routing_bias_rate: float = flag(
+        0.0,
+        "balance loads without a gradient: after each update an expert's selection bias moves by this much "
+        "towards an even load (arXiv 2408.15664: 0.001; 0: off)",
     )
-    routing_bias_rate: float = field(
-        default=0.0,
-        metadata={
-            "help": "balance loads without a gradient: after each update an expert's selection bias moves "
-            "by this much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
-        },
-    )
-    expert_backend: str = field(
-        default="auto",
-        metadata={
-            "choices": BACKENDS,
-            "help": "what computes the expert projections; auto picks by device and dtype",
-        },
+    expert_backend: str = flag(
+        "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttention":
@@ -161,9 +135,9 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         joint_keys_values: bool = True,
         **role: Any,
     ):
-        for flag, size in (("expert-dim", expert_dim), ("heads-per-expert", heads_per_expert)):
+        for name, size in (("expert-dim", expert_dim), ("heads-per-expert", heads_per_expert)):
             if size is None or size < 1:
-                raise UserError(f"--{flag} must be a positive number, not {size}.")
+                raise UserError(f"--{name} must be a positive number, not {size}.")
         check_choice("--expert-keys-values", keys_values, KEYS_VALUES)
         if keys_values == "own" and experts_per_token != num_experts:
             raise UserError(

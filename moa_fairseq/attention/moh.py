@@ -1,13 +1,13 @@
 """MoH, mixture-of-head attention (arXiv 2410.11842): shared heads, and K of the others for each token."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings
+from moa_fairseq.attention.base import FamilySettings, flag
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.dense import DenseHeadsAttention
@@ -32,49 +32,36 @@ SKIPPING = ("auto", "always", "never")
 class MoHSettings(FamilySettings):
     """The flags of `MixtureOfHeads`."""
 
-    moh_shared_heads: int = field(default=2, metadata={"help": "heads that work for every token (h_s)"})
-    experts_per_token: int = field(
-        default=4, metadata={"help": "how many of the other heads each token chooses (K)"}
+    moh_shared_heads: int = flag(2, "heads that work for every token (h_s)")
+    experts_per_token: int = flag(4, "how many of the other heads each token chooses (K)")
+    moh_scaling: str = flag(
+        "paper",
+        "paper: gates as in MoH Eq. 5-6, which add up to at most 1; released: as in the authors' code, where "
+        "even gates are 1 each (use it with --balance-loss moh-released and --aux-loss-reduce mean)",
+        SCALINGS,
     )
-    moh_scaling: str = field(
-        default="paper",
-        metadata={
-            "choices": SCALINGS,
-            "help": "paper: gates as in MoH Eq. 5-6, which add up to at most 1; released: as in the "
-            "authors' code, where even gates are 1 each (use it with --balance-loss moh-released and "
-            "--aux-loss-reduce mean)",
-        },
+    moh_router: str = flag(
+        "learned",
+        "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' queries, "
+        "without parameters and with gates of 1, to continue trained models (MoH 4.4)",
+        ROUTERS,
     )
-    moh_router: str = field(
-        default="learned",
-        metadata={
-            "choices": ROUTERS,
-            "help": "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' "
-            "queries, without parameters and with gates of 1, to continue trained models (MoH 4.4)",
-        },
+    router_choice: str = flag(
+        "learned",
+        "what --moh-router learned chooses routed heads by: its learned weights; frozen: weights that stay "
+        "random; hash: a hash of the token's id, with learned gates",
+        CHOICES,
     )
-    router_choice: str = field(
-        default="learned",
-        metadata={
-            "choices": CHOICES,
-            "help": "what --moh-router learned chooses routed heads by: its learned weights; frozen: weights "
-            "that stay random; hash: a hash of the token's id, with learned gates",
-        },
+    moh_skip: str = flag(
+        "auto",
+        "leave heads that a token did not choose out of all computation (always), compute them and weight "
+        "them by zero (never), or whichever is faster at the batch's size (auto)",
+        SKIPPING,
     )
-    moh_skip: str = field(
-        default="auto",
-        metadata={
-            "choices": SKIPPING,
-            "help": "leave heads that a token did not choose out of all computation (always), compute them "
-            "and weight them by zero (never), or whichever is faster at the batch's size (auto)",
-        },
-    )
-    expert_backend: str = field(
-        default="auto",
-        metadata={
-            "choices": BACKENDS,
-            "help": "what computes the projections where heads are left out; auto picks by device and dtype",
-        },
+    expert_backend: str = flag(
+        "auto",
+        "what computes the projections where heads are left out; auto picks by device and dtype",
+        BACKENDS,
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfHeads":

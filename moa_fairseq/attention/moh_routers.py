@@ -80,7 +80,7 @@ class _Router(nn.Module):
         self.routed_heads, self.routed_per_token = routed, routed_per_token
         self.register_buffer("every_head", torch.arange(num_heads), persistent=False)
 
-    def _chosen(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
+    def _top_heads(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
         """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
 
         They are the K largest, or what the hash says; in order of heads if K is all.
@@ -169,7 +169,7 @@ class SharedAndRoutedRouter(_Router):
             if self.shared_heads == 1:
                 shared = torch.zeros_like(logits[:, :1])
             shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
-            shared_gate, (routed_gate, routed_index) = shared_probs, self._chosen(routed_probs)
+            shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs)
             if released:
                 shared_gate = self.shared_heads * shared_gate
                 total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
@@ -209,7 +209,7 @@ class QueryNormRouter(_Router):
                 least = (0.01 * norms.mean(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny)
                 logits = logits / norms.std(-1, keepdim=True).maximum(least)
             probs = torch.softmax(logits, -1)
-            routed_gate, routed_index = self._chosen(probs)
+            routed_gate, routed_index = self._top_heads(probs)
             routed_gate = 1.0 + (routed_gate - routed_gate.detach())
             ones = logits.new_ones(logits.size(0), self.shared_heads)
             return self._decision(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import grouped, reference, triton, validation
 from moa_fairseq.kernels.grouped import dense
 from moa_fairseq.kernels.slot_order import SlotOrder
@@ -28,8 +28,7 @@ def resolve_backend(name: str) -> str:
     "auto" stays "auto" where Triton's kernels may be used beside the others; else it becomes "grouped".
     Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
     """
-    if name not in BACKENDS:
-        raise UserError(f"--expert-backend {name} is unknown: choose one of {', '.join(BACKENDS)}.")
+    check_choice("--expert-backend", name, BACKENDS)
     if name == "triton" and triton.why_not():
         raise UserError(
             f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "

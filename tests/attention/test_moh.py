@@ -8,7 +8,7 @@ import pytest
 import torch
 from fairseq.modules import MultiheadAttention
 
-from moa_fairseq.attention.collector import collect_decisions, hypotheses
+from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import head_balance_loss, released_head_balance_loss
 from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.moh_routers import QueryNormRouter
@@ -215,32 +215,6 @@ def test_the_automatic_choice_is_right_where_it_was_measured():
 
 def test_skipping_with_rotary_positions():
     compare_paths({"positions": "rope", "dtype": torch.float64}, dict(tgt=9, batch=2, causal=True))
-
-
-@pytest.mark.parametrize("skip", ["never", "always"])
-@pytest.mark.parametrize("router", ["query-norm", "learned"])
-@pytest.mark.parametrize("positions", [None, "rope"])
-def test_step_by_step_equals_all_at_once(skip, router, positions):
-    module = build(skip=skip, router=router, self_attention=True, positions=positions)
-    query, _, _, mask, _ = inputs(tgt=6, batch=2, causal=True)
-    whole, _ = module(query, query, query, attn_mask=mask, need_weights=False)
-    state = {}
-    for t in range(6):
-        step, _ = module(query[t : t + 1], None, None, incremental_state=state, need_weights=False)
-        torch.testing.assert_close(step[0], whole[t])
-
-
-@pytest.mark.parametrize("skip", ["never", "always"])
-def test_keys_that_a_beam_shares(skip):
-    module = build(skip=skip, encoder_decoder_attention=True)
-    query, key, padding, _, _ = inputs(tgt=1, batch=6, src=5, lengths=[5, 5, 5, 2, 2, 2])
-    key = key[:, ::3].repeat_interleave(3, 1)
-    plain, _ = module(query, key, key, padding, need_weights=False)
-    state = {}
-    with hypotheses(3):
-        shared, weights = module(query, key, key, padding, state, static_kv=True, need_weights=True)
-    torch.testing.assert_close(shared, plain)
-    assert weights.shape == (6, 1, 5)
 
 
 @pytest.mark.parametrize("skip", ["never", "always"])
