@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
-from moa_fairseq.attention.observers import absorb_pending, observers_of
+from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
 
@@ -58,7 +58,7 @@ def g_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any]) -> Call
         gradients.add(loss_of(model, sample)[0], sample["ntokens"])
         for parameter in parameters:
             parameter.requires_grad_(False)
-        absorb_pending(observers_of(model))
+        update_observers(observers_of(model))
         sgd_step(parameters, gradients.mean(), lr=1e-6)
 
     return step

@@ -1,5 +1,7 @@
 """The one exception that a user is meant to read."""
 
+from typing import Sequence
+
 
 class UserError(Exception):
     """Something the user can put right: bad flag, file or data.
@@ -7,3 +9,9 @@ class UserError(Exception):
     The message is one paragraph: it names the flag, file or line at fault and the remedy. The
     command line prints it without a traceback and exits with status 2.
     """
+
+
+def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
+    """Raises UserError unless `value`, given after `flag`, is one of those that are known."""
+    if value not in known:
+        raise UserError(f"{flag} {value} is unknown: choose one of {', '.join(known)}.")

@@ -37,7 +37,7 @@ for attention in (
     future = torch.triu(torch.full((6, 6), float("-inf")), 1)
     torch.testing.assert_close(torch.cat(steps), attention(x, x, x, attn_mask=future)[0])
 assert SigmaMoE(16, 4, 2, 8)(x).shape == x.shape
-order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2]]), 3)
+order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
 out = project(torch.ones(2, 8), order, torch.ones(3, 4, 8), into="experts", slots_per_row=2, slots_per_sum=1)
 assert out.shape == (4, 4) and (out == 8).all()
 print("done with", *sorted({n.split(".")[1] for n in sys.modules if n.startswith("moa_fairseq.")}))

@@ -1,7 +1,7 @@
 """What every mixture of attention heads shares: fairseq's attention call, written once."""
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
@@ -16,20 +16,21 @@ from moa_fairseq.attention.cache import (
     extend_cache,
     extend_padding,
 )
-from moa_fairseq.attention.carried_context import carried_inputs
-from moa_fairseq.attention.collector import padding_of_queries, record
+from moa_fairseq.attention.collector import carried_inputs, padding_of_queries, record
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
 
 
+def flag(default: Any, help: str, choices: Optional[Sequence[str]] = None) -> Any:
+    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices."""
+    return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
+
+
 @dataclass
 class FamilySettings(abc.ABC):
-    """The base of a family's settings: a dataclass whose fields are its flags.
-
-    A field's metadata has a "help" text and, if need be, "choices".
-    """
+    """The base of a family's settings: a dataclass whose fields are its flags."""
 
     @abc.abstractmethod
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention[Any]":
@@ -143,15 +144,6 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
                 macs[part] += count
         return macs
 
-    def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
-        """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).
-
-        "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
-        print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
-        attended to, 2 with a carried one. None for a setting for which they have no formula.
-        """
-        return None
-
     @torch.no_grad()
     def scale_branch(self, factor: float) -> None:
         """Multiply the output projection, bias included: the residual branch then starts at that size."""
@@ -245,12 +237,10 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         heads, weights = self.attend_heads(
             q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias
         )
-        out = self.project_output(heads, decision).transpose(
-            0, 1
-        )  # no copy: the residual sum reads any layout
-        if weights is not None:
+        out = self.project_output(heads, decision)
+        if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
-        return out, weights
+        return out.transpose(0, 1), weights  # no copy: the residual sum reads any layout
 
     @property
     def _dropout_now(self) -> float:

@@ -1,4 +1,4 @@
-"""What travels beside a forward pass: routers' decisions, padding and ids of queries, the size of a beam.
+"""What travels beside a forward pass: decisions, padding and ids of queries, carried inputs, a beam's size.
 
 fairseq's attention returns two results and takes no query padding; rather than widen that interface
 and copy every layer above it, decisions travel beside the pass. Nothing stays on a module.
@@ -6,7 +6,7 @@ and copy every layer above it, decisions travel beside the pass. Nothing stays o
 
 import contextlib
 from contextvars import ContextVar
-from typing import Iterator, List, Optional, Tuple
+from typing import ContextManager, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ NamedDecisions = List[Tuple[str, RoutingDecision]]
 _collectors: ContextVar[Tuple[NamedDecisions, ...]] = ContextVar("collectors", default=())
 _query_padding: ContextVar[Optional[Tensor]] = ContextVar("query_padding", default=None)
 _query_tokens: ContextVar[Optional[Tensor]] = ContextVar("query_tokens", default=None)
+_carried: ContextVar[Optional[Tensor]] = ContextVar("carried_inputs", default=None)
 _hypotheses: ContextVar[int] = ContextVar("hypotheses", default=1)
+Value = TypeVar("Value")
+
+
+@contextlib.contextmanager
+def _declaring(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager
@@ -29,11 +40,8 @@ def collect_decisions() -> Iterator[NamedDecisions]:
     layer again in the backward pass, outside the block, so each layer is counted once.
     """
     decisions: NamedDecisions = []
-    token = _collectors.set((*_collectors.get(), decisions))
-    try:
+    with _declaring(_collectors, (*_collectors.get(), decisions)):
         yield decisions
-    finally:
-        _collectors.reset(token)
 
 
 def record(name: str, decision: RoutingDecision) -> None:
@@ -44,14 +52,9 @@ def record(name: str, decision: RoutingDecision) -> None:
         decisions.append((name, decision))
 
 
-@contextlib.contextmanager
-def query_padding(mask: Optional[Tensor]) -> Iterator[None]:
+def query_padding(mask: Optional[Tensor]) -> ContextManager[None]:
     """Declare mask [B, T] (True = padding) for the queries of every attention inside the block."""
-    token = _query_padding.set(mask)
-    try:
-        yield
-    finally:
-        _query_padding.reset(token)
+    return _declaring(_query_padding, mask)
 
 
 def padding_of_queries(
@@ -74,17 +77,12 @@ def padding_of_queries(
     return mask.to(torch.bool)
 
 
-@contextlib.contextmanager
-def tokens_of_queries(ids: Optional[Tensor]) -> Iterator[None]:
+def tokens_of_queries(ids: Optional[Tensor]) -> ContextManager[None]:
     """Declare the token ids [B, T] of the queries of every attention inside the block.
 
     A step of generation has the queries of the last ids alone.
     """
-    token = _query_tokens.set(ids)
-    try:
-        yield
-    finally:
-        _query_tokens.reset(token)
+    return _declaring(_query_tokens, ids)
 
 
 def query_tokens() -> Optional[Tensor]:
@@ -92,16 +90,25 @@ def query_tokens() -> Optional[Tensor]:
     return _query_tokens.get()
 
 
-@contextlib.contextmanager
-def hypotheses(per_sentence: int) -> Iterator[None]:
+def hypotheses(per_sentence: int) -> ContextManager[None]:
     """Declare that inside the block an encoder's output repeats each sentence per_sentence times in a row."""
-    token = _hypotheses.set(per_sentence)
-    try:
-        yield
-    finally:
-        _hypotheses.reset(token)
+    return _declaring(_hypotheses, per_sentence)
 
 
 def hypotheses_per_sentence() -> int:
     """What the innermost `hypotheses` block declares, else 1."""
     return _hypotheses.get()
+
+
+def carried_context(inputs: Optional[Tensor]) -> ContextManager[None]:
+    """Every self-attention inside the block puts keys and values of inputs [M, B, C] before its own.
+
+    They are the inputs of earlier chunks of a text, projected anew, so that the projections learn from them
+    (Dai et al., arXiv 1901.02860, §3.2). None: no context.
+    """
+    return _declaring(_carried, inputs)
+
+
+def carried_inputs() -> Optional[Tensor]:
+    """What the innermost `carried_context` block gives, [M, B, C], or None."""
+    return _carried.get()

@@ -88,7 +88,7 @@ def attend(
         batch, heads, tgt_len, dim = q.shape
         if bias is not None:
             bias = bias.expand(batch, heads, -1, -1).reshape(k.size(0), -1, tgt_len, k.size(2))
-        grouped = q.reshape(k.size(0), -1, tgt_len, dim)
+        grouped = q.reshape(k.size(0), -1, tgt_len, dim)  # [B, H, T, D] → [B / n, n·H, T, D]
         out, weights = attend(grouped, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
         out = out.reshape(batch, heads, tgt_len, dim)
         return out, None if weights is None else weights.reshape(batch, heads, tgt_len, -1)
@@ -107,15 +107,18 @@ def attend(
         mask = mask.masked_fill(blind, 0.0)
     weights = None
     if need_weights:
-        out, weights = _attend_with_weights(q, *_copied(q, k, v), mask, blind, dropout)
+        k, v = _copied(q, k, v)  # torch's attention does not return weights: the same, written out
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))  # [B, H, T, S]
+        if mask is not None:
+            scores = scores + mask
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        weights = torch.softmax(scores, dim=-1, dtype=wide)
+        if blind is not None:
+            weights = weights.masked_fill(blind, 0.0)
+        out = torch.matmul(F.dropout(weights.to(q.dtype), dropout, dropout > 0), v)
     else:
         out = _shared_head_attention(q, k, v, mask, dropout)
     return (out if blind is None else out.masked_fill(blind, 0.0)), weights
-
-
-def _processors(q: Tensor) -> int:
-    """How many multiprocessors a GPU has to keep busy; 0 on a CPU."""
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
 
 
 def _copied(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
@@ -126,6 +129,11 @@ def _copied(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
     if groups == 1:
         return k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
     return k.repeat(1, heads // groups, 1, 1), v.repeat(1, heads // groups, 1, 1)
+
+
+def _processors(q: Tensor) -> int:
+    """How many multiprocessors a GPU has to keep busy; 0 on a CPU."""
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 0
 
 
 def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout: float) -> Tensor:
@@ -147,25 +155,12 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     if mask is not None and mask.size(2) > 1:
         mask = mask.repeat_interleave(sharing, dim=2)
+    # [B, H, T, D] → [B, H / G, G, T, D] → [B, G, T·H / G, D], and back
     q = q.view(batch, sharing, groups, tgt_len, dim) if groups > 1 else q.unsqueeze(2)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, groups, tgt_len * sharing, dim)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     out = out.reshape(batch, groups, tgt_len, sharing, dim).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, heads, tgt_len, dim)
-
-
-def _attend_with_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], blind: Optional[Tensor], dropout: float
-) -> Tuple[Tensor, Tensor]:
-    """The same, written out: torch's attention does not return the weights."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))
-    if mask is not None:
-        scores = scores + mask
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    weights = torch.softmax(scores, dim=-1, dtype=dtype)
-    if blind is not None:
-        weights = weights.masked_fill(blind, 0.0)
-    return torch.matmul(F.dropout(weights.to(q.dtype), dropout, dropout > 0), v), weights
 
 
 _CAUSAL = "_moa_fairseq_causal"

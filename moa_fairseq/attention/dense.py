@@ -1,14 +1,14 @@
 """Dense multi-head attention, which every mixture is compared with: fairseq's, with a few settings more."""
 
-from dataclasses import dataclass, field
-from typing import Any, Dict, Optional
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings
+from moa_fairseq.attention.base import Decision, FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
-from moa_fairseq.attention.dense_heads import DenseHeadsAttention
 from moa_fairseq.errors import UserError
 
 
@@ -16,24 +16,63 @@ from moa_fairseq.errors import UserError
 class DenseSettings(FamilySettings):
     """The flags of `DenseAttention`."""
 
-    attention_head_dim: Optional[int] = field(
-        default=None,
-        metadata={
-            "help": "width of a head (default: the model's width over its heads): a dense model with the "
-            "multiply-accumulates, or the parameters, of a mixture"
-        },
+    attention_head_dim: Optional[int] = flag(
+        None,
+        "width of a head (default: the model's width over its heads): a dense model with the "
+        "multiply-accumulates, or the parameters, of a mixture",
     )
-    dropped_heads: int = field(
-        default=0,
-        metadata={
-            "help": "DropHead: in training each sequence does without N random heads in every attention, "
-            "and the others are multiplied by h/(h - N); all heads work in evaluation"
-        },
+    dropped_heads: int = flag(
+        0,
+        "DropHead: in training each sequence does without N random heads in every attention, and the others "
+        "are multiplied by h/(h - N); all heads work in evaluation",
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "DenseAttention":
         """causal is unused: masks hide the future."""
         return DenseAttention(embed_dim, num_heads, self.attention_head_dim, self.dropped_heads, **role)
+
+
+class DenseHeadsAttention(MixtureAttention[Decision]):
+    """The heads of fairseq's attention, with its parameters and their names: for MAE, MoH, dense attention.
+
+    head_dim: D, if it is not embed_dim / num_heads. A subclass calls `reset_parameters` after it has built
+    its router.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        bias: bool = True,
+        head_dim: Optional[int] = None,
+        **role: Any,
+    ):
+        super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **role)
+        width = num_heads * self.head_dim
+        self.k_proj = nn.Linear(kdim or embed_dim, width, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, width, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, width, bias=bias)
+        self.out_proj = nn.Linear(width, embed_dim, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""
+        same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
+        for projection in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def project_keys_values(
+        self, key: Tensor, value: Tensor, decision: Decision, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor]:
+        return self._split(self.k_proj(key)), self._split(self.v_proj(value))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, C] → [B, H, T, D]"""
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
 
 
 class DenseAttention(DenseHeadsAttention[None]):
@@ -87,6 +126,3 @@ class DenseAttention(DenseHeadsAttention[None]):
         inputs = self.k_proj.in_features + self.v_proj.in_features
         width = self.num_heads * self.head_dim
         return {"router": 0, "projections": (2 * queries * self.embed_dim + keys * inputs) * width}
-
-    def kept_elements(self) -> int:
-        return 4 * self.num_heads * self.head_dim + self.embed_dim  # queries, keys, values, heads; output

@@ -2,18 +2,7 @@
 
 In encoders one gate sees the whole sequence, and one expert is drawn per sequence, as in the paper. In
 decoders a gate must not see later tokens, so there is one per position, and the drawn expert can change along
-the sequence; `ExpertDraw.choose` keeps those changes few. Measured on Multi30k's valid set, tiny models: the
-share of sentence × decoder module pairs in which the expert changes somewhere, and in brackets its changes as
-a multiple of those that any draw must make. The right column is for the usual draw, which looks one random
-number up in the cumulated probabilities:
-
-    MAE-7, untrained                                   14 % (1.3)    25 % (2.3)
-    MAE-7 after 360 updates, 120 of them with G steps  30 % (1.3)    55 % (2.3)
-    MAE-6, untrained                                   15 % (1.4)    50 % (4.2)
-    MAE-6 after 180 updates, 60 of them with G steps   32 % (1.4)    81 % (4.2)
-
-With the 28 experts of MAE-6 the cumulated probabilities have more borders that move; `choose` does not use
-them.
+the sequence; `ExpertDraw.choose` keeps those changes few (docs/mae.md has the numbers).
 """
 
 import contextlib
@@ -41,9 +30,7 @@ class ExpertDraw:
     """
 
     def __init__(self, sequence_ids: Tensor, seed: int, update: int):
-        self.sequence_ids = sequence_ids
-        self.seed = seed
-        self.update = update
+        self.sequence_ids, self.seed, self.update = sequence_ids, seed, update
 
     def uniform(self, name: str) -> Tensor:
         """One number in [0, 1) per sequence for the module `name`, float32 [B]."""
@@ -106,3 +93,9 @@ def drawing_experts(draw: ExpertDraw) -> Iterator[None]:
 def current_draw() -> Optional[ExpertDraw]:
     """The draw of the innermost `drawing_experts` block, or None: then experts are mixed."""
     return _active[-1] if _active else None
+
+
+def random_expert(name: str, seed: int, num_experts: int) -> int:
+    """One expert for all of the module `name`, each as likely over the seeds; a function of these alone."""
+    uniform = ExpertDraw(torch.zeros(1, dtype=torch.int64), seed, update=0).uniform(name)
+    return int(uniform.item() * num_experts)

@@ -1,70 +1,55 @@
 """MAE, a mixture of attentive experts (arXiv 2005.06537): a gate weights experts that lack t heads each."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
-from moa_fairseq.attention.dense_heads import DenseHeadsAttention
-from moa_fairseq.attention.expert_draw import current_draw
+from moa_fairseq.attention.dense import DenseHeadsAttention
+from moa_fairseq.attention.expert_draw import current_draw, random_expert
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sequence_gate import NORMS, SequenceGate
-from moa_fairseq.attention.single_expert import EVALUATIONS, MIXTURE, TOP_EXPERT, single_expert
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 
 GATES = ("learned", "uniform")
+MIXTURE, TOP_EXPERT, RANDOM_EXPERT = EVALUATIONS = ("mixture", "top-expert", "random-expert")
 
 
 @dataclass
 class MAESettings(FamilySettings):
     """The flags of `MixtureOfAttentiveExperts`."""
 
-    mae_dropped_heads: int = field(
-        default=1,
-        metadata={"help": "heads that each expert leaves out (of 8 heads, 1 makes MAE-7 and 2 makes MAE-6)"},
+    mae_dropped_heads: int = flag(
+        1, "heads that each expert leaves out (of 8 heads, 1 makes MAE-7 and 2 makes MAE-6)"
     )
-    mae_gate: str = field(
-        default="learned",
-        metadata={
-            "choices": GATES,
-            "help": "how experts are weighted: by a gate that sees the input, or all equally (UNI-MAE)",
-        },
+    mae_gate: str = flag(
+        "learned", "how experts are weighted: by a gate that sees the input, or all equally (UNI-MAE)", GATES
     )
-    gate_hidden_dim: int = field(default=256, metadata={"help": "hidden size of the gate's MLP"})
-    gate_dropout: float = field(
-        default=0.1, metadata={"help": "dropout after the first layer of the gate's MLP"}
+    gate_hidden_dim: int = flag(256, "hidden size of the gate's MLP")
+    gate_dropout: float = flag(0.1, "dropout after the first layer of the gate's MLP")
+    gate_window: Optional[int] = flag(
+        None, "how many of the latest inputs a decoder's gate averages (translation: all so far)"
     )
-    gate_window: Optional[int] = field(
-        default=None,
-        metadata={
-            "help": "how many of the latest inputs a decoder's gate averages (translation: all so far)"
-        },
+    gate_norm: str = flag(
+        "earlier",
+        "batch normalisation of a gate's input while the gate is updated. earlier: by the running statistics "
+        "of earlier updates, which departs from the paper so that nothing leaks; batch: by the batch's own, "
+        "as in the paper (encoders only: in decoders they would leak later tokens to a gate, so gates there "
+        "always use earlier). Experts are always drawn, and models evaluated, with running statistics",
+        NORMS,
     )
-    gate_norm: str = field(
-        default="earlier",
-        metadata={
-            "choices": NORMS,
-            "help": "batch normalisation of a gate's input while the gate is updated. earlier: by the "
-            "running statistics of earlier updates, which departs from the paper so that nothing leaks; "
-            "batch: by the batch's own, as in the paper (encoders only: in decoders they would leak later "
-            "tokens to a gate, so gates there always use earlier). Experts are always drawn, and models "
-            "evaluated, with running statistics",
-        },
+    mae_evaluate_with: str = flag(
+        MIXTURE,
+        "in evaluation (never in training): mix the experts, use only each gate's favourite, or use one "
+        "random expert in each module; give it to trained models by --model-overrides",
+        EVALUATIONS,
     )
-    mae_evaluate_with: str = field(
-        default=MIXTURE,
-        metadata={
-            "choices": EVALUATIONS,
-            "help": "in evaluation (never in training): mix the experts, use only each gate's favourite, "
-            "or use one random expert in each module; give it to trained models by --model-overrides",
-        },
-    )
-    mae_evaluate_seed: int = field(default=1, metadata={"help": "seed of --mae-evaluate-with random-expert"})
+    mae_evaluate_seed: int = flag(1, "seed of --mae-evaluate-with random-expert")
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttentiveExperts":
         return MixtureOfAttentiveExperts(
@@ -109,8 +94,9 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
     gate_window of them; for decoders, in self- and cross-attention, where queries are a translation's tokens.
     Otherwise one gate per sequence sees all of its tokens. gate_norm: "earlier" or "batch" (see GateNorm),
     the statistics that normalise the gate's input while the gate learns; a causal gate always uses "earlier".
-    evaluate_with, evaluate_seed: outside training, a single expert instead of the mixture (see
-    `single_expert`). Raises UserError for an impossible number of heads or dropped heads.
+    evaluate_with: outside training, a single expert instead of the mixture (Table 5): the gate's favourite,
+    which can differ between sequences or positions, or a random one (of evaluate_seed), the same throughout.
+    Raises UserError for an impossible number of heads or dropped heads.
     """
 
     dropped: Tensor  # a buffer [E, h]: 1 where an expert leaves out a head, row i being D_i
@@ -130,9 +116,28 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         evaluate_seed: int = 1,
         **role: Any,
     ):
-        _check_sizes(embed_dim, num_heads, dropped_heads, gate_window)
-        _check_gate(gate, gate_norm)
-        _check_evaluation(evaluate_with, gate)
+        if num_heads < 2 or embed_dim % num_heads:
+            raise UserError(
+                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
+                "multiple of the heads, and a mixture of attentive experts needs two or more."
+            )
+        if not 1 <= dropped_heads < num_heads:
+            raise UserError(
+                f"--mae-dropped-heads {dropped_heads} must lie between 1 and {num_heads - 1}: "
+                f"an expert leaves out some of the {num_heads} attention heads, but not all."
+            )
+        if gate_window is not None and gate_window < 1:
+            raise UserError(
+                f"--gate-window {gate_window} must be at least 1: the gate sees the current input."
+            )
+        check_choice("--mae-gate", gate, GATES)
+        check_choice("--gate-norm", gate_norm, NORMS)
+        check_choice("--mae-evaluate-with", evaluate_with, EVALUATIONS)
+        if evaluate_with == TOP_EXPERT and gate == "uniform":
+            raise UserError(
+                f"--mae-evaluate-with {TOP_EXPERT} needs a gate that prefers experts, but a uniform one "
+                "weights all equally: choose random-expert."
+            )
         super().__init__(embed_dim, num_heads, **role)
         self.causal, self.gate_window = causal, gate_window
         self.evaluate_with, self.evaluate_seed = evaluate_with, evaluate_seed
@@ -156,11 +161,13 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         if draw is not None:
             chosen = draw.choose(self.name, probs)
         elif not self.training and self.evaluate_with != MIXTURE:
-            chosen = single_expert(self.evaluate_with, probs, self.name, self.evaluate_seed)
+            chosen = probs.argmax(-1)
+            if self.evaluate_with == RANDOM_EXPERT:
+                chosen.fill_(random_expert(self.name, self.evaluate_seed, self.num_experts))
         else:
             chosen = None
         scope = "tokens" if probs.size(1) == x.size(1) and self.causal else "sequences"
-        probs, logits = probs.flatten(0, 1), logits.flatten(0, 1)
+        probs, logits = probs.flatten(0, 1), logits.flatten(0, 1)  # [B, T or 1, E] → [N, E]
         if chosen is None:
             index = torch.arange(self.num_experts, device=probs.device).expand(probs.size(0), -1)
             gate = probs
@@ -179,11 +186,14 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         """Rescale each head by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i), and project."""
         batch, _, tgt_len, _ = heads.shape
         dropped = self.dropped.to(decision.probs.dtype)
+        # [N, E] · [E, H]
         left_out = decision.probs @ dropped if decision.chooses_all else dropped[decision.expert_index[:, 0]]
         length = tgt_len if decision.scope == "tokens" else 1
-        weight = self.scale * (1.0 - left_out).view(batch, length, self.num_heads, 1)
+        weight = self.scale * (1.0 - left_out).view(
+            batch, length, self.num_heads, 1
+        )  # [N, H] → [B, T or 1, H, 1]
         heads = heads.transpose(1, 2) * weight.to(heads.dtype)
-        out: Tensor = self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))
+        out: Tensor = self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))  # [B, T, H, D] → [B, T, C]
         return out
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
@@ -216,37 +226,3 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         probs, logits = self.gate(mean.reshape(-1, width), real)
         shape = (batch, length, self.num_experts)
         return probs.view(shape), logits.view(shape), real
-
-
-def _check_sizes(embed_dim: int, num_heads: int, dropped_heads: int, gate_window: Optional[int]) -> None:
-    if num_heads < 2 or embed_dim % num_heads:
-        raise UserError(
-            f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a multiple "
-            f"of the heads, and a mixture of attentive experts needs two or more."
-        )
-    if not 1 <= dropped_heads < num_heads:
-        raise UserError(
-            f"--mae-dropped-heads {dropped_heads} must lie between 1 and {num_heads - 1}: "
-            f"an expert leaves out some of the {num_heads} attention heads, but not all."
-        )
-    if gate_window is not None and gate_window < 1:
-        raise UserError(f"--gate-window {gate_window} must be at least 1: the gate sees the current input.")
-
-
-def _check_gate(gate: str, gate_norm: str) -> None:
-    if gate not in GATES:
-        raise UserError(f"--mae-gate {gate} is unknown: choose one of {', '.join(GATES)}.")
-    if gate_norm not in NORMS:
-        raise UserError(f"--gate-norm {gate_norm} is unknown: choose one of {', '.join(NORMS)}.")
-
-
-def _check_evaluation(evaluate_with: str, gate: str) -> None:
-    if evaluate_with not in EVALUATIONS:
-        raise UserError(
-            f"--mae-evaluate-with {evaluate_with} is unknown: choose one of {', '.join(EVALUATIONS)}."
-        )
-    if evaluate_with == TOP_EXPERT and gate == "uniform":
-        raise UserError(
-            f"--mae-evaluate-with {TOP_EXPERT} needs a gate that prefers experts, but a uniform one weights "
-            "all equally: choose random-expert."
-        )

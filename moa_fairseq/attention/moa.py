@@ -1,20 +1,19 @@
 """Mixture of Attention Heads (MoA, arXiv 2210.05144): top-k attention experts per token."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.routers import ACTIVATIONS, CHOICES, GATES, RENORMALIZATIONS, TopKRouter
 from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS
 
 KEYS_VALUES = ("shared", "own")
@@ -25,81 +24,55 @@ _ROWS_OF_ONE_PRODUCT = 1024
 class MoASettings(FamilySettings):
     """The flags of `MixtureOfAttention`."""
 
-    num_experts: int = field(default=8, metadata={"help": "attention experts per module (E)"})
-    experts_per_token: int = field(default=8, metadata={"help": "experts each token chooses (K)"})
-    expert_dim: int = field(default=128, metadata={"help": "head dimension of an expert (D)"})
-    heads_per_expert: int = field(
-        default=1,
-        metadata={
-            "help": "attention heads inside an expert; all experts share as many heads of keys and values "
-            "(1: MoA; more: the mixture of multi-head attention of SUT and JetMoE)"
-        },
+    num_experts: int = flag(8, "attention experts per module (E)")
+    experts_per_token: int = flag(8, "experts each token chooses (K)")
+    expert_dim: int = flag(128, "head dimension of an expert (D)")
+    heads_per_expert: int = flag(
+        1,
+        "attention heads inside an expert; all experts share as many heads of keys and values (1: MoA; more: "
+        "the mixture of multi-head attention of SUT and JetMoE)",
     )
-    expert_keys_values: str = field(
-        default="shared",
-        metadata={
-            "choices": KEYS_VALUES,
-            "help": "shared: all experts share keys and values (MoA Eq. 12); own: each expert has a head "
-            "of its own, which with K = E is dense multi-head attention with gates, the control for what "
-            "routing adds",
-        },
+    expert_keys_values: str = flag(
+        "shared",
+        "shared: all experts share keys and values (MoA Eq. 12); own: each expert has a head of its own, "
+        "which with K = E is dense multi-head attention with gates, the control for what routing adds",
+        KEYS_VALUES,
     )
-    expert_bias: bool = field(
-        default=False,
-        metadata={
-            "help": "biases in keys, values, query and output experts (off for translation, as in the "
-            "release)"
-        },
+    expert_bias: bool = flag(
+        False, "biases in keys, values, query and output experts (off for translation, as in the release)"
     )
-    routing_noise: bool = field(
-        default=False,
-        metadata={"help": "learned Gaussian noise on the router's logits in training (MoA Eq. 3)"},
+    routing_noise: bool = flag(False, "learned Gaussian noise on the router's logits in training (MoA Eq. 3)")
+    router_activation: str = flag(
+        "softmax",
+        "what turns the router's logits into gates: softmax (MoA Eq. 7), or a sigmoid of each",
+        ACTIVATIONS,
     )
-    router_activation: str = field(
-        default="softmax",
-        metadata={
-            "choices": ACTIVATIONS,
-            "help": "what turns the router's logits into gates: softmax (MoA Eq. 7), or a sigmoid of each",
-        },
+    router_renormalize: str = flag(
+        "detached",
+        "divide the chosen gates by their sum: without a gradient through it (detached: MoA Eq. 9), with one "
+        "(full), or not at all (none: MoA's released code)",
+        RENORMALIZATIONS,
     )
-    router_renormalize: str = field(
-        default="detached",
-        metadata={
-            "choices": RENORMALIZATIONS,
-            "help": "divide the chosen gates by their sum: without a gradient through it (detached: MoA "
-            "Eq. 9), with one (full), or not at all (none: MoA's released code)",
-        },
+    router_choice: str = flag(
+        "learned",
+        "what chooses experts: the learned router; frozen: a router that stays random; hash: a hash of the "
+        "token's id, with learned gates",
+        CHOICES,
     )
-    router_choice: str = field(
-        default="learned",
-        metadata={
-            "choices": CHOICES,
-            "help": "what chooses experts: the learned router; frozen: a router that stays random; hash: a "
-            "hash of the token's id, with learned gates",
-        },
+    router_gates: str = flag(
+        "learned",
+        "the weights of the chosen experts: learned; uniform: those of equal logits (1/K where they are "
+        "renormalised), so that only auxiliary losses train the router; straight-through: uniform, with the "
+        "learned gates' gradient to train the choice",
+        GATES,
     )
-    router_gates: str = field(
-        default="learned",
-        metadata={
-            "choices": GATES,
-            "help": "the weights of the chosen experts: learned; uniform: those of equal logits (1/K where "
-            "they are renormalised), so that only auxiliary losses train the router; straight-through: "
-            "uniform, with the learned gates' gradient to train the choice",
-        },
+    routing_bias_rate: float = flag(
+        0.0,
+        "balance loads without a gradient: after each update an expert's selection bias moves by this much "
+        "towards an even load (arXiv 2408.15664: 0.001; 0: off)",
     )
-    routing_bias_rate: float = field(
-        default=0.0,
-        metadata={
-            "help": "balance loads without a gradient: after each update an expert's selection bias moves "
-            "by this much towards an even load (arXiv 2408.15664: 0.001; 0: off)"
-        },
-    )
-    expert_backend: str = field(
-        default="auto",
-        metadata={
-            "choices": BACKENDS,
-            "help": "what computes the expert projections; auto picks by device and dtype",
-        },
+    expert_backend: str = flag(
+        "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttention":
@@ -133,9 +106,11 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
     heads_per_expert: P heads of size D in each expert, and P shared heads of keys and values (SUT, arXiv
     2310.07096; JetMoE, arXiv 2404.07413). keys_values: "own" gives each expert its own, which takes
     K = E: dense attention whose heads are gated. bias: biases of keys, values, query experts and
-    output experts (the router has none in either case). router: one to use instead of `TopKRouter`. Head
-    weights stand slot by slot: slot k is the k-th most probable expert (expert k when K = E). Raises
-    UserError for impossible sizes.
+    output experts (the router has none in either case). router: one to use instead of `TopKRouter`.
+    joint_keys_values: whether `k_proj` and `v_proj` may be computed as one product of their weights; False
+    for projections that are replaced or hooked into later (by an adapter, for example). Head weights stand
+    slot by slot: slot k is the k-th most probable expert (expert k when K = E). Raises UserError for
+    impossible sizes.
     """
 
     def __init__(
@@ -157,13 +132,13 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         router_gates: str = "learned",
         backend: str = "auto",
         router: Optional[nn.Module] = None,
+        joint_keys_values: bool = True,
         **role: Any,
     ):
-        for flag, size in (("expert-dim", expert_dim), ("heads-per-expert", heads_per_expert)):
+        for name, size in (("expert-dim", expert_dim), ("heads-per-expert", heads_per_expert)):
             if size is None or size < 1:
-                raise UserError(f"--{flag} must be a positive number, not {size}.")
-        if keys_values not in KEYS_VALUES:
-            raise UserError(f"--expert-keys-values {keys_values} is unknown: choose shared or own.")
+                raise UserError(f"--{name} must be a positive number, not {size}.")
+        check_choice("--expert-keys-values", keys_values, KEYS_VALUES)
         if keys_values == "own" and experts_per_token != num_experts:
             raise UserError(
                 "--expert-keys-values own needs every expert for every token, but --experts-per-token "
@@ -192,6 +167,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         self.out_experts = ExpertLinear(
             num_experts, width, embed_dim, "model", bias, backend, fan_in=experts_per_token * width
         )
+        self.joint_keys_values = joint_keys_values
         self.k_proj = nn.Linear(kdim or embed_dim, self.key_heads * expert_dim, bias=bias)
         self.v_proj = nn.Linear(vdim or embed_dim, self.key_heads * expert_dim, bias=bias)
         self.reset_parameters()
@@ -209,38 +185,33 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         return decision
 
     def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
-        rows = x.view(-1, self.embed_dim)
+        rows = x.view(-1, self.embed_dim)  # [B, T, C] → [N, C]
         q: Tensor = self.q_experts(rows, decision, self.experts_per_token, slots_per_sum=1)
+        # [N·K, P·D] → [B, K·P, T, D]
         return q.view(*x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)
 
     def project_keys_values(
         self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor]:
-        shape = (*key.shape[:2], self.key_heads, self.expert_dim)
-        if key is value and self._in_one_product(key):
+        shape = (*key.shape[:2], self.key_heads, self.expert_dim)  # [B, S, G, D]
+        # One product needs a copy of both weights side by side at each call. That pays for many rows, but not
+        # for a step of generation, which reads hardly anything but the weights.
+        pays = key.size(0) * key.size(1) >= _ROWS_OF_ONE_PRODUCT
+        if key is value and pays and self.joint_keys_values:
             weight = torch.cat([self.k_proj.weight, self.v_proj.weight])
             bias = None if self.k_proj.bias is None else torch.cat([self.k_proj.bias, self.v_proj.bias])
-            both = F.linear(key, weight, bias).view(*shape[:2], 2, *shape[2:])
+            both = F.linear(key, weight, bias).view(
+                *shape[:2], 2, *shape[2:]
+            )  # [B, S, 2·G·D] → [B, S, 2, G, D]
             k, v = both.unbind(2)
         else:
             k, v = self.k_proj(key).view(shape), self.v_proj(value).view(shape)
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def _in_one_product(self, key: Tensor) -> bool:
-        """Whether one matrix product for keys and values together is faster than one for each.
-
-        One product needs a copy of both weights side by side at each call. That pays for many rows, but not
-        for a step of generation, which reads hardly anything but the weights. Projections that something has
-        replaced or hooked into (an adapter, for example) are called one by one.
-        """
-        if key.size(0) * key.size(1) < _ROWS_OF_ONE_PRODUCT:
-            return False
-        return all(type(p) is nn.Linear and not p._forward_hooks for p in (self.k_proj, self.v_proj))
-
     def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
         batch, _, tgt_len, _ = heads.shape
         width = self.heads_per_expert * self.expert_dim
-        slots = heads.transpose(1, 2).reshape(-1, width)
+        slots = heads.transpose(1, 2).reshape(-1, width)  # [B, K·P, T, D] → [N·K, P·D]
         out: Tensor = self.out_experts(
             slots, decision, slots_per_row=1, slots_per_sum=self.experts_per_token, gate=decision.gate
         )
@@ -253,13 +224,3 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
             "projections": 2 * queries * self.embed_dim * self.num_heads * self.head_dim
             + keys * inputs * self.key_heads * self.expert_dim,
         }
-
-    def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
-        if self.key_heads != 1 or not isinstance(self.positions, RelativePositions):
-            return None
-        n, d, C, T, k = self.num_heads, self.head_dim, chunks, length, 2  # their script has k = 2 for every n
-        width, experts = self.embed_dim, self.num_experts
-        macs = 2 * C * n * d * T**2 + (2 * n + 2) * d * width * T + n * k * d * T
-        macs += experts * width * T + 2 * C * d * width * T
-        floats = 2 * C * n * T**2 + (2 * n + 2) * d * T + 2 * d * T + experts * C * T
-        return {"macs": macs, "floats": floats}

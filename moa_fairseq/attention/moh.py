@@ -1,21 +1,27 @@
 """MoH, mixture-of-head attention (arXiv 2410.11842): shared heads, and K of the others for each token."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings
+from moa_fairseq.attention.base import FamilySettings, flag
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.core import attend
-from moa_fairseq.attention.dense_heads import DenseHeadsAttention
-from moa_fairseq.attention.moh_routers import SCALINGS, HeadDecision, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.attention.dense import DenseHeadsAttention
+from moa_fairseq.attention.moh_routers import (
+    SCALINGS,
+    HeadDecision,
+    HeadPlan,
+    QueryNormRouter,
+    SharedAndRoutedRouter,
+)
 from moa_fairseq.attention.positions import RotaryPositions
 from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.selected import attend_selected, skipping_pays
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS, project, resolve_backend
 
 ROUTERS = ("learned", "query-norm")
@@ -26,49 +32,36 @@ SKIPPING = ("auto", "always", "never")
 class MoHSettings(FamilySettings):
     """The flags of `MixtureOfHeads`."""
 
-    moh_shared_heads: int = field(default=2, metadata={"help": "heads that work for every token (h_s)"})
-    experts_per_token: int = field(
-        default=4, metadata={"help": "how many of the other heads each token chooses (K)"}
+    moh_shared_heads: int = flag(2, "heads that work for every token (h_s)")
+    experts_per_token: int = flag(4, "how many of the other heads each token chooses (K)")
+    moh_scaling: str = flag(
+        "paper",
+        "paper: gates as in MoH Eq. 5-6, which add up to at most 1; released: as in the authors' code, where "
+        "even gates are 1 each (use it with --balance-loss moh-released and --aux-loss-reduce mean)",
+        SCALINGS,
     )
-    moh_scaling: str = field(
-        default="paper",
-        metadata={
-            "choices": SCALINGS,
-            "help": "paper: gates as in MoH Eq. 5-6, which add up to at most 1; released: as in the "
-            "authors' code, where even gates are 1 each (use it with --balance-loss moh-released and "
-            "--aux-loss-reduce mean)",
-        },
+    moh_router: str = flag(
+        "learned",
+        "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' queries, "
+        "without parameters and with gates of 1, to continue trained models (MoH 4.4)",
+        ROUTERS,
     )
-    moh_router: str = field(
-        default="learned",
-        metadata={
-            "choices": ROUTERS,
-            "help": "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' "
-            "queries, without parameters and with gates of 1, to continue trained models (MoH 4.4)",
-        },
+    router_choice: str = flag(
+        "learned",
+        "what --moh-router learned chooses routed heads by: its learned weights; frozen: weights that stay "
+        "random; hash: a hash of the token's id, with learned gates",
+        CHOICES,
     )
-    router_choice: str = field(
-        default="learned",
-        metadata={
-            "choices": CHOICES,
-            "help": "what --moh-router learned chooses routed heads by: its learned weights; frozen: weights "
-            "that stay random; hash: a hash of the token's id, with learned gates",
-        },
+    moh_skip: str = flag(
+        "auto",
+        "leave heads that a token did not choose out of all computation (always), compute them and weight "
+        "them by zero (never), or whichever is faster at the batch's size (auto)",
+        SKIPPING,
     )
-    moh_skip: str = field(
-        default="auto",
-        metadata={
-            "choices": SKIPPING,
-            "help": "leave heads that a token did not choose out of all computation (always), compute them "
-            "and weight them by zero (never), or whichever is faster at the batch's size (auto)",
-        },
-    )
-    expert_backend: str = field(
-        default="auto",
-        metadata={
-            "choices": BACKENDS,
-            "help": "what computes the projections where heads are left out; auto picks by device and dtype",
-        },
+    expert_backend: str = flag(
+        "auto",
+        "what computes the projections where heads are left out; auto picks by device and dtype",
+        BACKENDS,
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfHeads":
@@ -121,10 +114,9 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
                 f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
                 "multiple of the heads."
             )
-        if skip not in SKIPPING:
-            raise UserError(f"--moh-skip {skip} is unknown: choose one of {', '.join(SKIPPING)}.")
-        if not isinstance(router, nn.Module) and router not in ROUTERS:
-            raise UserError(f"--moh-router {router} is unknown: choose one of {', '.join(ROUTERS)}.")
+        check_choice("--moh-skip", skip, SKIPPING)
+        if not isinstance(router, nn.Module):
+            check_choice("--moh-router", router, ROUTERS)
         if router == "query-norm" and router_choice != "learned":
             raise UserError(
                 f"--router-choice {router_choice} is for routers with weights, which --moh-router query-norm "
@@ -143,16 +135,15 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         self.reset_parameters()
 
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> HeadDecision:
-        rows = x.view(-1, self.embed_dim)
+        rows = x.view(-1, self.embed_dim)  # [B, T, C] → [N, C]
         queries = self.q_proj(rows) if self.router.reads_queries else None
         decision: HeadDecision = self.router(
             rows if queries is None else queries, None if padding is None else padding.reshape(-1)
         )
-        decision.skips, decision.skips_output = self._skips(x)
-        if decision.skips and not decision.skips_output and queries is None:
+        skips, skips_output = self._skips(x)
+        if skips and not skips_output and queries is None:
             queries = self.q_proj(rows)
-        decision.queries = queries
-        return decision
+        return replace(decision, plan=HeadPlan(queries, skips, skips_output))
 
     @property
     def _may_skip(self) -> bool:
@@ -161,30 +152,19 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
 
     def _skips(self, x: Tensor) -> Tuple[bool, bool]:
         """Whether unchosen heads are left out of the attention, and of the projections."""
-        choosable = self.num_heads - self.shared_heads
-        if self.routed_per_token == choosable or not self._may_skip or not x.numel():
+        unchosen = self.num_heads - self.active_heads
+        if not unchosen or not self._may_skip or not x.numel():
             return False, False
         if self.skip == "always":
             return True, True
-        batch, tgt_len, _ = x.shape
-        return skipping_pays(
-            batch,
-            tgt_len,
-            self.embed_dim,
-            self.shared_heads,
-            choosable,
-            self.routed_per_token,
-            self.head_dim,
-            self.causal,
-            x.device.type,
-        )
+        return skipping_pays(x.size(1), unchosen / self.routed_per_token, self.causal, x.device.type)
 
     def project_queries(self, x: Tensor, decision: HeadDecision) -> Tensor:
         """Queries [B, H, T, D], or where heads are skipped those of the slots, [B, h_s + K, T, D]."""
-        rows, queries = x.view(-1, self.embed_dim), decision.queries
-        if not decision.skips:
+        rows, queries = x.view(-1, self.embed_dim), decision.plan.queries
+        if not decision.plan.skips:
             return self._split((self.q_proj(rows) if queries is None else queries).view_as(x))
-        if queries is not None:
+        if queries is not None:  # [N, H·D] → [N, H, D] → [N, h_s + K, D]
             index = decision.expert_index.unsqueeze(-1).expand(-1, -1, self.head_dim)
             slots = queries.view(-1, self.num_heads, self.head_dim).gather(1, index)
         else:
@@ -200,7 +180,8 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
                 backend=self.backend,
             )
             shared = F.linear(rows, self.q_proj.weight[:width], None if bias is None else bias[:width])
-            slots = torch.cat([shared, routed.view(rows.size(0), -1)], 1)
+            slots = torch.cat([shared, routed.view(rows.size(0), -1)], 1)  # [N·K, D] → [N, K·D]
+        # [N, (h_s + K)·D] → [B, h_s + K, T, D]
         return slots.view(*x.shape[:2], self.active_heads, self.head_dim).transpose(1, 2)
 
     def attend_heads(
@@ -218,13 +199,13 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         dropout, shared = self._dropout_now, self.shared_heads
         batch, _, tgt_len, dim = q.shape
         index = decision.expert_index.view(batch, tgt_len, self.active_heads, 1).transpose(1, 2)
-        if decision.skips and (need_weights or k.size(0) != batch):
+        if decision.plan.skips and (need_weights or k.size(0) != batch):
             # Returned weights, and keys that a beam shares, need all heads. Then there are few tokens.
             every = q.new_zeros(batch, self.num_heads, tgt_len, dim)
             every = every.scatter(1, index.expand(-1, -1, -1, dim), q)
             out, weights = attend(every, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
             out = out.gather(1, index.expand(-1, -1, -1, dim))
-        elif decision.skips:
+        elif decision.plan.skips:
             masks, weights = (attn_mask, key_padding_mask, dropout), None
             routed = attend_selected(q, decision.routed_order, k[:, shared:], v[:, shared:], *masks)
             out = routed.view(batch, tgt_len, -1, dim).transpose(1, 2)
@@ -240,13 +221,13 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
     def project_output(self, heads: Tensor, decision: HeadDecision) -> Tensor:
         """Σ_i g_i · H^i · W_O^i, and the bias: [B, H or h_s + K, T, D] → [B, T, C]."""
         batch, _, tgt_len, _ = heads.shape
-        rows = heads.transpose(1, 2)
-        if not decision.skips:
+        rows = heads.transpose(1, 2)  # [B, T, H or h_s + K, D]
+        if not decision.plan.skips:
             weight = decision.head_weight.to(rows.dtype).view(batch, tgt_len, self.num_heads, 1)
             out: Tensor = self.out_proj((rows * weight).reshape(batch, tgt_len, self.embed_dim))
             return out
         gate = decision.gate.view(batch, tgt_len, -1, 1)
-        if not decision.skips_output:
+        if not decision.plan.skips_output:
             slots = (rows * gate.to(rows.dtype)).reshape(-1, self.active_heads, self.head_dim)
             index = decision.expert_index.unsqueeze(-1).expand_as(slots)
             every = slots.new_zeros(slots.size(0), self.num_heads, self.head_dim).scatter(1, index, slots)
@@ -255,7 +236,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         shared, width = self.shared_heads, self.shared_heads * self.head_dim
         always = (rows[:, :, :shared] * gate[:, :, :shared].to(rows.dtype)).reshape(batch, tgt_len, width)
         routed = project(
-            rows[:, :, shared:].reshape(-1, self.head_dim),
+            rows[:, :, shared:].reshape(-1, self.head_dim),  # [B, T, K, D] → [N·K, D]
             decision.routed_order,
             self._by_head(self.out_proj.weight.t()),
             into="model",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.token_hash import TokenHash
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import SlotOrder
 from moa_fairseq.torch_compat import full_precision
 
@@ -19,9 +19,9 @@ SCALINGS = ("paper", "released")
 _INIT_STD = 0.02
 
 
-@dataclass
-class HeadDecision(RoutingDecision):
-    """Which heads work for a token: experts are heads, and the first `shared` slots are the shared ones.
+@dataclass(frozen=True)
+class HeadPlan:
+    """How a layer computes the heads of a decision.
 
     queries [N, H·D]  of every head, if they are there already
     skips             whether heads that were not chosen are left out of the attention, or computed and
@@ -33,11 +33,18 @@ class HeadDecision(RoutingDecision):
     skips: bool = False
     skips_output: bool = False
 
+
+@dataclass(frozen=True)
+class HeadDecision(RoutingDecision):
+    """Which heads work for a token: experts are heads, and the first `shared` slots are the shared ones."""
+
+    plan: HeadPlan = HeadPlan()
+
     @cached_property
     def routed_order(self) -> SlotOrder:
         """The slots of the routed heads alone, N·K of them; expert 0 is the first routed head."""
         index = self.expert_index[:, self.shared :] - self.shared
-        return SlotOrder.from_index(index, self.num_experts - self.shared, in_order=self.chooses_all)
+        return SlotOrder(index, self.num_experts - self.shared, self.chooses_all)
 
     @cached_property
     def head_weight(self) -> Tensor:
@@ -45,37 +52,35 @@ class HeadDecision(RoutingDecision):
         return torch.zeros_like(self.probs).scatter(1, self.expert_index, self.gate)
 
 
-def check_heads(num_heads: int, shared_heads: int, routed_per_token: int) -> None:
-    """Raises UserError unless every head can work for some token, and each token has a head."""
-    if not 0 <= shared_heads <= num_heads:
-        raise UserError(
-            f"--moh-shared-heads {shared_heads} must lie between 0 and the number of attention heads, "
-            f"{num_heads}."
-        )
-    routed = num_heads - shared_heads
-    if not (1 <= routed_per_token <= routed or routed_per_token == routed == 0):
-        raise UserError(
-            f"--experts-per-token {routed_per_token} must lie between {min(1, routed)} and {routed}: of "
-            f"{num_heads} attention heads --moh-shared-heads {shared_heads} always work, and a token chooses "
-            f"among the other {routed}."
-        )
-
-
 class _Router(nn.Module):
-    """What both routers have: sizes, the choice of the K most probable heads, and the decision."""
+    """What both routers have: sizes, the choice of the K most probable heads, and the decision.
+
+    Raises UserError unless every head can work for some token, and each token has a head.
+    """
 
     reads_queries = False  # True: `forward` takes the queries of every head, not the attention's input
     every_head: Tensor  # a buffer: 0, 1, …, h − 1
 
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
         super().__init__()
-        check_heads(num_heads, shared_heads, routed_per_token)
+        if not 0 <= shared_heads <= num_heads:
+            raise UserError(
+                f"--moh-shared-heads {shared_heads} must lie between 0 and the number of attention heads, "
+                f"{num_heads}."
+            )
+        routed = num_heads - shared_heads
+        if not (1 <= routed_per_token <= routed or routed_per_token == routed == 0):
+            raise UserError(
+                f"--experts-per-token {routed_per_token} must lie between {min(1, routed)} and {routed}: of "
+                f"{num_heads} attention heads --moh-shared-heads {shared_heads} always work, and a token "
+                f"chooses among the other {routed}."
+            )
         self.token_hash: Optional[TokenHash] = None  # chooses in place of the probabilities
         self.num_heads, self.shared_heads = num_heads, shared_heads
-        self.routed_heads, self.routed_per_token = num_heads - shared_heads, routed_per_token
+        self.routed_heads, self.routed_per_token = routed, routed_per_token
         self.register_buffer("every_head", torch.arange(num_heads), persistent=False)
 
-    def _chosen(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
+    def _top_heads(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
         """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
 
         They are the K largest, or what the hash says; in order of heads if K is all.
@@ -135,18 +140,12 @@ class SharedAndRoutedRouter(_Router):
         choice: str = "learned",
     ):
         super().__init__(num_heads, shared_heads, routed_per_token)
-        if choice not in CHOICES:
-            raise UserError(f"--router-choice {choice} is unknown: choose one of {', '.join(CHOICES)}.")
-        if scaling not in SCALINGS:
-            raise UserError(f"--moh-scaling {scaling} is unknown: choose one of {', '.join(SCALINGS)}.")
+        check_choice("--router-choice", choice, CHOICES)
+        check_choice("--moh-scaling", scaling, SCALINGS)
         self.scaling = scaling
         self.two_stages = shared_heads > 0 and self.routed_heads > 0
         # the rows of W_r, W_s and W_h
-        self.rows = (
-            self.routed_heads,
-            shared_heads if shared_heads > 1 else 0,
-            2 if self.two_stages else 0,
-        )
+        self.rows = (self.routed_heads, shared_heads if shared_heads > 1 else 0, 2 * self.two_stages)
         self.projection = nn.Linear(model_dim, sum(self.rows), bias=False)
         if choice == "frozen":
             self.projection.requires_grad_(False)
@@ -170,7 +169,7 @@ class SharedAndRoutedRouter(_Router):
             if self.shared_heads == 1:
                 shared = torch.zeros_like(logits[:, :1])
             shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
-            shared_gate, (routed_gate, routed_index) = shared_probs, self._chosen(routed_probs)
+            shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs)
             if released:
                 shared_gate = self.shared_heads * shared_gate
                 total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
@@ -210,7 +209,7 @@ class QueryNormRouter(_Router):
                 least = (0.01 * norms.mean(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny)
                 logits = logits / norms.std(-1, keepdim=True).maximum(least)
             probs = torch.softmax(logits, -1)
-            routed_gate, routed_index = self._chosen(probs)
+            routed_gate, routed_index = self._top_heads(probs)
             routed_gate = 1.0 + (routed_gate - routed_gate.detach())
             ones = logits.new_ones(logits.size(0), self.shared_heads)
             return self._decision(

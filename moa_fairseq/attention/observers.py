@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Observer(nn.Module):
-    """Adds up what it sees in training (`pending`), and takes it in after the update (`absorb`).
+    """Adds up what it sees in training (`pending`), and takes it in after the update (`update`).
 
     So a batch affects only later updates, all accumulation steps and workers count, and a skipped update
     leaves no trace. Its buffers stay in float32 whatever the model is cast to: counts of tokens and small
@@ -18,7 +18,7 @@ class Observer(nn.Module):
     pending: Tensor  # a buffer [n] of sums, not part of checkpoints
     has_pending = False
 
-    def absorb(self, sums: Tensor) -> None:
+    def update(self, sums: Tensor) -> None:
         """Take in sums [n], like `pending` but over all workers."""
 
     @torch.no_grad()
@@ -37,7 +37,7 @@ class Observer(nn.Module):
         return self
 
     def forget(self) -> None:
-        """Drop what has been observed since the last `absorb`."""
+        """Drop what has been observed since the last `update`."""
         self.pending.zero_()
         self.has_pending = False
 
@@ -47,7 +47,7 @@ def observers_of(model: nn.Module) -> List[Observer]:
     return [m for m in model.modules() if isinstance(m, Observer) and getattr(m, "pending", None) is not None]
 
 
-def absorb_pending(
+def update_observers(
     observers: Sequence[Observer], all_reduce: Optional[Callable[[Tensor], object]] = None
 ) -> None:
     """Let each observer take in what it has seen since the last call.
@@ -60,7 +60,7 @@ def absorb_pending(
     if all_reduce is not None:
         all_reduce(flat)
     for observer, sums in zip(observers, flat.split([o.pending.numel() for o in observers])):
-        observer.absorb(sums)
+        observer.update(sums)
         observer.forget()
 
 

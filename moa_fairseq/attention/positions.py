@@ -67,7 +67,7 @@ class RotaryPositions(Positions):
         position = torch.arange(first_query, first_query + q.size(2), device=q.device, dtype=torch.float64)
         angle = position[:, None] * self.speed.to(torch.float64)
         cos, sin = angle.cos(), angle.sin()
-        return _turned(q, cos, sin), _turned(k, cos, sin)
+        return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RotaryPositions":
         speed = self.speed
@@ -83,24 +83,22 @@ class HalfRotaryPositions(RotaryPositions):
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
-        self.turned = 2 * (head_dim // 4)
-        if not self.turned:
+        self.rotary_dim = 2 * (head_dim // 4)
+        if not self.rotary_dim:
             raise UserError(
                 "--positions rope-half rotates pairs of numbers in half of a head, but half of the head "
                 f"dimension {head_dim} holds no pair: choose a head dimension of 4 or more, or --positions "
                 "rope."
             )
-        super().__init__(self.turned, base)
+        super().__init__(self.rotary_dim, base)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
-        turned_q, turned_k = super().rotate(q[..., : self.turned], k[..., : self.turned], first_query)
-        return (
-            torch.cat([turned_q, q[..., self.turned :]], dim=-1),
-            torch.cat([turned_k, k[..., self.turned :]], dim=-1),
-        )
+        half = self.rotary_dim
+        first_q, first_k = super().rotate(q[..., :half], k[..., :half], first_query)
+        return torch.cat([first_q, q[..., half:]], dim=-1), torch.cat([first_k, k[..., half:]], dim=-1)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, T, D]; cos and sin [T, D / 2]. In float32 or wider: half precision loses far positions."""
     wide = x if x.dtype == torch.float64 else x.float()
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)

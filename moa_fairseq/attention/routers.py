@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moa_fairseq.attention.observers import Observer
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.token_hash import TokenHash
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_linear
 from moa_fairseq.torch_compat import full_precision
 
@@ -31,7 +31,7 @@ class TopKRouter(Observer):
     training (Eq. 3). activation: "sigmoid" computes each expert's probability by itself, so they do not add
     up to 1; where K < E, Eq. 9 still applies to them. bias_rate: u, to balance without a gradient (arXiv
     2408.15664): experts are chosen by probability plus a bias b_i, weighted by probability alone, and b_i
-    moves by u · sign(mean load − load_i) after each update (`absorb`; the counts of an update wait in
+    moves by u · sign(mean load − load_i) after each update (`update`; the counts of an update wait in
     `pending`).
 
     Controls. choice: "frozen" leaves all weights as they were drawn; hidden states can still learn to reach
@@ -65,8 +65,8 @@ class TopKRouter(Observer):
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
             raise UserError(
-                f"--experts-per-token {experts_per_token} must lie between 1 and "
-                f"--num-experts {num_experts}: a token cannot choose more experts than there are."
+                f"--experts-per-token {experts_per_token} must lie between 1 and --num-experts "
+                f"{num_experts}: a token cannot choose more experts than there are."
             )
         for flag, value, known in (
             ("renormalize", renormalize, RENORMALIZATIONS),
@@ -74,8 +74,7 @@ class TopKRouter(Observer):
             ("choice", choice, CHOICES),
             ("gates", gates, GATES),
         ):
-            if value not in known:
-                raise UserError(f"--router-{flag} {value} is unknown: choose one of {', '.join(known)}.")
+            check_choice(f"--router-{flag}", value, known)
         if choice == "frozen" and noise:
             raise UserError(
                 "--routing-noise is learned, and --router-choice frozen learns nothing: leave one out."
@@ -91,8 +90,7 @@ class TopKRouter(Observer):
                 f"there is nothing to choose when --experts-per-token is --num-experts ({num_experts})."
             )
         self.activation, self.bias_rate, self.backend = activation, bias_rate, resolve_backend(backend)
-        self.num_experts = num_experts
-        self.experts_per_token = experts_per_token
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.renormalize, self.gates = renormalize, gates
         self.projection = nn.Linear(model_dim, num_experts, bias=bias)
         self.noise_projection = nn.Linear(model_dim, num_experts, bias=False) if noise else None
@@ -122,9 +120,19 @@ class TopKRouter(Observer):
             if routed is not None:
                 logits, probs, gate, expert_index = routed
             else:
-                logits = self._logits(x)
+                logits = wide_linear(x, self.projection.weight, self.projection.bias)
+                if self.noise_projection is not None and self.training:
+                    spread = F.softplus(wide_linear(x, self.noise_projection.weight))
+                    logits = logits + torch.randn_like(logits) * spread
                 probs = self._probabilities(logits)
-                gate, expert_index = self._choose(probs)
+                if self.experts_per_token == self.num_experts:
+                    expert_index = self.every_expert.expand(x.size(0), -1)
+                elif self.token_hash is not None:
+                    expert_index = self.token_hash(x.size(0))
+                else:
+                    scores = probs.detach() + self.selection_bias if self.bias_rate else probs.detach()
+                    expert_index = scores.topk(self.experts_per_token, dim=-1).indices
+                gate = self._gates(probs, expert_index)
                 if self.gates != "learned":
                     even = self._gates(self._probabilities(torch.zeros_like(logits)), expert_index)
                     gate = even if self.gates == "uniform" else even + (gate - gate.detach())
@@ -138,16 +146,16 @@ class TopKRouter(Observer):
         return decision
 
     @torch.no_grad()
-    def absorb(self, loads: Tensor) -> None:
+    def update(self, loads: Tensor) -> None:
         """Move the biases by the loads [E] of an update, over all workers."""
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
     def _in_one_kernel(self, x: Tensor, padding_mask: Optional[Tensor]) -> Optional[Routed]:
         """(logits, probs, gate, index), or None where the kernel does not do all that is asked for."""
         is_noisy = self.noise_projection is not None and self.training
-        if self.activation != "softmax" or self.bias_rate or self.projection.bias is not None or is_noisy:
-            return None
-        if self.token_hash is not None or self.gates != "learned":
+        is_biased = bool(self.bias_rate) or self.projection.bias is not None
+        is_controlled = self.token_hash is not None or self.gates != "learned"
+        if self.activation != "softmax" or is_biased or is_noisy or is_controlled:
             return None
         weight, per_token = self.projection.weight, self.experts_per_token
         routed = top_k_routing(x, weight, per_token, self.renormalize, padding_mask, self.backend)
@@ -156,26 +164,8 @@ class TopKRouter(Observer):
         logits, probs, gate, index = routed
         return logits, probs, gate, self.every_expert.expand(x.size(0), -1) if index is None else index
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = wide_linear(x, self.projection.weight, self.projection.bias)
-        if self.noise_projection is not None and self.training:
-            spread = F.softplus(wide_linear(x, self.noise_projection.weight))
-            logits = logits + torch.randn_like(logits) * spread
-        return logits
-
     def _probabilities(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits, dim=-1) if self.activation == "softmax" else torch.sigmoid(logits)
-
-    def _choose(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
-        """(gate, index), both [N, K]."""
-        if self.experts_per_token == self.num_experts:
-            expert_index = self.every_expert.expand(probs.size(0), -1)
-        elif self.token_hash is not None:
-            expert_index = self.token_hash(probs.size(0))
-        else:
-            scores = probs.detach() + self.selection_bias if self.bias_rate else probs.detach()
-            expert_index = scores.topk(self.experts_per_token, dim=-1).indices
-        return self._gates(probs, expert_index), expert_index
 
     def _gates(self, probs: Tensor, expert_index: Tensor) -> Tensor:
         """The chosen probabilities, divided by their sum as `renormalize` has it: [N, K]."""

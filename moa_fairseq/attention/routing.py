@@ -14,7 +14,7 @@ from moa_fairseq.kernels import SlotOrder
 from moa_fairseq.torch_compat import full_precision
 
 
-@dataclass
+@dataclass(frozen=True)
 class RoutingDecision:
     """The experts chosen for N = B·T tokens (batch first), or N = B sequences, and how sure the router was.
 
@@ -44,7 +44,11 @@ class RoutingDecision:
     scope: str = "tokens"
     padding_mask: Optional[Tensor] = None
     auxiliary: bool = True
-    _slot_order: Optional[SlotOrder] = field(default=None, init=False, repr=False, compare=False)
+    slot_order: SlotOrder = field(init=False, repr=False, compare=False)  # of the experts; nothing sorted yet
+
+    def __post_init__(self) -> None:  # no cached_property: torch.compile cannot enter its lock
+        order = SlotOrder(self.expert_index, self.num_experts, self.chooses_all)
+        object.__setattr__(self, "slot_order", order)
 
     def __getitem__(self, index: int) -> Tensor:
         """Item 0 is the gate: torch's backward hooks (fairseq's search for NaN) take item 0 of an output."""
@@ -58,19 +62,11 @@ class RoutingDecision:
     @cached_property
     def expert_counts(self) -> Tensor:
         """f_i of MoA Eq. 14: how many real tokens chose each routed expert, [E − shared] like probs."""
-        kept = _kept([self], self.padding_mask)
+        real = _real_tokens([self], self.padding_mask)
         if self.chooses_all:
-            return kept.sum().repeat(self.num_experts - self.shared)
-        with full_precision(kept.device.type):
-            return kept @ _chosen([self])
-
-    @property
-    def slot_order(self) -> SlotOrder:
-        """Slots sorted by expert, made at the first use and shared afterwards; nothing is sorted if K = E."""
-        if self._slot_order is None:  # no cached_property: torch.compile cannot enter its lock
-            index, experts = self.expert_index, self.num_experts
-            self._slot_order = SlotOrder.from_index(index, experts, in_order=self.chooses_all)
-        return self._slot_order
+            return real.sum().repeat(self.num_experts - self.shared)
+        with full_precision(real.device.type):
+            return real @ _choices([self])
 
 
 class RoutingSums:
@@ -167,7 +163,7 @@ class RoutingSums:
             mass, squares, tokens = self._over_tokens(columns)
             counts = tokens.expand_as(mass)
         else:
-            mass, squares, counts, tokens = self._over_tokens([*columns, _chosen(self._decisions)])
+            mass, squares, counts, tokens = self._over_tokens([*columns, _choices(self._decisions)])
         return counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1)
 
     @cached_property
@@ -188,15 +184,15 @@ class RoutingSums:
             d.probs.new_zeros(d.probs.size(0), dtype=torch.bool) if d.padding_mask is None else d.padding_mask
             for d in self._decisions
         ]
-        return _concatenated(masks)
+        return _cat(masks)
 
     @cached_property
-    def _kept(self) -> Tensor:
-        return _kept(self._decisions, self._padding)
+    def _real(self) -> Tensor:
+        return _real_tokens(self._decisions, self._padding)
 
     def _rows(self, name: str) -> Tensor:
         """The rows of all decisions, routed experts only: [ΣN, E]."""
-        rows = _concatenated([getattr(d, name) for d in self._decisions])
+        rows = _cat([getattr(d, name) for d in self._decisions])
         return rows[:, self._decisions[0].shared :]
 
     def _real_rows(self, name: str) -> Tensor:
@@ -209,12 +205,12 @@ class RoutingSums:
 
         One matrix product serves all columns, and all decisions about the same number of tokens.
         """
-        columns = [*columns, self._kept.unsqueeze(1)]  # Σ kept² = Σ kept
+        columns = [*columns, self._real.unsqueeze(1)]  # Σ real² = Σ real
         sizes = [decisions * tokens for decisions, tokens in self._runs]
-        with full_precision(self._kept.device.type):
-            pairs = zip(self._runs, self._kept.split(sizes), torch.cat(columns, 1).split(sizes))
-            sums = [kept.view(*run, 1).mT @ rows.view(*run, rows.size(1)) for run, kept, rows in pairs]
-        return torch.split(_concatenated(sums).squeeze(1), [column.size(1) for column in columns], 1)
+        with full_precision(self._real.device.type):
+            pairs = zip(self._runs, self._real.split(sizes), torch.cat(columns, 1).split(sizes))
+            sums = [real.view(*run, 1).mT @ rows.view(*run, rows.size(1)) for run, real, rows in pairs]
+        return torch.split(_cat(sums).squeeze(1), [column.size(1) for column in columns], 1)
 
 
 def entropies(probs: Tensor) -> Tensor:
@@ -248,11 +244,11 @@ class _SquaredLogSumExp(Function):
         return log_probs.exp() * scale.unsqueeze(-1), None
 
 
-def _concatenated(tensors: List[Tensor]) -> Tensor:
+def _cat(tensors: List[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _kept(decisions: Sequence[RoutingDecision], padding: Optional[Tensor]) -> Tensor:
+def _real_tokens(decisions: Sequence[RoutingDecision], padding: Optional[Tensor]) -> Tensor:
     """1 for real tokens, 0 for padding [ΣN], of all decisions: [ΣN] in the probabilities' dtype."""
     probs = decisions[0].probs
     if padding is None:
@@ -260,12 +256,12 @@ def _kept(decisions: Sequence[RoutingDecision], padding: Optional[Tensor]) -> Te
     return torch.logical_not(padding, out=probs.new_empty(padding.shape))
 
 
-def _chosen(decisions: Sequence[RoutingDecision]) -> Tensor:
+def _choices(decisions: Sequence[RoutingDecision]) -> Tensor:
     """1 where a token chose an expert, of all decisions: [ΣN, E − shared] in the probabilities' dtype.
 
     The sums over tokens are then a product: no thousands of atomic additions to a few addresses.
     """
     shared = decisions[0].shared
-    index = _concatenated([d.expert_index for d in decisions])[:, shared:]
+    index = _cat([d.expert_index for d in decisions])[:, shared:]
     chosen = decisions[0].probs.new_zeros(index.size(0), decisions[0].num_experts - shared)
     return chosen.scatter_(1, index - shared if shared else index, 1.0)

@@ -44,7 +44,7 @@ def attend_selected(
     owner = token.new_zeros(rows).index_copy_(0, place, token)  # rows without a slot point to token 0
     column = order.order % per_token + (columns - per_token)
     source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
-    blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)
+    blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)  # [B, A, T, D] → [N·A, D] → [rows, D]
 
     mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
     mask_rows = None
@@ -58,7 +58,7 @@ def attend_selected(
             own = mask
             if mask_rows is not None:
                 own = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
-            block = blocks[start:end].view(batch, 1, width, dim)
+            block = blocks[start:end].view(batch, 1, width, dim)  # [B·M, D] → [B, 1, M, D]
             keys, values = k[:, head : head + 1], v[:, head : head + 1]
             out = F.scaled_dot_product_attention(block, keys, values, attn_mask=own, dropout_p=dropout)
             parts.append(out.reshape(-1, dim))
@@ -71,49 +71,19 @@ def attend_selected(
     return out.masked_fill(blind, 0.0)
 
 
-# What leaving heads out costs, in multiply-accumulates: it pays where it saves more. The CPU's numbers come
-# from times of one core at width 512 (8 heads of 64, 128 to 2048 tokens, forward alone and with backward;
-# benchmarks/moh.py). A GPU's are estimates: its arithmetic is cheaper against its memory, and its steps wait
-# for the host.
-_GATHERED = {
-    "cpu": 750,
-    "cuda": 2000,
-}  # attention: for each of the D numbers of a head that works for a token
-_GATHERED_WIDE = {
-    "cpu": 150,
-    "cuda": 400,
-}  # projections: for each of a token's C numbers and each chosen head
-_GATHERED_MASK = {"cpu": 36, "cuda": 100}  # for each key and chosen head, where masks differ between queries
-_STEP = {"cpu": 1.5e6, "cuda": 6.4e7}  # for each head
-_LEAST_SAVING = 0.05  # of the layer's cost: less is within the error of the estimate
+# How many keys' scores must be saved for each head that a token chooses, whose queries have to be gathered.
+# By benchmarks/moh.py on a CPU (results/benchmarks/moh-cpu.json); a GPU's number is an estimate.
+_LEAST_SAVED_KEYS = {"cpu": 1000, "cuda": 3000}
 
 
-def skipping_pays(
-    batch: int,
-    tgt_len: int,
-    model_dim: int,
-    shared: int,
-    choosable: int,
-    per_token: int,
-    head_dim: int,
-    causal: bool,
-    device: str,
-) -> Tuple[bool, bool]:
+def skipping_pays(keys: int, unchosen: float, causal: bool, device: str) -> Tuple[bool, bool]:
     """Whether to leave unchosen heads out of the attention, and then also out of the projections.
 
-    For B = batch sequences of T = tgt_len tokens in a layer of width C = model_dim. Each token uses per_token
-    of the `choosable` heads of size D = head_dim, and the `shared` ones. causal: masks differ between
-    queries. A sequence is taken to have as many keys as queries.
+    keys: of a sequence. unchosen: routed heads that a token does without, for each that it chooses. causal:
+    masks differ between queries, so a row of the mask is gathered for each chosen head; like the rows of a
+    projection, these cost as much as an unchosen head saves.
     """
-    narrow, wide, mask, step = (
-        cost.get(device, cost["cpu"]) for cost in (_GATHERED, _GATHERED_WIDE, _GATHERED_MASK, _STEP)
-    )
-    left_out = (choosable - per_token) * head_dim  # of a token
-    attention = 2 * left_out * tgt_len - narrow * (shared + per_token) * head_dim
-    attention -= mask * per_token * tgt_len if causal else 0
-    attention -= step * choosable / (batch * tgt_len)
-    projections = (2 * left_out - wide * per_token) * model_dim
-    heads = shared + choosable
-    whole = 2 * heads * head_dim * (tgt_len + 2 * model_dim)  # scores and sums, four projections
-    pays = attention + max(projections, 0) > _LEAST_SAVING * whole
-    return pays, pays and projections > 0
+    least = _LEAST_SAVED_KEYS.get(device, _LEAST_SAVED_KEYS["cpu"])
+    saves_rows = unchosen > least / _LEAST_SAVED_KEYS["cpu"]
+    pays = keys * unchosen > least and (unchosen > 1 or not causal)
+    return pays, pays and saves_rows

@@ -10,10 +10,7 @@ from moa_fairseq.attention.observers import Observer
 
 # Choices of --gate-norm: the statistics by which a gate that learns normalises its inputs.
 NORMS = ("earlier", "batch")
-# Weight of an update in the running statistics. Measured on Multi30k (MAE-7 tiny, batches of 2,048 tokens,
-# the first 240 updates): what they miss is drift, not noise. The squared distance of the running means from
-# the current model's means, in units of its variances, is 0.022 with 0.3, 0.148 with 0.1 and 0.72 with 0.01
-# after 40 updates, and 0.044, 0.055 and 0.22 after 240 (0.5: 0.011 and 0.042, but means of two batches only).
+# Weight of an update in the running statistics, which miss drift rather than noise (docs/mae.md).
 MOMENTUM = 0.3
 
 
@@ -24,7 +21,7 @@ class GateNorm(nn.BatchNorm1d, Observer):
     evaluation. The paper says "batch normalization" and no more; a batch's own statistics are means over
     all of its positions, and dividing by them would tell a causal gate about later positions and other
     sentences. Here a forward pass normalises by the running statistics as they stand, and only adds up
-    what it sees (`pending`); `absorb` lets those sums in after the update, so that a batch acts on later
+    what it sees (`pending`); `update` lets those sums in after the update, so that a batch acts on later
     updates alone. Also, an output depends neither on the rest of the batch nor on how the batch is spread
     over workers and accumulation steps, and F steps, G steps and evaluation apply the same function.
 
@@ -82,7 +79,7 @@ class GateNorm(nn.BatchNorm1d, Observer):
         self.observe(torch.cat([unit.sum(0), unit.square().sum(0), count]))
 
     @torch.no_grad()
-    def absorb(self, sums: Tensor) -> None:
+    def update(self, sums: Tensor) -> None:
         """Let sums (as `pending`, over all workers) into the running statistics.
 
         Sums that overflowed (a batch in half precision) are ignored.

@@ -1,16 +1,15 @@
 """SwitchHead (arXiv 2312.07987): few attention maps, whose projections are mixtures of experts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Dict, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
 from moa_fairseq.attention.collector import record
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.initialization import draw_by_fan_in
-from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.errors import UserError
@@ -24,45 +23,28 @@ Projection = Union[ExpertLinear, nn.Linear]
 class SwitchHeadSettings(FamilySettings):
     """The flags of `SwitchHeadAttention`."""
 
-    switchhead_heads: int = field(
-        default=2,
-        metadata={"help": "attention maps per layer (n_heads); fairseq's attention-heads is unused"},
+    switchhead_heads: int = flag(2, "attention maps per layer (n_heads); fairseq's attention-heads is unused")
+    switchhead_experts: str = flag(
+        "vo",
+        "which projections are mixtures of experts: letters of v, k, q, o (Table 6; vo is the paper's), or "
+        "none: dense attention with --switchhead-heads heads of --expert-dim",
     )
-    switchhead_experts: str = field(
-        default="vo",
-        metadata={
-            "help": "which projections are mixtures of experts: letters of v, k, q, o (Table 6; vo is the "
-            "paper's), or none: dense attention with --switchhead-heads heads of --expert-dim"
-        },
+    num_experts: int = flag(5, "experts of each projection and head (E)")
+    experts_per_token: int = flag(2, "experts that a token chooses for each projection and head (k)")
+    expert_dim: int = flag(76, "head dimension (d_head)")
+    expert_dropout: float = flag(
+        0.0, "probability with which each expert of a projection is unavailable to a token in training"
     )
-    num_experts: int = field(default=5, metadata={"help": "experts of each projection and head (E)"})
-    experts_per_token: int = field(
-        default=2, metadata={"help": "experts that a token chooses for each projection and head (k)"}
+    router_choice: str = flag(
+        "learned",
+        "what chooses experts: the learned routers; frozen: routers that stay random",
+        ("learned", "frozen"),
     )
-    expert_dim: int = field(default=76, metadata={"help": "head dimension (d_head)"})
-    expert_dropout: float = field(
-        default=0.0,
-        metadata={
-            "help": "probability with which each expert of a projection is unavailable to a token in training"
-        },
+    switchhead_shared_selection: bool = flag(
+        False, "self-attention chooses the same experts as query and as key (section 3.6)"
     )
-    router_choice: str = field(
-        default="learned",
-        metadata={
-            "choices": ("learned", "frozen"),
-            "help": "what chooses experts: the learned routers; frozen: routers that stay random",
-        },
-    )
-    switchhead_shared_selection: bool = field(
-        default=False,
-        metadata={"help": "self-attention chooses the same experts as query and as key (section 3.6)"},
-    )
-    expert_backend: str = field(
-        default="auto",
-        metadata={
-            "choices": BACKENDS,
-            "help": "what computes the expert projections; auto picks by device and dtype",
-        },
+    expert_backend: str = flag(
+        "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
     )
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
@@ -115,9 +97,9 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         backend: str = "auto",
         **role: Any,
     ):
-        for flag, size in (("switchhead-heads", num_heads), ("expert-dim", head_dim)):
+        for name, size in (("switchhead-heads", num_heads), ("expert-dim", head_dim)):
             if size is None or size < 1:
-                raise UserError(f"--{flag} must be a positive number, not {size}.")
+                raise UserError(f"--{name} must be a positive number, not {size}.")
         letters = "" if experts == "none" else experts
         if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
             raise UserError(
@@ -202,8 +184,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         elif router is not None:
             if padding is not None:
                 padding = padding[:, -key.size(1) :].reshape(-1).bool()
-            source = router(key.reshape(-1, key.size(2)), padding)
-            source.side = "keys"
+            source = replace(router(key.reshape(-1, key.size(2)), padding), side="keys")  # [B, S, C] → [N, C]
             record(self.name, source)
         return (
             self._into_heads("k", self.k_proj, key, source),
@@ -253,18 +234,3 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
             tokens * router.projection.weight.numel() for router, tokens in routers if router is not None
         )
         return {"router": macs, "projections": projections}
-
-    def published_cost(self, length: int, chunks: int) -> Optional[Dict[str, int]]:
-        if self.experts not in ("", "vo") or self.shares_selection:
-            return None
-        n, d, C, T = self.num_heads, self.head_dim, chunks, length
-        width, relative = self.embed_dim, isinstance(self.positions, RelativePositions)
-        macs = 2 * C * n * d * T**2
-        floats = 2 * C * n * T**2 + 4 * n * d * T
-        if not self.experts:  # dense: Eq. 11-12
-            macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
-            return {"macs": macs, "floats": floats + relative * 2 * C * n * d * T}
-        k, experts = self.experts_per_token, self.num_experts
-        macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
-        macs += relative * 2 * n * d * width * T
-        return {"macs": macs, "floats": floats + relative * 2 * n * d * T + 2 * experts * C * T}

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from moa_fairseq.attention.base import name_attentions
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.mae import MIXTURE, MixtureOfAttentiveExperts
 from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
-from moa_fairseq.attention.single_expert import MIXTURE
 from moa_fairseq.convert.checkpoints import State
 from moa_fairseq.errors import UserError
 

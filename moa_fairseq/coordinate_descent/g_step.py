@@ -9,7 +9,7 @@ from fairseq.logging import metrics
 from fairseq.optim.amp_optimizer import AMPOptimizer
 from torch.nn import Parameter
 
-from moa_fairseq.attention.observers import absorb_pending, observers_of
+from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
 from moa_fairseq.transformer.workers import sum_over_workers
@@ -45,7 +45,7 @@ class GStep:
             if finite or scale <= 1.0:
                 break
             scale /= 2
-        absorb_pending(observers_of(model), sum_over_workers())
+        update_observers(observers_of(model), sum_over_workers())
         metrics.log_scalar("g_skipped", int(not finite), round=3)
         if finite:
             norm = sgd_step(parameters, gradients.mean(), self.lr, self.clip_norm)

@@ -26,13 +26,14 @@ steps, and its G steps are ordinary updates with mixed experts by fairseq's own 
 
 import contextlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 from torch import nn
 
+from moa_fairseq.attention.base import flag
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
@@ -62,39 +63,29 @@ else:
 class BlockCoordinateDescentConfig:
     """Flags of every task with block coordinate descent; mixed into the config of a fairseq task."""
 
-    bcd: Steps = field(
-        default="alternate",
-        metadata={
-            "help": "alternate: update gates and experts in turn, with drawn experts (MAE Algorithm 3); "
-            "none: update all together, with mixed experts (the paper's NOBCD)"
-        },
+    bcd: Steps = flag(
+        "alternate",
+        "alternate: update gates and experts in turn, with drawn experts (MAE Algorithm 3); none: update all "
+        "together, with mixed experts (the paper's NOBCD)",
     )
-    bcd_g_every: int = field(
-        default=5, metadata={"help": "take G steps in every Nth epoch; F steps are always taken"}
+    bcd_g_every: int = flag(5, "take G steps in every Nth epoch; F steps are always taken")
+    gate_optimizer: GateOptimizer = flag(
+        "sgd",
+        "what updates the gates in joint training (--bcd none). sgd: plain SGD with --gate-lr, without "
+        "momentum, weight decay or schedule, as in the paper's NOBCD; fairseq: --optimizer, with the rest of "
+        "the model. G steps are always plain SGD",
     )
-    gate_optimizer: GateOptimizer = field(
-        default="sgd",
-        metadata={
-            "help": "what updates the gates in joint training (--bcd none). sgd: plain SGD with --gate-lr, "
-            "without momentum, weight decay or schedule, as in the paper's NOBCD; fairseq: --optimizer, "
-            "with the rest of the model. G steps are always plain SGD"
-        },
+    gate_lr: float = flag(1.0, "fixed learning rate of the gates' SGD")
+    gate_clip_norm: float = flag(
+        0.0,
+        "clip the gradient norm of all gates in their SGD; 0: no clipping (--clip-norm is for the parameters "
+        "of --optimizer)",
     )
-    gate_lr: float = field(default=1.0, metadata={"help": "fixed learning rate of the gates' SGD"})
-    gate_clip_norm: float = field(
-        default=0.0,
-        metadata={
-            "help": "clip the gradient norm of all gates in their SGD; 0: no clipping (--clip-norm is for "
-            "the parameters of --optimizer)"
-        },
-    )
-    finetune: Method = field(
-        default="all",
-        metadata={
-            "help": "what is updated: all or ftall: everything; ftg_plus: gates and output projections; "
-            "ftg: gates only, in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). All "
-            "other parameters keep their values from --finetune-from-model"
-        },
+    finetune: Method = flag(
+        "all",
+        "what is updated: all or ftall: everything; ftg_plus: gates and output projections; ftg: gates only, "
+        "in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). All other parameters keep "
+        "their values from --finetune-from-model",
     )
 
 

@@ -1,7 +1,7 @@
 """Adds the routers' auxiliary losses to any fairseq criterion (MoA Eq. 17)."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Dict, List, Tuple
 
 import torch
@@ -9,6 +9,7 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 from torch import Tensor
 
+from moa_fairseq.attention.base import flag
 from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, z_loss
@@ -38,35 +39,25 @@ else:
 class RoutingLossConfig:
     """Flags of every criterion with routing; mixed into the config of a fairseq criterion."""
 
-    balance_loss: BalanceLoss = field(
-        default="moa",
-        metadata={
-            "help": "the loss that balances the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or "
-            "E times it as in MoH's code, the mutual information of tokens and experts (SUT, arXiv "
-            "2310.07096), the entropy of the mean softmax (sigma-MoE, arXiv 2310.10837), or none; it never "
-            "applies to SwitchHead's attention; loads are always logged"
-        },
+    balance_loss: BalanceLoss = flag(
+        "moa",
+        "the loss that balances the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or E times it as "
+        "in MoH's code, the mutual information of tokens and experts (SUT, arXiv 2310.07096), the entropy of "
+        "the mean softmax (sigma-MoE, arXiv 2310.10837), or none; it never applies to SwitchHead's "
+        "attention; loads are always logged",
     )
-    load_balance_coef: float = field(
-        default=0.01, metadata={"help": "coefficient α of the balance loss (MoA Eq. 13, 17)"}
+    load_balance_coef: float = flag(0.01, "coefficient α of the balance loss (MoA Eq. 13, 17)")
+    z_loss_coef: float = flag(0.001, "coefficient β of the router z-loss (MoA Eq. 16, 17)")
+    aux_loss_reduce: Reduction = flag(
+        "sum", "add up the auxiliary losses of all modules (MoA Eq. 17), or take their mean"
     )
-    z_loss_coef: float = field(
-        default=0.001, metadata={"help": "coefficient β of the router z-loss (MoA Eq. 16, 17)"}
+    aux_loss_scale: Scale = flag(
+        "sample-size",
+        "the model's loss is a sum over sample_size tokens: 'sample-size' multiplies the auxiliary term by "
+        "it (Eq. 17); 'none' adds it as it is, as MoA's released code does",
     )
-    aux_loss_reduce: Reduction = field(
-        default="sum",
-        metadata={"help": "add up the auxiliary losses of all modules (MoA Eq. 17), or take their mean"},
-    )
-    aux_loss_scale: Scale = field(
-        default="sample-size",
-        metadata={
-            "help": "the model's loss is a sum over sample_size tokens: 'sample-size' multiplies the "
-            "auxiliary term by it (Eq. 17); 'none' adds it as it is, as MoA's released code does"
-        },
-    )
-    router_log: Detail = field(
-        default="summary",
-        metadata={"help": "log router statistics averaged over all modules, or of each module as well"},
+    router_log: Detail = flag(
+        "summary", "log router statistics averaged over all modules, or of each module as well"
     )
 
 

@@ -32,8 +32,10 @@ from fairseq.models import FairseqLanguageModel
 from torch import nn
 
 from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 
@@ -119,7 +121,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             else:
                 chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
                 macs = module.macs(queries, keys * chunks)
-                published = module.published_cost(queries, chunks) if cost.layer is None else None
+                published = published_cost(module, queries, chunks) if cost.layer is None else None
                 if published is not None:
                     cost.layer = {**published, "plain_macs": sum(macs.values())}
             cost.macs["router"] += macs["router"]
@@ -148,6 +150,33 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             for method in ("ftg", "ftg_plus", "ftall")
         }
     return cost
+
+
+def published_cost(attention: MixtureAttention, length: int, chunks: int) -> Optional[Dict[str, int]]:
+    """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).
+
+    "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
+    print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
+    attended to, 2 with a carried one. None for a setting for which they have no formula.
+    """
+    n, d, C, T = attention.num_heads, attention.head_dim, chunks, length
+    width, relative = attention.embed_dim, isinstance(attention.positions, RelativePositions)
+    macs, floats = 2 * C * n * d * T**2, 2 * C * n * T**2
+    if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
+        k, experts = 2, attention.num_experts  # their script has k = 2 for every n
+        macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
+        return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
+    if not isinstance(attention, SwitchHeadAttention) or attention.shares_selection:
+        return None
+    if not attention.experts:  # dense: Eq. 11-12
+        macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
+        return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * C * n * d * T}
+    if attention.experts != "vo":
+        return None
+    k, experts = attention.experts_per_token, attention.num_experts
+    macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
+    macs += relative * 2 * n * d * width * T
+    return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + 2 * experts * C * T}
 
 
 def part_of(name: str, module: nn.Module) -> str:

@@ -1,11 +1,12 @@
 """sigma-MoE (arXiv 2310.10837): a feed-forward of experts with sigmoid gates, SwitchAll's second half."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Callable, Dict, Optional
 
 from torch import Tensor, nn
 
+from moa_fairseq.attention.base import flag
 from moa_fairseq.attention.collector import padding_of_queries, record
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.initialization import draw_by_fan_in
@@ -19,18 +20,13 @@ _unnamed = itertools.count(1)
 class SigmaMoESettings:
     """The flags of `SigmaMoE`."""
 
-    sigma_moe_num_experts: int = field(
-        default=0, metadata={"help": "experts of every feed-forward (sigma-MoE); 0: an ordinary feed-forward"}
+    sigma_moe_num_experts: int = flag(
+        0, "experts of every feed-forward (sigma-MoE); 0: an ordinary feed-forward"
     )
-    sigma_moe_experts_per_token: int = field(
-        default=4, metadata={"help": "feed-forward experts that a token chooses"}
-    )
-    sigma_moe_expert_dim: int = field(default=128, metadata={"help": "inner units of a feed-forward expert"})
-    sigma_moe_expert_dropout: float = field(
-        default=0.0,
-        metadata={
-            "help": "probability with which each feed-forward expert is unavailable to a token in training"
-        },
+    sigma_moe_experts_per_token: int = flag(4, "feed-forward experts that a token chooses")
+    sigma_moe_expert_dim: int = flag(128, "inner units of a feed-forward expert")
+    sigma_moe_expert_dropout: float = flag(
+        0.0, "probability with which each feed-forward expert is unavailable to a token in training"
     )
 
     def build(self, embed_dim: int, activation: Callable[[Tensor], Tensor], backend: str) -> "SigmaMoE":

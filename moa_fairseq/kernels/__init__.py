@@ -1,6 +1,6 @@
 """Products with the chosen experts: one function, `project`, and interchangeable backends.
 
-    order = SlotOrder.from_index(expert_index, num_experts)        expert_index [N, K]
+    order = SlotOrder(expert_index, num_experts)        expert_index [N, K]
     slots = project(x, order, weight, into="experts", slots_per_row=K, slots_per_sum=1)
 
 Needs only torch; the backend `triton` needs Triton, too.

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import grouped, reference, triton, validation
 from moa_fairseq.kernels.grouped import dense
-from moa_fairseq.kernels.slot_order import Fan, SlotOrder
+from moa_fairseq.kernels.slot_order import SlotOrder
 from moa_fairseq.torch_compat import autocast_dtype, is_compiling
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,7 @@ def resolve_backend(name: str) -> str:
     "auto" stays "auto" where Triton's kernels may be used beside the others; else it becomes "grouped".
     Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
     """
-    if name not in BACKENDS:
-        raise UserError(f"--expert-backend {name} is unknown: choose one of {', '.join(BACKENDS)}.")
+    check_choice("--expert-backend", name, BACKENDS)
     if name == "triton" and triton.why_not():
         raise UserError(
             f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
@@ -108,59 +107,66 @@ def project(
     backend: a name that `resolve_backend` returned. Only `reference` can be differentiated twice.
     Raises ValueError where the sizes do not fit each other.
     """
-    fan = Fan(order, _is_into_experts(into), slots_per_row, slots_per_sum)
-    _check(rows, weight, gate, fan)
+    if into not in ("experts", "model"):
+        raise ValueError(f"into must be 'experts' or 'model', not {into!r}")
+    into_experts = into == "experts"
+    _check(rows, weight, gate, order, into_experts, slots_per_row, slots_per_sum)
+    per_wide, per_narrow = slots_per_row, slots_per_sum
+    if not into_experts:
+        per_wide, per_narrow = slots_per_sum, slots_per_row
     autocast = autocast_dtype(rows.device.type)
     if autocast is not None:  # as for an ordinary matmul: torch does not cast for a custom Function
         rows, weight = rows.to(autocast), weight.to(autocast)
     if gate is not None:
-        gate = gate.reshape(-1)
-    is_dense = order.in_order and fan.is_plain and fan.per_wide == order.num_experts
-    is_dense = is_dense and (gate is None or not fan.into_experts)
+        gate = gate.reshape(-1)  # [N, K] → [S]
+    is_dense = order.in_order and per_narrow == 1 and per_wide == order.num_experts
+    is_dense = is_dense and (gate is None or not into_experts)
     may_use_triton = backend == "triton" or (backend == "auto" and rows.dtype in _checked)
     may_use_triton = may_use_triton and triton.takes(rows, weight)
-    if (
-        may_use_triton
-        and not is_dense
-        and not (backend == "auto" and grouped.prefers_every_expert(weight, fan))
-    ):
-        return triton.project(rows, weight, bias, gate, fan)
+    if may_use_triton and not is_dense:
+        few = backend == "auto" and grouped.every_expert_pays(order.slots // per_wide, per_wide, weight)
+        if not few:
+            return triton.project(rows, weight, bias, gate, order, into_experts, slots_per_row, slots_per_sum)
     if gate is not None and (not is_dense or backend == "reference"):
         gate = gate.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
-    inner_bias = bias if fan.into_experts else None
+    inner_bias = bias if into_experts else None
     if backend == "reference":
-        out = reference.project(rows, weight, inner_bias, gate, fan)
-    elif is_dense and fan.into_experts:
+        out = reference.project(
+            rows, weight, inner_bias, gate, order, into_experts, slots_per_row, slots_per_sum
+        )
+    elif is_dense and into_experts:
         out = dense.into_experts(rows, weight, bias)
     elif is_dense:
         out = dense.into_model(rows, weight, gate, may_use_triton and not is_compiling())
     else:
-        out = grouped.project(rows, weight, inner_bias, gate, fan)
-    if bias is None or fan.into_experts:
+        out = grouped.project(rows, weight, inner_bias, gate, order, into_experts, per_wide, per_narrow)
+    if bias is None or into_experts:
         return out
     # The biases of a sum's slots in one small product, [M, E] · [E, C].
-    experts = order.expert.view(fan.sums, slots_per_sum)
+    experts = order.expert.view(-1, slots_per_sum)
     share = out.new_ones(experts.shape) if gate is None else gate.view(experts.shape).to(out.dtype)
-    return out + out.new_zeros(fan.sums, order.num_experts).scatter_add(1, experts, share) @ bias
+    return out + out.new_zeros(experts.size(0), order.num_experts).scatter_add(1, experts, share) @ bias
 
 
-def _is_into_experts(into: str) -> bool:
-    if into not in ("experts", "model"):
-        raise ValueError(f"into must be 'experts' or 'model', not {into!r}")
-    return into == "experts"
-
-
-def _check(rows: Tensor, weight: Tensor, gate: Optional[Tensor], fan: Fan) -> None:
-    slots, (experts, dim, model_dim) = fan.slots, weight.shape
-    if experts != fan.order.num_experts:
-        raise ValueError(f"weights of {experts} experts, but an order of {fan.order.num_experts}")
-    if rows.size(0) * fan.slots_per_row != slots or slots % fan.slots_per_sum:
+def _check(
+    rows: Tensor,
+    weight: Tensor,
+    gate: Optional[Tensor],
+    order: SlotOrder,
+    into_experts: bool,
+    slots_per_row: int,
+    slots_per_sum: int,
+) -> None:
+    slots, (experts, dim, model_dim) = order.slots, weight.shape
+    if experts != order.num_experts:
+        raise ValueError(f"weights of {experts} experts, but an order of {order.num_experts}")
+    if rows.size(0) * slots_per_row != slots or slots % slots_per_sum:
         raise ValueError(
-            f"{rows.size(0)} rows of {fan.slots_per_row} slots and sums of {fan.slots_per_sum} do not fit "
+            f"{rows.size(0)} rows of {slots_per_row} slots and sums of {slots_per_sum} do not fit "
             f"an order of {slots} slots"
         )
-    if rows.size(1) != (model_dim if fan.into_experts else dim):
+    if rows.size(1) != (model_dim if into_experts else dim):
         raise ValueError(f"rows of width {rows.size(1)}, but weights [E, D, C] = {[experts, dim, model_dim]}")
     if gate is not None and gate.numel() != slots:
         raise ValueError(f"{gate.numel()} gates for {slots} slots")

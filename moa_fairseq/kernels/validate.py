@@ -92,7 +92,7 @@ def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: st
     leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
     into, slots, _ = _USES[use]
     per_row, per_sum = slots(shape[5], shape[3])
-    order = SlotOrder.from_index(index, leaves["weight"].size(0))
+    order = SlotOrder(index, leaves["weight"].size(0))
     out = project(
         leaves["rows"],
         order,
@@ -188,7 +188,7 @@ def _check_routing(device: str) -> Iterator[Tuple[str, List[str]]]:
             if not torch.allclose(outcomes[0][name].double(), truth, atol=1e-4, rtol=1e-4):
                 wrong.append(f"{name} is wrong")
         if index is not None:
-            orders = SlotOrder.from_index(index, experts), SlotOrder.from_index(index, experts)
+            orders = SlotOrder(index, experts), SlotOrder(index, experts)
             orders[0].sort_by(triton.sorted_slots)
             if not all(
                 torch.equal(getattr(orders[0], n), getattr(orders[1], n)) for n in ("order", "offsets")

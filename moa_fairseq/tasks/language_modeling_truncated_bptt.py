@@ -1,7 +1,7 @@
 """`--task language_modeling_truncated_bptt`: texts are read in order, each chunk with the one before it."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Dict, List, Optional
 
 from fairseq.data import BaseWrapperDataset, FairseqDataset, iterators
@@ -9,8 +9,9 @@ from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from omegaconf import II
 
+from moa_fairseq.attention.base import flag
 from moa_fairseq.errors import UserError
-from moa_fairseq.transformer.carried_context import Kept, gather_kept
+from moa_fairseq.transformer.carried_context import ChunkContext, gather_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +20,10 @@ logger = logging.getLogger(__name__)
 class TruncatedBPTTConfig(LanguageModelingConfig):
     """fairseq's language modelling flags and the length of the context."""
 
-    carried_chunks: int = field(
-        default=1,
-        metadata={
-            "help": "how many earlier chunks of --tokens-per-sample tokens self-attention also sees "
-            "(Transformer-XL; 0: none, but chunks are still read in order)"
-        },
+    carried_chunks: int = flag(
+        1,
+        "how many earlier chunks of --tokens-per-sample tokens self-attention also sees (Transformer-XL; 0: "
+        "none, but chunks are still read in order)",
     )
     seed: int = II("common.seed")
     update_freq: List[int] = II("optimization.update_freq")  # noqa: RUF009 (as fairseq writes it)
@@ -125,9 +124,9 @@ class TruncatedBPTTTask(LanguageModelingTask):
         context, self._carried = trainer.get_model().decoder.context, None
         if context is None or epoch_itr.end_of_epoch():
             return
-        kept = gather_kept([context.of_training(part) for part in self._own_parts(epoch_itr)])
-        if kept is not None:
-            self._carried = {**self._texts(epoch_itr), "chunk": kept.chunk, "inputs": kept.inputs}
+        whole = gather_contexts([context.of_training(part) for part in self._own_parts(epoch_itr)])
+        if whole is not None:
+            self._carried = {**self._texts(epoch_itr), "chunk": whole.chunk, "inputs": whole.inputs}
 
     def get_checkpoint_dict(self) -> Dict[str, Any]:
         """fairseq's hook: what the first process adds to a checkpoint."""
@@ -156,7 +155,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
             mine = (slice(-longest, None), slice(part * rows, (part + 1) * rows))
             inputs = [x[mine].to(trainer.device, copy=True) for x in carried["inputs"]]
             if inputs[0].size(1):
-                context.restore(part, Kept(carried["chunk"], inputs))
+                context.restore(part, ChunkContext(carried["chunk"], inputs))
 
     def _own_parts(self, epoch_itr: iterators.EpochBatchIterator) -> range:
         """The parts of the texts that this process reads."""

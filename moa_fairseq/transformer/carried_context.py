@@ -9,7 +9,7 @@ from fairseq.distributed import utils as distributed
 from torch import Tensor, nn
 
 
-class Kept(NamedTuple):
+class ChunkContext(NamedTuple):
     """The context that the chunk after `chunk` will see, of a part of the texts."""
 
     chunk: int
@@ -28,7 +28,7 @@ class CarriedContext:
 
     def __init__(self, layers: Sequence[nn.Module], chunks: int):
         self.chunks = chunks
-        self._kept: Dict[Tuple[bool, int], Kept] = {}
+        self._contexts: Dict[Tuple[bool, int], ChunkContext] = {}
         self._before: Optional[List[Tensor]] = None
         self._now: Optional[List[Tensor]] = None
         for index, layer in enumerate(layers):
@@ -38,32 +38,32 @@ class CarriedContext:
     def begin(self, chunk: int, training: bool, batch: int, part: int = 0) -> None:
         """The next pass reads chunk number `chunk` of the `batch` texts of a part.
 
-        It gets what was kept if that is the chunk before it in the same texts (the last chunk may lack texts
-        at the end of the batch). Otherwise it begins without a context.
+        It gets the context of the chunk before it in the same texts, if that was kept (the last chunk may
+        lack texts at the end of the batch). Otherwise it begins without one.
         """
-        kept = self._kept.pop((training, part), None)
+        context = self._contexts.pop((training, part), None)
         self._before = None
-        if kept is not None and chunk == kept.chunk + 1 and batch <= kept.inputs[0].size(1):
-            self._before = [inputs[:, :batch] for inputs in kept.inputs]
+        if context is not None and chunk == context.chunk + 1 and batch <= context.inputs[0].size(1):
+            self._before = [inputs[:, :batch] for inputs in context.inputs]
         self._now = []
 
     def end(self, chunk: int, training: bool, part: int = 0) -> None:
         """Keep the layers' inputs of this pass."""
         if self._now is not None:
-            self._kept[training, part] = Kept(chunk, self._now)
+            self._contexts[training, part] = ChunkContext(chunk, self._now)
         self._before = self._now = None
 
     def abandon(self) -> None:
         """The pass failed: the next one begins without a context."""
         self._before = self._now = None
 
-    def of_training(self, part: int) -> Optional[Kept]:
+    def of_training(self, part: int) -> Optional[ChunkContext]:
         """What the next chunk of a part will see in training, if it goes on in the same texts."""
-        return self._kept.get((True, part))
+        return self._contexts.get((True, part))
 
-    def restore(self, part: int, kept: Kept) -> None:
+    def restore(self, part: int, context: ChunkContext) -> None:
         """Let the next chunk of a part see this in training."""
-        self._kept[True, part] = kept
+        self._contexts[True, part] = context
 
     def _enter(self, index: int, layer: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]):
         if self._now is None or len(self._now) != index:
@@ -75,7 +75,7 @@ class CarriedContext:
         return args, {**kwargs, "context": before}
 
 
-def gather_kept(own: Sequence[Optional[Kept]]) -> Optional[Kept]:
+def gather_contexts(own: Sequence[Optional[ChunkContext]]) -> Optional[ChunkContext]:
     """The contexts of all parts of the texts in one, on the CPU: [M, ΣB, C], in the order of the parts.
 
     own: of this process's parts. Every process calls it; the first one gets the result, the others None. A
@@ -83,9 +83,7 @@ def gather_kept(own: Sequence[Optional[Kept]]) -> Optional[Kept]:
     epoch end early.
     """
     group = distributed.get_data_parallel_group()
-    mine: Any = [
-        None if kept is None else (kept.chunk, [tuple(x.shape) for x in kept.inputs]) for kept in own
-    ]
+    mine: Any = [None if one is None else (one.chunk, [tuple(x.shape) for x in one.inputs]) for one in own]
     rank, sizes = 0, [mine]
     if distributed.get_world_size(group) > 1:
         rank, sizes = distributed.get_rank(group), sizes * distributed.get_world_size(group)
@@ -101,7 +99,7 @@ def gather_kept(own: Sequence[Optional[Kept]]) -> Optional[Kept]:
     shapes = [shape[::2] for shape in first[1]]
     inputs = []
     for layer in range(len(shapes)):  # one after the other: a GPU need not hold all of them
-        parts = [kept.inputs[layer] for kept, size in zip(own, mine) if kept is not None and fits(size)]
+        parts = [one.inputs[layer] for one, size in zip(own, mine) if one is not None and fits(size)]
         if rank:
             for part in parts:
                 dist.send(part.contiguous(), 0, group=group)
@@ -113,4 +111,4 @@ def gather_kept(own: Sequence[Optional[Kept]]) -> Optional[Kept]:
                 dist.recv(part, sender, group=group)
                 parts.append(part.cpu())
         inputs.append(torch.cat(parts, 1))
-    return None if rank else Kept(first[0], inputs)
+    return None if rank else ChunkContext(first[0], inputs)

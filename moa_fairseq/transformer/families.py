@@ -73,10 +73,10 @@ def set_family_defaults(args: Any, family: str) -> None:
 
 def settings_of(cfg: Any) -> FamilySettings:
     """The settings of a model's family, taken from its arguments or config."""
-    return _filled(FAMILIES[cfg.attention_family], cfg)
+    return _settings_from(FAMILIES[cfg.attention_family], cfg)
 
 
-def _filled(settings: Type, cfg: Any) -> Any:
+def _settings_from(settings: Type, cfg: Any) -> Any:
     return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
 
 
@@ -111,7 +111,7 @@ def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
 
 def build_sigma_moe(cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]) -> Optional[SigmaMoE]:
     """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own."""
-    settings = _filled(SigmaMoESettings, cfg)
+    settings = _settings_from(SigmaMoESettings, cfg)
     if settings.sigma_moe_num_experts == 0:
         return None
     return settings.build(embed_dim, activation, getattr(cfg, "expert_backend", "auto"))

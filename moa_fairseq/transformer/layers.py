@@ -14,8 +14,13 @@ from fairseq.modules import FairseqDropout, LayerDropModuleList
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from moa_fairseq.attention.carried_context import carried_context
-from moa_fairseq.attention.collector import hypotheses, query_padding, query_tokens, tokens_of_queries
+from moa_fairseq.attention.collector import (
+    carried_context,
+    hypotheses,
+    query_padding,
+    query_tokens,
+    tokens_of_queries,
+)
 from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.attention.initialization import own_random_numbers
 from moa_fairseq.errors import UserError

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from moa_fairseq.attention.base import name_attentions
-from moa_fairseq.attention.observers import absorb_pending, observers_of
+from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
@@ -125,7 +125,7 @@ class MixtureModel(Extended):
             self._updates_seen = num_updates
             observers = observers_of(self)
             if any(observer.has_pending for observer in observers):
-                absorb_pending(observers, sum_over_workers())
+                update_observers(observers, sum_over_workers())
 
 
 def _set_positions(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from moa_fairseq.attention import core
 from moa_fairseq.attention.core import attend
-from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.positions import RotaryPositions
 from moa_fairseq.errors import UserError
 
@@ -78,20 +77,6 @@ def test_rope_scores_know_distances_only_and_survive_half_precision():
     torch.testing.assert_close(*scores)
     with pytest.raises(UserError, match="--positions rope"):
         RotaryPositions(5)
-
-
-def test_rope_step_by_step_equals_the_whole():
-    torch.manual_seed(0)
-    module = MixtureOfAttention(12, 4, 2, 6, self_attention=True, positions="rope").double().eval()
-    x = random(5, 2, 12)
-    future = torch.triu(torch.full((5, 5), -math.inf, dtype=torch.float64), 1)
-    whole, _ = module(x, x, x, attn_mask=future, need_weights=False)
-    state = {}
-    steps = [module(x[t : t + 1], None, None, incremental_state=state)[0] for t in range(5)]
-    torch.testing.assert_close(torch.cat(steps), whole)
-    without = MixtureOfAttention(12, 4, 2, 6, self_attention=True).double().eval()
-    without.load_state_dict(module.state_dict())
-    assert not torch.allclose(without(x, x, x, attn_mask=future)[0], whole, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

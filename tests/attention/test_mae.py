@@ -8,9 +8,8 @@ import torch
 from fairseq.modules import MultiheadAttention
 
 from moa_fairseq.attention.collector import collect_decisions, query_padding
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts, random_expert
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.single_expert import EVALUATIONS, random_expert
 from moa_fairseq.errors import UserError
 
 C, H = 24, 8
@@ -180,28 +179,6 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     torch.testing.assert_close(gate_of(module.train(), x, **call)[0], gate_of(mixing.train(), x, **call)[0])
 
 
-@pytest.mark.parametrize("how", EVALUATIONS)
-@pytest.mark.parametrize("window", [None, 1, 4, 100])
-def test_incremental_equals_full_with_reordered_beams(window, how):
-    module = build(causal=True, gate_window=window, evaluate_with=how)
-    length = 11
-    x = inputs(length, batch=4).detach()
-    mask = torch.triu(torch.full((length, length), -math.inf, dtype=torch.float64), 1)
-    full, _ = gate_of(module, x, attn_mask=mask)
-    state, order = {}, torch.arange(4)
-    for step in range(length):
-        if step == 5:  # beams are swapped on the way
-            order = torch.tensor([2, 0, 1, 1])
-            module.reorder_incremental_state(state, order)
-        now = x[step : step + 1, order]
-        out, _ = module(now, now, now, incremental_state=state)
-        prefix = torch.cat([x[:5, order], x[5 : step + 1, order]]) if step >= 5 else x[: step + 1]
-        expected = (
-            full[step] if step < 5 else gate_of(module, prefix, attn_mask=mask[: step + 1, : step + 1])[0][-1]
-        )
-        torch.testing.assert_close(out[0], expected)
-
-
 def test_cross_attention_equals_fairseqs_and_caches_the_encoders_keys():
     settings = dict(self_attention=False, encoder_decoder_attention=True, kdim=10, vdim=10, causal=True)
     module = build(gate="uniform", **settings)
@@ -262,3 +239,12 @@ def test_impossible_settings_are_refused_by_name(settings, message):
         build(**settings)
     with pytest.raises(UserError, match="multiple"):
         MixtureOfAttentiveExperts(10, 4)
+
+
+def test_random_experts_differ_between_modules_and_seeds_and_are_fair():
+    names = [f"decoder.layers.{layer}.{kind}_attn" for layer in range(40) for kind in ("self", "encoder")]
+    draws = [[random_expert(name, seed, 8) for name in names] for seed in range(40)]
+    counts = torch.tensor(draws).flatten().bincount(minlength=8).double()
+    expected = len(names) * 40 / 8
+    assert ((counts - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees of freedom, p = 0.001
+    assert len({tuple(draw) for draw in draws}) == 40

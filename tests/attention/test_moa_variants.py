@@ -7,7 +7,7 @@ import torch
 
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.observers import absorb_pending, observers_of
+from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.errors import UserError
 
@@ -122,7 +122,7 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
     before = [parameter.clone() for parameter in router.parameters()]
     for _ in range(600):
         decision = router(x)
-        absorb_pending(observers_of(router))
+        update_observers(observers_of(router))
     spread = [float(d.expert_counts.max() / d.expert_counts.mean()) for d in (first, decision)]
     assert spread[0] > 2.0 and spread[1] < 1.4
     assert all(torch.equal(one, other) for one, other in zip(before, router.parameters()))
@@ -131,7 +131,7 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
     torch.testing.assert_close(decision.gate, chosen / chosen.sum(-1, keepdim=True))
     # an update by the rule, expert by expert
     bias, loads = router.selection_bias.clone(), torch.tensor([3.0, 1, 2, 2, 4, 0])
-    router.absorb(loads)
+    router.update(loads)
     step = 0.002 * torch.tensor([-1.0, 1, 0, 0, -1, 1])
     torch.testing.assert_close(router.selection_bias, bias + step)
     router.eval()(x)

@@ -17,7 +17,7 @@ def test_small_steps_of_a_selection_bias_add_up(dtype):
     router = router.router
     assert router.projection.weight.dtype == dtype
     for _ in range(600):
-        router.absorb(torch.tensor([1000.0, 1.0, 1.0, 1.0]))
+        router.update(torch.tensor([1000.0, 1.0, 1.0, 1.0]))
     torch.testing.assert_close(router.selection_bias, torch.tensor([-0.6, 0.6, 0.6, 0.6]))
 
 

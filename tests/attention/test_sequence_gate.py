@@ -7,7 +7,7 @@ import torch
 
 from moa_fairseq.attention.expert_draw import ExpertDraw, current_draw, drawing_experts
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
-from moa_fairseq.attention.observers import absorb_pending
+from moa_fairseq.attention.observers import update_observers
 from moa_fairseq.attention.sequence_gate import SequenceGate
 
 
@@ -45,18 +45,18 @@ def test_statistics_are_those_of_earlier_updates_over_all_workers_and_micro_batc
     for rows in (slice(0, 20), slice(20, 64)):
         parts(x[rows], real[rows])
     for gate in (whole, parts):
-        absorb_pending([gate.norm])
+        update_observers([gate.norm])
         # half of the first update, half of the prior 0 and 1
         torch.testing.assert_close(gate.norm.running_mean, x[:60].mean(0) / 2)
         torch.testing.assert_close(gate.norm.running_var, (x[:60].var(0, unbiased=False) + 1) / 2)
         assert not gate.norm.pending.any() and not gate.norm.has_pending
     for _ in range(200):
         parts(x[:60])
-        absorb_pending([parts.norm])
+        update_observers([parts.norm])
     normalised = torch.nn.functional.batch_norm(x[:60], None, None, training=True)
     torch.testing.assert_close(parts.norm(x[:60]), normalised, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
-    absorb_pending([parts.norm])  # nothing was seen
+    update_observers([parts.norm])  # nothing was seen
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
 
 
@@ -74,7 +74,7 @@ def test_the_batchs_own_statistics_are_batch_normalisation():
         *(torch.autograd.grad(o, i, upstream) for o, i in zip((out, expected), inputs)), strict=True
     ):
         torch.testing.assert_close(one, other)
-    absorb_pending([gate.norm])
+    update_observers([gate.norm])
     torch.testing.assert_close(gate.norm.running_mean, x[:6].mean(0).detach() / 2)
     evaluated = gate.eval()(x, real)[0]
     single = gate.train()(x[:1])[0]  # one row has no statistics of its own
@@ -87,7 +87,7 @@ def test_the_batchs_own_statistics_are_batch_normalisation():
 def test_a_sum_over_workers_is_used():
     gates = [SequenceGate(3, 4).train() for _ in range(2)]
     gates[0](torch.ones(4, 3))
-    absorb_pending([gate.norm for gate in gates], all_reduce=lambda flat: flat.add_(flat.clone()))
+    update_observers([gate.norm for gate in gates], all_reduce=lambda flat: flat.add_(flat.clone()))
     assert gates[0].norm.running_mean.tolist() == [0.5] * 3
     assert gates[1].norm.num_batches_tracked == 0  # saw nothing
 

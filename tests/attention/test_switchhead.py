@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from moa_fairseq.attention.collector import collect_decisions, hypotheses
+from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
@@ -174,60 +174,6 @@ def test_no_experts_is_dense_attention_without_any_decision():
     with collect_decisions() as decisions:
         module(*[torch.randn(4, 2, C)] * 3)
     assert decisions == [] and module.router is None and module.source_router is None
-
-
-@pytest.mark.parametrize("positions", [None, "rope", "xl"])
-@pytest.mark.parametrize("experts", ["vo", "vkqo"])
-def test_incremental_decoding_equals_the_full_forward_and_follows_the_beam(experts, positions):
-    module = build(experts=experts, self_attention=True, positions=positions)
-    steps, batch = 6, 3
-    query = torch.randn(steps, batch, C)
-    padding = torch.zeros(batch, steps, dtype=torch.bool)
-    padding[1, :2] = True
-    causal = torch.triu(torch.full((steps, steps), -math.inf), 1)
-    order = torch.tensor([2, 0, 0])
-    state, seen = {}, query[:0]
-    for step in range(steps):
-        now, mask = query[step : step + 1], padding[:, step : step + 1]
-        seen = torch.cat([seen, now])
-        out, _ = module(now, now, now, key_padding_mask=mask if mask.any() else None, incremental_state=state)
-        if step < 3:
-            expected, _ = module(
-                *[seen] * 3, key_padding_mask=padding[:, : step + 1], attn_mask=causal[: step + 1, : step + 1]
-            )
-            torch.testing.assert_close(out[0], expected[-1], rtol=1e-4, atol=1e-5)
-        if step == 2:  # from here on the beams are others
-            module.reorder_incremental_state(state, order)
-            seen, padding = seen[:, order], padding[order].clone()
-        if step > 2:
-            full, _ = module(
-                *[seen] * 3, key_padding_mask=padding[:, : step + 1], attn_mask=causal[: step + 1, : step + 1]
-            )
-            torch.testing.assert_close(out[0], full[-1], rtol=1e-4, atol=1e-5)
-    assert module._get_input_buffer(state)["prev_key"].shape == (batch, H, steps, D)
-
-
-def test_a_beam_projects_its_source_once():
-    module = build(encoder_decoder_attention=True)
-    memory = torch.randn(5, 2, C).repeat_interleave(2, dim=1)
-    query, state, tokens = torch.randn(3, 4, C), {}, []
-    module.source_router.register_forward_hook(lambda _, inputs, out: tokens.append(inputs[0].size(0)))
-    full, _ = module(query, memory, memory)
-    for step in range(3):
-        with hypotheses(2):
-            out, _ = module(query[step : step + 1], memory, memory, incremental_state=state, static_kv=True)
-        torch.testing.assert_close(out[0], full[step], rtol=1e-4, atol=1e-5)
-    assert tokens == [20, 10]  # without a state each row; with one each sentence once, at the first step
-
-
-def test_future_tokens_change_nothing_before_them():
-    module = build(experts="vkqo", self_attention=True, positions="xl")
-    causal = torch.triu(torch.full((6, 6), -math.inf), 1)
-    x = torch.randn(6, 2, C)
-    other = x.clone()
-    other[4] += 1.0
-    before, after = (module(*[inputs] * 3, attn_mask=causal)[0] for inputs in (x, other))
-    assert torch.equal(before[:4], after[:4]) and not torch.allclose(before[4:], after[4:])
 
 
 def test_two_decisions_leave_the_attention():

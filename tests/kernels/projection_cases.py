@@ -118,7 +118,7 @@ class Case:
         per_row, per_sum = self.slots
 
         def function(index, leaves):
-            order = SlotOrder.from_index(index, leaves["weight"].size(0), in_order)
+            order = SlotOrder(index, leaves["weight"].size(0), in_order)
             return project(
                 order=order,
                 into=self.into,

@@ -13,19 +13,16 @@ from torch.utils._pytree import tree_leaves
 import moa_fairseq
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import SlotOrder, grouped, project, resolve_backend, slot_order
-from moa_fairseq.kernels.grouped import every_expert, every_expert_pays, expert_loop, slotwise, sorted_rows
+from moa_fairseq.kernels import SlotOrder, grouped, project, resolve_backend
+from moa_fairseq.kernels.grouped import EveryExpert, ExpertLoop, SortedRows, expert_loop, sorted_rows
 
-# name → what stands for grouped._walk, and the constants that make it go in steps
+# name → the class of the plan, and the constants that make it go in steps
 WALKS = {
-    "expert_loop": ((expert_loop, expert_loop), []),
-    "expert_loop in pieces": ((expert_loop, expert_loop), [(slot_order, "_PIECE", 3)]),
-    "every_expert": ((slotwise, every_expert), []),
-    "sorted_rows": ((slotwise, sorted_rows), []),
-    "sorted_rows in steps": (
-        (slotwise, sorted_rows),
-        [(sorted_rows, "_FREE_ELEMENTS", 0), (sorted_rows, "_UNIT", 4)],
-    ),
+    "expert_loop": (ExpertLoop, []),
+    "expert_loop in pieces": (ExpertLoop, [(expert_loop, "_PIECE", 3)]),
+    "every_expert": (EveryExpert, []),
+    "sorted_rows": (SortedRows, []),
+    "sorted_rows in steps": (SortedRows, [(sorted_rows, "_FREE_ELEMENTS", 0), (sorted_rows, "_UNIT", 4)]),
 }
 
 
@@ -51,10 +48,10 @@ def test_forward_and_every_gradient_equal_the_loop(shape, use, backend):
 
 
 def walk_by(name, monkeypatch):
-    walks, constants = WALKS[name]
-    if walks[1] is sorted_rows and not sorted_rows.HAS_GROUPED_MM:
+    plan, constants = WALKS[name]
+    if plan is SortedRows and not sorted_rows.HAS_GROUPED_MM:
         pytest.skip("no grouped_mm in this torch")
-    monkeypatch.setattr(grouped, "_walk", lambda *_: walks)
+    monkeypatch.setattr(grouped, "_kind", lambda *_: plan)
     for constant in constants:
         monkeypatch.setattr(*constant)
 
@@ -87,7 +84,7 @@ def switchhead(use, tokens, model_dim, num_experts, k, dim, heads=2):
     upstream = torch.randn(index.numel() // per_sum, dim if into == "experts" else model_dim)
 
     def step(backend="grouped"):
-        order = SlotOrder.from_index(index, weight.size(0))
+        order = SlotOrder(index, weight.size(0))
         fan = dict(into=into, slots_per_row=per_row, slots_per_sum=per_sum)
         out = project(rows, order, weight, gate=gate, backend=backend, **fan)
         torch.autograd.grad(out, (rows, weight, gate), upstream)
@@ -150,7 +147,7 @@ def test_switchheads_peak_of_memory_is_flat_in_k(use):
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
+    order = SlotOrder(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
     rows, weight = torch.randn(3, 8), torch.randn(3, 4, 8)
     fan = dict(slots_per_row=2, slots_per_sum=1)
     for match, arguments, options in (
@@ -168,7 +165,7 @@ def test_sizes_that_do_not_fit_are_refused():
 def test_an_expert_without_tokens_gets_a_zero_gradient_not_none():
     index = torch.tensor([[0], [0]])
     weight = torch.randn(3, 4, 8, requires_grad=True)
-    order = SlotOrder.from_index(index, 3)
+    order = SlotOrder(index, 3)
     fan = dict(into="experts", slots_per_row=1, slots_per_sum=1)
     project(torch.randn(2, 8), order, weight, **fan).sum().backward()
     assert weight.grad[0].abs().sum() > 0
@@ -190,23 +187,23 @@ def test_only_what_is_asked_for_is_differentiated(use, walk, monkeypatch):
             torch.testing.assert_close(grad, together[name])
 
 
-def test_slot_order_invariants(monkeypatch):
-    monkeypatch.setattr(slot_order, "_PIECE", 5)
+def test_plans_of_a_slot_order(monkeypatch):
+    monkeypatch.setattr(expert_loop, "_PIECE", 5)
     index = torch.randint(0, 6, (29, 4), generator=torch.Generator().manual_seed(1))
-    order = SlotOrder.from_index(index, 7)
-    flat = index.reshape(-1)
-    assert torch.equal(order.order[order.inverse], torch.arange(flat.numel()))
+    order, flat = SlotOrder(index, 7), index.reshape(-1)
     assert (flat[order.order].diff() >= 0).all()
     assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
-    assert torch.equal(order.owner(1), order.order) and torch.equal(order.owner(2), order.order // 2)
-    assert torch.equal(order.cells(4), torch.arange(116) // 4 * 7 + flat)
-    assert order.owner(2) is order.owner(2) and order.cells(4) is order.cells(4)
-    pieces = order.pieces
-    assert sorted({*pieces.experts, *pieces.unchosen}) == list(range(7)) and pieces.unchosen == [6]
+    rows = order.plan(SortedRows, 4, 1)
+    assert torch.equal(order.order[rows.inverse], torch.arange(flat.numel()))
+    assert torch.equal(rows.wide_row, order.order // 4)
+    assert torch.equal(order.plan(EveryExpert, 4, 2).cell, torch.arange(116) // 4 * 7 + flat)
+    assert order.plan(SortedRows, 4, 1) is rows and order.plan(SortedRows, 2, 1) is not rows
+    loop = order.plan(ExpertLoop, 4, 1)
+    assert sorted({*loop.experts, *loop.unchosen}) == list(range(7)) and loop.unchosen == [6]
+    assert torch.equal(torch.cat(loop.wide_rows), order.order // 4)
     gates = torch.arange(116.0)
-    assert torch.equal(torch.cat(pieces.column(gates)).squeeze(1), gates[order.order])
-    assert torch.equal(torch.cat(pieces.owner(4)), order.owner(4))
-    for expert, slots in zip(pieces.experts, pieces.owner(1)):
+    for expert, source, slots, gate in loop._pieces(gates, True):
+        assert torch.equal(source, slots // 4) and torch.equal(gate[:, 0], gates[slots])
         assert (flat[slots] == expert).all() and 1 <= len(slots) <= 7
 
 
@@ -221,15 +218,15 @@ def test_slot_order_invariants(monkeypatch):
 )
 def test_when_computing_every_expert_pays(sizes, pays):
     tokens, per_token, num_experts, dim, model_dim = sizes
-    assert every_expert_pays(tokens, per_token, torch.empty(num_experts, dim, model_dim)) == pays
+    assert grouped.every_expert_pays(tokens, per_token, torch.empty(num_experts, dim, model_dim)) == pays
 
 
 @pytest.mark.parametrize("sizes, pays", [((4000, 4, 8, 48, 128), True), ((8192, 8, 32, 256, 1024), False)])
 def test_every_expert_pays_sooner_in_bfloat16(sizes, pays):
     """Products are cheaper there, and each new number of rows costs the compilation of a kernel."""
     tokens, per_token, *shape = sizes
-    assert every_expert_pays(tokens, per_token, torch.empty(shape, dtype=torch.bfloat16)) == pays
-    assert not every_expert_pays(tokens, per_token, torch.empty(shape))
+    assert grouped.every_expert_pays(tokens, per_token, torch.empty(shape, dtype=torch.bfloat16)) == pays
+    assert not grouped.every_expert_pays(tokens, per_token, torch.empty(shape))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +284,7 @@ package.__path__ = [{str(Path(moa_fairseq.__file__).parent)!r}]
 sys.modules["moa_fairseq"] = package
 import torch
 from moa_fairseq.kernels import SlotOrder, project, resolve_backend
-order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
+order = SlotOrder(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
 backend = resolve_backend("auto")
 fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
 out = project(torch.ones(3, 8), order, torch.ones(3, 4, 8), **fan, backend=backend)

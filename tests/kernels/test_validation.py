@@ -70,8 +70,8 @@ def test_auto_trusts_the_dtypes_that_were_gone_through(on_a_gpu, monkeypatch):
     taken = []
     monkeypatch.setattr(backend, "takes", lambda rows, weight: True)
     monkeypatch.setattr(backend, "project", lambda rows, *_: taken.append(rows.dtype))
-    monkeypatch.setattr(projection.grouped, "prefers_every_expert", lambda *_: False)
-    order = SlotOrder.from_index(torch.tensor([[0, 2], [1, 2]]), 3)
+    monkeypatch.setattr(projection.grouped, "every_expert_pays", lambda *_: False)
+    order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows, weight = torch.ones(2, 8, dtype=dtype), torch.ones(3, 4, 8, dtype=dtype)
         fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)

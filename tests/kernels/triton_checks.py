@@ -153,7 +153,7 @@ def test_only_experts_that_are_cut_leave_parts(counts, monkeypatch):
 
     monkeypatch.setattr(launch, "rows_per_chunk", lambda *sizes: 16)
     index = torch.repeat_interleave(torch.arange(5), torch.tensor(counts)).unsqueeze(1).to(DEVICE)
-    order = SlotOrder.from_index(index, 5)
+    order = SlotOrder(index, 5)
     left, right = torch.randn(74, 12, device=DEVICE), torch.randn(74, 20, device=DEVICE)
     cut = sum(-(-count // 16) for count in counts if count > 16)
     _, blocks, parts = launch._chunks(74, 5, 1, left)
@@ -238,7 +238,7 @@ def test_padding_costs_nothing_but_zeros(use):
 def test_an_expert_without_rows_gets_a_zero_gradient():
     index = torch.zeros(5, 1, dtype=torch.long, device=DEVICE)
     weight = torch.randn(3, 4, 8, device=DEVICE, requires_grad=True)
-    x, order = torch.randn(5, 8, device=DEVICE), SlotOrder.from_index(index, 3)
+    x, order = torch.randn(5, 8, device=DEVICE), SlotOrder(index, 3)
     fan = dict(into="experts", slots_per_row=1, slots_per_sum=1)
     project(x, order, weight, backend="triton", **fan).sum().backward()
     assert weight.grad[0].abs().sum() > 0
@@ -252,7 +252,7 @@ def test_what_the_kernels_do_not_take_goes_elsewhere():
     assert not triton_backend.takes(x.half(), x)
     index = torch.tensor([[0, 2], [1, 2], [0, 1]], device=DEVICE)
     weight = torch.randn(3, 4, 8, device=DEVICE, dtype=torch.float64)
-    arguments = (x.double(), SlotOrder.from_index(index, 3), weight)
+    arguments = (x.double(), SlotOrder(index, 3), weight)
     fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
     torch.testing.assert_close(
         project(*arguments, **fan, backend="triton"), project(*arguments, **fan, backend="reference")
@@ -261,7 +261,7 @@ def test_what_the_kernels_do_not_take_goes_elsewhere():
 
 def _both(x, weight, out_weight, gate, index, num_experts):
     """Both directions of SwitchHead with two heads, as a layer uses them: x [N, C] → [N, C]."""
-    order, slots = SlotOrder.from_index(index, num_experts), index.size(1)
+    order, slots = SlotOrder(index, num_experts), index.size(1)
     options = dict(gate=gate, backend="triton")
     heads = project(x, order, weight, into="experts", slots_per_row=slots, slots_per_sum=2, **options)
     heads = heads.tanh()
@@ -283,7 +283,7 @@ def test_operators_keep_the_contract_of_torch(use):
         index, inputs, _ = case.inputs
         leaves = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in inputs.items()}
         gate = leaves["gate"].detach().flatten().requires_grad_() if "gate" in leaves else None
-        order = SlotOrder.from_index(index.to(DEVICE), leaves["weight"].size(0))
+        order = SlotOrder(index.to(DEVICE), leaves["weight"].size(0))
         tensors = (leaves["rows"], leaves["weight"], leaves.get("bias"), gate)
         routing = (order.expert, order.order, order.offsets)
         torch.library.opcheck(

@@ -102,7 +102,7 @@ def test_ties_go_to_the_lower_number():
 def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, per_token):
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3))
     index = scores.topk(per_token).indices.to(DEVICE)
-    exact, fast = SlotOrder.from_index(index, experts), SlotOrder.from_index(index, experts)
+    exact, fast = SlotOrder(index, experts), SlotOrder(index, experts)
     fast.sort_by(backend.sorted_slots)
     assert torch.equal(fast.order, exact.order) and torch.equal(fast.offsets, exact.offsets)
     assert fast.offsets.dtype == torch.int32 and fast.order.dtype == torch.int64
@@ -110,7 +110,7 @@ def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, per_token):
 
 def test_all_slots_of_many_tokens_on_one_expert():
     index = torch.full((500, 1), 3, device=DEVICE)
-    order = SlotOrder.from_index(index, 5)
+    order = SlotOrder(index, 5)
     order.sort_by(backend.sorted_slots)
     assert order.order.tolist() == list(range(500)) and order.offsets.tolist() == [0, 0, 0, 500, 500]
 

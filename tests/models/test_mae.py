@@ -9,9 +9,9 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.expert_draw import random_expert
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.attention.single_expert import random_expert
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 

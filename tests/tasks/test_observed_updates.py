@@ -14,10 +14,10 @@ def routed(build_trainer, monkeypatch):
     trainer, samples = build_trainer(*ROUTED, arch="moa_transformer_tiny", task="translation")
     told = {}
 
-    def absorb(router, loads):
+    def update(router, loads):
         told.setdefault(router, []).append(loads.clone())
 
-    monkeypatch.setattr(TopKRouter, "absorb", absorb)
+    monkeypatch.setattr(TopKRouter, "update", update)
     trainer.begin_epoch(1)
     return trainer, samples, told
 

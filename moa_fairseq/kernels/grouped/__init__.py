@@ -5,16 +5,18 @@ has a kernel for the device and dtype, `every_expert` (one GEMM, then a choice) 
 compute, else `expert_loop`. Beside them stands `dense`, for K = E.
 """
 
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Tuple, Type
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moa_fairseq.kernels.grouped import every_expert, expert_loop, slotwise, sorted_rows
-from moa_fairseq.kernels.slot_order import Fan
-from moa_fairseq.torch_compat import is_compiling
+from moa_fairseq.kernels.grouped import sorted_rows
+from moa_fairseq.kernels.grouped.every_expert import EveryExpert
+from moa_fairseq.kernels.grouped.expert_loop import ExpertLoop
+from moa_fairseq.kernels.grouped.sorted_rows import SortedRows
+from moa_fairseq.kernels.slot_order import SlotOrder
 
 # When computing every expert beats a loop over them, from benchmarks/kernels.py on two CPU cores: the surplus
 # products per expert must cost less than a step of the loop, in which gathering and calls cost as much as 24
@@ -40,16 +42,11 @@ def every_expert_pays(tokens: int, per_token: int, weight: Tensor) -> bool:
     return reads_most or weight.is_cuda or weight.numel() <= _CACHED_WEIGHTS
 
 
-def prefers_every_expert(weight: Tensor, fan: Fan) -> bool:
-    """`every_expert_pays`, of a projection: no order is needed then."""
-    return every_expert_pays(fan.slots // fan.per_wide, fan.per_wide, weight)
-
-
-def _walk(rows: Tensor, weight: Tensor, fan: Fan) -> Tuple[Any, Any]:
-    """(module with `forward` and `backward`, module with the products that these two use)"""
-    if prefers_every_expert(weight, fan):
-        return slotwise, every_expert
-    return (slotwise, sorted_rows) if sorted_rows.takes(rows, weight) else (expert_loop, expert_loop)
+def _kind(rows: Tensor, weight: Tensor, order: SlotOrder, per_wide: int) -> Type[Any]:
+    """The class of the plan by which a product goes through the experts."""
+    if every_expert_pays(order.slots // per_wide, per_wide, weight):
+        return EveryExpert
+    return SortedRows if sorted_rows.takes(rows, weight) else ExpertLoop
 
 
 class _Project(Function):
@@ -57,25 +54,37 @@ class _Project(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        gate: Optional[Tensor],
+        into_experts: bool,
+        plan: Any,
     ) -> Tensor:
-        ctx.fan = fan
+        ctx.plan, ctx.into_experts = plan, into_experts
         ctx.save_for_backward(rows, weight, bias, gate)
-        runner, walk = _walk(rows, weight, fan)
-        sums: Tensor = runner.forward(rows, weight, bias, gate, fan, walk)
+        sums: Tensor = plan.forward(rows, weight, bias, gate, into_experts)
         return sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
         saved = ctx.saved_tensors  # once: checkpointing recomputes at each access
-        runner, walk = _walk(saved[0], saved[1], ctx.fan)
-        return (*runner.backward(grad, *saved, ctx.fan, ctx.needs_input_grad[:4], walk), None)
+        return (*ctx.plan.backward(grad, *saved, ctx.into_experts, ctx.needs_input_grad[:4]), None, None)
 
 
-def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan) -> Tensor:
-    """As reference.project."""
-    if is_compiling() and prefers_every_expert(weight, fan):
-        fan.order.cells(fan.per_wide)  # before the Function: torch.compile would not let it keep this
-    sums: Tensor = _Project.apply(rows, weight, bias, gate, fan)
+def project(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Optional[Tensor],
+    order: SlotOrder,
+    into_experts: bool,
+    per_wide: int,
+    per_narrow: int,
+) -> Tensor:
+    """As reference.project; per_wide, per_narrow: see `SlotOrder.plan`."""
+    plan = order.plan(_kind(rows, weight, order, per_wide), per_wide, per_narrow)
+    sums: Tensor = _Project.apply(rows, weight, bias, gate, into_experts, plan)
     return sums

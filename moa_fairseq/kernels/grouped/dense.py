@@ -30,7 +30,7 @@ class _IntoModel(Function):
     def forward(ctx: Any, slots: Tensor, gate: Tensor, weight: Tensor, uses_triton: bool) -> Tensor:
         ctx.save_for_backward(slots, gate, weight)
         ctx.uses_triton = uses_triton
-        return _by_token(_gated(slots, gate), weight) @ weight.flatten(0, 1)
+        return _by_token(_times_gate(slots, gate), weight) @ weight.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
@@ -46,12 +46,12 @@ class _IntoModel(Function):
                 grad_gate = torch.linalg.vecdot(grad_slots, slots).to(gate.dtype)
                 grad_slots.mul_(gate.unsqueeze(1))
         if ctx.needs_input_grad[2]:
-            gated = _gated(slots, gate) if gated is None else gated
+            gated = _times_gate(slots, gate) if gated is None else gated
             grad_weight = (_by_token(gated, weight).t() @ grad).view_as(weight)
         return grad_slots, grad_gate, grad_weight, None
 
 
-def _gated(slots: Tensor, gate: Tensor) -> Tensor:
+def _times_gate(slots: Tensor, gate: Tensor) -> Tensor:
     """gate · slots in the dtype of the slots, which need not be the gate's, in one step."""
     return torch.mul(slots, gate.unsqueeze(1), out=torch.empty_like(slots))
 
@@ -66,6 +66,6 @@ def into_model(slots: Tensor, weight: Tensor, gate: Optional[Tensor], uses_trito
     if gate is None:
         return _by_token(slots, weight) @ weight.flatten(0, 1)
     if not torch.is_grad_enabled():
-        return _by_token(_gated(slots, gate), weight) @ weight.flatten(0, 1)
+        return _by_token(_times_gate(slots, gate), weight) @ weight.flatten(0, 1)
     out: Tensor = _IntoModel.apply(slots, gate, weight, uses_triton)
     return out

@@ -3,7 +3,6 @@
 For GPUs: nothing waits for the host. Rows are only ever gathered, never scattered: a permutation's
 gradient is the inverse permutation, and the slots of a row are neighbours, so their sum is a plain
 reduction. Results of the model's width are made in steps of rows or columns, never for all slots at once.
-The functions are those that `slotwise` describes.
 """
 
 from typing import Iterator, Optional, Tuple
@@ -12,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moa_fairseq.kernels.slot_order import Fan, SlotOrder
+from moa_fairseq.kernels.grouped.slotwise import Slotwise
+from moa_fairseq.kernels.slot_order import SlotOrder
 
 HAS_GROUPED_MM = hasattr(F, "grouped_mm")
 _ALIGNMENT = 16  # bytes; grouped_mm demands strides that are multiples of it
@@ -39,48 +39,50 @@ def _steps(total: int, other: int, least: int) -> Iterator[Tuple[int, int]]:
     return ((start, min(start + step, total)) for start in range(0, max(total, 1), step))
 
 
-def into_experts(wide: Tensor, weight: Tensor, bias: Optional[Tensor], fan: Fan) -> Tensor:
-    """[S / per_wide, C] → [S, D]. In steps of sorted positions: only the narrow product is kept."""
-    order, matrices = fan.order, weight.transpose(1, 2)
-    owner, parts = order.owner(fan.per_wide), []
-    for start, end in _steps(fan.slots, wide.size(1), fan.slots * weight.size(1) // wide.size(1)):
-        ends = order.offsets if end - start == fan.slots else (order.offsets - start).clamp(0, end - start)
-        parts.append(F.grouped_mm(wide.index_select(0, owner[start:end]), matrices, offs=ends))
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if bias is not None:
-        rows = rows + bias.index_select(0, _expert_of_position(order))
-    return rows.index_select(0, order.inverse)
+class SortedRows(Slotwise):
+    """wide_row [S]: sorted position → wide row; inverse [S]: flat slot → sorted position."""
 
+    def __init__(self, order: SlotOrder, per_wide: int, per_narrow: int):
+        super().__init__(order, per_wide, per_narrow)
+        self.expert, self.order, self.offsets = order.expert, order.order, order.offsets
+        self.inverse = torch.empty_like(self.order)
+        self.inverse[self.order] = torch.arange(self.slots, device=self.order.device)
+        self.wide_row = self.order if per_wide == 1 else self.order // per_wide
 
-def place(slots: Tensor, weight: Tensor, fan: Fan) -> Tensor:
-    """[S, D] in expert order."""
-    return slots.index_select(0, fan.order.order)
+    def into_experts(self, wide: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        """In steps of sorted positions: only the narrow product is kept."""
+        matrices, parts = weight.transpose(1, 2), []
+        for start, end in _steps(self.slots, wide.size(1), self.slots * weight.size(1) // wide.size(1)):
+            whole = end - start == self.slots
+            ends = self.offsets if whole else (self.offsets - start).clamp(0, end - start)
+            parts.append(F.grouped_mm(wide.index_select(0, self.wide_row[start:end]), matrices, offs=ends))
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if bias is not None:
+            rows = rows + bias.index_select(0, self.expert.index_select(0, self.order))
+        return rows.index_select(0, self.inverse)
 
+    def place(self, slots: Tensor, weight: Tensor) -> Tensor:
+        """[S, D] in expert order."""
+        return slots.index_select(0, self.order)
 
-def into_model(placed: Tensor, weight: Tensor, fan: Fan) -> Tensor:
-    """[S, D] in expert order → [S / per_wide, C], in steps of columns."""
-    parts = []
-    for start, end in _steps(weight.size(2), fan.slots, weight.size(1)):
-        rows = F.grouped_mm(placed, weight[:, :, start:end], offs=fan.order.offsets)
-        rows = rows.index_select(0, fan.order.inverse)
-        parts.append(rows.view(-1, fan.per_wide, end - start).sum(1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def into_model(self, placed: Tensor, weight: Tensor) -> Tensor:
+        """In steps of columns."""
+        parts = []
+        for start, end in _steps(weight.size(2), self.slots, weight.size(1)):
+            rows = F.grouped_mm(placed, weight[:, :, start:end], offs=self.offsets)
+            rows = rows.index_select(0, self.inverse)
+            parts.append(rows.view(-1, self.per_wide, end - start).sum(1))  # [S, step] → [S / per_wide, step]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    def weight_grad(self, placed: Tensor, wide: Tensor, weight: Tensor) -> Tensor:
+        """In steps of columns. The gradient of an expert without rows is zero, not missing."""
+        parts = []
+        for start, end in _steps(weight.size(2), self.slots, weight.size(1)):
+            rows = wide[:, start:end].index_select(0, self.wide_row)
+            parts.append(F.grouped_mm(placed.t(), rows, offs=self.offsets))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-def weight_grad(placed: Tensor, wide: Tensor, weight: Tensor, fan: Fan) -> Tensor:
-    """[E, D, C], in steps of columns. The gradient of an expert without rows is zero, not missing."""
-    owner, parts = fan.order.owner(fan.per_wide), []
-    for start, end in _steps(weight.size(2), fan.slots, weight.size(1)):
-        rows = wide[:, start:end].index_select(0, owner)
-        parts.append(F.grouped_mm(placed.t(), rows, offs=fan.order.offsets))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def bias_grad(placed: Tensor, weight: Tensor, fan: Fan) -> Tensor:
-    sums = placed.new_zeros(weight.shape[:2], dtype=torch.float32)
-    return sums.index_add_(0, _expert_of_position(fan.order), placed.float()).to(placed.dtype)
-
-
-def _expert_of_position(order: SlotOrder) -> Tensor:
-    """[S] int64: the expert of each sorted position."""
-    return order.expert.index_select(0, order.order)
+    def bias_grad(self, placed: Tensor, weight: Tensor) -> Tensor:
+        sums = placed.new_zeros(weight.shape[:2], dtype=torch.float32)
+        expert = self.expert.index_select(0, self.order)
+        return sums.index_add_(0, expert, placed.float()).to(placed.dtype)

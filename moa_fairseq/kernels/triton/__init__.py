@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moa_fairseq.kernels.slot_order import Fan, SlotOrder
+from moa_fairseq.kernels.slot_order import SlotOrder
 from moa_fairseq.torch_compat import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -88,21 +88,27 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
     return True
 
 
-def project(rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], fan: Fan) -> Tensor:
+def project(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    gate: Optional[Tensor],
+    order: SlotOrder,
+    into_experts: bool,
+    slots_per_row: int,
+    slots_per_sum: int,
+) -> Tensor:
     """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
-    order, compiles = fan.order, is_compiling()
+    compiles = is_compiling()
     if not compiles:
         order.sort_by(sorted_slots)
     routing = (order.expert, order.order, order.offsets)
     run = expert_project if compiles else _Project.apply
-    sums: Tensor = run(
-        rows, weight, bias, gate, *routing, fan.into_experts, fan.slots_per_row, fan.slots_per_sum
-    )
+    sums: Tensor = run(rows, weight, bias, gate, *routing, into_experts, slots_per_row, slots_per_sum)
     return sums
 
 
 _MOST_EXPERTS = 512  # that the routing kernels hold at once
-_Function = Callable[..., Any]
 
 
 def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
@@ -111,7 +117,7 @@ def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
 
     if order.num_experts > _MOST_EXPERTS:
         return None
-    return launch_routing.sort(order.expert.view(-1, order.per_token), order.num_experts)
+    return launch_routing.sort(order.expert.view(-1, order.per_token), order.num_experts)  # [S] → [N, K]
 
 
 def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> Tuple[Tensor, Tensor]:
@@ -121,160 +127,89 @@ def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> Tuple[Tensor, Te
     return launch_routing.gate_slots(slots, gate, product)
 
 
-def _operator(name: str, run: _Function, shapes: _Function) -> Any:
+_Function = Callable[..., Any]
+_EXPERTS = "Tensor order, Tensor offsets"
+_FAN = "bool into_experts, int per_row, int per_sum"
+
+
+def _launcher(name: str) -> _Function:
+    """A function of `launch`, which loads Triton."""
+
+    def run(*arguments: Any) -> Any:
+        from moa_fairseq.kernels.triton import launch
+
+        return getattr(launch, name)(*arguments)
+
+    return run
+
+
+def _operator(name: str, run: _Function, schema: str, shapes: _Function) -> Any:
     """`run` as an operator; `shapes` makes its outputs uncomputed."""
     if not hasattr(torch.library, "custom_op"):
         return run
-    operator = torch.library.custom_op(f"moa_fairseq::{name}", run, mutates_args=())
+    operator = torch.library.custom_op(f"moa_fairseq::{name}", run, mutates_args=(), schema=schema)
     operator.register_fake(shapes)
     return operator
 
 
-# --- the parts of the backward pass; no gradients of their own
-
-
-def _products(
-    rows: Tensor,
-    weight: Tensor,
-    gate: Optional[Tensor],
-    order: Tensor,
-    offsets: Tensor,
-    into_experts: bool,
-    per_row: int,
-    per_sum: int,
-) -> Tensor:
-    from moa_fairseq.kernels.triton import launch
-
-    return launch.products(rows, weight, None, gate, order, offsets, into_experts, per_row, per_sum)
-
-
-def _products_shapes(
-    rows: Tensor,
-    weight: Tensor,
-    gate: Optional[Tensor],
-    order: Tensor,
-    offsets: Tensor,
-    into_experts: bool,
-    per_row: int,
-    per_sum: int,
-) -> Tensor:
-    return rows.new_empty(rows.size(0) * per_row // per_sum, weight.size(1 if into_experts else 2))
-
-
-def _gate_grads(
-    wide: Tensor,
-    narrow: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    per_wide: int,
-    per_narrow: int,
-    adds_products: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    from moa_fairseq.kernels.triton import launch
-
-    return launch.gate_grads(
-        wide, narrow, weight, bias, gate, order, offsets, per_wide, per_narrow, adds_products
-    )
-
-
-def _gate_grads_shapes(
-    wide: Tensor,
-    narrow: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    per_wide: int,
-    per_narrow: int,
-    adds_products: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    gated = narrow.new_empty(narrow.size(0) * per_narrow, narrow.size(1))
-    product = narrow.new_empty(narrow.size(0) if adds_products else 0, narrow.size(1))
-    return gate.new_empty(gate.shape), gated, product
-
-
-def _grad_weight(
-    left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int
-) -> Tensor:
-    from moa_fairseq.kernels.triton import launch
-
-    return launch.outer(left, right, order, offsets, per_left, per_right)
-
-
-def _grad_weight_shapes(
-    left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int
-) -> Tensor:
-    return left.new_empty(offsets.size(0), left.size(1), right.size(1))
-
-
-def _grad_bias(rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
-    from moa_fairseq.kernels.triton import launch
-
-    return launch.sum_rows(rows, gate, order, offsets, per_row)
-
-
-def _grad_bias_shapes(
-    rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tensor, per_row: int
-) -> Tensor:
-    return rows.new_empty(offsets.size(0), rows.size(1), dtype=torch.float32)
-
-
 class _Parts(NamedTuple):
+    """What the backward pass is made of, without gradients of its own: functions of `launch`."""
+
     products: _Function
     gate_grads: _Function
-    grad_weight: _Function
-    grad_bias: _Function
+    outer: _Function
+    sum_rows: _Function
 
 
-_PLAIN = _Parts(_products, _gate_grads, _grad_weight, _grad_bias)
+_PLAIN = _Parts(*map(_launcher, _Parts._fields))
 _OPERATORS = _Parts(
-    _operator("expert_products", _products, _products_shapes),
-    _operator("expert_gate_grads", _gate_grads, _gate_grads_shapes),
-    _operator("expert_grad_weight", _grad_weight, _grad_weight_shapes),
-    _operator("expert_grad_bias", _grad_bias, _grad_bias_shapes),
+    _operator(
+        "expert_products",
+        _PLAIN.products,
+        f"(Tensor rows, Tensor weight, Tensor? bias, Tensor? gate, {_EXPERTS}, {_FAN}) -> Tensor",
+        lambda rows, weight, bias, gate, order, offsets, into_experts, per_row, per_sum: rows.new_empty(
+            rows.size(0) * per_row // per_sum, weight.size(1 if into_experts else 2)
+        ),
+    ),
+    _operator(
+        "expert_gate_grads",
+        _PLAIN.gate_grads,
+        f"(Tensor wide, Tensor narrow, Tensor weight, Tensor? bias, Tensor gate, {_EXPERTS}, int per_wide, "
+        "int per_narrow, bool adds_products) -> (Tensor, Tensor, Tensor)",
+        lambda wide, narrow, weight, bias, gate, order, offsets, per_wide, per_narrow, adds_products: (
+            gate.new_empty(gate.shape),
+            narrow.new_empty(narrow.size(0) * per_narrow, narrow.size(1)),
+            narrow.new_empty(narrow.size(0) if adds_products else 0, narrow.size(1)),
+        ),
+    ),
+    _operator(
+        "expert_outer",
+        _PLAIN.outer,
+        f"(Tensor left, Tensor right, {_EXPERTS}, int per_left, int per_right) -> Tensor",
+        lambda left, right, order, offsets, per_left, per_right: left.new_empty(
+            offsets.size(0), left.size(1), right.size(1)
+        ),
+    ),
+    _operator(
+        "expert_sum_rows",
+        _PLAIN.sum_rows,
+        f"(Tensor rows, Tensor? gate, {_EXPERTS}, int per_row) -> Tensor",
+        lambda rows, gate, order, offsets, per_row: rows.new_empty(
+            offsets.size(0), rows.size(1), dtype=torch.float32
+        ),
+    ),
 )
 
 
-# --- the projection
-
-
 def _project(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
-    expert: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    into_experts: bool,
-    per_row: int,
-    per_sum: int,
+    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], expert: Tensor, *rest: Any
 ) -> Tensor:
-    from moa_fairseq.kernels.triton import launch
-
-    return launch.products(rows, weight, bias, gate, order, offsets, into_experts, per_row, per_sum)
-
-
-def _project_shapes(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
-    expert: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    into_experts: bool,
-    per_row: int,
-    per_sum: int,
-) -> Tensor:
-    return _products_shapes(rows, weight, gate, order, offsets, into_experts, per_row, per_sum)
+    """rest: order, offsets, into_experts, slots per row and per sum. `expert` is for the gradient."""
+    sums: Tensor = _PLAIN.products(rows, weight, bias, gate, *rest)
+    return sums
 
 
-def _project_setup(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
+def _keep_inputs(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
     *tensors, into_experts, per_row, per_sum = inputs
     ctx.save_for_backward(*tensors)
     ctx.fan = into_experts, per_row, per_sum
@@ -298,20 +233,21 @@ def _gradients(ctx: Any, grad: Tensor, parts: _Parts) -> Tuple[Optional[Tensor],
         )
         per_left, grad_rows = 1, products if adds_products else None
         if needs_gate and bias is not None and not into_experts:
-            by_expert = grad @ bias.to(grad.dtype).t()
+            by_expert = grad @ bias.to(grad.dtype).t()  # [M, C] · [C, E], then [M, E] → [S]
             grad_gate = grad_gate + by_expert.gather(1, expert.view(-1, per_sum)).view(-1)
     if needs_rows and grad_rows is None:
-        grad_rows = parts.products(grad, weight, gate, order, offsets, not into_experts, per_sum, per_row)
+        fan = (not into_experts, per_sum, per_row)
+        grad_rows = parts.products(grad, weight, None, gate, order, offsets, *fan)
     if needs_weight:
-        grad_weight = parts.grad_weight(left, wide, order, offsets, per_left, per_wide)
+        grad_weight = parts.outer(left, wide, order, offsets, per_left, per_wide)
     if needs_bias and bias is not None:
-        grad_bias = parts.grad_bias(grad, gate, order, offsets, per_sum).to(bias.dtype)
+        grad_bias = parts.sum_rows(grad, gate, order, offsets, per_sum).to(bias.dtype)
     return grad_rows, grad_weight, grad_bias, grad_gate, *[None] * 6
 
 
 class _Project(Function):
     forward = staticmethod(_project)
-    setup_context = staticmethod(_project_setup)
+    setup_context = staticmethod(_keep_inputs)
 
     @staticmethod
     @once_differentiable
@@ -319,10 +255,17 @@ class _Project(Function):
         return _gradients(ctx, grad, _PLAIN)
 
 
-expert_project = _operator("expert_project", _project, _project_shapes)
+expert_project = _operator(
+    "expert_project",
+    _project,
+    f"(Tensor rows, Tensor weight, Tensor? bias, Tensor? gate, Tensor expert, {_EXPERTS}, {_FAN}) -> Tensor",
+    lambda rows, weight, bias, gate, expert, order, offsets, into_experts, per_row, per_sum: rows.new_empty(
+        rows.size(0) * per_row // per_sum, weight.size(1 if into_experts else 2)
+    ),
+)
 if hasattr(expert_project, "register_autograd"):
     expert_project.register_autograd(
-        lambda ctx, grad: _gradients(ctx, grad, _OPERATORS), setup_context=_project_setup
+        lambda ctx, grad: _gradients(ctx, grad, _OPERATORS), setup_context=_keep_inputs
     )
 else:  # of an old torch
     expert_project = _Project.apply

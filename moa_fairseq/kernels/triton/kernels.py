@@ -123,12 +123,12 @@ def product_kernel(
     tiles share an expert's matrix: both come from the second-level cache.
     """
     if INTO_EXPERTS:
-        inner_size: tl.constexpr = MODEL_DIM
+        inner: tl.constexpr = MODEL_DIM
         outer_size: tl.constexpr = EXPERT_DIM
         inner_stride: tl.constexpr = 1
         outer_stride: tl.constexpr = MODEL_DIM
     else:
-        inner_size: tl.constexpr = EXPERT_DIM
+        inner: tl.constexpr = EXPERT_DIM
         outer_size: tl.constexpr = MODEL_DIM
         inner_stride: tl.constexpr = MODEL_DIM
         outer_stride: tl.constexpr = 1
@@ -146,18 +146,7 @@ def product_kernel(
     column = (tl.program_id(0) % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight += expert.to(tl.int64) * (EXPERT_DIM * MODEL_DIM) + first_column * outer_stride
     acc = _product(
-        rows,
-        row,
-        weight,
-        column,
-        inner_size,
-        OUTER,
-        inner_stride,
-        outer_stride,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        TF32,
+        rows, row, weight, column, inner, OUTER, inner_stride, outer_stride, BLOCK_M, BLOCK_N, BLOCK_K, TF32
     )
     if bias is not None:
         bias += expert * outer_size + first_column

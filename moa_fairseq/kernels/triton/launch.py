@@ -41,19 +41,23 @@ def may_use_tf32(tensor: Tensor) -> bool:
     return bool(settings.allow_tf32 if precision is None else precision == "tf32")
 
 
+def experts_pow2(experts: int) -> int:
+    return max(16, int(triton.next_power_of_2(experts)))
+
+
 def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
     """Arguments that every kernel with expert blocks takes."""
     experts = offsets.numel()
-    return {
-        "order": order,
-        "offsets": offsets,
-        "num_experts": experts,
-        "EXPERTS_POW2": experts_pow2(experts),
-    }
+    pow2 = experts_pow2(experts)
+    return {"order": order, "offsets": offsets, "num_experts": experts, "EXPERTS_POW2": pow2}
 
 
-def experts_pow2(experts: int) -> int:
-    return max(16, int(triton.next_power_of_2(experts)))
+def _weight(weight: Tensor, rows: Tensor, order: Tensor, offsets: Tensor) -> Dict[str, Any]:
+    """Arguments that every kernel takes that multiplies rows by weight [E, D, C]."""
+    num_experts, expert_dim, model_dim = weight.shape
+    sizes = {"EXPERT_DIM": expert_dim, "MODEL_DIM": model_dim, "TF32": may_use_tf32(rows)}
+    height = rows_class(order.numel(), num_experts)
+    return {"weight": weight, "rows_per_expert": height, **sizes, **_routing(order, offsets)}
 
 
 def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, cache: int) -> int:
@@ -97,17 +101,12 @@ def products(
     buffer = out if per_sum == 1 else rows.new_empty(count * width)
     arguments = dict(
         rows=rows,
-        weight=weight,
         bias=None if bias is None else bias.contiguous(),
         gate=None if gate is None else gate.contiguous(),
         out=buffer,
-        rows_per_expert=rows_class(count, num_experts),
         PER_ROW=per_row,
         INTO_EXPERTS=into_experts,
-        EXPERT_DIM=expert_dim,
-        MODEL_DIM=model_dim,
-        TF32=may_use_tf32(rows),
-        **_routing(order, offsets),
+        **_weight(weight, rows, order, offsets),
     )
     with on(rows):
         for first in range(0, full, width):
@@ -116,13 +115,7 @@ def products(
             def grid(meta: Dict[str, Any], columns: int = now) -> Tuple[int, ...]:
                 return ((count // meta["BLOCK_M"] + num_experts) * cdiv(columns, meta["BLOCK_N"]),)
 
-            start(
-                kernels.product_kernel,
-                grid,
-                first_column=first,
-                OUTER=now,
-                **arguments,
-            )
+            start(kernels.product_kernel, grid, first_column=first, OUTER=now, **arguments)
             if per_sum > 1:
                 _sum_slots(buffer, out, first, now, per_sum)
     return out
@@ -161,7 +154,7 @@ def gate_grads(
     bias [E, D] belongs to them.
     """
     wide, narrow, weight, gate = (t.contiguous() for t in (wide, narrow, weight, gate))
-    num_experts, expert_dim, model_dim = weight.shape
+    num_experts, expert_dim, _ = weight.shape
     count = order.numel()
     grad_gate = torch.empty_like(gate, dtype=torch.float32)
     gated = narrow.new_empty(count, expert_dim)
@@ -173,20 +166,15 @@ def gate_grads(
             kernels.gate_kernel,
             lambda meta: (count // meta["BLOCK_M"] + num_experts,),
             rows=wide,
-            weight=weight,
             bias=None if bias is None else bias.contiguous(),
             narrow=narrow,
             gate=gate,
             grad_gate=grad_gate,
             gated=gated,
             gated_product=product if adds_products else None,
-            rows_per_expert=rows_class(count, num_experts),
             PER_WIDE=per_wide,
             PER_NARROW=per_narrow,
-            EXPERT_DIM=expert_dim,
-            MODEL_DIM=model_dim,
-            TF32=may_use_tf32(wide),
-            **_routing(order, offsets),
+            **_weight(weight, wide, order, offsets),
         )
         if adds_products and per_narrow > 1:
             slots, product = product, torch.empty_like(narrow)

@@ -49,19 +49,9 @@ def route_kernel(
     live = token < num_tokens
     expert = tl.arange(0, EXPERTS_POW2)
     exists = (expert < EXPERTS)[None, :]
+    row = tl.where(live, token, 0)
     acc = _product(
-        x,
-        tl.where(live, token, 0),
-        weight,
-        expert,
-        MODEL_DIM,
-        EXPERTS,
-        1,
-        MODEL_DIM,
-        BLOCK_M,
-        EXPERTS_POW2,
-        BLOCK_K,
-        False,
+        x, row, weight, expert, MODEL_DIM, EXPERTS, 1, MODEL_DIM, BLOCK_M, EXPERTS_POW2, BLOCK_K, False
     )
     place = token[:, None] * EXPERTS + expert[None, :]
     mask = live[:, None] & exists

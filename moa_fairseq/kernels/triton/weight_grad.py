@@ -100,20 +100,8 @@ def outer_kernel(
         acc += dot(tl.trans(a), b, TF32)
     place = d[:, None] * MODEL_DIM + c[None, :]
     mask = (d < EXPERT_DIM)[:, None] & (c < MODEL_DIM)[None, :]
-    _store(
-        acc,
-        place,
-        mask,
-        out,
-        partial,
-        offsets,
-        expert,
-        block,
-        end - start,
-        chunk,
-        EXPERT_DIM * MODEL_DIM,
-        EXPERTS_POW2,
-    )
+    size: tl.constexpr = EXPERT_DIM * MODEL_DIM
+    _store(acc, place, mask, out, partial, offsets, expert, block, end - start, chunk, size, EXPERTS_POW2)
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -154,20 +142,9 @@ def sum_rows_kernel(
         if gate is not None:
             tile *= tl.load(gate + slot, mask=live, other=0.0).to(tl.float32)[:, None]
         acc += tile
-    _store(
-        tl.sum(acc, axis=0),
-        column,
-        column < WIDTH,
-        out,
-        partial,
-        offsets,
-        expert,
-        block,
-        end - start,
-        chunk,
-        WIDTH,
-        EXPERTS_POW2,
-    )
+    total = tl.sum(acc, axis=0)
+    mask = column < WIDTH
+    _store(total, column, mask, out, partial, offsets, expert, block, end - start, chunk, WIDTH, EXPERTS_POW2)
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""What no paper writes about and every batch can have: padding that holds NaN, and no rows at all."""
+"""What every family does alike: generation, causality, padding that holds NaN, batches without rows."""
 
 import math
 
 import pytest
 import torch
 
-from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.collector import collect_decisions, hypotheses
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, z_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
@@ -27,6 +27,12 @@ BUILD = {
     "mae, batch statistics": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, gate_norm="batch", **role),
     "mae, causal": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, causal=True, **role),
     "mae, window": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, causal=True, gate_window=3, **role),
+    "mae, one expert": lambda **role: MixtureOfAttentiveExperts(
+        WIDTH, 4, causal=True, gate_window=4, evaluate_with="top-expert", **role
+    ),
+    "mae, random expert": lambda **role: MixtureOfAttentiveExperts(
+        WIDTH, 4, causal=True, evaluate_with="random-expert", **role
+    ),
     "mae, uniform": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, gate="uniform", **role),
     "switchhead": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, **role),
     "switchhead, vkqo": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, experts="vkqo", **role),
@@ -37,6 +43,9 @@ BUILD = {
     "moh": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, **role),
     "moh, skipping": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, skip="always", **role),
     "moh, norms": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, router="query-norm", **role),
+    "moh, norms, skipping": lambda **role: MixtureOfHeads(
+        WIDTH, 4, 1, 2, router="query-norm", skip="always", **role
+    ),
     "moh, released": lambda **role: MixtureOfHeads(WIDTH, 4, 2, 1, scaling="released", **role),
 }
 POSITIONS = [None, "rope", "xl"]
@@ -45,6 +54,84 @@ PADDING = torch.arange(5) >= torch.tensor([[5], [3], [0]])  # [B, T]: full, part
 
 def future(length):
     return torch.full((length, length), -math.inf).triu(1)
+
+
+def build(family, **role):
+    """In float64, with weights that make biases, gates and routers matter."""
+    torch.manual_seed(3)
+    module = BUILD[family](**role).double().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    return module
+
+
+# Those that decide about each query by itself, as a decoder must.
+DECODERS = [
+    name for name in BUILD if not name.startswith("mae") or BUILD[name]().gate is None or BUILD[name]().causal
+]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, positions):
+    attention, order = build(family, self_attention=True, positions=positions), torch.tensor([2, 0, 1, 1])
+    x = torch.randn(9, 4, WIDTH, dtype=torch.float64)
+    padding = torch.arange(9) < torch.tensor([[0], [2], [0], [1]])
+    x = torch.cat([x[:4], x[4:, order.argsort()]])  # what follows belongs to the beam that it is in by then
+    beams, state = torch.arange(4), {}
+    for step in range(9):
+        if step == 4:
+            attention.reorder_incremental_state(state, order)
+            beams = order
+        seen, mask = (
+            torch.cat([x[:4, beams], x[4:]])[: step + 1] if step > 3 else x[: step + 1],
+            padding[beams],
+        )
+        now = {"key_padding_mask": mask[:, step : step + 1] if mask[:, step].any() else None}
+        out, _ = attention(seen[-1:], None, None, incremental_state=state, **now)
+        whole, _ = attention(
+            seen, seen, seen, key_padding_mask=mask[:, : step + 1], attn_mask=future(step + 1).double()
+        )
+        real = ~mask[:, step]
+        torch.testing.assert_close(out[0, real], whole[-1, real])
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_beam_projects_its_source_once(family):
+    attention = build(family, encoder_decoder_attention=True, kdim=10, vdim=10)
+    memory = torch.randn(5, 2, 10, dtype=torch.float64).repeat_interleave(3, 1)
+    padding = (torch.arange(5) >= torch.tensor([[5], [3]])).repeat_interleave(3, 0)
+    x, calls, states = torch.randn(4, 6, WIDTH, dtype=torch.float64), [], ({}, {})
+    whole, _ = attention(x, memory, memory, key_padding_mask=padding)
+    attention.k_proj.register_forward_hook(lambda _, inputs, out: calls.append(inputs[0].numel()))
+    for step in range(4):
+        keys = memory if step == 0 else None
+        options = dict(key_padding_mask=padding, static_kv=True)
+        alone, _ = attention(x[step : step + 1], keys, keys, incremental_state=states[0], **options)
+        with hypotheses(3):
+            shared, weights = attention(
+                x[step : step + 1], memory, memory, incremental_state=states[1], **options
+            )
+        torch.testing.assert_close(alone[0], whole[step])
+        torch.testing.assert_close(shared[0], whole[step])
+        assert weights.shape == (6, 1, 5)
+    assert calls == [5 * 6 * 10, 5 * 2 * 10]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_neither_the_future_nor_a_neighbour_changes_anything(family, positions):
+    attention = build(family, self_attention=True, positions=positions)
+    x = torch.randn(6, 3, WIDTH, dtype=torch.float64)
+    other = x.clone()
+    other[4:, 1] += 1.0
+    before, after = (attention(y, y, y, attn_mask=future(6).double())[0] for y in (x, other))
+    torch.testing.assert_close(before[:4], after[:4], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(before[:, [0, 2]], after[:, [0, 2]], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(before[4:, 1], after[4:, 1])
+    alone = attention(x[:, 2:], x[:, 2:], x[:, 2:], attn_mask=future(6).double())[0]
+    torch.testing.assert_close(before[:, 2:], alone)
 
 
 def losses_of(decisions):
