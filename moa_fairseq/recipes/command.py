@@ -124,6 +124,9 @@ def run(args: argparse.Namespace) -> int:
         hardware = choose_devices(detect_hardware(), args.gpus, args.dry_run or args.plan)
     world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
     hardware = dataclasses.replace(hardware, world=world)
+    plugin = Path(args.user_dir).absolute() if args.user_dir else None
+    if plugin:
+        check_plugin(plugin)
     training = check_flags(recipe)
     check_sharding(recipe, hardware)
     results = config.resolve().parent.parent / "results"
@@ -137,14 +140,12 @@ def run(args: argparse.Namespace) -> int:
         data=inside if inside and is_binarised(inside) else args.data,
         save_dir=args.save_dir,
         restart=args.restart,
-        user_dir=Path(args.user_dir).absolute() if args.user_dir else None,
+        user_dir=plugin,
         record=None if args.record is None else record,
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
         published=published,
         training=training,
     )
-    if options.user_dir:
-        check_plugin(options.user_dir)
     if args.plan:
         from moa_fairseq.recipes import planner
 
