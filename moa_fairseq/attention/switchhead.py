@@ -49,19 +49,14 @@ class SwitchHeadSettings(FamilySettings):
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
         """num_heads and causal are unused: --switchhead-heads gives the heads, and masks hide the future."""
-        return SwitchHeadAttention(
-            embed_dim,
-            num_heads=self.switchhead_heads,
-            head_dim=self.expert_dim,
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            experts=self.switchhead_experts,
-            expert_dropout=self.expert_dropout,
-            shared_selection=self.switchhead_shared_selection,
-            router_choice=self.router_choice,
-            backend=self.expert_backend,
-            **role,
+        own = self.arguments(
+            switchhead_heads="num_heads",
+            expert_dim="head_dim",
+            switchhead_experts="experts",
+            switchhead_shared_selection="shared_selection",
+            expert_backend="backend",
         )
+        return SwitchHeadAttention(embed_dim, **own, **role)
 
 
 class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
