@@ -1,7 +1,7 @@
 """What every mixture of attention heads shares: fairseq's attention call, written once."""
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
@@ -40,6 +40,10 @@ class FamilySettings(abc.ABC):
         query must not see later positions; role: further arguments of `MixtureAttention`. Raises UserError
         for impossible settings.
         """
+
+    def arguments(self, **names: str) -> Dict[str, Any]:
+        """Every setting as an argument of the attention; names: those of arguments called otherwise."""
+        return {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
 
     def check(self, attentions: Sequence["MixtureAttention[Any]"]) -> None:  # noqa: B027 (most have nothing to check)
         """Check all attentions of a model. Raises UserError for settings that do not fit it."""

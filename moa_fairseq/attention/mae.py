@@ -52,20 +52,13 @@ class MAESettings(FamilySettings):
     mae_evaluate_seed: int = flag(1, "seed of --mae-evaluate-with random-expert")
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttentiveExperts":
-        return MixtureOfAttentiveExperts(
-            embed_dim,
-            num_heads,
-            dropped_heads=self.mae_dropped_heads,
-            gate=self.mae_gate,
-            causal=causal,
-            gate_window=self.gate_window,
-            gate_hidden_dim=self.gate_hidden_dim,
-            gate_dropout=self.gate_dropout,
-            gate_norm=self.gate_norm,
-            evaluate_with=self.mae_evaluate_with,
-            evaluate_seed=self.mae_evaluate_seed,
-            **role,
+        own = self.arguments(
+            mae_dropped_heads="dropped_heads",
+            mae_gate="gate",
+            mae_evaluate_with="evaluate_with",
+            mae_evaluate_seed="evaluate_seed",
         )
+        return MixtureOfAttentiveExperts(embed_dim, num_heads, causal=causal, **own, **role)
 
     def check(self, attentions: Sequence[MixtureAttention[Any]]) -> None:
         mixtures = [one for one in attentions if isinstance(one, MixtureOfAttentiveExperts)]

@@ -77,23 +77,14 @@ class MoASettings(FamilySettings):
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttention":
         """num_heads and causal are unused: the heads are the K chosen experts, and masks hide the future."""
-        return MixtureOfAttention(
-            embed_dim,
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            expert_dim=self.expert_dim,
-            heads_per_expert=self.heads_per_expert,
-            keys_values=self.expert_keys_values,
-            bias=self.expert_bias,
-            activation=self.router_activation,
-            renormalize=self.router_renormalize,
-            routing_noise=self.routing_noise,
-            routing_bias_rate=self.routing_bias_rate,
-            router_choice=self.router_choice,
-            router_gates=self.router_gates,
-            backend=self.expert_backend,
-            **role,
+        own = self.arguments(
+            expert_keys_values="keys_values",
+            expert_bias="bias",
+            router_activation="activation",
+            router_renormalize="renormalize",
+            expert_backend="backend",
         )
+        return MixtureOfAttention(embed_dim, **own, **role)
 
 
 class MixtureOfAttention(MixtureAttention[RoutingDecision]):

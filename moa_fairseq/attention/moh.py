@@ -66,19 +66,15 @@ class MoHSettings(FamilySettings):
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfHeads":
         """causal is only used to estimate costs (--moh-skip auto): masks hide the future."""
-        return MixtureOfHeads(
-            embed_dim,
-            num_heads,
-            shared_heads=self.moh_shared_heads,
-            routed_per_token=self.experts_per_token,
-            scaling=self.moh_scaling,
-            router=self.moh_router,
-            router_choice=self.router_choice,
-            skip=self.moh_skip,
-            causal=causal,
-            backend=self.expert_backend,
-            **role,
+        own = self.arguments(
+            moh_shared_heads="shared_heads",
+            experts_per_token="routed_per_token",
+            moh_scaling="scaling",
+            moh_router="router",
+            moh_skip="skip",
+            expert_backend="backend",
         )
+        return MixtureOfHeads(embed_dim, num_heads, causal=causal, **own, **role)
 
 
 class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):

@@ -56,18 +56,15 @@ class GateNorm(nn.BatchNorm1d, Observer):
         """
         if observe:
             self._add_up(x.detach(), real)
-        if own and self.statistics == "batch":
-            mean, variance = self._of_batch(x, real)
-            return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-
-    def _of_batch(self, x: Tensor, real: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        if not own or self.statistics != "batch":
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         no_row = x.new_zeros(x.size(0), 1, dtype=torch.bool) if real is None else ~real.unsqueeze(-1)
         count = (~no_row).sum().to(x.dtype)
         mean = x.masked_fill(no_row, 0.0).sum(0) / count.clamp_min(1.0)
         variance = (x - mean).masked_fill(no_row, 0.0).square().sum(0) / count.clamp_min(1.0)
-        enough = count > 1
-        return torch.where(enough, mean, self.running_mean), torch.where(enough, variance, self.running_var)
+        mean = torch.where(count > 1, mean, self.running_mean)
+        variance = torch.where(count > 1, variance, self.running_var)
+        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
 
     @torch.no_grad()
     def _add_up(self, x: Tensor, real: Optional[Tensor]) -> None:

@@ -70,7 +70,7 @@ class SigmoidTopKRouter(nn.Module):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             logits = F.linear(x.to(dtype), self.projection.weight.to(dtype))
             probs = torch.sigmoid(logits)
-            gate = probs.view(tokens, self.groups, self.num_experts)
+            gate = probs.view(tokens, self.groups, self.num_experts)  # [N, H·E] → [N, H, E]
             choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
             if self.training and self.expert_dropout:
                 dropped = torch.rand_like(choice) < self.expert_dropout
@@ -80,7 +80,7 @@ class SigmoidTopKRouter(nn.Module):
                 gate = gate.gather(-1, chosen)
             else:
                 chosen = torch.arange(self.num_experts, device=x.device).expand_as(gate)
-            index = (chosen + self.first_expert).flatten(1)
+            index = (chosen + self.first_expert).flatten(1)  # [N, H, k] → [N, H·k]
             gate = gate.flatten(1)
             if padding_mask is not None:
                 gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)

@@ -49,19 +49,14 @@ class SwitchHeadSettings(FamilySettings):
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
         """num_heads and causal are unused: --switchhead-heads gives the heads, and masks hide the future."""
-        return SwitchHeadAttention(
-            embed_dim,
-            num_heads=self.switchhead_heads,
-            head_dim=self.expert_dim,
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            experts=self.switchhead_experts,
-            expert_dropout=self.expert_dropout,
-            shared_selection=self.switchhead_shared_selection,
-            router_choice=self.router_choice,
-            backend=self.expert_backend,
-            **role,
+        own = self.arguments(
+            switchhead_heads="num_heads",
+            expert_dim="head_dim",
+            switchhead_experts="experts",
+            switchhead_shared_selection="shared_selection",
+            expert_backend="backend",
         )
+        return SwitchHeadAttention(embed_dim, **own, **role)
 
 
 class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
@@ -166,7 +161,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
     ) -> Optional[RoutingDecision]:
         if self.router is None:
             return None
-        rows = x.reshape(-1, x.size(2))
+        rows = x.reshape(-1, x.size(2))  # [B, T, C] → [N, C]
         decision: RoutingDecision = self.router(rows, None if padding is None else padding.reshape(-1))
         return decision
 
@@ -193,14 +188,14 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
 
     def project_output(self, heads: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
         batch, num_heads, tgt_len, head_dim = heads.shape
-        heads = heads.transpose(1, 2)
+        heads = heads.transpose(1, 2)  # [B, H, T, D] → [B, T, H, D]
         out: Tensor
         if "o" in self.experts and decision is not None:
-            rows = heads.reshape(-1, head_dim)
+            rows = heads.reshape(-1, head_dim)  # [N·H, D]
             slots = num_heads * self.experts_per_token
             out = self.out_proj(rows, decision, self.experts_per_token, slots, gate=decision.gate)
         else:
-            out = self.out_proj(heads.flatten(2))
+            out = self.out_proj(heads.flatten(2))  # [B, T, H·D] · [H·D, C]
         return out.view(batch, tgt_len, self.embed_dim)
 
     def _into_heads(
@@ -210,7 +205,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         heads: Tensor
         if letter in self.experts and decision is not None:
             slots = self.num_heads * self.experts_per_token
-            rows = x.reshape(-1, x.size(2))
+            rows = x.reshape(-1, x.size(2))  # [B, T, C] → [N, C]
             heads = projection(rows, decision, slots, self.experts_per_token, gate=decision.gate)
         else:
             heads = projection(x)

@@ -1,6 +1,5 @@
 """Which parameters a fine-tuned mixture of attentive experts updates (MAE §5.2)."""
 
-import logging
 from typing import List
 
 from torch import Tensor, nn
@@ -8,8 +7,6 @@ from torch import Tensor, nn
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 # Choices of --finetune. all: every parameter, as without fine-tuning.
 METHODS = ("all", "ftg", "ftg_plus", "ftall")
@@ -38,10 +35,3 @@ def freeze_rest(model: nn.Module, method: str) -> None:
     moving = {id(parameter) for parameter in updated_by(model, method)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in moving)
-
-
-def report_updated(model: nn.Module, method: str) -> None:
-    """Log how many parameters are updated, those of the gates included."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    updated = sum(parameter.numel() for parameter in updated_by(model, method))
-    logger.info(f"{updated:,} of {total:,} parameters are updated")

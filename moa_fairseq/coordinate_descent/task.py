@@ -26,6 +26,7 @@ steps, and its G steps are ordinary updates with mixed experts by fairseq's own 
 
 import contextlib
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
@@ -37,8 +38,7 @@ from moa_fairseq.attention.base import flag
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, report_updated
-from moa_fairseq.coordinate_descent.g_epochs import too_short_for_a_g_epoch
+from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
 from moa_fairseq.coordinate_descent.g_step import GStep
 from moa_fairseq.coordinate_descent.gate_log import GateEntropyLog
 from moa_fairseq.coordinate_descent.joint_step import JointStep
@@ -159,7 +159,9 @@ class BlockCoordinateDescent(Extended):
         """fairseq's hook; logs which steps the epoch takes."""
         super().begin_epoch(epoch, model)
         if not self._epoch:
-            report_updated(model, self.finetune)
+            total = sum(parameter.numel() for parameter in model.parameters())
+            updated = sum(parameter.numel() for parameter in updated_by(model, self.finetune))
+            logger.info(f"{updated:,} of {total:,} parameters are updated")
         self._epoch = epoch
         parameters = sum(p.numel() for gate in gates_of(model) for p in gate.parameters())
         if self.finetune == "ftg":
@@ -234,3 +236,27 @@ class BlockCoordinateDescent(Extended):
         """Log fairseq's metrics and the gates' entropies."""
         super().reduce_metrics(logging_outputs, criterion)
         GateEntropyLog.reduce_metrics(logging_outputs)
+
+
+def too_short_for_a_g_epoch(trainer: Any, every: int) -> Optional[str]:
+    """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None.
+
+    trainer: fairseq's, with its training data loaded. Early stopping (--patience) is not taken into account.
+    """
+    limits = trainer.cfg.optimization
+    ends = []
+    if limits.max_epoch:
+        ends.append((limits.max_epoch, f"--max-epoch {limits.max_epoch}"))
+    task = trainer.task
+    iterator = task.dataset_to_epoch_iter.get(task.dataset(trainer.cfg.dataset.train_subset))
+    if limits.max_update and iterator is not None:
+        updates = math.ceil(len(iterator) / limits.update_freq[-1])
+        ends.append((math.ceil(limits.max_update / updates), f"--max-update {limits.max_update}"))
+    last, flag = min(ends, default=(every, ""))
+    if last >= every:
+        return None
+    return (
+        f"this run takes no G step: {flag} ends in epoch {last}, and --bcd-g-every {every} takes the first "
+        f"ones in epoch {every}. Its gates stay as they were initialised, and experts are drawn almost "
+        f"uniformly: train longer, or lower --bcd-g-every."
+    )

@@ -95,7 +95,7 @@ class SigmaMoE(nn.Module):
         """x [T, B, C]; padding [B, T] (True = padding) defaults to what `query_padding` declared."""
         tgt_len, batch, _ = x.shape
         padding = padding_of_queries(padding, None, batch, tgt_len)
-        rows = x.reshape(-1, self.embed_dim)
+        rows = x.reshape(-1, self.embed_dim)  # [T, B, C] → [N, C]
         if padding is not None:
             padding = padding.t().reshape(-1)
             rows = rows.masked_fill(

@@ -11,7 +11,7 @@ from torch import nn
 from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.families import add_family_args, settings_of
 from moa_fairseq.transformer.workers import sum_over_workers
@@ -132,8 +132,7 @@ def _set_positions(args: argparse.Namespace) -> None:
     args.positions = getattr(args, "positions", None)
     if args.positions is None:
         return
-    if args.positions not in POSITIONS:
-        raise UserError(f"--positions {args.positions} is unknown: choose one of {', '.join(POSITIONS)}.")
+    check_choice("--positions", args.positions, POSITIONS)
     if args.positions in POSITIONS_IN_ATTENTION:
         if getattr(args, "cross_self_attention", False):
             raise UserError(

@@ -1,6 +1,5 @@
 """fairseq's translation model with mixtures of attention heads."""
 
-import argparse
 from typing import Any
 
 from fairseq.models.transformer import TransformerConfig, TransformerModel
@@ -17,7 +16,11 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
     def build_model(cls, args: Any, task: Any) -> "MixtureTransformerModel":
         """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
         args = cls.completed(args)
-        _check_dictionaries(args, task)
+        if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
+            raise UserError(
+                "--share-all-embeddings needs one dictionary for both languages, and this data folder has "
+                "two different ones: preprocess with --joined-dictionary, or leave the flag out."
+            )
         return cls.finished(super().build_model(args, task), args)
 
     @classmethod
@@ -28,11 +31,3 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
     def build_decoder(cls, args: Any, tgt_dict: Any, embed_tokens: Any) -> MixtureDecoder:
         cfg = TransformerConfig.from_namespace(args)
         return MixtureDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
-
-
-def _check_dictionaries(args: argparse.Namespace, task: Any) -> None:
-    if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
-        raise UserError(
-            "--share-all-embeddings needs one dictionary for both languages, and this data folder has two "
-            "different ones: preprocess with --joined-dictionary, or leave --share-all-embeddings out."
-        )

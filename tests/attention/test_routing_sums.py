@@ -24,9 +24,7 @@ def decide(tokens, experts=4, chosen=2, groups=1, shared=0, padded=0, seed=0, dt
     index = torch.cat([torch.arange(shared).expand(tokens, -1), index], 1)
     mask = (torch.arange(tokens) >= tokens - padded) if padded else None
     sizes = dict(num_experts=probs.size(1), groups=groups, shared=shared)
-    decision = RoutingDecision(index, probs.gather(1, index), probs, logits, **sizes, padding_mask=mask)
-    decision.leaf = logits
-    return decision
+    return RoutingDecision(index, probs.gather(1, index), probs, logits, **sizes, padding_mask=mask)
 
 
 def by_hand(d):
@@ -108,8 +106,8 @@ def test_gradients_of_many_are_those_of_each(kind, loss):
     (loss(sums) * torch.tensor([weights[place] for place in sums.order])).sum().backward()
     sum(weight * loss(decision) for weight, decision in zip(weights, apart)).backward()
     for one, other in zip(together, apart):
-        torch.testing.assert_close(one.leaf.grad, other.leaf.grad, rtol=1e-9, atol=1e-12)
-        assert one.leaf.grad.isfinite().all()
+        torch.testing.assert_close(one.logits.grad, other.logits.grad, rtol=1e-9, atol=1e-12)
+        assert one.logits.grad.isfinite().all()
 
     def of(logits):  # of one decision, against finite differences
         free = logits.view(4, 2, 3)

@@ -15,6 +15,7 @@ CONTROLS = {
     "gates only": ("--expert-keys-values", "own", "--num-experts", 4, "--experts-per-token", 4),
     "straight-through": ("--router-gates", "straight-through"),
 }
+DENSE = ("--attention-head-dim", 20, "--dropped-heads", 1)
 CASES = [
     *[(arch, flags) for arch in ("moa_transformer_tiny", "moa_lm_tiny") for flags in CONTROLS.values()],
     *[("moh_transformer_tiny", flags) for name, flags in CONTROLS.items() if name in ("hash", "frozen")],
@@ -22,6 +23,9 @@ CASES = [
     ("switchhead_transformer_tiny", CONTROLS["frozen"]),
     ("switchhead_transformer_tiny", ("--switchhead-experts", "o", "--num-experts", 1)),
     ("switchhead_lm_tiny", CONTROLS["frozen"]),
+    *[(arch, ()) for arch in ("moa_transformer_tiny", "switchhead_lm_tiny", "switchall_lm_tiny")],
+    *[(arch, ()) for arch in ("transformer_xl_lm_tiny", "moa_lm_tiny")],
+    *[(arch, DENSE) for arch in ("dense_transformer_tiny", "dense_transformer_lm_base")],
 ]
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from whole_models import PAD, assert_incremental_equals_full, batch, build
+from whole_models import PAD, batch, build
 
 from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.attention.dense import DenseAttention
@@ -18,31 +18,26 @@ TINY += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256", "--
 TINY += ["--encoder-attention-heads", "4", "--decoder-attention-heads", "4"]
 
 
-@pytest.mark.parametrize("norm", [(), ("--encoder-normalize-before", "--decoder-normalize-before")])
-def test_it_is_fairseqs_transformer_by_its_weights(norm):
-    ours, theirs = build("dense_transformer_tiny", *norm), build("transformer", *TINY, *norm)
+SMALL_LM = ["--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-attention-heads", 4]
+SMALL_LM += ["--decoder-ffn-embed-dim", 64, "--activation-fn", "gelu"]
+NORMS = ["--encoder-normalize-before", "--decoder-normalize-before"]
+
+
+@pytest.mark.parametrize(
+    "arch, fairseqs, flags, size",
+    [
+        ("dense_transformer_tiny", "transformer", [], TINY),
+        ("dense_transformer_tiny", "transformer", NORMS, TINY),
+        ("dense_roberta_tiny", "roberta_tiny", [], []),
+        ("dense_transformer_lm_base", "transformer_lm_gpt", SMALL_LM, []),
+    ],
+)
+def test_it_is_fairseqs_model_by_its_weights(arch, fairseqs, flags, size):
+    ours, theirs = build(arch, *flags), build(fairseqs, *size, *flags)
     ours.load_state_dict(theirs.state_dict())
-    inputs = batch("transformer")
-    real = inputs["prev_output_tokens"].ne(PAD)
+    inputs = batch(fairseqs)
+    real = inputs.get("prev_output_tokens", inputs["src_tokens"]).ne(PAD)
     outputs = [model.eval()(**inputs)[0][real] for model in (ours, theirs)]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
-
-
-def test_it_is_fairseqs_roberta_by_its_weights():
-    ours, theirs = build("dense_roberta_tiny"), build("roberta_tiny")
-    ours.load_state_dict(theirs.state_dict())
-    tokens = batch("roberta_tiny")["src_tokens"]
-    outputs = [model.eval()(tokens)[0][tokens.ne(PAD)] for model in (ours, theirs)]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
-
-
-def test_it_is_fairseqs_language_model_by_its_weights():
-    small = ["--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-attention-heads", 4]
-    small += ["--decoder-ffn-embed-dim", 64, "--activation-fn", "gelu"]
-    ours, theirs = build("dense_transformer_lm_base", *small), build("transformer_lm_gpt", *small)
-    ours.load_state_dict(theirs.state_dict())
-    tokens = batch("transformer_lm_gpt")["src_tokens"]
-    outputs = [model.eval()(tokens)[0][tokens.ne(PAD)] for model in (ours, theirs)]
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
@@ -188,9 +183,3 @@ def test_equal_macs_and_equal_parameters_are_settings_of_one_architecture():
 def test_impossible_flags_are_refused_by_name(flags, message):
     with pytest.raises(UserError, match=message):
         build("dense_transformer_tiny", *flags)
-
-
-@pytest.mark.parametrize("arch", ["dense_transformer_tiny", "dense_transformer_lm_base"])
-def test_incremental_decoding_equals_the_full_forward(arch):
-    flags = ["--attention-head-dim", 20, "--dropped-heads", 1, "--decoder-layers", 2]
-    assert_incremental_equals_full(build(arch, *flags).eval(), arch)

@@ -1,12 +1,8 @@
 """MAE's architectures: what they are made of, what they cost, and a language model step by step."""
 
-import argparse
-
 import pytest
 import torch
-from fairseq import options
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
+from whole_models import build
 
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import random_expert
@@ -16,22 +12,11 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 
 
-def build(arch, *flags, task="translation", symbols=40):
-    parser = options.get_training_parser(default_task=task)
-    words = ["data", "--arch", arch, "--task", task, *map(str, flags)]
-    args = options.parse_args_and_arch(parser, words)
-    dictionary = Dictionary()
-    for i in range(symbols):
-        dictionary.add_symbol(f"w{i}")
-    task = argparse.Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    return ARCH_MODEL_REGISTRY[arch].build_model(args, task)
-
-
 def build_lm(*flags):
     small = ("--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 32)
     small += ("--decoder-input-dim", 32, "--decoder-output-dim", 32, "--tokens-per-sample", 300)
     small += ("--adaptive-input-cutoff", "10,20", "--adaptive-softmax-cutoff", "10,20")
-    return build("mae_transformer_lm_wiki103", *small, *flags, task="language_modeling")
+    return build("mae_transformer_lm_wiki103", *small, *flags)
 
 
 def test_every_attention_of_the_base_model_has_its_own_gate():

@@ -1,13 +1,10 @@
 """Masked language models with mixtures: what is replaced, what stays RoBERTa's, and using them afterwards."""
 
-import argparse
 import json
 
 import pytest
 import torch
-from fairseq import options
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
+from whole_models import PAD, build
 
 import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
@@ -17,17 +14,7 @@ from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.models.moa import MoARobertaModel
 
 assert moa_fairseq.__version__
-PAD = 1
-
-
-def build(arch="moa_roberta_tiny", *flags, symbols=40):
-    parser = options.get_training_parser()
-    line = ["data", "--task", "masked_lm", "--arch", arch, *map(str, flags)]
-    args = options.parse_args_and_arch(parser, line)
-    dictionary = Dictionary()
-    for i in range(symbols):
-        dictionary.add_symbol(f"w{i}")
-    return ARCH_MODEL_REGISTRY[arch].build_model(args, argparse.Namespace(source_dictionary=dictionary))
+ARCH = "moa_roberta_tiny"
 
 
 def tokens(*lengths):
@@ -53,7 +40,7 @@ def test_architectures_have_the_papers_k_e_d(row):
 
 
 def test_every_attention_is_a_mixture_and_the_rest_is_robertas():
-    model, dense = build(), build("roberta_tiny")
+    model, dense = build(ARCH), build("roberta_tiny")
     mixtures = [m.name for m in model.modules() if isinstance(m, MixtureOfAttention)]
     assert mixtures == [f"encoder.sentence_encoder.layers.{i}.self_attn" for i in range(4)]
     assert not any(type(m).__name__ == "MultiheadAttention" for m in model.modules())
@@ -66,17 +53,17 @@ def test_every_attention_is_a_mixture_and_the_rest_is_robertas():
 
 
 def test_flags_override_the_architecture_and_noise_starts_at_zero():
-    model = build("moa_roberta_tiny", "--num-experts", 5, "--no-expert-bias", "--routing-noise")
+    model = build(ARCH, "--num-experts", 5, "--no-expert-bias", "--routing-noise")
     attention = model.encoder.sentence_encoder.layers[0].self_attn
     assert attention.num_experts == 5 and attention.k_proj.bias is None
     assert not attention.router.noise_projection.weight.any()
     with pytest.raises(UserError, match="--mha-heads-to-keep has no meaning"):
-        build("moa_roberta_tiny", "--mha-heads-to-keep", 2)
+        build(ARCH, "--mha-heads-to-keep", 2)
 
 
 def test_padding_and_other_samples_reach_neither_the_load_nor_the_features():
     torch.manual_seed(0)
-    model = build().eval()
+    model = build(ARCH).eval()
     batch = tokens(9, 5, 7)
     with collect_decisions() as decisions:
         together, _ = model(batch, features_only=True)
@@ -93,13 +80,13 @@ def test_padding_and_other_samples_reach_neither_the_load_nor_the_features():
 
 
 def test_a_checkpoint_brings_its_heads_and_old_names_along():
-    model = build()
+    model = build(ARCH)
     model.register_classification_head("mood", num_classes=3)
     state = {
         key.replace("layernorm_embedding", "emb_layer_norm").replace("encoder.", "decoder.", 1): value
         for key, value in model.state_dict().items()
     }
-    plain, with_heads = build(), build("moa_roberta_tiny", "--load-checkpoint-heads")
+    plain, with_heads = build(ARCH), build(ARCH, "--load-checkpoint-heads")
     with_heads.load_state_dict(dict(state))
     torch.testing.assert_close(with_heads.state_dict(), model.state_dict())
     plain.load_state_dict(dict(state))

@@ -1,12 +1,8 @@
 """SwitchHead in fairseq's models: printed parameters and costs, translation, a masked LM with sigma-MoE."""
 
-import argparse
-
 import pytest
 import torch
-from fairseq import options
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
+from whole_models import build
 
 import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
@@ -121,20 +117,9 @@ def test_translation_architectures_match_the_dense_parameters():
         assert attention == pytest.approx(dense_attention, rel=0.02)
 
 
-def translation_model():
-    words = Dictionary()
-    for i in range(30):
-        words.add_symbol(f"w{i}")
-    flags = "data --arch switchhead_transformer_tiny --encoder-layers 1 --decoder-layers 1"
-    flags += " --switchhead-experts vkqo"
-    args = options.parse_args_and_arch(options.get_training_parser(), flags.split())
-    torch.manual_seed(2)
-    task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
-    return ARCH_MODEL_REGISTRY["switchhead_transformer_tiny"].build_model(args, task).eval()
-
-
 def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
-    model = translation_model()
+    flags = ("--encoder-layers", 1, "--decoder-layers", 1, "--switchhead-experts", "vkqo")
+    model = build("switchhead_transformer_tiny", *flags).eval()
     source = torch.randint(4, 30, (2, 6))
     source[1, 4:] = 1
     target = torch.randint(4, 30, (2, 5))

@@ -4,11 +4,9 @@ import argparse
 
 import pytest
 import torch
-from fairseq import options
 from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
+from whole_models import build
 
-import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.criterions.with_routing import (
@@ -18,18 +16,7 @@ from moa_fairseq.criterions.with_routing import (
 from moa_fairseq.errors import UserError
 from moa_fairseq.transformer.logged_values import mean_values
 
-assert moa_fairseq.__version__
-
-
-def build(arch="moa_transformer_tiny", *flags, symbols=40, other_target=False):
-    parser = options.get_training_parser()
-    args = options.parse_args_and_arch(parser, ["data", "--arch", arch, *map(str, flags)])
-    source, target = Dictionary(), Dictionary()
-    for i in range(symbols):
-        source.add_symbol(f"w{i}")
-        target.add_symbol(f"v{i}" if other_target else f"w{i}")
-    task = argparse.Namespace(source_dictionary=source, target_dictionary=target)
-    return ARCH_MODEL_REGISTRY[arch].build_model(args, task)
+ARCH = "moa_transformer_tiny"
 
 
 def sample(batch=3, src=6, tgt=5, padded=True):
@@ -87,7 +74,7 @@ def test_architectures_have_the_papers_k_e_d(arch):
 
 def test_flags_override_the_architecture():
     model = build(
-        "moa_transformer_tiny",
+        ARCH,
         *("--num-experts", 5, "--experts-per-token", 2, "--expert-dim", 16, "--expert-bias"),
         *("--routing-noise", "--router-renormalize", "none", "--expert-backend", "reference"),
     )
@@ -109,29 +96,17 @@ def test_flags_override_the_architecture():
 )
 def test_impossible_flags_are_refused_by_name(flags, message):
     with pytest.raises(UserError, match=message):
-        build("moa_transformer_tiny", *flags)
+        build(ARCH, *flags)
 
 
 def test_shared_embeddings_need_a_joined_dictionary():
     with pytest.raises(UserError, match="--joined-dictionary"):
-        build("moa_transformer_tiny", "--share-all-embeddings", other_target=True)
-
-
-def test_incremental_decoding_of_the_whole_model_equals_the_full_forward():
-    torch.manual_seed(0)
-    model = build().eval()
-    batch = sample(padded=False)["net_input"]
-    encoder_out = model.encoder(batch["src_tokens"], batch["src_lengths"])
-    full, _ = model.decoder(batch["prev_output_tokens"], encoder_out)
-    state = {}
-    for step in range(1, 6):
-        now, _ = model.decoder(batch["prev_output_tokens"][:, :step], encoder_out, incremental_state=state)
-        torch.testing.assert_close(now[:, 0], full[:, step - 1], rtol=1e-4, atol=1e-4)
+        build(ARCH, "--share-all-embeddings", other_target=True)
 
 
 def test_padding_never_reaches_the_statistics_or_the_real_tokens():
     torch.manual_seed(0)
-    model = build().eval()
+    model = build(ARCH).eval()
     batch = sample()
     with collect_decisions() as decisions:
         logits, _ = model(**batch["net_input"])
@@ -150,7 +125,7 @@ def test_padding_never_reaches_the_statistics_or_the_real_tokens():
 
 def test_every_parameter_gets_a_gradient_even_of_experts_without_tokens():
     torch.manual_seed(0)
-    model = build("moa_transformer_tiny", "--num-experts", 16, "--experts-per-token", 1).train()
+    model = build(ARCH, "--num-experts", 16, "--experts-per-token", 1).train()
     loss, _, log = criterion()(model, sample(batch=1, src=2, tgt=2, padded=False))
     loss.backward()
     assert mean_values("router/", [log])[0]["dead_experts"] > 0
@@ -161,7 +136,7 @@ def test_activation_checkpointing_changes_neither_loss_nor_gradients_nor_the_cou
     results = []
     for flags in ((), ("--checkpoint-activations",)):
         torch.manual_seed(0)
-        model = build("moa_transformer_tiny", "--dropout", 0, *flags).train()
+        model = build(ARCH, "--dropout", 0, *flags).train()
         with collect_decisions() as decisions:
             loss, _, _ = criterion()(model, sample())
             loss.backward()

@@ -11,14 +11,17 @@ from moa_fairseq.evaluation.skeleton import parse_training_flags, quiet, task_of
 SYMBOLS, PAD = 40, 1
 
 
-def build(arch, *flags, seed=3):
+def build(arch, *flags, seed=3, other_target=False):
+    """A new model; other_target: source and target have different words."""
     line = ["data", "--arch", arch, "--task", task_of(arch), *map(str, flags)]
-    dictionary = Dictionary()
-    for i in range(SYMBOLS - len(dictionary)):
-        dictionary.add_symbol(f"w{i}")
+    own, other = Dictionary(), Dictionary()
+    for i in range(SYMBOLS - len(own)):
+        own.add_symbol(f"w{i}")
+        other.add_symbol(f"v{i}")
     args = parse_training_flags(line, "refused")
     names = ("source_dictionary", "target_dictionary", "dictionary", "output_dictionary")
-    task = SimpleNamespace(**dict.fromkeys(names, dictionary), args=args)
+    task = SimpleNamespace(**dict.fromkeys(names, own), args=args)
+    task.target_dictionary = other if other_target else own
     torch.manual_seed(seed)
     with quiet():
         return ARCH_MODEL_REGISTRY[arch].build_model(args, task)
