@@ -119,9 +119,8 @@ class DenseAttention(DenseHeadsAttention[None]):
             dropped = torch.rand(batch, num_heads, device=heads.device).topk(self.dropped_heads).indices
             scale = heads.new_full((batch, num_heads), num_heads / (num_heads - self.dropped_heads))
             heads = heads * scale.scatter(1, dropped, 0.0)[:, :, None, None]
-        out: Tensor = self.out_proj(
-            heads.transpose(1, 2).reshape(batch, tgt_len, -1)
-        )  # [B, H, T, D] → [B, T, H·D]
+        rows = heads.transpose(1, 2).reshape(batch, tgt_len, -1)  # [B, H, T, D] → [B, T, H·D]
+        out: Tensor = self.out_proj(rows)
         return out
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
