@@ -116,6 +116,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
     args = build_parser(argv).parse_args(argv)
+    logging.getLogger().setLevel(logging.WARNING)  # fairseq turns it up to DEBUG
     # With --json the standard output holds the JSON alone.
     stream = sys.stderr if getattr(args, "json", None) is True else sys.stdout
     try:

@@ -46,7 +46,7 @@ def saved_json(path: Path) -> Dict[str, Any]:
     """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -20,6 +20,7 @@ from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.data_prep import prepare
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
 from moa_fairseq.data_prep.prepare import Preparation
+from moa_fairseq.running.command_line import flags
 from moa_fairseq.running.process import Executor
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
@@ -100,6 +101,9 @@ def preprocess():
             assert command[0] == "fairseq-preprocess"
             words = [*command[1:], "--workers", "1"]
             fairseq_preprocess.main(options.get_preprocessing_parser().parse_args(words))
+
+        def __call__(self, values):
+            self.run(["fairseq-preprocess", *flags(values)], None)
 
     return InProcess()
 

@@ -108,7 +108,7 @@ def waits_of(build_trainer, toy_wiki_data, monkeypatch):
     stand_in = SimpleNamespace(
         why_not=lambda: "",
         takes=lambda rows, weight: True,
-        project=lambda rows, weight, bias, gate, fan: reference.project(rows, weight, bias, gate, fan),
+        project=reference.project,
     )
     monkeypatch.setattr(projection, "triton", stand_in)
 

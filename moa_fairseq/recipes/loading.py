@@ -98,9 +98,13 @@ def _built(cls: Type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
         kind = next((part for part in typing.get_args(kind) or [kind] if part in _IN_WORDS), kind)
         wanted = _IN_WORDS.get(typing.get_origin(kind) or kind, "")
         why = f"must be {wanted}. " if wanted else ""
-        fail(file, f"{dot}{error.full_key}" if error.full_key else where, why + str(error.msg)[:200])
+        fail(
+            file,
+            f"{dot}{error.full_key}" if error.full_key else where,
+            why + str(error.msg).partition("\n")[0][:200],
+        )
     except _NOT_YAML as error:
-        fail(file, where, f"cannot be used: {str(error)[:200]}.")
+        fail(file, where, f"cannot be used: {str(error).partition(chr(10))[0][:200]}.")
     if missing:
         fail(file, f"{dot}{missing[0]}", "is missing.")
     return _objects(cls, plain)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.loading import deep_merge, load_recipe
+from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.runner import Options
 from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 
@@ -90,7 +91,8 @@ def test_a_config_restates_nothing_of_its_bases(path):
     own = yaml.safe_load(path.read_text(encoding="utf-8"))
     names, base = own.pop("base", []), {}
     for name in names if isinstance(names, list) else [names]:
-        base = deep_merge(base, yaml.safe_load((path.parent / name).read_text(encoding="utf-8")))
+        layer = yaml.safe_load((path.parent / name).read_text(encoding="utf-8"))
+        base = OmegaConf.to_container(OmegaConf.merge(base, layer))
     whole = ("reproduces.", "model.num_experts", "model.experts_per_token", "model.expert_dim")
     assert [key for key in restated(own, base) if not key.startswith(whole)] == []
 
