@@ -1,16 +1,11 @@
 """Every backend against a float64 loop nobody can doubt: forward and all gradients, ugly shapes, memory."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from projection_cases import SHAPES, USES, choose, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import moa_fairseq
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import SlotOrder, grouped, project, resolve_backend
@@ -138,7 +133,7 @@ def peak_bytes(step):
 @pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
 def test_switchheads_peak_of_memory_is_flat_in_k(use):
     """More slots need more indices and gates, but not one row more of either width."""
-    tokens, model_dim, num_experts, dim, heads = 16384, 256, 16, 64, 2
+    tokens, model_dim, num_experts, dim, heads = 8192, 256, 16, 64, 2
     peaks = {k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 2, 4)}
     more_slots = tokens * heads * (4 - 1)
     assert peaks[1] > 4 * tokens * model_dim, "the record is empty"
@@ -272,26 +267,3 @@ def test_decision_sorts_once_and_not_at_all_when_every_expert_is_chosen():
     assert some.slot_order is some.slot_order
     every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs, 3)
     assert every.slot_order.in_order and not some.slot_order.in_order
-
-
-def test_the_kernels_need_nothing_of_fairseq():
-    """A process that has torch but cannot import fairseq; the package's own __init__ is left out."""
-    program = f"""
-import sys, types
-sys.modules["fairseq"] = None
-package = types.ModuleType("moa_fairseq")
-package.__path__ = [{str(Path(moa_fairseq.__file__).parent)!r}]
-sys.modules["moa_fairseq"] = package
-import torch
-from moa_fairseq.kernels import SlotOrder, project, resolve_backend
-order = SlotOrder(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
-backend = resolve_backend("auto")
-fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
-out = project(torch.ones(3, 8), order, torch.ones(3, 4, 8), **fan, backend=backend)
-ours = sorted(name for name in sys.modules if name.startswith("moa_fairseq") and name.count(".") == 1)
-print(tuple(out.shape), out.unique().tolist(), ours)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    rooms = ["moa_fairseq.errors", "moa_fairseq.kernels", "moa_fairseq.torch_compat"]
-    assert done.stdout.strip() == f"(6, 4) [8.0] {rooms}"

@@ -112,22 +112,24 @@ def test_translation_step_by_step_with_one_expert_in_each_module(how):
 
 def test_a_language_model_step_by_step_with_the_window():
     torch.manual_seed(0)
-    model = build_lm("--dropout", 0).eval()
+    model = build_lm("--dropout", 0, "--gate-window", 6).eval()
     for gate in gates_of(model):
         torch.nn.init.normal_(gate.fc2.weight, std=2.0)
-    assert {layer.self_attn.gate_window for layer in model.decoder.layers} == {100}
-    tokens = torch.randint(4, 40, (2, 130))
+    assert {layer.self_attn.gate_window for layer in model.decoder.layers} == {6}
+    assert {layer.self_attn.gate_window for layer in build_lm().decoder.layers} == {100}  # the paper's
+    tokens = torch.randint(4, 40, (2, 16))
     full, _ = model.decoder(tokens, features_only=True)
     state = {}
-    for step in range(1, 131):
+    for step in range(1, 17):
         now, _ = model.decoder(tokens[:, :step], features_only=True, incremental_state=state)
         torch.testing.assert_close(now[:, 0], full[:, step - 1], rtol=1e-4, atol=2e-4)
     later = tokens.clone()
-    later[:, 100:] = 5
-    model = build_lm("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0).train()
+    later[:, 12:] = 5
+    dropouts = ("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0)
+    model = build_lm("--gate-window", 6, *dropouts).train()
     for gate in gates_of(model):
         gate.dropout = 0.0
     torch.testing.assert_close(
-        model.decoder(later, features_only=True)[0][:, :100],
-        model.decoder(tokens, features_only=True)[0][:, :100],
+        model.decoder(later, features_only=True)[0][:, :12],
+        model.decoder(tokens, features_only=True)[0][:, :12],
     )
