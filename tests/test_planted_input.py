@@ -119,7 +119,11 @@ RECIPE = {
         ("summary: s", "summary: s\nreproduces: null\nfinetune: [ftg]", "finetune: must be text"),
         ("summary: s", "summary: s\nbase: [x]", "base: there is no file"),
         ("summary: s", 'summary: s\nbase: "a\\0b"', "base: there is no file"),
-        ("summary: s", "summary: s\ngenerate: {subsets: [a], beam: 1, lenpen: 1" + "0" * 400 + "}", "lenpen"),
+        (
+            "summary: s",
+            "summary: s\ngenerate: {subsets: [a], beam: 1, lenpen: 1" + "0" * 400 + "}",
+            "generate",
+        ),
     ],
 )
 def test_odd_values_of_a_recipe_are_named(tmp_path, old, new, key):

@@ -122,7 +122,7 @@ def router_uses(passes: Iterable[NamedDecisions]) -> List[RouterUse]:
         use, mass = uses[name], gate.new_zeros(decision.num_experts, dtype=torch.float64)
         use.counts += decision.expert_counts.double().cpu()
         use.gate_mass += mass.scatter_add(0, index.flatten(), gate.double().flatten())[shared:].cpu()
-        use.favourites += torch.bincount(probs[:, shared:].argmax(-1), minlength=use.counts.numel()).cpu()
+        use.favourites += torch.bincount(probs.argmax(-1), minlength=use.counts.numel()).cpu()
         use.instances += len(probs)
         use.total_entropy += torch.special.entr(probs.double()).sum().item()
     return list(uses.values())

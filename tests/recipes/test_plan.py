@@ -123,7 +123,7 @@ def test_measured_updates_are_those_of_the_training(small, write_config, toy_dat
     from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
     config = TranslationConfig(data=str(toy_data), source_lang="en", target_lang="de")
-    config.required_seq_len_multiple = 1
+    config.required_seq_len_multiple, config.dataset_impl = 1, "mmap"
     task = TranslationTask.setup_task(config)
     task.load_dataset("train")
     small["train"].update(max_tokens=60, effective_batch_tokens=240)
