@@ -134,7 +134,7 @@ PATCHES = (
     ),
     *(
         Patch(
-            f"fairseq.{module}*:torch",
+            f"fairseq.{module}:torch",
             lambda original: checkpoint_files.SafeTorch(),
             "It loads a further file with torch, which a checkpoint's settings name.",
             _PLANTED,

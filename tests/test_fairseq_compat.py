@@ -101,10 +101,11 @@ def test_truncated_and_missing_files_say_so(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("patch", fairseq_compat.PATCHES, ids=lambda patch: patch.what)
 def test_every_patch_is_in_place_and_has_its_reason_and_test(patch):
-    for owner, name in patch.places() if patch.way else ():
+    # Modules that are loaded later are left as they are: test_literals.py looks at those that call eval.
+    for owner, name in patch.places() if patch.way and "*" not in patch.what else ():
         if patch.way is fairseq_compat.around:
             assert getattr(owner, name).__wrapped__
-        elif patch.what not in ("numpy:compat", "sys:excepthook") and name != "open":
+        elif patch.what not in ("numpy:compat", "sys:excepthook"):
             installed = getattr(owner, name)
             assert getattr(installed, "__module__", type(installed).__module__).startswith("moa_fairseq")
     assert patch.reason.endswith(".")

@@ -91,8 +91,8 @@ class RouterUse:
     """What one router did with a data set, without padding and without experts that are always on (MoH).
 
     counts [E]: how many tokens (or sequences: `scope`) chose each expert. gate_mass [E]: the gates they gave
-    it, added up. favourites [E]: how many gave it the greatest probability. total_entropy: Σ H(probabilities)
-    in nats over the `instances` tokens or sequences.
+    it, added up. favourites: how many gave each column of the probabilities their greatest value.
+    total_entropy: Σ H(probabilities) in nats over the `instances` tokens or sequences.
     """
 
     name: str
@@ -115,13 +115,13 @@ def router_uses(passes: Iterable[NamedDecisions]) -> List[RouterUse]:
             values.detach()[real] for values in (decision.expert_index, decision.gate, decision.probs)
         )
         if name not in uses:
-            counts, mass, favourites = torch.zeros(3, decision.num_experts - shared, dtype=torch.float64)
-            slots = index.size(1) - shared
-            uses[name] = RouterUse(name, slots, counts, mass, favourites, decision.scope)
+            counts, mass = torch.zeros(2, decision.num_experts - shared, dtype=torch.float64)
+            favourites = torch.zeros(probs.size(1), dtype=torch.float64)
+            uses[name] = RouterUse(name, index.size(1) - shared, counts, mass, favourites, decision.scope)
         use, mass = uses[name], gate.new_zeros(decision.num_experts, dtype=torch.float64)
         use.counts += decision.expert_counts.double().cpu()
         use.gate_mass += mass.scatter_add(0, index.flatten(), gate.double().flatten())[shared:].cpu()
-        use.favourites += torch.bincount(probs.argmax(-1), minlength=use.counts.numel()).cpu()
+        use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
         use.instances += len(probs)
         use.total_entropy += torch.special.entr(probs.double()).sum().item()
     return list(uses.values())
