@@ -36,7 +36,7 @@ class Parser(NamedTuple):
     valid: bytes
     make: Callable[[random.Random], bytes]
     parse: Callable[[Path], None]
-    seconds: float = 0.6
+    seconds: float = 2.0
     seconds_per_byte: float = 4e-6
 
 
