@@ -20,40 +20,11 @@ from moa_fairseq.evaluation import score
 from moa_fairseq.evaluation.skeleton import quiet
 from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.loading import did_you_mean
-from moa_fairseq.recipes.rules import SECTIONS
-from moa_fairseq.recipes.schema import CAUSAL_LM, Generate, Model, Recipe, Train
+from moa_fairseq.recipes.rules import SECTIONS, reserved
+from moa_fairseq.recipes.schema import CAUSAL_LM, Recipe
 from moa_fairseq.running.command_line import flags
 from moa_fairseq.running.process import environment_of_a_child
 
-# What no section may set: recipes are passed on, and the reader of one expects its run folder to be written.
-REFUSED = (
-    *("post-save-script", "use-plasma-view", "plasma-path"),
-    *("log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
-)
-# What the runner sets itself, and for whole sections: what their keys say.
-OWN = (
-    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm"),
-    *(
-        "classifier",
-        "cpu",
-        "log-format",
-        "no-progress-bar",
-        "update-freq",
-        "fp16",
-        "bf16",
-        "amp",
-        "device-id",
-    ),
-    *("joined-dictionary", "source-lang", "target-lang"),
-    *(f"distributed-{x}" for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")),
-)
-KEYS = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}
-INSTEAD = {
-    **dict.fromkeys(("fp16", "bf16", "amp"), "say train.precision"),
-    "update-freq": "it follows from train.effective_batch_tokens",
-    "gen-subset": "say generate.subsets",
-    "subset": "say score.subsets",
-}
 # Of the way from the minimum to the peak: more than this at the last update is worth a warning.
 FAR_FROM_MINIMUM = 0.1
 # Schedules that end: what they call their last rate, and what moves their end.
@@ -67,17 +38,14 @@ SCHEDULES = {
 def check_flags(recipe: Recipe) -> argparse.Namespace:
     """Ask the program of each section about its flags; returns the training's as fairseq takes them.
 
-    Raises UserError for a flag that its program does not know by that very name, that the runner sets, or
-    that a recipe must not decide; and for a training that fairseq's parser refuses, with its complaint.
+    Raises UserError for a flag that its program does not know by that very name, or knows as one that is
+    reserved; and for a training that fairseq's parser refuses, with its complaint.
     """
     said = {
         section: [name for name, value in values.flags.items() if value is not None]
         for section in SECTIONS
         if (values := getattr(recipe, section))
     }
-    for section, names in said.items():  # before any parser sees them: --user-dir runs code in it
-        for name in names:
-            _refuse_reserved(section, name, name)
     task = {"task": recipe.train.task}
     if recipe.train.task.startswith("translation"):
         task.update({"source-lang": recipe.data.source or "", "target-lang": recipe.data.target or ""})
@@ -103,7 +71,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
             if f"--{name}" not in known:
                 near = did_you_mean(name, [word[2:] for word in known if word.startswith("--")])
                 raise UserError(f"{section}.flags.{name}: its program has no such flag{near}.")
-            _refuse_reserved(section, name, known[f"--{name}"].dest)  # of a flag that has two names
+            if problem := reserved(section, known[f"--{name}"].dest):  # of a flag that has two names
+                raise UserError(f"{section}.flags.{name}: {problem}")
     per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
     if per_token and experts and per_token > experts:
         raise UserError(
@@ -111,20 +80,6 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
             f"(model.num_experts, where the recipe does not say it {args.arch}): lower K or raise E."
         )
     return args
-
-
-def _refuse_reserved(section: str, name: str, dest: str) -> None:
-    dest, key = dest.replace("_", "-"), f"{section}.flags.{name}"
-    if dest in REFUSED:
-        raise UserError(
-            f"{key}: fairseq would run a program for it, or write outside of the run folder, which a recipe "
-            "must not decide: leave it out."
-        )
-    kinds = KEYS.get(section, ())
-    owner = next((kind for kind in kinds if dest.replace("-", "_") in kind.__dataclass_fields__), None)
-    if dest in OWN or owner:
-        instead = f"say {owner.__name__.lower()}.{dest.replace('-', '_')}" if owner else "the runner sets it"
-        raise UserError(f"{key}: is not a free flag; {INSTEAD.get(dest, instead)}.")
 
 
 def _parsed(parser: argparse.ArgumentParser, words: List[str]) -> argparse.Namespace:

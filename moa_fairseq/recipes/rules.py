@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import reprlib
 from pathlib import Path
@@ -19,7 +20,10 @@ from moa_fairseq.recipes.schema import (
     MASKED_LM,
     PRECISIONS,
     TRANSLATION,
+    Generate,
+    Model,
     Recipe,
+    Train,
 )
 from moa_fairseq.running.command_line import unsafe_value
 
@@ -28,6 +32,25 @@ _SCORED = {
     MASKED_LM: ("masked_lm_", "a masked language model"),
     CAUSAL_LM: ("lm_", "a causal language model"),
     CLASSIFICATION: ("accuracy", "a classifier"),
+}
+# What no section may set: recipes are passed on, and the reader of one expects its run folder to be written.
+REFUSED = (
+    *("post-save-script", "use-plasma-view", "plasma-path"),
+    *("log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
+)
+# What the runner sets itself, and for whole sections: what their keys say.
+OWN = (
+    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm"),
+    *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
+    *("device-id", "joined-dictionary", "source-lang", "target-lang"),
+    *(f"distributed-{x}" for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")),
+)
+_KEYS = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}
+_INSTEAD = {
+    **dict.fromkeys(("fp16", "bf16", "amp"), "say train.precision"),
+    "update-freq": "it follows from train.effective_batch_tokens",
+    "gen-subset": "say generate.subsets",
+    "subset": "say score.subsets",
 }
 LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
 SECTIONS = ("data", "model", "train", "generate", "score")
@@ -46,6 +69,22 @@ def check(recipe: Recipe, file: str) -> None:
 def fail(file: str, key: str, problem: str) -> NoReturn:
     """Raise the UserError for one key of one file."""
     raise UserError(f"{file}: {key if len(key) <= 100 else key[:97] + '...'}: {problem}")
+
+
+def reserved(section: str, flag: str) -> str:
+    """Why a section's free flags must not hold this one; "" if they may."""
+    flag = flag.replace("_", "-")
+    if flag in REFUSED:
+        return (
+            "fairseq would run a program for it, or write outside of the run folder, which a recipe must not "
+            "decide: leave it out."
+        )
+    kinds = _KEYS.get(section, ())
+    owner = next((kind for kind in kinds if flag.replace("-", "_") in kind.__dataclass_fields__), None)
+    if flag not in OWN and not owner:
+        return ""
+    instead = f"say {owner.__name__.lower()}.{flag.replace('-', '_')}" if owner else "the runner sets it"
+    return f"is not a free flag; {_INSTEAD.get(flag, instead)}."
 
 
 def _values(recipe: Recipe) -> Problems:
@@ -170,7 +209,7 @@ def _finetuning(recipe: Recipe) -> Problems:
 
 
 def _flags(recipe: Recipe) -> Problems:
-    """What holds of any flag; moa_fairseq.recipes.flags asks the programs."""
+    """What holds of any flag; moa_fairseq.recipes.flags asks the programs about their own."""
     for section in SECTIONS:
         values = getattr(recipe, section)
         for name, value in values.flags.items() if values else ():
@@ -178,6 +217,13 @@ def _flags(recipe: Recipe) -> Problems:
             if not FLAG_NAME.fullmatch(name):
                 proper = name[:100].lower().replace("_", "-").lstrip("-")
                 yield key, f"write flags as on the command line, without the leading dashes: {proper}."
+            if value is not None and (why := reserved(section, name)):
+                yield key, why
+            if name == "model-overrides" and not _is_dictionary(value):
+                yield (
+                    key,
+                    f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\".",
+                )
             if name == "tensorboard-logdir" and not _is_inside(value):
                 yield key, f"{reprlib.repr(value)} is not a folder inside of the run folder, such as logs."
             for item in value if isinstance(value, list) else [value]:
@@ -192,6 +238,13 @@ def _flags(recipe: Recipe) -> Problems:
             problem = unsafe_value(value)
             if problem:
                 yield key, problem
+
+
+def _is_dictionary(text: Any) -> bool:
+    try:
+        return isinstance(ast.literal_eval(text), dict)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
 
 
 def _is_inside(path: Any) -> bool:

@@ -14,6 +14,7 @@ from moa_fairseq.analysis.plots import COLOURS, GREY, style
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
+from moa_fairseq.recipes.flags import check_flags
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.running.command_line import flags
 from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
@@ -71,6 +72,7 @@ def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
 def _attention_macs(run: Run) -> int:
     """Of all attentions, for one sample of a language model, or a pair of 20 and 20 tokens."""
     recipe = load_recipe(run.recipe, [f"{key}={json.dumps(value)}" for key, value in run.overrides.items()])
+    check_flags(recipe)  # before they build a model
     model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
     words = flags({name: value for name, value in model.items() if name != "arch"})
     return complexity(recipe.model.arch, 1000, length, length, "shared", words).attention_macs

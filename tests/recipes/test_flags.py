@@ -16,9 +16,10 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import flags as module
 from moa_fairseq.recipes.batch import plan_batch, planned_updates, training_set
-from moa_fairseq.recipes.flags import OWN, REFUSED, check_flags, check_sharding, schedule_warning
+from moa_fairseq.recipes.flags import check_flags, check_sharding, schedule_warning
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.rules import OWN, REFUSED
 from moa_fairseq.recipes.world import find_world
 from moa_fairseq.running import command_line
 
@@ -152,6 +153,25 @@ def test_no_way_into_a_recipe_runs_a_planted_flag(small, write_config, toy_data,
     assert main([*line, "--save-dir", str(tmp_path / "run"), *way]) == 2
     assert "generate.flags.user-dir" in capsys.readouterr().err
     assert not (tmp_path / "marker").exists() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("section", ["data", "model", "train", "generate", "score"])
+@pytest.mark.parametrize("name", [*REFUSED, "user-dir", "save-dir", "distributed-init-method"])
+def test_every_reader_refuses_what_runs_or_writes(small, write_config, section, name):
+    """Also one that asks no program about the flags."""
+    small[section].setdefault("flags", {})[name] = "/x"
+    with pytest.raises(UserError, match=rf"small\.yaml: {section}\.flags\.{name}: .*\.$"):
+        load_recipe(write_config(small))
+    del small[section]["flags"][name]
+    with pytest.raises(UserError, match=rf"{section}\.flags\.{name}: "):
+        load_recipe(write_config(small), [f"{section}.flags.{name}=/x"])
+
+
+@pytest.mark.parametrize("value", ["x", "[1]", "{", "__import__('os')", 3])
+def test_overrides_of_a_model_are_a_dictionary(small, write_config, value):
+    small["generate"]["flags"] = {"model-overrides": value}
+    with pytest.raises(UserError, match=r"generate\.flags\.model-overrides: .*dictionary"):
+        load_recipe(write_config(small))
 
 
 def test_values_that_look_like_flags_stay_values(small, write_config):

@@ -163,6 +163,17 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["user-dir", "user-di"])
+def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag):
+    study()
+    (tmp_path / "trap").mkdir()
+    (tmp_path / "trap" / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    planted = {**STUDY["systems"]["A"], "set": {f"model.flags.{flag}": str(tmp_path / "trap")}}
+    systems = {"A": planted, "B": STUDY["systems"]["B"]}
+    assert study("--report", systems=systems)[0] == 2
+    assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
