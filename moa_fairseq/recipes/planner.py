@@ -7,19 +7,24 @@ Bytes of a parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
     several GPUs              + one gradient for the buckets that are reduced
 
 Per token of --max-tokens: what autograd keeps, measured on this CPU with the recipe's own model of one and
-two layers, and three rows of logits: log-probabilities, their gradient and that of the logits.
+two layers, and three rows of logits: log-probabilities, their gradient and that of the logits. Within 15 %
+of whole updates on a CPU in fp32 (tests/recipes/test_memory.py). For a GPU the measurement stands in for its
+fused attention and its masks of bytes; on GPUs this was not run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
+from fairseq.data import Dictionary
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -72,7 +77,7 @@ def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results
     """The plan as plain data. machines: the hardware to plan for. results: the folder of recorded speeds."""
     work = workload(recipe, data)
     precision = precision_name(recipe.train.precision, machines[0], recipe.model)
-    kept = kept_per_token(recipe, work, precision)
+    kept = kept_per_token(recipe, work, precision, machines[0].gpus > 0)
     speeds, to_plan = read_speeds(results), functools.partial(_plan_for, recipe, work, data, kept)
     return {
         **{"experiment": recipe.experiment, "parameters": work.cost.total_parameters},
@@ -90,15 +95,15 @@ def _plan_for(
     batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
-    device, logits = DEVICES.get(kind), _logits(recipe, work)
-    remembered = OPTIMIZER_BYTES.get(str(recipe.training_flags.get("optimizer")), 8)
-    memory = round((kept + 12 * logits) * batch.max_tokens) + (CUDA_BYTES if machine.gpus else 0)
-    memory += work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
+    device, logits, memory = DEVICES.get(kind), logits_per_token(recipe, work, data), None
+    if logits is not None:
+        memory = round((kept + 12 * logits) * batch.max_tokens) + (CUDA_BYTES if machine.gpus else 0)
+        a_parameter = parameter_bytes(recipe.training_flags, precision, machine.devices)
+        memory += work.cost.total_parameters * a_parameter
     entry: Dict[str, Any] = {
         **{"device": kind, "count": asked, "precision": precision, "left_out": fewer},
         **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective, "memory": memory},
-        "fits": memory <= device.memory if device else None,
-        "checkpoint": work.cost.total_parameters * (4 + remembered),
+        "fits": memory <= device.memory if device and memory else None,
     }
     recorded = [row for row in speeds if (row["experiment"], row["device"]) == (recipe.experiment, kind)]
     speed = None
@@ -111,8 +116,10 @@ def _plan_for(
         speed = device.peak(precision) * UTILISATION / operations * batch.devices
         entry["speed_origin"] = f"rough: {UTILISATION:.1%} of the peak, what a dense Transformer reached"
     updates = planned_updates(recipe.train, batch, work.size)
-    if work.size and updates:
-        per_epoch = work.size.updates_per_epoch(batch)
+    per_epoch = work.size.updates_per_epoch(batch) if work.size else None
+    epochs = updates // per_epoch if updates and per_epoch else None
+    entry["disk"] = disk(recipe, work.model, machine.gpus > 0, updates, epochs)
+    if work.size and updates and per_epoch:
         tokens = updates / per_epoch * work.size.target_tokens
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
         entry["hours"] = float(f"{tokens / speed / 3600:.2g}") if speed else None
@@ -131,14 +138,62 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
     return whole - sharded + (weight if devices > 1 else 0)
 
 
-def _logits(recipe: Recipe, work: Workload) -> float:
-    """How many logits a token has; of an adaptive softmax, at least those of the frequent words."""
+def logits_per_token(recipe: Recipe, work: Workload, data: Optional[Path]) -> Optional[float]:
+    """How many logits a token of --max-tokens has, on average.
+
+    Of an adaptive softmax every token has those of the frequent words, and only the tokens in a further band
+    those of that band: dict.txt in `data` says how many; None without it.
+    """
     adaptive = getattr(getattr(work.model, "decoder", None), "adaptive_softmax", None)
     share = {CLASSIFICATION: 0.0, MASKED_LM: float(recipe.training_flags.get("mask-prob") or 0.15)}
-    return share.get(recipe.kind, 1.0) * (adaptive.cutoff[0] if adaptive else work.vocabulary)
+    if adaptive is None:
+        return share.get(recipe.kind, 1.0) * work.vocabulary
+    if data is None:
+        return None
+    counts, cutoff = Dictionary.load(str(data / "dict.txt")).count, adaptive.cutoff
+    bands = [(high - low) * sum(counts[low:high]) for low, high in zip(cutoff, cutoff[1:])]
+    return float(cutoff[0] + len(bands) + sum(bands) / sum(counts))
 
 
-def kept_per_token(recipe: Recipe, work: Workload, precision: str) -> float:
+def disk(
+    recipe: Recipe, model: nn.Module, on_gpu: bool, updates: Optional[int], epochs: Optional[int]
+) -> Dict[str, Optional[int]]:
+    """Bytes of the checkpoints and the average that a training leaves, as fairseq writes them.
+
+    A checkpoint has the weights and what the optimizer remembers, in fp32 whatever the precision. A tied
+    weight stands in it once for each of its names if it comes from a GPU. updates, epochs: whole ones of the
+    training, None if that is not known. "checkpoint": of one file, two more of which are there while a new
+    one is written; "total" is None where nothing limits their number.
+    """
+    flags, own = recipe.training_flags, dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
+    state = [values for name, values in model.state_dict().items() if on_gpu or name not in tied]
+    weights = sum(values.numel() * values.element_size() for values in state)
+    remembered = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+    size = weights * (2 if flags.get("store-ema") else 1)
+    if not flags.get("no-save-optimizer-state"):
+        size += remembered * sum(parameter.numel() for parameter in own.values())
+
+    def number(most: Optional[int], done: Optional[int], interval: int) -> Optional[int]:
+        made = None if done is None else done // interval
+        return min((files for files in (most, made) if files is not None), default=None)
+
+    keep, interval = flags.get("keep-interval-updates", -1), flags.get("save-interval-updates")
+    last_epochs = number(recipe.train.keep_last_epochs, epochs, flags.get("save-interval", 1))
+    kept = [
+        1,  # checkpoint_last.pt
+        0 if flags.get("disable-validation") else 1 + flags.get("keep-best-checkpoints", 0),
+        0 if flags.get("no-epoch-checkpoints") else last_epochs,
+        number(keep if keep > 0 else None, updates, interval) if interval else 0,
+    ]
+    known = [files for files in kept if files is not None]
+    saves = recipe.finetune != "noft" and not flags.get("no-save")
+    files = 0 if not saves else sum(known) if len(known) == len(kept) else None
+    total = None if files is None else files * size + (weights if recipe.average else 0)
+    return {"checkpoint": size, "files": files, "total": total}
+
+
+def kept_per_token(recipe: Recipe, work: Workload, precision: str, on_gpu: bool) -> float:
     """Bytes that a forward pass keeps for the backward pass, per token of --max-tokens, logits aside.
 
     Models of one layer, and of two in encoder or decoder, say what a layer keeps: all layers keep the same.
@@ -149,25 +204,31 @@ def kept_per_token(recipe: Recipe, work: Workload, precision: str) -> float:
     depths = {side: sum(type(m).__name__.endswith(names) for m in found) for side, found in sides.items()}
     adaptive = any("adaptive" in type(module).__name__.lower() for module in work.model.modules())
     more = {"arch": None, **{key: rate for key, rate in recipe.training_flags.items() if "dropout" in key}}
-    more["checkpoint-activations"] = recipe.training_flags.get("checkpoint-activations")
+    recompute = bool(recipe.training_flags.get("checkpoint-activations"))
     if recipe.kind != TRANSLATION:
         more["tokens-per-sample"] = work.lengths[1]
 
-    def kept(deeper: str = "") -> int:
+    @functools.cache
+    def kept(deeper: str = "", checkpointing: bool = recompute) -> int:
         layers = {f"{side}-layers": 1 + (side == deeper) for side, depth in depths.items() if depth}
         vocabulary = work.vocabulary if adaptive else _SYMBOLS  # what is kept does not depend on it
-        line = _flags(recipe, **more, **layers)
+        line = _flags(recipe, **{**more, "checkpoint-activations": checkpointing}, **layers)
         with torch.random.fork_rng(devices=[]):
             model = build_skeleton(recipe.model.arch, vocabulary, "separate", line, weights=True).train()
             model = model.bfloat16() if precision in ("fp16", "bf16") else model
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"):
+            gpu = _gpu_kernels() if on_gpu else contextlib.nullcontext()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"), gpu:
                 few, twice = (_kept_bytes(model, recipe, work.lengths, n * sentences) for n in (1, 2))
         return twice - few  # without what does not grow, such as masks and autocast's weights
 
     sentences = max(1, _TOKENS // max(work.lengths))
-    shallow = kept()
-    deeper = sum((depth - 1) * (kept(side) - shallow) for side, depth in depths.items() if depth)
-    return (shallow + deeper) / (sentences * max(work.lengths))
+    total, one_layer = kept(), 0
+    for side, depth in depths.items():
+        if depth:
+            total += (depth - 1) * (kept(side) - kept())
+            if recompute:  # one layer at a time is there in whole
+                one_layer = max(one_layer, kept(side, False) - kept("", False))
+    return (total + one_layer) / (sentences * max(work.lengths))
 
 
 def _kept_bytes(model: Any, recipe: Recipe, lengths: List[int], sentences: int) -> int:
@@ -193,6 +254,35 @@ def _kept_bytes(model: Any, recipe: Recipe, lengths: List[int], sentences: int) 
         output = model(**read)  # holds the storages: no address can have stood for two of them
     del output
     return sum(size for address, size in storages.items() if address not in parameters)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What the fused attention of a GPU keeps: no attention weights. Its result here is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Tensor:
+        out = q.new_zeros(*q.shape[:-1], v.size(-1))
+        ctx.save_for_backward(q, k, v, mask, out, torch.zeros(q.shape[:-1]))
+        return out
+
+
+@contextlib.contextmanager
+def _gpu_kernels() -> Iterator[None]:
+    """A block in which attention and dropout keep on a CPU what they keep on a GPU."""
+    functional: Any = F
+    plain = F.scaled_dot_product_attention, F.dropout
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Optional[Tensor] = None, *_: Any, **__: Any):
+        return _FusedAttention.apply(q, k, v, attn_mask)
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    functional.scaled_dot_product_attention, functional.dropout = attention, dropout
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = plain
 
 
 def _flags(recipe: Recipe, **more: Any) -> List[str]:
@@ -233,7 +323,8 @@ def as_text(report: Dict[str, Any]) -> str:
             "precision": entry["precision"],
             "tokens/update": f"{entry['tokens_per_update']:,}",
             "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
-            "GB each": f"{entry['memory'] / 1e9:.1f}{'!' if entry['fits'] is False else ''}",
+            "GB each": f"{_gigabytes(entry['memory'])}{'!' if entry['fits'] is False else ''}",
+            "disk, GB": _gigabytes(entry["disk"]["total"]),
             "hours, roughly": f"{entry['hours']:,g}" if entry.get("hours") else "?",
         }
         for entry in entries
@@ -247,6 +338,10 @@ def as_text(report: Dict[str, Any]) -> str:
             tabulate(table, "keys", "plain", disable_numparse=True),
             *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
             *(f"{e['count']} {e['device']}: {e['left_out']}" for e in entries if e["left_out"]),
-            f"! does not fit. A checkpoint has {entries[0]['checkpoint'] / 1e9:.2g} GB.",
+            f"! does not fit. A checkpoint has {_gigabytes(entries[0]['disk']['checkpoint'])} GB.",
         ]
     )
+
+
+def _gigabytes(size: Optional[int]) -> str:
+    return "?" if size is None else f"{size / 1e9:.2g}" if size < 1e9 else f"{size / 1e9:.1f}"
