@@ -19,6 +19,6 @@ else
   echo "test.sh: types are not checked: torch's own differ between versions, and these fit torch 2.13"
 fi
 for script in scripts/*.sh data-prep/*.sh; do bash -n "$script"; done
-cores=$(nproc 2>/dev/null || echo 2)
+cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # nproc counts no more than OMP_NUM_THREADS
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them
 exec "$python" -m pytest --numprocesses $((cores < 4 ? cores : 4)) --dist worksteal "$@"
