@@ -20,6 +20,8 @@ VERBS = {
     "average": ("moa_fairseq.evaluation.average", "average checkpoints into one"),
     "convert": ("moa_fairseq.convert.command", "turn a Transformer into a mixture of heads, or back"),
     "score": ("moa_fairseq.evaluation.score", "BLEU of translations, perplexity of a masked language model"),
+    "translate": ("moa_fairseq.inference.translate", "translate raw text with a trained run"),
+    "complete": ("moa_fairseq.inference.complete", "let a trained language model go on with a text"),
     "fill-mask": ("moa_fairseq.evaluation.fill_mask", "let a masked language model fill a gap"),
     "complexity": ("moa_fairseq.evaluation.complexity", "parameters and MACs of an architecture"),
     "compare": ("moa_fairseq.evaluation.compare", "the papers' numbers beside the measured ones"),

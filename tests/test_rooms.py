@@ -28,7 +28,7 @@ FLOORS = (
     ("convert",),
     ("recipes",),
     ("analysis",),
-    ("study",),
+    ("inference", "study"),
     ("cli",),
 )
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

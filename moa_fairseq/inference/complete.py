@@ -1,0 +1,53 @@
+"""Let a trained causal language model go on with a text.
+
+echo "The game was released in" | moa-fairseq complete runs/wikitext2_lm_moa_tiny --tokens 40
+moa-fairseq complete RUN prompts.txt --sample 10 --seed 3      draws among the 10 likeliest symbols
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+import torch
+
+from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+from moa_fairseq.inference import text_model
+from moa_fairseq.inference.text_model import hypotheses, lines_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq complete`."""
+    text_model.add_arguments(parser, "one beginning a line")
+    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="how many symbols to add (40)")
+    parser.add_argument("--sample", type=int, metavar="N", help="draw among the N likeliest (the likeliest)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of --sample (1)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of --sample (1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Complete line by line. Returns the exit status."""
+    for flag, value in (("--tokens", args.tokens), ("--sample", args.sample or 1)):
+        if value < 1:
+            raise UserError(f"{flag} {value}: give at least 1.")
+    if args.temperature <= 0:
+        raise UserError(f"--temperature {args.temperature} must be positive.")
+    torch.manual_seed(args.seed)
+    model = text_model.load(args, LANGUAGE_MODELING)
+    room = model.models[0].max_positions() - args.tokens
+    if room < 1:
+        raise UserError(f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols.")
+    # fairseq's source begins with one symbol more than the text
+    settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": args.temperature}
+    if args.sample:
+        settings.update(sampling=True, sampling_topk=args.sample)
+    place = atomic_write(args.output) if args.output else contextlib.nullcontext(sys.stdout)
+    with place as stream, torch.no_grad():
+        for batch in lines_of(args):
+            for _, found in hypotheses(model, batch, settings, room):
+                print(model.decode(found[0]["tokens"]) if found else "", file=stream)
+            stream.flush()
+    return 0

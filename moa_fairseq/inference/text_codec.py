@@ -1,0 +1,111 @@
+"""Raw text to a model's symbols and back, as the data set that it was trained on was prepared."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+from moa_fairseq.data_prep.bpe import load_codes
+from moa_fairseq.data_prep.catalogue import TRANSLATION, Dataset, datasets
+from moa_fairseq.data_prep.manifest import MANIFEST
+from moa_fairseq.data_prep.monolingual import MODEL
+from moa_fairseq.errors import UserError
+from moa_fairseq.json_files import read_json
+from moa_fairseq.text.pipeline import Step, apply_steps
+from moa_fairseq.text.tokenizer import detokenize
+
+
+class TranslationCodec(NamedTuple):
+    """Line functions and merges. steps: those of the source language. codes: a file, or "" for none."""
+
+    steps: Tuple[Step, ...] = ()
+    codes: str = ""
+    target: str = ""
+
+    def encode(self, line: str) -> str:
+        """A raw sentence of the source language as subwords with spaces between them."""
+        tokens = apply_steps(line, self.steps)
+        return load_codes(self.codes).process_line(tokens) if self.codes else tokens
+
+    def decode(self, symbols: str) -> str:
+        """Subwords of the target language as raw text; tokens where the data set came tokenised."""
+        tokens = (symbols + " ").replace("@@ ", "").strip() if self.codes else symbols
+        is_tokenised_here = any(name == "tokenize" for name, _ in self.steps)
+        return detokenize(tokens, self.target) if is_tokenised_here else tokens
+
+
+class PieceCodec(NamedTuple):
+    """SentencePiece's pieces by the model of a file."""
+
+    model: str
+
+    def encode(self, line: str) -> str:
+        """Running text as pieces; a letter without a piece becomes <unk>."""
+        processor = _processor(self.model)
+        return " ".join(processor.id_to_piece(processor.encode(line)))
+
+    def decode(self, symbols: str) -> str:
+        """Pieces as running text."""
+        return _processor(self.model).decode_pieces(symbols.split())
+
+
+class ByteCodec(NamedTuple):
+    """Bytes as decimal numbers (enwik8); a line feed is the end of a line."""
+
+    def encode(self, line: str) -> str:
+        """Text as the numbers of its UTF-8 bytes."""
+        return " ".join(str(byte) for byte in line.encode("utf-8"))
+
+    def decode(self, symbols: str) -> str:
+        """Numbers as text; bytes that are no UTF-8 are shown as such."""
+        found = [int(symbol) for symbol in symbols.split() if symbol.isdigit()]
+        return bytes(byte for byte in found if byte < 256).decode("utf-8", errors="replace")
+
+
+class WordCodec(NamedTuple):
+    """Words as they stand, which is also how text that is segmented already is taken."""
+
+    def encode(self, line: str) -> str:
+        """The line as it is."""
+        return line
+
+    def decode(self, symbols: str) -> str:
+        """The symbols as they are."""
+        return symbols
+
+
+@functools.lru_cache(maxsize=1)
+def _processor(model: str) -> Any:
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=model)
+
+
+def codec_of(data: Path, kind: str) -> Any:
+    """The codec of a binarised folder that `moa-fairseq prepare` or a recipe made. kind: the data set's.
+
+    Raises UserError for a folder of another origin, and for another kind of data.
+    """
+    root, remedy = data.parent, "Give text that is tokenised and segmented as the model's, with --segmented."
+    if not (root / MANIFEST).is_file():
+        raise UserError(f"{data} has no {MANIFEST} beside it that says how its text was prepared. {remedy}")
+    settings: Dict[str, Any] = read_json(root / MANIFEST, remedy).get("settings") or {}
+    dataset = datasets().get(settings.get("recipe", ""))
+    if dataset is None or dataset.kind != kind:
+        raise UserError(f"{root / MANIFEST} is of {settings.get('recipe')}, not of a data set for {kind}.")
+    return _translation(root, settings, dataset) if kind == TRANSLATION else _running_text(root, dataset)
+
+
+def _translation(root: Path, settings: Dict[str, Any], dataset: Dataset) -> TranslationCodec:
+    steps: List[Step] = list(dataset.steps_for("test", settings["source"]))
+    if settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps):
+        steps.insert(0, ("lowercase", {}))
+    found = [path for path in (root / "bpe" / "codes", root / "codes") if path.is_file()]
+    return TranslationCodec(tuple(steps), str(found[0]) if found else "", settings["target"])
+
+
+def _running_text(root: Path, dataset: Dataset) -> Any:
+    if dataset.encoder == "sentencepiece":
+        return PieceCodec(str(root / "model" / MODEL))
+    return ByteCodec() if dataset.encoder == "bytes" else WordCodec()

@@ -1,0 +1,95 @@
+"""A trained run as fairseq's hub interface, with the run's own treatment of text."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from fairseq.checkpoint_utils import load_model_ensemble_and_task
+from fairseq.hub_utils import GeneratorHubInterface
+
+from moa_fairseq.analysis.routed_model import checkpoint_and_data
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.trained_model import device_for
+from moa_fairseq.inference.text_codec import WordCodec, codec_of
+from moa_fairseq.text.workers import chunks
+
+BATCH = 64  # lines that are read before the first of them is answered, where nobody types them
+
+
+def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    """The run, its text, and how it is read."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder, or a checkpoint with --data")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)")
+    parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write here instead of standard output")
+    parser.add_argument(
+        "--segmented", action="store_true", help="the text is tokenised and segmented, as fairseq reads it"
+    )
+    parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
+
+
+class TextModel(GeneratorHubInterface):
+    """Raw text in, raw text out: `encode`, `generate` and `decode` of fairseq's hub interface."""
+
+    def __init__(self, config: Any, task: Any, models: List[Any], codec: Any):
+        super().__init__(config, task, models)
+        self.codec = codec
+
+    def apply_bpe(self, sentence: str) -> str:
+        """A raw line as the model's symbols."""
+        return self.codec.encode(sentence)
+
+    def remove_bpe(self, sentence: str) -> str:
+        """The model's symbols as a raw line."""
+        return self.codec.decode(sentence)
+
+
+def load(args: argparse.Namespace, kind: str) -> TextModel:
+    """The model of `add_arguments`. kind: of its data set. Raises UserError where something is missing."""
+    checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
+    if not data.is_dir() or data == Path():
+        gone = f"--data {args.data} is not a folder" if args.data else f"The data of {args.run_dir} is gone"
+        raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
+    codec = WordCodec() if args.segmented else codec_of(data.resolve(), kind)
+    overrides = {"data": str(data)}
+    models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
+    config.dataset.max_tokens, config.dataset.batch_size = 4096, BATCH
+    return TextModel(config, task, models, codec).to(device_for(args.cpu)).eval()
+
+
+def lines_of(args: argparse.Namespace) -> Iterator[List[Tuple[int, str]]]:
+    """Numbered lines in batches; single ones where somebody types. Raises UserError for a missing file."""
+    if args.file is not None and not args.file.is_file():
+        raise UserError(f"{args.file} does not exist: name a text file, or none for standard input.")
+    typed = args.file is None and sys.stdin.isatty()
+    with (
+        contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(encoding="utf-8") as stream
+    ):
+        numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
+        try:
+            yield from chunks(numbered, 1 if typed else BATCH)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{args.file or 'standard input'} is not UTF-8: {error}.") from error
+
+
+def hypotheses(
+    model: TextModel, batch: List[Tuple[int, str]], settings: Dict[str, Any], room: Optional[int] = None
+) -> Iterator[Tuple[Optional[torch.Tensor], List[Dict[str, Any]]]]:
+    """(symbols, fairseq's hypotheses, best first) for every line; (None, []) for an empty one.
+
+    room: how many symbols a line may have. Raises UserError for a longer line.
+    """
+    tokens = {number: model.encode(line) for number, line in batch if line.strip()}
+    limit = model.max_positions
+    most = room or (limit[0] if isinstance(limit, tuple) else limit)
+    for number, symbols in tokens.items():
+        if len(symbols) > most:
+            raise UserError(f"Line {number} has {len(symbols)} symbols, the model reads {most}: split it.")
+    found = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
+    for number, _ in batch:
+        yield (tokens[number], next(found)) if number in tokens else (None, [])

@@ -1,0 +1,114 @@
+"""Translate raw text with a trained run, which knows its tokeniser, BPE, languages and model.
+
+moa-fairseq translate runs/quickstart_moa english.txt > german.txt
+echo "The file was not saved." | moa-fairseq translate runs/quickstart_moa --n-best 3
+moa-fairseq translate runs/quickstart_moa english.txt --show-experts
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import torch
+import yaml
+from torch import Tensor
+
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.data_prep.catalogue import TRANSLATION
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write
+from moa_fairseq.inference import text_model
+from moa_fairseq.inference.text_model import TextModel, hypotheses, lines_of
+
+# Of the terminal's 256 colours, those that differ most on dark and on light.
+_COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq translate`."""
+    text_model.add_arguments(parser, "one sentence a line")
+    parser.add_argument(
+        "--beam", type=int, metavar="N", help="width of the beam search (the recipe's, else 5)"
+    )
+    parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (the recipe's, else 1)")
+    parser.add_argument("--n-best", type=int, default=1, metavar="N", help="translations of a sentence (1)")
+    parser.add_argument(
+        "--show-experts", action="store_true", help="below each translation: the experts of each token"
+    )
+    parser.add_argument("--layer", type=int, default=-1, metavar="N", help="of --show-experts (the last)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Translate line by line. Returns the exit status."""
+    settings = {"beam": 5, "lenpen": 1.0, **_generation(args)}
+    if not 1 <= args.n_best <= settings["beam"]:
+        raise UserError(f"--n-best {args.n_best} lies between 1 and --beam {settings['beam']}.")
+    model = text_model.load(args, TRANSLATION)
+    place = atomic_write(args.output) if args.output else contextlib.nullcontext(sys.stdout)
+    with place as stream, torch.no_grad():
+        for batch in lines_of(args):
+            for symbols, found in hypotheses(model, batch, settings):
+                for hypothesis in found[: args.n_best]:
+                    score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
+                    print(score + model.decode(hypothesis["tokens"]), file=stream)
+                if symbols is None:
+                    print(file=stream)
+                elif args.show_experts:
+                    coloured = stream.isatty() and "NO_COLOR" not in os.environ
+                    for line in _experts(model, symbols, found[0]["tokens"], args.layer, coloured):
+                        print(line, file=stream)
+            stream.flush()
+    return 0
+
+
+def _generation(args: argparse.Namespace) -> Dict[str, Any]:
+    """Beam and length penalty as they were given, else as the run's recipe has them."""
+    recipe = args.run_dir / "recipe.yaml"
+    said = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("generate") if recipe.is_file() else None
+    found = {key: value for key, value in (said or {}).items() if key in ("beam", "lenpen")}
+    given = {"beam": args.beam, "lenpen": args.lenpen}
+    return {**found, **{key: value for key, value in given.items() if value is not None}}
+
+
+def _experts(model: TextModel, source: Tensor, target: Tensor, layer: int, coloured: bool) -> Iterator[str]:
+    """One line for each router of a layer: tokens with the experts they chose, the heaviest first.
+
+    source, target: symbols [T] with the end of the sentence. Raises UserError for a model without routers,
+    and for a layer that has none.
+    """
+    shifted = torch.cat([target.new_tensor([model.tgt_dict.eos()]), target[:-1]])
+    inputs = [tokens.to(model.device)[None] for tokens in (source, shifted)]
+    with collect_decisions() as decisions:
+        model.models[0](inputs[0], torch.tensor([len(source)], device=model.device), inputs[1])
+    if not decisions:
+        raise UserError("--show-experts: this model has no router; its attention has no experts.")
+    depth = {
+        side: 1 + max(_layer(name) for name, _ in decisions if name.startswith(side))
+        for side in {name.split(".")[0] for name, _ in decisions}
+    }
+    wanted = [(name, d) for name, d in decisions if _layer(name) == layer % depth[name.split(".")[0]]]
+    for name, decision in wanted:
+        is_source = name.startswith("encoder") or (decision.side == "keys" and "encoder_attn" in name)
+        words = (model.src_dict if is_source else model.tgt_dict, source if is_source else shifted)
+        yield f"  {name}: " + " ".join(_marked([words[0][int(i)] for i in words[1]], decision, coloured))
+
+
+def _layer(name: str) -> int:
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+
+
+def _marked(words: Sequence[str], decision: RoutingDecision, coloured: bool) -> List[str]:
+    chosen, gates = decision.expert_index[:, decision.shared :], decision.gate[:, decision.shared :]
+    order = gates.argsort(dim=-1, descending=True, stable=True)
+    rows = chosen.gather(-1, order).tolist()
+    marked = []
+    for word, experts in zip(words if decision.scope == "tokens" else ["sentence"], rows):
+        text = f"{word}[{','.join(str(expert) for expert in experts)}]"
+        colour: Optional[int] = _COLOURS[experts[0] % len(_COLOURS)] if coloured and experts else None
+        marked.append(text if colour is None else f"\033[38;5;{colour}m{text}\033[0m")
+    return marked
