@@ -24,7 +24,7 @@ DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
 
 # Of other programs, and of a scorer of fairseq's that translation does not use.
 OTHER_WORDS = ("source", "pip", "sacrebleu", "for", "echo", "done")
-OTHERS_FLAGS = {"--help", "--wer-args", "--paired-ar", "--force", "--array", "--wrap"}
+OTHERS_FLAGS = {"--help", "--bpe-codes", "--wer-args", "--paired-ar", "--force", "--array", "--wrap"}
 
 
 def blocks(document, language):
