@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from fairseq.models import MODEL_REGISTRY
 import torch
 from whole_models import PAD, build
 
@@ -11,7 +12,6 @@ from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
-from moa_fairseq.models.moa import MoARobertaModel
 
 assert moa_fairseq.__version__
 ARCH = "moa_roberta_tiny"
@@ -101,7 +101,7 @@ def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data
         "gpt2_encoder_json": str(toy_wiki_data / "encoder.json"),
         "gpt2_vocab_bpe": str(toy_wiki_data / "vocab.bpe"),
     }
-    hub = MoARobertaModel.from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
+    hub = MODEL_REGISTRY["moa_roberta"].from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
     encoded = hub.encode("the cat")
     assert encoded.tolist()[0] == 0 and encoded.tolist()[-1] == 2 and hub.decode(encoded) == "the cat"
     assert hub.eval().extract_features(encoded).shape == (1, len(encoded), 16)
