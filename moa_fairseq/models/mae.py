@@ -6,7 +6,8 @@ from moa_fairseq.models.dense import IWSLT, MEDIUM_ROBERTA, TINY
 from moa_fairseq.transformer.archs import register_models
 
 # Every attention has a gate of its own (section 2.3). `--mae-dropped-heads 2` turns MAE-7 into MAE-6,
-# `--mae-gate uniform` into UNI-MAE. The task (`translation_bcd`) chooses alternating or joint (NOBCD) training.
+# `--mae-gate uniform` into UNI-MAE. The task (`translation_bcd`) chooses alternating or joint (NOBCD)
+# training.
 register_models(
     "mae",
     "mae_transformer",

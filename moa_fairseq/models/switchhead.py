@@ -21,8 +21,8 @@ def _sigma_moe(num_experts: int, dim: int, dropout: float = 0.0) -> dict:
     return {**sizes, "sigma_moe_experts_per_token": 4, "sigma_moe_expert_dropout": dropout}
 
 
-# Causal language models, with or without sigma-MoE (SwitchAll). Table 9: the body's layers, width, feed-forward
-# and positions, and the attention's heads, D, E and k.
+# Causal language models, with or without sigma-MoE (SwitchAll). Table 9: the body's layers, width,
+# feed-forward and positions, and the attention's heads, D, E and k.
 LANGUAGE_MODELS = {
     "switchhead_lm_47m": {**lm_body(16, 412, 2080), **_heads(2, 76, 5, 2)},
     "switchhead_lm_262m": {**lm_body(18, 1024, 4147), **_heads(2, 132, 8, 4)},
@@ -52,8 +52,8 @@ LANGUAGE_MODELS = {
 register_models("switchhead", "switchhead_lm", LANGUAGE_MODELS)
 
 # Translation; in cross-attention the source side is the encoder's output. By the paper's rule (section 3): as
-# many experts in all as the dense model has heads, two heads, and D so that the parameters match: 1.03M for the
-# 1.05M of transformer-base's attention, 65,500 for Tiny's 65,536.
+# many experts in all as the dense model has heads, two heads, and D so that the parameters match: 1.03M for
+# the 1.05M of transformer-base's attention, 65,500 for Tiny's 65,536.
 register_models(
     "switchhead",
     "switchhead_transformer",
@@ -63,9 +63,9 @@ register_models(
     },
 )
 
-# Encoders: classifiers of sentences (ListOps), masked language models. Section 4 prints 6 layers and the numbers
-# of heads. By the paper's rule for the rest SwitchHead has as many experts in all as the dense model has heads;
-# its D and feed-forward are those whose parameters match.
+# Encoders: classifiers of sentences (ListOps), masked language models. Section 4 prints 6 layers and the
+# numbers of heads. By the paper's rule for the rest SwitchHead has as many experts in all as the dense model
+# has heads; its D and feed-forward are those whose parameters match.
 _LISTOPS = {
     "encoder_layers": 6,
     "encoder_embed_dim": 128,

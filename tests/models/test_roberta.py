@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from fairseq.models import MODEL_REGISTRY
 import torch
+from fairseq.models import MODEL_REGISTRY
 from whole_models import PAD, build
 
 import moa_fairseq
@@ -101,7 +101,8 @@ def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data
         "gpt2_encoder_json": str(toy_wiki_data / "encoder.json"),
         "gpt2_vocab_bpe": str(toy_wiki_data / "vocab.bpe"),
     }
-    hub = MODEL_REGISTRY["moa_roberta"].from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
+    model = MODEL_REGISTRY["moa_roberta"]
+    hub = model.from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
     encoded = hub.encode("the cat")
     assert encoded.tolist()[0] == 0 and encoded.tolist()[-1] == 2 and hub.decode(encoded) == "the cat"
     assert hub.eval().extract_features(encoded).shape == (1, len(encoded), 16)
