@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import equations
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
@@ -39,18 +40,9 @@ def dense_with_the_weights_of(module):
 
 def literal_mixture(module, x, gate, dropped_heads, attn_mask=None, padding=None):
     """Σ_i g_i f_i with every expert built: Eq. 4-6 of the paper, word for word. gate [T or 1, B, E]."""
-    H_j = []
-    for j in range(H):
-        rows = slice(j * C // H, (j + 1) * C // H)
-        q, k, v = (
-            x @ p.weight[rows].t() + p.bias[rows] for p in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        scores = torch.einsum("tbd,sbd->bts", q, k) / math.sqrt(C // H)
-        if attn_mask is not None:
-            scores = scores + attn_mask
-        if padding is not None:
-            scores = scores.masked_fill(padding[:, None], -math.inf)
-        H_j.append(torch.einsum("bts,sbd->tbd", scores.softmax(-1), v) @ module.out_proj.weight[:, rows].t())
+    y, one = x.transpose(0, 1), torch.eye(H, dtype=x.dtype)
+    H_j = [equations.dense(module, y, y, attn_mask, padding, None, one[None, j : j + 1]) for j in range(H)]
+    H_j = [head.transpose(0, 1) - module.out_proj.bias for head in H_j]
     total = 0.0
     for i, subset in enumerate(itertools.combinations(range(H), dropped_heads)):
         expert = H / (H - dropped_heads) * (-sum(H_j[j] for j in subset) + sum(H_j))
