@@ -1,4 +1,4 @@
-"""Routers whose choice or gates are not learned, beside test_equations.py: fairness, what is saved, refusals."""
+"""Routers whose choice or gates are not learned, beside test_equations.py: fairness, saving, refusals."""
 
 import copy
 
