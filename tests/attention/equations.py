@@ -127,23 +127,27 @@ def switchhead(module, x, y, mask, padding, ids):
 
 def moh_gates(module, x, ids):
     """Gates [B, T, H] by MoH Eq. 5-6, or the released code line for line; P; the choice of routed heads."""
-    shared_heads, k = module.shared_heads, module.routed_per_token
-    sizes = [module.num_heads - shared_heads, shared_heads, 2]
+    shared_heads, k, heads = module.shared_heads, module.routed_per_token, module.num_heads
+    if module.router.reads_queries:  # section 4.4, gates straight through
+        norms = module.q_proj(x).unflatten(-1, (heads, -1))[..., shared_heads:, :].norm(dim=-1)
+        gates = torch.softmax(norms / norms.std(-1, keepdim=True).detach(), -1)
+        mask = chosen_of(gates, k, None, ids)
+        ones = torch.ones_like(x[..., :shared_heads])
+        return torch.cat([ones, mask * (1 + gates - gates.detach())], -1), gates, mask
+    two_stages = 0 < shared_heads < heads
+    sizes = [heads - shared_heads, shared_heads if shared_heads > 1 else 0, 2 if two_stages else 0]
     routed, shared, stage = (x @ module.router.projection.weight.t()).split(sizes, -1)
+    shared = torch.softmax(shared if shared_heads != 1 else torch.zeros_like(x[..., :1]), -1)
     gates = torch.softmax(routed, -1)
-    mask, alpha = chosen_of(gates, k, module.router.token_hash, ids), torch.softmax(stage, -1)
+    mask = chosen_of(gates, k, module.router.token_hash, ids)
+    alpha = torch.softmax(stage, -1) if two_stages else torch.ones_like(x[..., :2])
     if module.router.scaling == "paper":
-        return (
-            torch.cat([alpha[..., :1] * torch.softmax(shared, -1), alpha[..., 1:] * gates * mask], -1),
-            gates,
-            mask,
-        )
+        return torch.cat([alpha[..., :1] * shared, alpha[..., 1:] * gates * mask], -1), gates, mask
     routed_gates = gates * mask
     denominator = routed_gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
     routed_gates = routed_gates / denominator * k
-    shared_gates = torch.softmax(shared, -1) * shared_heads
-    alpha = alpha * 2
-    return torch.cat([alpha[..., :1] * shared_gates, alpha[..., 1:] * routed_gates], -1), gates, mask
+    alpha = alpha * 2 if two_stages else alpha
+    return torch.cat([alpha[..., :1] * shared * shared_heads, alpha[..., 1:] * routed_gates], -1), gates, mask
 
 
 def moh(module, x, y, mask, padding, ids):

@@ -171,28 +171,6 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     torch.testing.assert_close(gate_of(module.train(), x, **call)[0], gate_of(mixing.train(), x, **call)[0])
 
 
-def test_cross_attention_equals_fairseqs_and_caches_the_encoders_keys():
-    settings = dict(self_attention=False, encoder_decoder_attention=True, kdim=10, vdim=10, causal=True)
-    module = build(gate="uniform", **settings)
-    dense = MultiheadAttention(C, H, kdim=10, vdim=10, encoder_decoder_attention=True).double().eval()
-    dense.load_state_dict(module.state_dict())
-    memory = torch.randn(5, 3, 10, dtype=torch.float64)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5])
-    x = inputs().detach()
-    one, other = (m(x, memory, memory, key_padding_mask=padding, static_kv=True) for m in (module, dense))
-    torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(one[1].double(), other[1].double(), rtol=1e-6, atol=1e-6)
-    learned = build(**settings)
-    full, _ = learned(x, memory, memory, key_padding_mask=padding, static_kv=True)
-    state = {}
-    for step in range(6):
-        key = memory if step == 0 else None
-        out, _ = learned(
-            x[step : step + 1], key, key, key_padding_mask=padding, incremental_state=state, static_kv=True
-        )
-        torch.testing.assert_close(out[0], full[step])
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_and_neighbours_are_irrelevant(causal, training):

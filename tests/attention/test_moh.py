@@ -53,41 +53,9 @@ def gradients(out, tensors, seed=3):
     return torch.autograd.grad((out * upstream).sum(), tensors, allow_unused=True)
 
 
-CASES = {
-    "self-attention": dict(tgt=7, batch=3),
-    "one token": dict(tgt=1, batch=1),
-    "causal": dict(tgt=6, batch=2, causal=True),
-    "padding": dict(tgt=6, batch=3, lengths=[6, 3, 1]),
-    "causal and padding": dict(tgt=6, batch=3, lengths=[6, 2, 4], causal=True),
-    "cross-attention": dict(tgt=5, src=9, batch=2, lengths=[9, 4]),
-}
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-
-
 def role(case):
     cross = case.get("src") is not None
     return {"self_attention": not cross, "encoder_decoder_attention": cross}
-
-
-@pytest.mark.parametrize(
-    "case", [CASES["causal and padding"], CASES["cross-attention"]], ids=["self", "cross"]
-)
-@pytest.mark.parametrize(
-    ("router", "shared"), [("query-norm", H), ("query-norm", SHARED), ("learned", SHARED)]
-)
-def test_all_heads_with_unit_gates_are_fairseqs_attention(case, router, shared):
-    heads = {"shared_heads": shared, "routed_per_token": H - shared}
-    module = build(router=router, scaling="released", **heads, **role(case))
-    if router == "learned":
-        torch.nn.init.zeros_(module.router.projection.weight)  # even: every gate is 1
-    dense = MultiheadAttention(C, H, **role(case)).double().eval()
-    own = {name: value for name, value in module.state_dict().items() if not name.startswith("router")}
-    dense.load_state_dict(own)
-    query, key, padding, mask, real = inputs(**case)
-    rest = {"key_padding_mask": padding, "attn_mask": mask, "need_weights": False}
-    ours, _ = module(query, key, key, **rest)
-    theirs, _ = dense(query, key, key, **rest)
-    torch.testing.assert_close(ours[real], theirs[real])
 
 
 @pytest.mark.parametrize("scaling", ["paper", "released"])
@@ -121,16 +89,6 @@ def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True
     for name, one, other in zip(names, results[0][1], results[1][1]):
         if one is not None or other is not None:
             torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@cases
-@pytest.mark.parametrize("router", ["query-norm", "learned"])
-@pytest.mark.parametrize("shared", [0, 1, 2])
-@pytest.mark.parametrize("backend", ["reference", "grouped"])
-def test_skipped_heads_give_what_masked_ones_do(case, router, shared, backend):
-    compare_paths({"router": router, "shared_heads": shared, "backend": backend}, case)
-    if backend == "grouped" and shared == SHARED:
-        compare_paths({"router": router}, case, skips=(True, False))
 
 
 UGLY = {

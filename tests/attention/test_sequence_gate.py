@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moa_fairseq.attention.expert_draw import ExpertDraw, current_draw, drawing_experts
+from moa_fairseq.attention.expert_draw import ExpertDraw
 from moa_fairseq.attention.input_mean import running_mean, sequence_mean
 from moa_fairseq.attention.observers import update_observers
 from moa_fairseq.attention.sequence_gate import SequenceGate
@@ -214,10 +214,3 @@ def test_draws_depend_on_seed_update_sequence_and_module_only():
     assert torch.corrcoef(many).fill_diagonal_(0).abs().max() < 0.06  # 4 standard errors
     with pytest.raises(ValueError, match="5 sequence ids for 4 sequences"):
         draw.choose("a", torch.full((4, 8), 1 / 8))
-
-
-def test_draws_are_active_inside_the_block_only():
-    draw = ExpertDraw(torch.arange(2), 1, 1)
-    with drawing_experts(draw):
-        assert current_draw() is draw
-    assert current_draw() is None
