@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 from moa_fairseq.torch_compat import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -89,14 +89,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 
 
 def project(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
-    order: SlotOrder,
-    into_experts: bool,
-    slots_per_row: int,
-    slots_per_sum: int,
+    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], order: SlotOrder, fan: Fan
 ) -> Tensor:
     """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
     compiles = is_compiling()
@@ -104,7 +97,7 @@ def project(
         order.sort_by(sorted_slots)
     routing = (order.expert, order.order, order.offsets)
     run = expert_project if compiles else _Project.apply
-    sums: Tensor = run(rows, weight, bias, gate, *routing, into_experts, slots_per_row, slots_per_sum)
+    sums: Tensor = run(rows, weight, bias, gate, *routing, *fan)
     return sums
 
 
