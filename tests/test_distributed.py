@@ -127,9 +127,9 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
     from types import SimpleNamespace
 
     from fairseq.data import Dictionary
+    from fairseq.models import MODEL_REGISTRY
 
     from moa_fairseq.evaluation.skeleton import parse_training_flags
-    from moa_fairseq.models.moa import MoATransformerModel
 
     dictionary = Dictionary()
     for index in range(20):
@@ -138,7 +138,7 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
     line = ["no-data", "--arch", "moa_transformer_tiny", "--task", "translation", *small, *flags]
     args = parse_training_flags([str(word) for word in line], "refused")
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-    model = MoATransformerModel.build_model(args, task)
+    model = MODEL_REGISTRY["moa_transformer"].build_model(args, task)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)

@@ -16,7 +16,7 @@ from moa_fairseq.attention.cache import (
     extend_cache,
     extend_padding,
 )
-from moa_fairseq.attention.collector import carried_inputs, padding_of_queries, record
+from moa_fairseq.attention.collector import carried_context, padding_of_queries, record
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
@@ -209,7 +209,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         if not (static_kv and cached):
             if self.self_attention:
                 key = value = x if padding is own_keys else _without_padding(rows, own_keys)
-                carried = carried_inputs()
+                carried = carried_context.get()
                 if carried is not None:
                     key = value = torch.cat([carried.transpose(0, 1).to(x.dtype), key], dim=1)
                     before = (carried.size(0), 0)  # all of it may be seen, none of it is padding

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import hypotheses_per_sentence
+from moa_fairseq.attention.collector import hypotheses
 
 Cache = Dict[str, Optional[Tensor]]
 IncrementalState = Dict[str, Cache]
@@ -73,7 +73,7 @@ class CachedAttention(nn.Module):
 
         Marks the cache, so that `reorder_incremental_state` knows what the keys' rows stand for.
         """
-        beam = hypotheses_per_sentence()
+        beam = hypotheses.get()
         if beam == 1:
             return memory, padding
         cache[_SHARED] = memory.new_empty(beam, 0)

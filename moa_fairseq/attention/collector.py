@@ -6,7 +6,7 @@ and copy every layer above it, decisions travel beside the pass. Nothing stays o
 
 import contextlib
 from contextvars import ContextVar
-from typing import ContextManager, Iterator, List, Optional, Tuple, TypeVar
+from typing import Generic, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,22 +14,36 @@ from torch import Tensor
 from moa_fairseq.attention.routing import RoutingDecision
 
 NamedDecisions = List[Tuple[str, RoutingDecision]]
-
-_collectors: ContextVar[Tuple[NamedDecisions, ...]] = ContextVar("collectors", default=())
-_query_padding: ContextVar[Optional[Tensor]] = ContextVar("query_padding", default=None)
-_query_tokens: ContextVar[Optional[Tensor]] = ContextVar("query_tokens", default=None)
-_carried: ContextVar[Optional[Tensor]] = ContextVar("carried_inputs", default=None)
-_hypotheses: ContextVar[int] = ContextVar("hypotheses", default=1)
 Value = TypeVar("Value")
 
 
-@contextlib.contextmanager
-def _declaring(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+class Declared(Generic[Value]):
+    """A value for every attention inside a `with declared(value):` block; `get` reads the innermost one."""
+
+    def __init__(self, name: str, default: Value):
+        self._variable: ContextVar[Value] = ContextVar(name, default=default)
+        self.get = self._variable.get
+
+    @contextlib.contextmanager
+    def __call__(self, value: Value) -> Iterator[None]:
+        token = self._variable.set(value)
+        try:
+            yield
+        finally:
+            self._variable.reset(token)
+
+
+_collectors: Declared[Tuple[NamedDecisions, ...]] = Declared("collectors", ())
+# The padding [B, T] of the queries, True = padding.
+query_padding: Declared[Optional[Tensor]] = Declared("query_padding", None)
+# The token ids [B, T] of the queries. A step of generation has the queries of the last ids alone.
+tokens_of_queries: Declared[Optional[Tensor]] = Declared("tokens_of_queries", None)
+# How many times in a row an encoder's output repeats each sentence.
+hypotheses: Declared[int] = Declared("hypotheses", 1)
+# Inputs [M, B, C] of earlier chunks of a text, whose keys and values every self-attention puts before its
+# own. They are projected anew, so that the projections learn from them (Dai et al., arXiv 1901.02860, section
+# 3.2).
+carried_context: Declared[Optional[Tensor]] = Declared("carried_context", None)
 
 
 @contextlib.contextmanager
@@ -40,7 +54,7 @@ def collect_decisions() -> Iterator[NamedDecisions]:
     layer again in the backward pass, outside the block, so each layer is counted once.
     """
     decisions: NamedDecisions = []
-    with _declaring(_collectors, (*_collectors.get(), decisions)):
+    with _collectors((*_collectors.get(), decisions)):
         yield decisions
 
 
@@ -50,11 +64,6 @@ def record(name: str, decision: RoutingDecision) -> None:
         name = f"{name}.{decision.side}"
     for decisions in _collectors.get():
         decisions.append((name, decision))
-
-
-def query_padding(mask: Optional[Tensor]) -> ContextManager[None]:
-    """Declare mask [B, T] (True = padding) for the queries of every attention inside the block."""
-    return _declaring(_query_padding, mask)
 
 
 def padding_of_queries(
@@ -70,45 +79,8 @@ def padding_of_queries(
         raise ValueError(
             f"query_padding_mask is {list(given.shape)}, the queries are [B, T] = {[batch, tgt_len]}"
         )
-    candidates = (given, _query_padding.get(), key_padding)
+    candidates = (given, query_padding.get(), key_padding)
     mask = next((mask for mask in candidates if mask is not None), None)
     if mask is None or mask.shape != (batch, tgt_len):
         return None
     return mask.to(torch.bool)
-
-
-def tokens_of_queries(ids: Optional[Tensor]) -> ContextManager[None]:
-    """Declare the token ids [B, T] of the queries of every attention inside the block.
-
-    A step of generation has the queries of the last ids alone.
-    """
-    return _declaring(_query_tokens, ids)
-
-
-def query_tokens() -> Optional[Tensor]:
-    """What the innermost `tokens_of_queries` block declares, [B, T], or None."""
-    return _query_tokens.get()
-
-
-def hypotheses(per_sentence: int) -> ContextManager[None]:
-    """Declare that inside the block an encoder's output repeats each sentence per_sentence times in a row."""
-    return _declaring(_hypotheses, per_sentence)
-
-
-def hypotheses_per_sentence() -> int:
-    """What the innermost `hypotheses` block declares, else 1."""
-    return _hypotheses.get()
-
-
-def carried_context(inputs: Optional[Tensor]) -> ContextManager[None]:
-    """Every self-attention inside the block puts keys and values of inputs [M, B, C] before its own.
-
-    They are the inputs of earlier chunks of a text, projected anew, so that the projections learn from them
-    (Dai et al., arXiv 1901.02860, §3.2). None: no context.
-    """
-    return _declaring(_carried, inputs)
-
-
-def carried_inputs() -> Optional[Tensor]:
-    """What the innermost `carried_context` block gives, [M, B, C], or None."""
-    return _carried.get()

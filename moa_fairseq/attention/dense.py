@@ -36,7 +36,7 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
     """The heads of fairseq's attention, with its parameters and their names: for MAE, MoH, dense attention.
 
     head_dim: D, if it is not embed_dim / num_heads. A subclass calls `reset_parameters` after it has built
-    its router.
+    its router. Raises UserError for heads that cannot share the width.
     """
 
     def __init__(
@@ -49,6 +49,11 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         head_dim: Optional[int] = None,
         **role: Any,
     ):
+        if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
+            raise UserError(
+                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
+                "multiple of the heads. (--attention-head-dim says how wide a head of dense attention is.)"
+            )
         super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **role)
         width = num_heads * self.head_dim
         self.k_proj = nn.Linear(kdim or embed_dim, width, bias=bias)
@@ -65,10 +70,18 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
+    def project_queries(self, x: Tensor, decision: Decision) -> Tensor:
+        return self._split(self.q_proj(x))
+
     def project_keys_values(
         self, key: Tensor, value: Tensor, decision: Decision, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor]:
         return self._split(self.k_proj(key)), self._split(self.v_proj(value))
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        inputs = self.k_proj.in_features + self.v_proj.in_features
+        width = self.num_heads * self.head_dim
+        return {"router": 0, "projections": (2 * queries * self.embed_dim + keys * inputs) * width}
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, C] → [B, H, T, D]"""
@@ -91,11 +104,6 @@ class DenseAttention(DenseHeadsAttention[None]):
         dropped_heads: int = 0,
         **role: Any,
     ):
-        if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
-            raise UserError(
-                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
-                "multiple of the heads, or --attention-head-dim says how wide a head is."
-            )
         if head_dim is not None and head_dim < 1:
             raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
         if not 0 <= dropped_heads < num_heads:
@@ -110,9 +118,6 @@ class DenseAttention(DenseHeadsAttention[None]):
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> None:
         return None
 
-    def project_queries(self, x: Tensor, decision: None) -> Tensor:
-        return self._split(self.q_proj(x))
-
     def project_output(self, heads: Tensor, decision: None) -> Tensor:
         batch, num_heads, tgt_len, _ = heads.shape
         if self.training and self.dropped_heads:
@@ -122,8 +127,3 @@ class DenseAttention(DenseHeadsAttention[None]):
         rows = heads.transpose(1, 2).reshape(batch, tgt_len, -1)  # [B, H, T, D] → [B, T, H·D]
         out: Tensor = self.out_proj(rows)
         return out
-
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
-        inputs = self.k_proj.in_features + self.v_proj.in_features
-        width = self.num_heads * self.head_dim
-        return {"router": 0, "projections": (2 * queries * self.embed_dim + keys * inputs) * width}

@@ -1,8 +1,7 @@
 """Draws the expert of each sequence and module from a gate, for F steps (MAE Algorithm 2).
 
-In encoders one gate sees the whole sequence, and one expert is drawn per sequence, as in the paper. In
-decoders a gate must not see later tokens, so there is one per position, and the drawn expert can change along
-the sequence; `ExpertDraw.choose` keeps those changes few (docs/mae.md has the numbers).
+In encoders one expert is drawn per sequence, as in the paper. In decoders a gate must not see later tokens,
+so there is one per position, and the expert can change along the sequence (docs/mae.md has the numbers).
 """
 
 import contextlib
@@ -40,14 +39,10 @@ class ExpertDraw:
         """Experts ~ Cat(probs) for probs [B, ..., E] → index [B, ...] int64.
 
         Gumbel-max: argmax_i (log p_i + G_i), written as a race, argmax_i p_i / X_i with X_i = −log u_i
-        exponential. A sequence has one set of E numbers for the module. Where one gate decides for the whole
-        sequence (an encoder), one expert is drawn. Where the gate changes from position to position (a causal
-        one, in a decoder), the expert may change, too: each position's expert follows the distribution of its
-        own gate, and depends only on that gate and the sequence's numbers, not on later positions. It changes
-        from i to j only where p_j / p_i has grown. Between two gates at total variation distance d it changes
-        with a probability of at most 2d / (1 + d); no draw can do better than d. (One number per sequence,
-        looked up in the cumulated probabilities, changes more often: there each expert's stretch moves when
-        any before it grows.)
+        exponential. A sequence has one set of E numbers for the module, so each position's expert follows its
+        own gate and depends on no later one. It changes from i to j only where p_j / p_i has grown: between
+        two gates at total variation distance d with a probability of at most 2d / (1 + d), where no draw can
+        do better than d.
         """
         if self.sequence_ids.numel() != probs.size(0):
             raise ValueError(

@@ -31,8 +31,6 @@ class ExpertLinear(nn.Module):
         fan_in: Optional[int] = None,
     ):
         super().__init__()
-        if into not in ("experts", "model"):
-            raise ValueError(f"into must be 'experts' or 'model', not {into!r}")
         self.num_experts, self.d_in, self.d_out, self.into = num_experts, d_in, d_out, into
         self.backend, self.fan_in = resolve_backend(backend), fan_in or d_in
         expert_dim, model_dim = (d_out, d_in) if into == "experts" else (d_in, d_out)

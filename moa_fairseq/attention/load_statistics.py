@@ -24,5 +24,5 @@ def load_statistics(routed: Union[RoutingDecision, RoutingSums]) -> Dict[str, Te
         "load_entropy": torch.special.entr(share).sum(1),
         "max_load": most,
         "min_load": least,
-        "dead_experts": (routed.counts == 0).sum(1, dtype=share.dtype),
+        "dead_experts": (routed.sums.counts == 0).sum(1, dtype=share.dtype),
     }

@@ -32,7 +32,7 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
     carries a gradient.
     """
     experts, groups = routed.load.size(-1), routed.groups
-    return (routed.load * routed.shares(routed.mass)).sum((1, 2)) * (experts / groups)
+    return (routed.load * routed.shares(routed.sums.mass)).sum((1, 2)) * (experts / groups)
 
 
 @_also_of_one_decision
@@ -41,14 +41,14 @@ def head_balance_loss(routed: RoutingSums) -> Tensor:
 
     K / E when the load is even, for K of E routed heads. Only P carries a gradient.
     """
-    tokens = routed.tokens.clamp_min(1.0).unsqueeze(1)
-    return ((routed.counts / tokens) * (routed.mass / tokens)).sum(1)
+    tokens = routed.sums.tokens.clamp_min(1.0).unsqueeze(1)
+    return ((routed.sums.counts / tokens) * (routed.sums.mass / tokens)).sum(1)
 
 
 @_also_of_one_decision
 def released_head_balance_loss(routed: RoutingSums) -> Tensor:
     """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even."""
-    return routed.counts.size(1) * head_balance_loss(routed)
+    return routed.sums.counts.size(1) * head_balance_loss(routed)
 
 
 @_also_of_one_decision
@@ -59,7 +59,8 @@ def mutual_information_loss(routed: RoutingSums) -> Tensor:
     −log E, when each token is sure of its expert and all experts get equally many, to 0, when all tokens
     are routed alike. (SUT's released code adds H(E) instead of subtracting it, which rewards a collapse.)
     """
-    return routed.mean_entropy - entropies(routed.mean_probs) / routed.groups
+    entropy, probs = routed.entropy_and_probs()
+    return entropy - entropies(probs) / routed.groups
 
 
 @_also_of_one_decision
@@ -69,7 +70,7 @@ def entropy_loss(routed: RoutingSums) -> Tensor:
     From −log E, when on average all experts are equally likely, to 0. The gates may be sigmoids of the
     logits.
     """
-    return -entropies(routed.mean_softmax) / routed.groups
+    return -entropies(routed.mean_softmax()) / routed.groups
 
 
 @_also_of_one_decision
@@ -78,13 +79,13 @@ def z_loss(routed: RoutingSums) -> Tensor:
 
     It stays finite where a sum of exponentials would overflow, and for any logits of padding.
     """
-    return routed.squared_lse / routed.tokens.clamp_min(1.0)
+    return routed.sums.squared_lse / routed.sums.tokens.clamp_min(1.0)
 
 
 @_also_of_one_decision
 def no_loss(routed: RoutingSums) -> Tensor:
     """Zeros: nothing evens out the loads."""
-    return torch.zeros_like(routed.tokens)
+    return torch.zeros_like(routed.sums.tokens)
 
 
 # What --balance-loss names.

@@ -109,11 +109,6 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         evaluate_seed: int = 1,
         **role: Any,
     ):
-        if num_heads < 2 or embed_dim % num_heads:
-            raise UserError(
-                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
-                "multiple of the heads, and a mixture of attentive experts needs two or more."
-            )
         if not 1 <= dropped_heads < num_heads:
             raise UserError(
                 f"--mae-dropped-heads {dropped_heads} must lie between 1 and {num_heads - 1}: "
@@ -172,9 +167,6 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
             gate = gate.masked_fill(no_row.unsqueeze(-1), 0.0)
         return RoutingDecision(index, gate, probs, logits, self.num_experts, scope=scope, padding_mask=no_row)
 
-    def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
-        return self._split(self.q_proj(x))
-
     def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
         """Rescale each head by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i), and project."""
         batch, _, tgt_len, _ = heads.shape
@@ -194,11 +186,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         if self.gate is not None:  # it sees one mean of a sequence, or one for each position
             hidden = self.gate.fc1.out_features
             gate = (queries if self.causal else 1) * hidden * (self.embed_dim + self.num_experts)
-        inputs = self.k_proj.in_features + self.v_proj.in_features
-        return {
-            "router": gate,
-            "projections": 2 * queries * self.embed_dim**2 + keys * inputs * self.embed_dim,
-        }
+        return {**super().projection_macs(queries, keys), "router": gate}
 
     def _responsibilities(
         self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]

@@ -105,11 +105,6 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         backend: str = "auto",
         **role: Any,
     ):
-        if num_heads < 1 or embed_dim % num_heads:
-            raise UserError(
-                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
-                "multiple of the heads."
-            )
         check_choice("--moh-skip", skip, SKIPPING)
         if not isinstance(router, nn.Module):
             check_choice("--moh-router", router, ROUTERS)

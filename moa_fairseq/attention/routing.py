@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,15 @@ class RoutingDecision:
             return real @ _choices([self])
 
 
+class Sums(NamedTuple):
+    """Sums over the real tokens of M decisions about E experts."""
+
+    counts: Tensor  # how many tokens chose each expert (f of MoA Eq. 14), [M, E]; no gradient
+    mass: Tensor  # Σ of the probabilities (P of MoA Eq. 15), [M, E]
+    squared_lse: Tensor  # Σ of (log Σ_i exp x_i)², a token's being the mean over its groups, [M]
+    tokens: Tensor  # how many tokens are not padding, [M]
+
+
 class RoutingSums:
     """Sums over the real tokens of M decisions: all that losses and statistics need to know of them.
 
@@ -104,45 +113,11 @@ class RoutingSums:
             result.append(sums)
         return result
 
-    @property
-    def counts(self) -> Tensor:
-        """How many tokens chose each expert (f of MoA Eq. 14), [M, E]; no gradient."""
-        return self._sums[0]
-
-    @property
-    def mass(self) -> Tensor:
-        """Σ of the probabilities (P of MoA Eq. 15), [M, E]."""
-        return self._sums[1]
-
-    @property
-    def squared_lse(self) -> Tensor:
-        """Σ of (log Σ_i exp x_i)², a token's being the mean over its groups, [M]."""
-        return self._sums[2]
-
-    @property
-    def tokens(self) -> Tensor:
-        """How many tokens are not padding, [M]."""
-        return self._sums[3]
-
     @cached_property
     def load(self) -> Tensor:
         """The counts as shares of their group, [M, G, E / G]; zeros for padding only."""
-        return self.shares(self.counts)
+        return self.shares(self.sums.counts)
 
-    @property
-    def mean_entropy(self) -> Tensor:
-        """The mean over tokens and groups of the probabilities' entropy in nats, [M].
-
-        They are normalised to add up to 1 in each group (sigmoids do not by themselves).
-        """
-        return self._entropies[0]
-
-    @property
-    def mean_probs(self) -> Tensor:
-        """The mean over tokens of probabilities that add up to 1 in each group, [M, E]."""
-        return self._entropies[1]
-
-    @property
     def mean_softmax(self) -> Tensor:
         """The mean over tokens of the softmax of each group's logits, [M, E]."""
         logits = self._real_rows("logits")
@@ -156,7 +131,7 @@ class RoutingSums:
         return x / (x.sum(-1, keepdim=True) + torch.finfo(x.dtype).tiny)
 
     @cached_property
-    def _sums(self) -> Tuple[Tensor, ...]:
+    def sums(self) -> Sums:
         logits = self._rows("logits").unflatten(1, (self.groups, -1))
         columns = [self._real_rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
         if self._decisions[0].chooses_all:
@@ -164,15 +139,18 @@ class RoutingSums:
             counts = tokens.expand_as(mass)
         else:
             mass, squares, counts, tokens = self._over_tokens([*columns, _choices(self._decisions)])
-        return counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1)
+        return Sums(counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1))
 
-    @cached_property
-    def _entropies(self) -> Tuple[Tensor, Tensor]:
+    def entropy_and_probs(self) -> Tuple[Tensor, Tensor]:
+        """Means over tokens: of the probabilities' entropy in nats, [M], and of the probabilities, [M, E].
+
+        They are normalised to add up to 1 in each group (sigmoids do not by themselves).
+        """
         probs = self._real_rows("probs").unflatten(1, (self.groups, -1))
         probs = probs / (probs.sum(-1, keepdim=True) + torch.finfo(probs.dtype).tiny)
         entropy = entropies(probs).mean(-1, keepdim=True)
-        *sums, tokens = self._over_tokens([entropy, probs.flatten(1)])
-        entropy, probs = (x / tokens.clamp_min(1.0) for x in sums)
+        *totals, tokens = self._over_tokens([entropy, probs.flatten(1)])
+        entropy, probs = (total / tokens.clamp_min(1.0) for total in totals)
         return entropy.squeeze(1), probs
 
     @cached_property

@@ -17,20 +17,15 @@ MOMENTUM = 0.3
 class GateNorm(nn.BatchNorm1d, Observer):
     """Batch normalisation of a gate's inputs (MAE Appendix A), by default a departure from the paper's.
 
-    statistics "earlier" (default): the running statistics of earlier updates, in training as in
-    evaluation. The paper says "batch normalization" and no more; a batch's own statistics are means over
-    all of its positions, and dividing by them would tell a causal gate about later positions and other
-    sentences. Here a forward pass normalises by the running statistics as they stand, and only adds up
-    what it sees (`pending`); `update` lets those sums in after the update, so that a batch acts on later
-    updates alone. Also, an output depends neither on the rest of the batch nor on how the batch is spread
-    over workers and accumulation steps, and F steps, G steps and evaluation apply the same function.
+    statistics "earlier": the running statistics of earlier updates, in training as in evaluation. A batch's
+    own would tell a causal gate about later positions and other sentences. A forward pass only adds up what
+    it sees (`pending`); `update` lets those sums in, so that a batch acts on later updates alone, and an
+    output does not depend on how batches are spread over workers and accumulation steps.
 
-    statistics "batch": the paper's (Ioffe & Szegedy 2015), where nothing leaks over time: in gates that
-    see a whole sequence at once (encoders). A forward pass that trains the gate (`own`: a G step, a joint
-    update) normalises by mean and variance over the real rows of its own micro-batch, with gradients through
-    them; with fewer than two rows it uses the running ones. All else normalises by the running statistics:
-    evaluation, and the draw of an F step, which trains no gate. So a draw still depends only on its own
-    sequence, not on its neighbours, workers or accumulation steps; only updates of gates depend on those.
+    statistics "batch": the paper's (Ioffe & Szegedy 2015), for gates that see a whole sequence at once. A
+    forward pass that trains the gate (`own`: a G step, a joint update) normalises by mean and variance over
+    the real rows of its micro-batch, with gradients through them; with fewer than two rows, in evaluation and
+    for the draw of an F step, the running ones serve.
 
     Every training forward pass is observed, F steps too; otherwise gates would draw experts with the initial
     statistics, 0 and 1, until the first G epoch. These count like one update in the running mean, which

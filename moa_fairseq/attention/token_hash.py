@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import query_tokens
+from moa_fairseq.attention.collector import tokens_of_queries
 from moa_fairseq.attention.expert_draw import scramble
 from moa_fairseq.errors import UserError
 
@@ -38,7 +38,7 @@ class TokenHash(nn.Module):
 
         Raises UserError where no ids are declared.
         """
-        tokens = query_tokens()
+        tokens = tokens_of_queries.get()
         if tokens is None or rows % tokens.size(0):
             raise UserError(
                 "--router-choice hash needs the ids of the tokens: call the attention inside "

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
-from moa_fairseq.transformer.workers import sum_over_workers
+from moa_fairseq.transformer.model import sum_over_workers
 
 
 class GStep:

@@ -32,7 +32,7 @@ class GateEntropyLog:
             kinds = RoutingSums.by_kind([decision for _, decision in decisions])
             names = [f"{_NAME}.{decisions[place][0]}" for sums in kinds for place in sums.order]
             with torch.no_grad():
-                entropies = torch.cat([sums.mean_entropy for sums in kinds])
+                entropies = torch.cat([sums.entropy_and_probs()[0] for sums in kinds])
             logging_output.update(logged(_PREFIX, names, entropies))
         return loss, sample_size, logging_output
 

@@ -11,7 +11,7 @@ from torch import nn
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.g_step import loss_scale, requiring_gradients
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
-from moa_fairseq.transformer.workers import sum_over_workers
+from moa_fairseq.transformer.model import sum_over_workers
 
 
 class JointStep:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import grouped, reference, triton, validation
 from moa_fairseq.kernels.grouped import dense
-from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 from moa_fairseq.torch_compat import autocast_dtype, is_compiling
 
 logger = logging.getLogger(__name__)
@@ -110,10 +110,9 @@ def project(
     if into not in ("experts", "model"):
         raise ValueError(f"into must be 'experts' or 'model', not {into!r}")
     into_experts = into == "experts"
-    _check(rows, weight, gate, order, into_experts, slots_per_row, slots_per_sum)
-    per_wide, per_narrow = slots_per_row, slots_per_sum
-    if not into_experts:
-        per_wide, per_narrow = slots_per_sum, slots_per_row
+    fan = into_experts, slots_per_row, slots_per_sum
+    _check(rows, weight, gate, order, fan)
+    per_wide, per_narrow = fan[1:] if into_experts else (slots_per_sum, slots_per_row)
     autocast = autocast_dtype(rows.device.type)
     if autocast is not None:  # as for an ordinary matmul: torch does not cast for a custom Function
         rows, weight = rows.to(autocast), weight.to(autocast)
@@ -126,21 +125,19 @@ def project(
     if may_use_triton and not is_dense:
         few = backend == "auto" and grouped.every_expert_pays(order.slots // per_wide, per_wide, weight)
         if not few:
-            return triton.project(rows, weight, bias, gate, order, into_experts, slots_per_row, slots_per_sum)
+            return triton.project(rows, weight, bias, gate, order, fan)
     if gate is not None and (not is_dense or backend == "reference"):
         gate = gate.to(rows.dtype)
     bias = None if bias is None else bias.to(rows.dtype)
     inner_bias = bias if into_experts else None
     if backend == "reference":
-        out = reference.project(
-            rows, weight, inner_bias, gate, order, into_experts, slots_per_row, slots_per_sum
-        )
+        out = reference.project(rows, weight, inner_bias, gate, order, fan)
     elif is_dense and into_experts:
         out = dense.into_experts(rows, weight, bias)
     elif is_dense:
         out = dense.into_model(rows, weight, gate, may_use_triton and not is_compiling())
     else:
-        out = grouped.project(rows, weight, inner_bias, gate, order, into_experts, per_wide, per_narrow)
+        out = grouped.project(rows, weight, inner_bias, gate, order, fan)
     if bias is None or into_experts:
         return out
     # The biases of a sum's slots in one small product, [M, E] · [E, C].
@@ -149,16 +146,9 @@ def project(
     return out + out.new_zeros(experts.size(0), order.num_experts).scatter_add(1, experts, share) @ bias
 
 
-def _check(
-    rows: Tensor,
-    weight: Tensor,
-    gate: Optional[Tensor],
-    order: SlotOrder,
-    into_experts: bool,
-    slots_per_row: int,
-    slots_per_sum: int,
-) -> None:
+def _check(rows: Tensor, weight: Tensor, gate: Optional[Tensor], order: SlotOrder, fan: Fan) -> None:
     slots, (experts, dim, model_dim) = order.slots, weight.shape
+    into_experts, slots_per_row, slots_per_sum = fan
     if experts != order.num_experts:
         raise ValueError(f"weights of {experts} experts, but an order of {order.num_experts}")
     if rows.size(0) * slots_per_row != slots or slots % slots_per_sum:

@@ -5,24 +5,18 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 
 
 def project(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
-    order: SlotOrder,
-    into_experts: bool,
-    slots_per_row: int,
-    slots_per_sum: int,
+    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], order: SlotOrder, fan: Fan
 ) -> Tensor:
     """sums[m] = Σ_{s of m} gate[s] · (A_e · rows[s // slots_per_row] + bias[e]), e being the slot's expert.
 
     A_e is weight[e] into the experts, its transpose into the model. rows [R, C or D], weight [E, D, C],
     gate [S] → [S / slots_per_sum, D or C]. bias [E, D]: into the experts only.
     """
+    into_experts, slots_per_row, slots_per_sum = fan
     (num_experts, dim, _), sums = weight.shape, order.slots // slots_per_sum
     share = 1.0 if gate is None else gate.unsqueeze(1)
     if into_experts:

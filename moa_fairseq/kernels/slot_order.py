@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
+Fan = Tuple[bool, int, int]  # of a product: whether it leads into the experts, slots per row, slots per sum
 
 
 class SlotOrder:

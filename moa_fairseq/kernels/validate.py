@@ -25,7 +25,7 @@ Shape = Tuple[int, int, int, int, int, int, float]
 Inputs = Tuple[Dict[str, Tensor], Tensor, Tensor]  # leaves, upstream gradient, expert index
 
 # use → into, slots per row and per sum of H heads with k experts each, whether gated
-_USES: Dict[str, Tuple[str, Callable[[int, int], Tuple[int, int]], bool]] = {
+USES: Dict[str, Tuple[str, Callable[[int, int], Tuple[int, int]], bool]] = {
     "MoA queries": ("experts", lambda heads, k: (heads * k, 1), False),
     "MoA outputs": ("model", lambda heads, k: (1, heads * k), True),
     "SwitchHead source": ("experts", lambda heads, k: (heads * k, k), True),
@@ -71,7 +71,7 @@ def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
     scores = torch.rand(tokens, heads, experts, generator=g)
     scores[: round(skew * tokens), :, :k] += 1.0
     index = scores.topk(k, dim=-1).indices + experts * torch.arange(heads).view(1, heads, 1)
-    into, slots, gated = _USES[use]
+    into, slots, gated = USES[use]
     per_row, per_sum = slots(heads, k)
     in_width, out_width = (model_dim, dim) if into == "experts" else (dim, model_dim)
     leaves = {
@@ -90,7 +90,7 @@ def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
 def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: str) -> Dict[str, Tensor]:
     leaves, upstream, index = inputs
     leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
-    into, slots, _ = _USES[use]
+    into, slots, _ = USES[use]
     per_row, per_sum = slots(shape[5], shape[3])
     order = SlotOrder(index, leaves["weight"].size(0))
     out = project(
@@ -224,7 +224,7 @@ def _check(dtypes: List[str], device: str, repeats: int) -> validation.Outcome:
             print(f"{text}: the kernels do not take it here", flush=True)
             continue
         groups = {
-            f"{text}, {n}, {use}": (dtype, n, use, device) for n, use in itertools.product(shapes, _USES)
+            f"{text}, {n}, {use}": (dtype, n, use, device) for n, use in itertools.product(shapes, USES)
         }
         groups = {group: case for group, case in groups.items() if group not in outcome.groups}
         if groups and device == "cuda":

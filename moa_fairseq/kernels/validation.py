@@ -73,10 +73,7 @@ def read() -> Tuple[Outcome, str]:
         outcome = Outcome(dict(found["groups"]), dict(found["failed"]), list(found["dtypes"]))
         date, _ = str(found["date"]), sum(outcome.groups.values())
     except FileNotFoundError:
-        return (
-            Outcome(),
-            f"its kernels have not been checked on this machine; {COMMAND} checks them in minutes",
-        )
+        return Outcome(), f"its kernels were not checked on this machine; {COMMAND} does so in minutes"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Outcome(), f"{path()} cannot be read ({error}); {COMMAND} writes it anew"
     if not same:

@@ -1,14 +1,10 @@
 """Dense counterparts, `--arch dense_transformer_base` and relatives, and what mixtures share with them."""
 
-from fairseq.models import register_model
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
-from fairseq.models.transformer.transformer_legacy import base_architecture, transformer_vaswani_wmt_en_de_big
-from fairseq.models.transformer_lm import base_lm_architecture, transformer_lm_baevski_wiki103
+from fairseq.models.transformer.transformer_legacy import transformer_vaswani_wmt_en_de_big
+from fairseq.models.transformer_lm import transformer_lm_baevski_wiki103
 
-from moa_fairseq.transformer.archs import register_arch
-from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
-from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
-from moa_fairseq.transformer.translation import MixtureTransformerModel
+from moa_fairseq.transformer.archs import register_arch, register_models
 
 # The feed-forward of fairseq's transformer_iwslt_de_en.
 IWSLT = {"encoder_ffn_embed_dim": 1024, "decoder_ffn_embed_dim": 1024}
@@ -63,37 +59,25 @@ register_arch("roberta", "roberta_medium_wt103", roberta_architecture, MEDIUM_RO
 register_arch("roberta", "roberta_tiny", roberta_architecture, TINY_ROBERTA)
 
 
-# fairseq's own models again, with a study's controls: width of a head, dropped heads, size of the branch.
-@register_model("dense_transformer")
-class DenseTransformerModel(MixtureTransformerModel):
-    """fairseq's Transformer, with the same weights under the same names."""
-
-    attention_family, default_arch = "dense", "dense_transformer_base"
-
-
-register_arch("dense_transformer", "dense_transformer_base", base_architecture, {})
-register_arch("dense_transformer", "dense_transformer_big", transformer_vaswani_wmt_en_de_big, {})
-register_arch("dense_transformer", "dense_transformer_iwslt_de_en", base_architecture, IWSLT)
-register_arch("dense_transformer", "dense_transformer_tiny", base_architecture, {**TINY, **FOUR_HEADS})
-
-
-@register_model("dense_roberta")
-class DenseRobertaModel(MixtureRobertaModel):
-    """fairseq's RoBERTa."""
-
-    attention_family, default_arch = "dense", "dense_roberta_medium"
-
-
-register_arch("dense_roberta", "dense_roberta_medium", roberta_architecture, MEDIUM_ROBERTA)
-register_arch("dense_roberta", "dense_roberta_tiny", roberta_architecture, TINY_ROBERTA)
-
-
-@register_model("dense_transformer_lm")
-class DenseLanguageModel(MixtureLanguageModel):
-    """fairseq's Transformer language model; `--positions` may be rope or xl as well."""
-
-    attention_family, default_arch = "dense", "dense_transformer_lm_base"
-
-
-register_arch("dense_transformer_lm", "dense_transformer_lm_base", base_lm_architecture, {})
-register_arch("dense_transformer_lm", "dense_transformer_lm_wiki103", transformer_lm_baevski_wiki103, {})
+# fairseq's own models again, with a study's controls: width of a head, dropped heads, size of the branch. The
+# weights have the same names; `--positions` of language models may be rope or xl as well.
+register_models(
+    "dense",
+    "dense_transformer",
+    {
+        "dense_transformer_base": {},
+        "dense_transformer_big": {},
+        "dense_transformer_iwslt_de_en": IWSLT,
+        "dense_transformer_tiny": {**TINY, **FOUR_HEADS},
+    },
+    {"dense_transformer_big": transformer_vaswani_wmt_en_de_big},
+)
+register_models(
+    "dense", "dense_roberta", {"dense_roberta_medium": MEDIUM_ROBERTA, "dense_roberta_tiny": TINY_ROBERTA}
+)
+register_models(
+    "dense",
+    "dense_transformer_lm",
+    {"dense_transformer_lm_base": {}, "dense_transformer_lm_wiki103": {}},
+    {"dense_transformer_lm_wiki103": transformer_lm_baevski_wiki103},
+)

@@ -3,23 +3,8 @@
 Their dense counterparts, `transformer_xl_lm_47m` and relatives, are the same models without experts.
 """
 
-from fairseq.models import register_model
-from fairseq.models.roberta.model import base_architecture as roberta_architecture
-from fairseq.models.transformer.transformer_legacy import base_architecture
-from fairseq.models.transformer_lm import base_lm_architecture
-
 from moa_fairseq.models.dense import TINY, lm_body
-from moa_fairseq.transformer.archs import register_arch
-from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
-from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
-from moa_fairseq.transformer.translation import MixtureTransformerModel
-
-
-@register_model("switchhead_lm")
-class SwitchHeadLanguageModel(MixtureLanguageModel):
-    """Causal language models whose attention is SwitchHead's, with or without sigma-MoE (SwitchAll)."""
-
-    attention_family, default_arch = "switchhead", "switchhead_lm_47m"
+from moa_fairseq.transformer.archs import register_models
 
 
 def _heads(heads: int, dim: int, num_experts: int = 1, per_token: int = 1) -> dict:
@@ -36,7 +21,8 @@ def _sigma_moe(num_experts: int, dim: int, dropout: float = 0.0) -> dict:
     return {**sizes, "sigma_moe_experts_per_token": 4, "sigma_moe_expert_dropout": dropout}
 
 
-# Table 9: the body's layers, width, feed-forward and positions, and the attention's heads, D, E and k.
+# Causal language models, with or without sigma-MoE (SwitchAll). Table 9: the body's layers, width,
+# feed-forward and positions, and the attention's heads, D, E and k.
 LANGUAGE_MODELS = {
     "switchhead_lm_47m": {**lm_body(16, 412, 2080), **_heads(2, 76, 5, 2)},
     "switchhead_lm_262m": {**lm_body(18, 1024, 4147), **_heads(2, 132, 8, 4)},
@@ -63,39 +49,23 @@ LANGUAGE_MODELS = {
     "switchhead_lm_base": _heads(2, 101, 4, 2),  # parameters of dense_transformer_lm_base
     "switchall_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2), **_sigma_moe(16, 40)},
 }
-for _arch, _values in LANGUAGE_MODELS.items():
-    register_arch("switchhead_lm", _arch, base_lm_architecture, _values)
+register_models("switchhead", "switchhead_lm", LANGUAGE_MODELS)
 
-
-@register_model("switchhead_transformer")
-class SwitchHeadTransformerModel(MixtureTransformerModel):
-    """Translation. In cross-attention the source side is the encoder's output."""
-
-    attention_family, default_arch = "switchhead", "switchhead_transformer_base"
-
-
-# By the paper's rule (section 3): as many experts in all as the dense model has heads, two heads, and D so
-# that the parameters match: 1.03M for the 1.05M of transformer-base's attention, 65,500 for Tiny's 65,536.
-register_arch(
-    "switchhead_transformer", "switchhead_transformer_base", base_architecture, _heads(2, 100, 4, 2)
-)
-register_arch(
+# Translation; in cross-attention the source side is the encoder's output. By the paper's rule (section 3): as
+# many experts in all as the dense model has heads, two heads, and D so that the parameters match: 1.03M for
+# the 1.05M of transformer-base's attention, 65,500 for Tiny's 65,536.
+register_models(
+    "switchhead",
     "switchhead_transformer",
-    "switchhead_transformer_tiny",
-    base_architecture,
-    {**TINY, **_heads(2, 42, 2, 1)},
+    {
+        "switchhead_transformer_base": _heads(2, 100, 4, 2),
+        "switchhead_transformer_tiny": {**TINY, **_heads(2, 42, 2, 1)},
+    },
 )
 
-
-@register_model("switchhead_roberta")
-class SwitchHeadRobertaModel(MixtureRobertaModel):
-    """Encoders: classifiers of sentences (section 4's ListOps), masked language models."""
-
-    attention_family, default_arch = "switchhead", "switchhead_roberta_listops"
-
-
-# Section 4 prints 6 layers and the numbers of heads. By the paper's rule for the rest SwitchHead has as many
-# experts in all as the dense model has heads; its D and feed-forward are those whose parameters match.
+# Encoders: classifiers of sentences (ListOps), masked language models. Section 4 prints 6 layers and the
+# numbers of heads. By the paper's rule for the rest SwitchHead has as many experts in all as the dense model
+# has heads; its D and feed-forward are those whose parameters match.
 _LISTOPS = {
     "encoder_layers": 6,
     "encoder_embed_dim": 128,
@@ -111,5 +81,4 @@ ENCODERS = {
     "transformer_xl_roberta_listops": _dense(8, 16),
     "transformer_xl_roberta_listops_2heads": _dense(2, 64),
 }
-for _arch, _values in ENCODERS.items():
-    register_arch("switchhead_roberta", _arch, roberta_architecture, {**_LISTOPS, **_values})
+register_models("switchhead", "switchhead_roberta", {arch: {**_LISTOPS, **v} for arch, v in ENCODERS.items()})

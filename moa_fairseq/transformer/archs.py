@@ -1,18 +1,45 @@
 """Named architectures: a row of a paper's table is a set of values for one of fairseq's architectures."""
 
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Optional
 
-from fairseq.models import MODEL_REGISTRY, register_model_architecture
+from fairseq.models import MODEL_REGISTRY, register_model, register_model_architecture
+from fairseq.models.roberta.model import base_architecture as roberta_architecture
+from fairseq.models.transformer.transformer_legacy import base_architecture
+from fairseq.models.transformer_lm import base_lm_architecture
 
+from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
 from moa_fairseq.transformer.families import set_defaults, set_family_defaults
+from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
+from moa_fairseq.transformer.translation import MixtureTransformerModel
+
+Body = Callable[[Any], None]
+Values = Mapping[str, Any]
+
+# How a model's name ends → the class that it extends, and fairseq's function that sets every other flag
+JOBS = {
+    "transformer": (MixtureTransformerModel, base_architecture),
+    "roberta": (MixtureRobertaModel, roberta_architecture),
+    "lm": (MixtureLanguageModel, base_lm_architecture),
+}
 
 
-def register_arch(model: str, arch: str, body: Callable[[Any], None], values: Mapping[str, Any]) -> None:
-    """Register `--arch arch` of a registered model.
+def register_models(
+    family: str, model: str, archs: Mapping[str, Values], bodies: Optional[Mapping[str, Body]] = None
+) -> None:
+    """Register a model whose attentions are of `family`, and its architectures; the first is the default.
 
-    values: of flags (as in the args namespace), unless the user gives others; body: fairseq's function that
-    sets every other flag.
+    model: a name that ends in one of JOBS. archs: `--arch` → values of flags (as in the args namespace),
+    unless the user gives others. bodies: of architectures that are not fairseq's base.
     """
+    base, body = JOBS[model.rpartition("_")[2]]
+    names = {"attention_family": family, "default_arch": next(iter(archs)), "__doc__": base.__doc__}
+    register_model(model)(type(f"{model.title().replace('_', '')}Model", (base,), names))
+    for arch, values in archs.items():
+        register_arch(model, arch, (bodies or {}).get(arch, body), values)
+
+
+def register_arch(model: str, arch: str, body: Body, values: Values) -> None:
+    """Register `--arch arch` of a registered model; body: fairseq's function that sets every other flag."""
 
     def architecture(args: Any) -> None:
         if hasattr(args, "no_scale_embedding") and not hasattr(args, "initialization"):

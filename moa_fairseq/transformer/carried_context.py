@@ -1,7 +1,8 @@
 """For texts that are read chunk by chunk: keeps the inputs that a decoder's layers had in earlier chunks."""
 
+import contextlib
 import functools
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -35,27 +36,24 @@ class CarriedContext:
             # A hook runs before the layer's checkpointed forward, whose second run must see the same context.
             layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
 
-    def begin(self, chunk: int, training: bool, batch: int, part: int = 0) -> None:
-        """The next pass reads chunk number `chunk` of the `batch` texts of a part.
+    @contextlib.contextmanager
+    def reading(self, chunk: int, training: bool, batch: int, part: int = 0) -> Iterator[None]:
+        """The pass inside the block reads chunk number `chunk` of the `batch` texts of a part.
 
         It gets the context of the chunk before it in the same texts, if that was kept (the last chunk may
-        lack texts at the end of the batch). Otherwise it begins without one.
+        lack texts at the end of the batch). Otherwise it begins without one. The inputs of its layers are
+        kept, unless it fails.
         """
         context = self._contexts.pop((training, part), None)
         self._before = None
         if context is not None and chunk == context.chunk + 1 and batch <= context.inputs[0].size(1):
             self._before = [inputs[:, :batch] for inputs in context.inputs]
         self._now = []
-
-    def end(self, chunk: int, training: bool, part: int = 0) -> None:
-        """Keep the layers' inputs of this pass."""
-        if self._now is not None:
+        try:
+            yield
             self._contexts[training, part] = ChunkContext(chunk, self._now)
-        self._before = self._now = None
-
-    def abandon(self) -> None:
-        """The pass failed: the next one begins without a context."""
-        self._before = self._now = None
+        finally:
+            self._before = self._now = None
 
     def of_training(self, part: int) -> Optional[ChunkContext]:
         """What the next chunk of a part will see in training, if it goes on in the same texts."""

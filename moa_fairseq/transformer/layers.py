@@ -18,7 +18,6 @@ from moa_fairseq.attention.collector import (
     carried_context,
     hypotheses,
     query_padding,
-    query_tokens,
     tokens_of_queries,
 )
 from moa_fairseq.attention.core import mark_causal
@@ -115,7 +114,7 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
 
 def _same_tokens() -> Tuple[Any, Any]:
     """Contexts of a checkpointed layer's two runs: the second has no stack around it to declare tokens."""
-    return contextlib.nullcontext(), tokens_of_queries(query_tokens())
+    return contextlib.nullcontext(), tokens_of_queries(tokens_of_queries.get())
 
 
 def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
@@ -136,9 +135,10 @@ def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
 
 
 class _Known(Tensor):
-    """A tensor that carries an answer for which fairseq's encoder would wait for the device.
+    """A tensor with an answer for which fairseq's encoder would wait for the device.
 
-    known: the answer. Otherwise it behaves like any tensor, and results computed from it are ordinary ones.
+    known: of tokens their padding, of padding whether there is any, of that the host's bool. Otherwise it
+    behaves like any tensor, and results computed from it are ordinary ones.
     """
 
     known: Any
@@ -150,23 +150,11 @@ class _Known(Tensor):
         view.known = known
         return view
 
-
-class _Tokens(_Known):
-    """Tokens [B, T] that have been compared with the padding symbol."""
-
     def eq(self, other: Any) -> Tensor:
         return self.known
 
-
-class _Padding(_Known):
-    """A mask [B, T] that knows whether anything is padded."""
-
     def any(self, *args: Any, **kwargs: Any) -> Tensor:
         return super().any(*args, **kwargs) if args or kwargs else self.known
-
-
-class _Answer(_Known):
-    """A bool scalar, known to the host."""
 
     def __bool__(self) -> bool:
         return self.known
@@ -185,11 +173,11 @@ class MixtureEncoder(TransformerEncoderBase):
         """
         padding = src_tokens.eq(self.padding_idx)
         padded = padding.any()
-        answer = _Answer.of(padded, bool(padded))
-        tokens = _Tokens.of(src_tokens, _Padding.of(padding, answer))
+        is_padded = bool(padded)
+        tokens = _Known.of(src_tokens, _Known.of(padding, _Known.of(padded, is_padded)))
         with tokens_of_queries(src_tokens):
             out = super().forward_scriptable(tokens, *args, **kwargs)
-        out["encoder_padding_mask"] = [padding] if answer else []
+        out["encoder_padding_mask"] = [padding] if is_padded else []
         return out
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
@@ -268,14 +256,8 @@ class MixtureDecoder(TransformerDecoderBase):
         """chunk: the number of this chunk [B, T] of B texts that are read in order; part: which texts."""
         if chunk is None or self.context is None:
             return super().forward(prev_output_tokens, *args, **kwargs)
-        self.context.begin(chunk, self.training, prev_output_tokens.size(0), part)
-        try:
-            out = super().forward(prev_output_tokens, *args, **kwargs)
-        except BaseException:
-            self.context.abandon()
-            raise
-        self.context.end(chunk, self.training, part)
-        return out
+        with self.context.reading(chunk, self.training, prev_output_tokens.size(0), part):
+            return super().forward(prev_output_tokens, *args, **kwargs)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         return mark_causal(super().buffered_future_mask(tensor))

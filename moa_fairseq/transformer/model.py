@@ -2,11 +2,13 @@
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Dict, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, TypeVar
 
+import torch
+from fairseq.distributed import utils as distributed
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.attention.observers import observers_of, update_observers
@@ -14,7 +16,6 @@ from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.families import add_family_args, settings_of
-from moa_fairseq.transformer.workers import sum_over_workers
 
 INITIALIZATIONS = ("own", "depth-scaled")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
@@ -126,6 +127,16 @@ class MixtureModel(Extended):
             observers = observers_of(self)
             if any(observer.has_pending for observer in observers):
                 update_observers(observers, sum_over_workers())
+
+
+def sum_over_workers() -> Optional[Callable[[Tensor], None]]:
+    """A function that adds up a tensor over the data-parallel workers in place; None where there is one."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    group = distributed.get_data_parallel_group()
+    if distributed.get_world_size(group) == 1:
+        return None
+    return lambda tensor: distributed.all_reduce(tensor, group)
 
 
 def _set_positions(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import equations
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
@@ -39,18 +40,9 @@ def dense_with_the_weights_of(module):
 
 def literal_mixture(module, x, gate, dropped_heads, attn_mask=None, padding=None):
     """Σ_i g_i f_i with every expert built: Eq. 4-6 of the paper, word for word. gate [T or 1, B, E]."""
-    H_j = []
-    for j in range(H):
-        rows = slice(j * C // H, (j + 1) * C // H)
-        q, k, v = (
-            x @ p.weight[rows].t() + p.bias[rows] for p in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        scores = torch.einsum("tbd,sbd->bts", q, k) / math.sqrt(C // H)
-        if attn_mask is not None:
-            scores = scores + attn_mask
-        if padding is not None:
-            scores = scores.masked_fill(padding[:, None], -math.inf)
-        H_j.append(torch.einsum("bts,sbd->tbd", scores.softmax(-1), v) @ module.out_proj.weight[:, rows].t())
+    y, one = x.transpose(0, 1), torch.eye(H, dtype=x.dtype)
+    H_j = [equations.dense(module, y, y, attn_mask, padding, None, one[None, j : j + 1]) for j in range(H)]
+    H_j = [head.transpose(0, 1) - module.out_proj.bias for head in H_j]
     total = 0.0
     for i, subset in enumerate(itertools.combinations(range(H), dropped_heads)):
         expert = H / (H - dropped_heads) * (-sum(H_j[j] for j in subset) + sum(H_j))
@@ -177,28 +169,6 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     assert not torch.allclose(out, mixed, atol=1e-3)
     assert torch.equal(decision.expert_index[:, 0], gate.argmax(-1))
     torch.testing.assert_close(gate_of(module.train(), x, **call)[0], gate_of(mixing.train(), x, **call)[0])
-
-
-def test_cross_attention_equals_fairseqs_and_caches_the_encoders_keys():
-    settings = dict(self_attention=False, encoder_decoder_attention=True, kdim=10, vdim=10, causal=True)
-    module = build(gate="uniform", **settings)
-    dense = MultiheadAttention(C, H, kdim=10, vdim=10, encoder_decoder_attention=True).double().eval()
-    dense.load_state_dict(module.state_dict())
-    memory = torch.randn(5, 3, 10, dtype=torch.float64)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5])
-    x = inputs().detach()
-    one, other = (m(x, memory, memory, key_padding_mask=padding, static_kv=True) for m in (module, dense))
-    torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(one[1].double(), other[1].double(), rtol=1e-6, atol=1e-6)
-    learned = build(**settings)
-    full, _ = learned(x, memory, memory, key_padding_mask=padding, static_kv=True)
-    state = {}
-    for step in range(6):
-        key = memory if step == 0 else None
-        out, _ = learned(
-            x[step : step + 1], key, key, key_padding_mask=padding, incremental_state=state, static_kv=True
-        )
-        torch.testing.assert_close(out[0], full[step])
 
 
 @pytest.mark.parametrize("training", [False, True])

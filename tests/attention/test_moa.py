@@ -1,7 +1,6 @@
-"""MixtureOfAttention against the paper's equations, written as float64 einsums."""
+"""MixtureOfAttention beside its equations (test_equations.py): weights, dropout, refusals, compilation."""
 
-import math
-
+import equations
 import pytest
 import torch
 
@@ -9,6 +8,8 @@ from moa_fairseq.attention import moa
 from moa_fairseq.attention.collector import collect_decisions, query_padding
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.observers import observers_of, update_observers
+from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.errors import UserError
 
 C, E, K, D = 24, 6, 3, 8
@@ -24,80 +25,6 @@ def build(seed=0, dtype=torch.float32, **settings):
     return module.to(dtype).eval()
 
 
-def paper(module, query, key, value, key_padding=None, attn_mask=None):
-    """Eq. 6-12 for every expert densely, in float64. query [T, B, C] → [T, B, C], weights [B, T, E, S]."""
-    p = {name: parameter.double() for name, parameter in module.named_parameters()}
-    q, k, v = query.double(), key.double(), value.double()
-    probs = torch.softmax(torch.einsum("tbc,ec->tbe", q, p["router.projection.weight"]), -1)  # Eq. 7
-    chosen = torch.zeros_like(probs).scatter(
-        -1, probs.topk(module.experts_per_token, -1).indices, 1.0
-    )  # Eq. 8
-    gate = probs * chosen
-    gate = gate / gate.sum(-1, keepdim=True).detach()  # Eq. 9
-    kw = torch.einsum("sbc,dc->sbd", k, p["k_proj.weight"]) + p.get("k_proj.bias", 0)
-    vw = torch.einsum("sbc,dc->sbd", v, p["v_proj.weight"]) + p.get("v_proj.bias", 0)
-    qw = torch.einsum("tbc,edc->tbed", q, p["q_experts.weight"]) + p.get("q_experts.bias", 0)
-    scores = torch.einsum("tbed,sbd->btes", qw, kw) / math.sqrt(module.expert_dim)  # Eq. 10
-    if attn_mask is not None:
-        scores = scores + attn_mask.double()[None, :, None, :]
-    if key_padding is not None:
-        scores = scores.masked_fill(key_padding[:, None, None, :], -math.inf)
-    weights = torch.softmax(scores, -1)
-    heads = torch.einsum("btes,sbd->tbed", weights, vw)  # Eq. 11
-    outputs = torch.einsum("tbed,edc->tbec", heads, p["out_experts.weight"])  # Eq. 12
-    if "out_experts.bias" in p:
-        outputs = outputs + p["out_experts.bias"]
-    return torch.einsum("tbe,tbec->tbc", gate, outputs), weights  # Eq. 6
-
-
-CASES = {
-    "self-attention": dict(tgt=7, batch=3),
-    "one token": dict(tgt=1, batch=1),
-    "causal": dict(tgt=6, batch=2, causal=True),
-    "padding": dict(tgt=6, batch=3, lengths=[6, 3, 1]),
-    "causal and padding": dict(tgt=6, batch=3, lengths=[6, 2, 4], causal=True),
-    "cross-attention": dict(tgt=5, src=9, batch=2, lengths=[9, 4]),
-    "K = E": dict(tgt=7, batch=3, experts_per_token=E),
-    "K = 1": dict(tgt=7, batch=3, experts_per_token=1),
-    "without biases": dict(tgt=7, batch=3, bias=False),
-}
-
-
-@pytest.mark.parametrize("backend", ["reference", "grouped"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_output_and_every_gradient_equal_the_paper(case, backend):
-    case = dict(case)
-    tgt, batch, src = case.pop("tgt"), case.pop("batch"), case.pop("src", None)
-    lengths, causal = case.pop("lengths", None), case.pop("causal", False)
-    module = build(
-        backend=backend, self_attention=src is None, encoder_decoder_attention=src is not None, **case
-    )
-    g = torch.Generator().manual_seed(tgt)
-    query = torch.randn(tgt, batch, C, generator=g, requires_grad=True)
-    key = query if src is None else torch.randn(src, batch, C, generator=g, requires_grad=True)
-    padding = None
-    if lengths:
-        padding = torch.arange(key.size(0))[None] >= torch.tensor(lengths)[:, None]
-    mask = torch.triu(torch.full((tgt, tgt), -math.inf), 1) if causal else None
-    # Padding queries of a self-attention give zeros by design; compare the others.
-    real = ~padding.t() if padding is not None and src is None else torch.ones(tgt, batch, dtype=torch.bool)
-
-    out, _ = module(query, key, key, key_padding_mask=padding, attn_mask=mask, need_weights=False)
-    upstream = torch.randn(out.shape, generator=g) * real.unsqueeze(-1)
-    inputs = [query] + ([key] if src else []) + list(module.parameters())
-    grads = torch.autograd.grad(out, inputs, upstream)
-    exact, _ = paper(module, query, key, key, padding, mask)
-    exact_grads = torch.autograd.grad(exact, inputs, upstream.double())
-
-    torch.testing.assert_close(out[real].double(), exact[real], rtol=1e-4, atol=1e-5)
-    assert (out[~real] == 0).all()
-    names = ["query"] + (["key"] if src else []) + [name for name, _ in module.named_parameters()]
-    for name, grad, exact_grad in zip(names, grads, exact_grads):
-        torch.testing.assert_close(
-            grad, exact_grad.to(grad.dtype), rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 def test_a_sentence_of_padding_only_gives_zeros_and_finite_gradients():
     module = build(self_attention=True)
     x = torch.randn(4, 2, C, requires_grad=True)
@@ -109,17 +36,18 @@ def test_a_sentence_of_padding_only_gives_zeros_and_finite_gradients():
 
 
 def test_weights_are_those_of_the_chosen_experts():
-    module = build(self_attention=True)
-    x = torch.randn(5, 2, C)
+    module = build(self_attention=True, dtype=torch.float64)
+    x = torch.randn(5, 2, C, dtype=torch.float64)
     with collect_decisions() as decisions:
         out, mean = module(x, x, x, need_weights=True)
     _, per_head = module(x, x, x, need_head_weights=True)
     no_weights, nothing = module(x, x, x, need_weights=False)
-    _, exact = paper(module, x, x, x)
-    index = decisions[0][1].expert_index.view(2, 5, K)  # [B, T, K]
-    chosen = exact.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 5))  # [B, T, K, S]
+    y = x.transpose(0, 1)
+    _, exact = equations.moa_with_weights(module, y, y, None, None, None)
+    index = decisions[0][1].expert_index.view(2, 5, K).transpose(1, 2)  # [B, K, T]
+    chosen = exact.gather(1, index.unsqueeze(-1).expand(-1, -1, -1, 5))  # [B, K, T, S]
     assert per_head.shape == (K, 2, 5, 5) and mean.shape == (2, 5, 5) and nothing is None
-    torch.testing.assert_close(per_head.permute(1, 2, 0, 3).double(), chosen, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(per_head.transpose(0, 1).double(), chosen)
     torch.testing.assert_close(mean, per_head.mean(0))
     torch.testing.assert_close(out, no_weights)
 
@@ -153,11 +81,23 @@ def test_ambient_query_padding_reaches_a_cross_attention():
         ({"expert_dim": None}, "--expert-dim"),
         ({"renormalize": "sometimes"}, "--router-renormalize sometimes"),
         ({"backend": "turbo"}, "--expert-backend turbo"),
+        ({"keys_values": "own"}, "--expert-keys-values own"),
+        ({"keys_values": "mine"}, "--expert-keys-values mine"),
+        ({"heads_per_expert": 0}, "--heads-per-expert"),
+        ({"activation": "relu"}, "--router-activation relu"),
+        ({"experts_per_token": E, "routing_bias_rate": 0.1}, "--routing-bias-rate 0.1"),
     ],
 )
 def test_impossible_settings_name_the_flag(settings, flag):
     with pytest.raises(UserError, match=flag):
         build(**settings)
+
+
+def compare_compiled(module, layer, x, **options):
+    expected, got = layer(x), torch.compile(layer, backend="aot_eager", **options)(x)
+    torch.testing.assert_close(got, expected)
+    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
+    torch.testing.assert_close(*(torch.autograd.grad(out, leaves, upstream) for out in (got, expected)))
 
 
 @pytest.mark.parametrize("per_token, backend", [(E, "grouped"), (K, "reference")], ids=["K = E", "K < E"])
@@ -167,7 +107,6 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
     What is known beside the pass (`collector`) is left out: torch.compile cannot look into context variables.
     """
     module = build(experts_per_token=per_token, backend=backend, self_attention=True)
-    x = torch.randn(3, 7, C, requires_grad=True)
 
     def layer(x):
         decision = module.route(x, None, None)
@@ -175,30 +114,14 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
         heads, _ = attend(module.project_queries(x, decision), k, v)
         return module.project_output(heads, decision)
 
-    expected, got = layer(x), torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(got, expected)
-    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
-    for a, b in zip(
-        torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
-    ):
-        torch.testing.assert_close(a, b)
+    compare_compiled(module, layer, torch.randn(3, 7, C, requires_grad=True), fullgraph=True)
 
 
 def test_torch_compile_takes_chosen_experts_in_parts():
     """Where K < E the slots' places are made once and kept, which no graph of a Function may do."""
     module = build(experts_per_token=K, backend="grouped", self_attention=True)
-    x = torch.randn(7, 3, C, requires_grad=True)
-
-    def layer(x):
-        return module(x, x, x, need_weights=False)[0]
-
-    expected, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
-    torch.testing.assert_close(got, expected)
-    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
-    for a, b in zip(
-        torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
-    ):
-        torch.testing.assert_close(a, b)
+    layer = lambda x: module(x, x, x, need_weights=False)[0]  # noqa: E731
+    compare_compiled(module, layer, torch.randn(7, 3, C, requires_grad=True))
 
 
 def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
@@ -229,3 +152,31 @@ def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):
     )
     module(torch.randn(3, 2, C), torch.randn(5, 2, C), torch.randn(5, 2, C))
     assert seen == [True]
+
+
+def test_a_selection_bias_evens_out_loads_without_a_gradient():
+    torch.manual_seed(0)
+    router = TopKRouter(8, 6, 2, bias_rate=0.002)
+    with torch.no_grad():
+        router.projection.weight.copy_(torch.randn(6, 8) * 0.3)
+        router.projection.weight[0] += 1.0  # expert 0 is everybody's first
+    x = torch.randn(600, 8) + 0.5
+    first = router(x)
+    assert observers_of(router) == [router] and router.has_pending
+    before = [parameter.clone() for parameter in router.parameters()]
+    for _ in range(600):
+        decision = router(x)
+        update_observers(observers_of(router))
+    spread = [float(d.expert_counts.max() / d.expert_counts.mean()) for d in (first, decision)]
+    assert spread[0] > 2.0 and spread[1] < 1.4
+    assert all(torch.equal(one, other) for one, other in zip(before, router.parameters()))
+    # the bias chooses, and weighs nothing
+    chosen = decision.probs.gather(1, decision.expert_index)
+    torch.testing.assert_close(decision.gate, chosen / chosen.sum(-1, keepdim=True))
+    # an update by the rule, expert by expert
+    bias, loads = router.selection_bias.clone(), torch.tensor([3.0, 1, 2, 2, 4, 0])
+    router.update(loads)
+    step = 0.002 * torch.tensor([-1.0, 1, 0, 0, -1, 1])
+    torch.testing.assert_close(router.selection_bias, bias + step)
+    router.eval()(x)
+    assert not router.has_pending or router.pending.eq(0).all()

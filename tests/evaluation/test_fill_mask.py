@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from fairseq.models import MODEL_REGISTRY
 
 from moa_fairseq.cli import main
-from moa_fairseq.models.moa import MoARobertaModel
 
 
 def filled(capsys, checkpoint, text, top):
@@ -30,7 +30,8 @@ def test_the_gap_is_filled_as_fairseq_fills_it(toy_masked_lm, toy_wiki_data, cap
     names = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
     encoding = {name: str(toy_wiki_data / file) for name, file in names.items()}
     folder, data = str(toy_masked_lm.parent), str(toy_wiki_data)
-    hub = MoARobertaModel.from_pretrained(folder, toy_masked_lm.name, data, bpe="gpt2", **encoding)
+    model = MODEL_REGISTRY["moa_roberta"]
+    hub = model.from_pretrained(folder, toy_masked_lm.name, data, bpe="gpt2", **encoding)
     ((text, probability, token),) = hub.eval().fill_mask("the <mask> sat", topk=1)
     (ours,) = filled(capsys, toy_masked_lm, "the <mask> sat", 1)
     assert (ours["token"], ours["text"]) == (token, text)

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from moa_fairseq.kernels import SlotOrder, project
-
-# use → into, slots per row, slots per sum, gated; of a token with H heads of k experts each
-USES = {
-    "MoA queries": ("experts", lambda heads, k: (heads * k, 1), False),
-    "MoA outputs": ("model", lambda heads, k: (1, heads * k), True),
-    "SwitchHead source": ("experts", lambda heads, k: (heads * k, k), True),
-    "SwitchHead destination": ("model", lambda heads, k: (k, heads * k), True),
-}
+from moa_fairseq.kernels.validate import USES
 
 # N, C, E (of each head), k, D, H, which experts the tokens choose
 SHAPES = {

@@ -106,28 +106,3 @@ def test_a_step_with_autocast_moves_all_but_frozen_routers_and_a_checkpoint_rest
     assert not torch.allclose(model.eval()(**inputs)[0], other.eval()(**inputs)[0])
     other.load_state_dict(model.state_dict())
     assert torch.equal(model(**inputs)[0], other(**inputs)[0])
-
-
-def test_a_model_with_hashed_tokens_translates_in_a_beam(fairseq, toy_data, tmp_path):
-    flags = ("--max-epoch", 1, "--router-choice", "hash", "--router-gates", "uniform")
-    log = fairseq.train(toy_data, tmp_path, *flags).stdout
-    assert '"train_load_balance_loss"' in log and '"train_dead_experts"' in log
-    of_generation = ("--user-dir", "moa_fairseq", "--cpu", "--beam", 3)
-    out = fairseq("generate", toy_data, "--path", tmp_path / "checkpoint_last.pt", *of_generation).stdout
-    assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
-
-
-def test_a_dense_masked_language_model_trains_with_its_controls(train_masked_lm, tmp_path):
-    flags = (
-        "--max-epoch",
-        1,
-        "--dropped-heads",
-        1,
-        "--attention-branch-scale",
-        0.25,
-        "--attention-head-dim",
-        6,
-    )
-    arch = dict(arch="dense_roberta_tiny", criterion="masked_lm")
-    log = train_masked_lm(tmp_path, *flags, "--amp", **arch).stdout
-    assert '"valid_loss"' in log

@@ -1,36 +1,24 @@
 """Beam search: the hypotheses of a sentence share the source's keys, and the results do not show it."""
 
-import argparse
-
 import pytest
 import torch
-from fairseq import options
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.sequence_generator import SequenceGenerator
+from whole_models import build, dictionary
 
-import moa_fairseq
 from moa_fairseq.attention import base
 from moa_fairseq.attention.cache import extend_cache
 from moa_fairseq.attention.collector import hypotheses
 from moa_fairseq.attention.core import attend, is_causal, mark_causal
 from moa_fairseq.transformer.layers import MixtureEncoder
 
-assert moa_fairseq.__version__
+WORDS = dictionary(symbols=34)
 
 
-def model_and_dictionary(arch="moa_transformer_tiny"):
-    words = Dictionary()
-    for i in range(30):
-        words.add_symbol(f"w{i}")
-    flags = ["data", "--arch", arch, "--encoder-layers", "2", "--decoder-layers", "2"]
-    args = options.parse_args_and_arch(options.get_training_parser(), flags)
-    task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
-    torch.manual_seed(2)
-    model = ARCH_MODEL_REGISTRY[arch].build_model(args, task).eval()
-    model.decoder.output_projection.weight.data[words.eos()] *= 3  # some sentences end early
-    return model, words
+def model_of(arch="moa_transformer_tiny"):
+    model = build(arch, "--encoder-layers", 2, "--decoder-layers", 2, seed=2, symbols=34).eval()
+    model.decoder.output_projection.weight.data[WORDS.eos()] *= 3  # some sentences end early
+    return model
 
 
 def batch():
@@ -44,7 +32,7 @@ def batch():
 @pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny"])
 @pytest.mark.parametrize("alignment", [False, True])
 def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment, monkeypatch):
-    model, words = model_and_dictionary(arch)
+    model = model_of(arch)
     rows = set()  # of the cross-attentions' keys, over a search
 
     def spy(cache, k, v, static):
@@ -57,7 +45,7 @@ def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment
 
     def translate():
         rows.clear()
-        generator = SequenceGenerator([model], words, beam_size=4, max_len_a=0, max_len_b=12, temperature=0.3)
+        generator = SequenceGenerator([model], WORDS, beam_size=4, max_len_a=0, max_len_b=12, temperature=0.3)
         if not alignment:
             model.make_generation_fast_()
         return generator.generate([model], batch()), set(rows)
@@ -78,7 +66,7 @@ def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment
 
 
 def test_only_an_order_that_repeats_every_sentence_is_a_beam():
-    model, _ = model_and_dictionary()
+    model = model_of()
     encoder_out = model.encoder(**batch()["net_input"])
     for order, is_beam in (
         (torch.arange(7).repeat_interleave(3), True),
@@ -95,7 +83,7 @@ def test_only_an_order_that_repeats_every_sentence_is_a_beam():
 
 
 def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
-    model, _ = model_and_dictionary()
+    model = model_of()
     attention = model.decoder.layers[0].encoder_attn
     memory = torch.randn(5, 3, 128).repeat_interleave(2, dim=1)
     state = {}
@@ -126,8 +114,23 @@ def test_more_queries_than_keys_are_hypotheses_of_one_sentence():
 
 
 def test_the_decoder_says_that_its_mask_is_causal():
-    model, _ = model_and_dictionary()
+    model = model_of()
     mask = model.decoder.buffered_future_mask(torch.zeros(4, 1, 128))
     assert is_causal(mask) and torch.equal(mask.isinf(), torch.ones(4, 4).triu(1).bool())
     assert not is_causal(mask.clone()) and not is_causal(None)
     assert is_causal(mark_causal(torch.zeros(1)))
+
+
+@pytest.mark.parametrize(
+    "arch, flags",
+    [
+        ("switchhead_transformer_tiny", ("--balance-loss", "none", "--z-loss-coef", 0)),
+        ("moa_transformer_tiny", ("--router-choice", "hash", "--router-gates", "uniform")),
+    ],
+)
+def test_fairseq_trains_and_translates_in_a_beam(arch, flags, fairseq, toy_data, tmp_path):
+    log = fairseq.train(toy_data, tmp_path, "--max-epoch", 1, *flags, arch=arch).stdout
+    assert '"train_dead_experts"' in log
+    generate = ("--path", tmp_path / "checkpoint_last.pt", "--user-dir", "moa_fairseq", "--cpu", "--beam", 3)
+    out = fairseq("generate", toy_data, *generate).stdout
+    assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12

@@ -1,43 +1,31 @@
 """How SwitchHead's language models, and those beside them, start; what older weights compute."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 import whole_models
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
 
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
-from moa_fairseq.evaluation.skeleton import build_skeleton, parse_training_flags
+from moa_fairseq.evaluation.skeleton import build_skeleton
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 
 TINY = ["--decoder-layers", "2", "--decoder-embed-dim", "96", "--decoder-ffn-embed-dim", "384"]
 HEADS = {"switchhead_lm_47m": (2, 76), "switchhead_rope_lm_45m": (2, 64), "transformer_xl_lm_47m": (10, 41)}
 HEADS.update({"transformer_rope_lm_45m": (10, 41), "moa_lm_47m": (4, 88), "switchall_lm_47m": (2, 76)})
-DICTIONARY = Dictionary()
-for word in range(200):
-    DICTIONARY.add_symbol(f"word{word}")
+TOKENS = torch.arange(4, 204).view(4, 50)
 
 
-def build(args):
-    torch.manual_seed(1)
-    task = SimpleNamespace(source_dictionary=DICTIONARY, target_dictionary=DICTIONARY, args=args)
-    return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
-
-
-def parsed(arch, *flags):
-    command = ["no-data", "--arch", arch, "--task", "language_modeling", *flags]
-    return parse_training_flags(command, "flags")
+def build(arch, *flags, args=None):
+    return whole_models.build(arch, *flags, args=args, symbols=204, seed=1)
 
 
 def first_input(model):
     """What enters the first layer."""
     seen = []
     hook = model.decoder.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    model.eval()(torch.arange(4, 204).view(4, 50))
+    model.eval()(TOKENS)
     hook.remove()
     return seen[0]
 
@@ -45,7 +33,7 @@ def first_input(model):
 @pytest.mark.parametrize("arch", HEADS)
 def test_every_matrix_starts_by_its_fan_in_and_the_number_of_layers(arch):
     """SwitchHead's authors: √(2/n) / √fan-in, whatever the attention; embeddings enter at 1/√C."""
-    model = build(parsed(arch, *TINY))
+    model = build(arch, *TINY)
     width, (heads, dim) = 96, HEADS[arch]
     scale = math.sqrt(2 / 2)
     fan_in = {"out_proj": heads * dim, "out_experts": heads * dim, "fc2": 384, "fc1.down": 16 * 128}
@@ -99,7 +87,7 @@ def assert_alike(dense, arch, flags):
 
 
 def test_a_flag_gives_each_module_its_own_start():
-    model = build(parsed("moa_lm_47m", *TINY, "--initialization", "own"))
+    model = build("moa_lm_47m", *TINY, "--initialization", "own")
     assert model.decoder.layers[0].fc1.bias.std() > 0.01
     keys = model.decoder.layers[0].self_attn.k_proj.weight  # Xavier with a gain of 1/√2
     assert keys.std().item() == pytest.approx(1 / math.sqrt(96 + 88), rel=0.05)
@@ -132,44 +120,42 @@ def test_only_the_259m_switchall_drops_experts_of_its_attention():
 
 
 def test_output_dropout_drops_what_the_vocabulary_sees():
-    model = build(parsed("switchhead_lm_tiny", "--dropout", "0", "--output-dropout", "0.5"))
+    model = build("switchhead_lm_tiny", "--dropout", "0", "--output-dropout", "0.5")
     seen = []
     model.decoder.output_projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    tokens = torch.arange(4, 204).view(4, 50)
-    model.train()(tokens)
-    model.eval()(tokens)
+    model.train()(TOKENS)
+    model.eval()(TOKENS)
     assert (seen[0] == 0).double().mean().item() == pytest.approx(0.5, abs=0.02)
     assert (seen[1] == 0).sum() == 0
 
 
 def old_settings():
     """The settings that a checkpoint stored before there was an --initialization."""
-    args = parsed("switchhead_lm_tiny")
+    args = whole_models.settings("switchhead_lm_tiny")
     del args.initialization, args.output_dropout
     args.no_scale_embedding = False
     return args
 
 
 def test_weights_from_before_there_was_a_choice_compute_as_they_did():
-    tokens = torch.arange(4, 204).view(4, 50)
-    old = build(old_settings())
+    old = build("switchhead_lm_tiny", args=old_settings())
     weights = old.state_dict()
     assert weights["decoder.version"].item() == 3
     entering = first_input(old)
     torch.testing.assert_close(entering.pow(2).mean().sqrt().item(), 1.0, rtol=0.05, atol=0)
-    expected = old.eval()(tokens)[0]
-    for args in (old_settings(), parsed("switchhead_lm_tiny")):  # evaluation; training that goes on
-        new = build(args)
+    expected = old.eval()(TOKENS)[0]
+    for args in (old_settings(), None):  # evaluation; training that goes on
+        new = build("switchhead_lm_tiny", args=args)
         new.load_state_dict(weights, strict=True)
-        torch.testing.assert_close(new.eval()(tokens)[0], expected)
+        torch.testing.assert_close(new.eval()(TOKENS)[0], expected)
     # And once more, from what the continued training saves.
-    again = build(parsed("switchhead_lm_tiny"))
+    again = build("switchhead_lm_tiny")
     again.load_state_dict(new.state_dict(), strict=True)
-    torch.testing.assert_close(again.eval()(tokens)[0], expected)
+    torch.testing.assert_close(again.eval()(TOKENS)[0], expected)
 
 
 def test_weights_of_now_keep_their_scale():
-    first, second = (build(parsed("switchhead_lm_tiny")) for _ in range(2))
+    first, second = (build("switchhead_lm_tiny") for _ in range(2))
     second.load_state_dict(first.state_dict(), strict=True)
     assert second.decoder.embed_scale == 1
     torch.testing.assert_close(first_input(second), first_input(first))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from whole_models import build
+from whole_models import assert_incremental_equals_full, batch, build
 
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import random_expert
@@ -87,23 +87,19 @@ def test_a_gate_costs_an_encoder_one_row_and_a_decoder_one_per_token():
     assert cost.total_macs - cost.macs["router"] == dense.total_macs
 
 
-@pytest.mark.parametrize("how", ["mixture", "top-expert", "random-expert"])
-def test_translation_step_by_step_with_one_expert_in_each_module(how):
-    torch.manual_seed(0)
-    flags = ["--mae-evaluate-with", how, "--mae-evaluate-seed", 3]
-    model = build("mae_transformer_tiny", "--encoder-layers", 2, "--decoder-layers", 2, *flags).eval()
+def with_sure_gates(model):
     for gate in gates_of(model):
         torch.nn.init.normal_(gate.fc2.weight, std=2.0)
-    source, target = torch.randint(4, 40, (2, 7)), torch.randint(4, 40, (2, 9))
-    with torch.no_grad():
-        with collect_decisions() as decisions:
-            encoded = model.encoder(source, torch.tensor([7, 7]))
-            full, _ = model.decoder(target, encoder_out=encoded, features_only=True)
-        state = {}
-        for step in range(1, 10):
-            prefix = target[:, :step]
-            now, _ = model.decoder(prefix, encoder_out=encoded, features_only=True, incremental_state=state)
-            torch.testing.assert_close(now[:, 0], full[:, step - 1], rtol=1e-4, atol=1e-4)
+    return model
+
+
+@pytest.mark.parametrize("how", ["mixture", "top-expert", "random-expert"])
+def test_translation_step_by_step_with_one_expert_in_each_module(how):
+    arch, flags = "mae_transformer_tiny", ("--mae-evaluate-with", how, "--mae-evaluate-seed", 3)
+    model = with_sure_gates(build(arch, "--encoder-layers", 2, "--decoder-layers", 2, *flags)).eval()
+    assert_incremental_equals_full(model, arch)
+    with collect_decisions() as decisions:
+        model(**batch(arch))
     chosen = {name: decision.expert_index for name, decision in decisions}
     assert {index.size(1) for index in chosen.values()} == ({8} if how == "mixture" else {1})
     if how == "random-expert":
@@ -111,25 +107,7 @@ def test_translation_step_by_step_with_one_expert_in_each_module(how):
 
 
 def test_a_language_model_step_by_step_with_the_window():
-    torch.manual_seed(0)
-    model = build_lm("--dropout", 0, "--gate-window", 6).eval()
-    for gate in gates_of(model):
-        torch.nn.init.normal_(gate.fc2.weight, std=2.0)
-    assert {layer.self_attn.gate_window for layer in model.decoder.layers} == {6}
     assert {layer.self_attn.gate_window for layer in build_lm().decoder.layers} == {100}  # the paper's
-    tokens = torch.randint(4, 40, (2, 16))
-    full, _ = model.decoder(tokens, features_only=True)
-    state = {}
-    for step in range(1, 17):
-        now, _ = model.decoder(tokens[:, :step], features_only=True, incremental_state=state)
-        torch.testing.assert_close(now[:, 0], full[:, step - 1], rtol=1e-4, atol=2e-4)
-    later = tokens.clone()
-    later[:, 12:] = 5
-    dropouts = ("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0)
-    model = build_lm("--gate-window", 6, *dropouts).train()
-    for gate in gates_of(model):
-        gate.dropout = 0.0
-    torch.testing.assert_close(
-        model.decoder(later, features_only=True)[0][:, :12],
-        model.decoder(tokens, features_only=True)[0][:, :12],
-    )
+    model = with_sure_gates(build_lm("--gate-window", 3)).eval()
+    assert {layer.self_attn.gate_window for layer in model.decoder.layers} == {3}
+    assert_incremental_equals_full(model, "mae_transformer_lm_wiki103")

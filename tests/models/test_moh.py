@@ -57,11 +57,6 @@ def test_it_trains_translates_and_shows_its_loads(fairseq, toy_data, tmp_path):
     assert all(row["experts_per_token"] == 1 and row["tokens"] > 20 for row in modules)
 
 
-def test_a_masked_language_model_trains(train_masked_lm, tmp_path):
-    log = train_masked_lm(tmp_path, "--max-epoch", 1, "--balance-loss", "moh", arch="moh_roberta_tiny").stdout
-    assert '"train_balance_loss"' in log
-
-
 def test_a_causal_language_model_trains_and_is_evaluated(fairseq, toy_wiki_data, tmp_path):
     user_dir = ("--user-dir", "moa_fairseq", "--cpu", "--task", "language_modeling")
     fairseq(

@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
+from fairseq.models import MODEL_REGISTRY
 from whole_models import PAD, build
 
 import moa_fairseq
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
-from moa_fairseq.models.moa import MoARobertaModel
 
 assert moa_fairseq.__version__
 ARCH = "moa_roberta_tiny"
@@ -61,24 +60,6 @@ def test_flags_override_the_architecture_and_noise_starts_at_zero():
         build(ARCH, "--mha-heads-to-keep", 2)
 
 
-def test_padding_and_other_samples_reach_neither_the_load_nor_the_features():
-    torch.manual_seed(0)
-    model = build(ARCH).eval()
-    batch = tokens(9, 5, 7)
-    with collect_decisions() as decisions:
-        together, _ = model(batch, features_only=True)
-    assert len(decisions) == 4
-    alone = [torch.zeros(8) for _ in decisions]
-    for row, length in zip(range(3), (9, 5, 7)):
-        with collect_decisions() as single:
-            features, _ = model(batch[row : row + 1, :length], features_only=True)
-        torch.testing.assert_close(together[row, :length], features[0], rtol=1e-4, atol=1e-5)
-        alone = [total + decision.expert_counts for total, (_, decision) in zip(alone, single)]
-    for (name, decision), counts in zip(decisions, alone):
-        assert torch.equal(decision.padding_mask, batch.eq(PAD).reshape(-1)), name
-        assert torch.equal(decision.expert_counts, counts) and counts.sum() == (9 + 5 + 7) * 4
-
-
 def test_a_checkpoint_brings_its_heads_and_old_names_along():
     model = build(ARCH)
     model.register_classification_head("mood", num_classes=3)
@@ -101,7 +82,8 @@ def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data
         "gpt2_encoder_json": str(toy_wiki_data / "encoder.json"),
         "gpt2_vocab_bpe": str(toy_wiki_data / "vocab.bpe"),
     }
-    hub = MoARobertaModel.from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
+    model = MODEL_REGISTRY["moa_roberta"]
+    hub = model.from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
     encoded = hub.encode("the cat")
     assert encoded.tolist()[0] == 0 and encoded.tolist()[-1] == 2 and hub.decode(encoded) == "the cat"
     assert hub.eval().extract_features(encoded).shape == (1, len(encoded), 16)
@@ -116,6 +98,22 @@ def log_records(done, field):
         line[line.index("{") :] for line in (done.stdout + done.stderr).splitlines() if f'"{field}"' in line
     ]
     return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "arch, criterion, flags",
+    [
+        ("moh_roberta_tiny", "masked_lm_with_routing", ("--balance-loss", "moh")),
+        (
+            "dense_roberta_tiny",
+            "masked_lm",
+            ("--dropped-heads", 1, "--attention-branch-scale", 0.25, "--attention-head-dim", 6, "--amp"),
+        ),
+    ],
+)
+def test_other_families_train(arch, criterion, flags, train_masked_lm, tmp_path):
+    log = train_masked_lm(tmp_path, "--max-epoch", 1, *flags, arch=arch, criterion=criterion).stdout
+    assert '"valid_loss"' in log and ('"train_balance_loss"' in log) == ("routing" in criterion)
 
 
 def test_any_number_of_data_workers_trains_the_same(train_masked_lm, tmp_path):

@@ -1,19 +1,17 @@
 """Classifiers of sentences: their sizes, what padding may not change, and batches of like lengths."""
 
-import argparse
-
 import numpy
 import pytest
 import torch
-from fairseq import options
-from fairseq.data import Dictionary
-from fairseq.models import ARCH_MODEL_REGISTRY
+import whole_models
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import preprocess
 
-import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
+from moa_fairseq.tasks.sentence_prediction_by_length import SentencePredictionByLengthTask
 
-assert moa_fairseq.__version__
 PAD = 1
 ARCHS = (
     "switchhead_roberta_listops",
@@ -23,14 +21,7 @@ ARCHS = (
 
 
 def build(arch):
-    parser = options.get_training_parser()
-    line = ["data", "--task", "sentence_prediction", "--arch", arch, "--max-positions", "64"]
-    args = options.parse_args_and_arch(parser, line)
-    dictionary = Dictionary()
-    for i in range(16):
-        dictionary.add_symbol(f"w{i}")
-    torch.manual_seed(0)
-    model = ARCH_MODEL_REGISTRY[arch].build_model(args, argparse.Namespace(source_dictionary=dictionary))
+    model = whole_models.build(arch, "--max-positions", 64, symbols=20)
     model.register_classification_head("head", num_classes=10)
     return model.eval()
 
@@ -72,31 +63,18 @@ def test_the_class_depends_on_every_token_and_on_no_padding(arch):
 
 
 def test_batches_by_length_have_less_padding(tmp_path):
-    from fairseq_cli import preprocess
-
-    from moa_fairseq.tasks.sentence_prediction_by_length import SentencePredictionByLengthTask
-
     generator = numpy.random.default_rng(1)
     lengths = generator.integers(1, 40, 200)
     texts = {"input0": [" ".join("a" * n) for n in lengths], "label": ["0"] * 200}
     for name, lines in texts.items():
         (tmp_path / name).write_text("\n".join(lines) + "\n")
-        words = [
-            "--only-source",
-            "--trainpref",
-            str(tmp_path / name),
-            "--destdir",
-            str(tmp_path / "bin" / name),
-        ]
-        preprocess.main(options.get_preprocessing_parser().parse_args(words))
+        words = ["--only-source", "--trainpref", tmp_path / name, "--destdir", tmp_path / "bin" / name]
+        preprocess.main(options.get_preprocessing_parser().parse_args([str(word) for word in words]))
     flags = ["--num-classes", "1", "--arch", "roberta_tiny", "--criterion", "sentence_prediction"]
     padding = {}
     for task in ("sentence_prediction", "sentence_prediction_by_length"):
         parser = options.get_training_parser()
         args = options.parse_args_and_arch(parser, [str(tmp_path / "bin"), "--task", task, *flags])
-        from fairseq import tasks
-        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-
         built = tasks.setup_task(convert_namespace_to_omegaconf(args).task)
         assert isinstance(built, SentencePredictionByLengthTask) == task.endswith("length")
         data = built.load_dataset("train")

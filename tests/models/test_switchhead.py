@@ -4,12 +4,9 @@ import pytest
 import torch
 from whole_models import build
 
-import moa_fairseq
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.skeleton import build_skeleton
-
-assert moa_fairseq.__version__
 
 # arch → (parameters in millions as printed, symbols of the text, tokens of a chunk)
 PRINTED = {
@@ -138,18 +135,6 @@ def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
     assert len(named["decoder.layers.0.encoder_attn"].gate) == 10
     shorter, _ = model(source[1:, :4], torch.tensor([4]), target[1:])
     torch.testing.assert_close(shorter[0], out[1], rtol=1e-4, atol=1e-5)
-
-
-def test_fairseq_train_and_generate(fairseq, toy_data, tmp_path):
-    flags = ("--max-epoch", 2, "--balance-loss", "none", "--z-loss-coef", 0)
-    fairseq.train(toy_data, tmp_path, *flags, arch="switchhead_transformer_tiny")
-    done = fairseq(
-        "generate",
-        toy_data,
-        *("--user-dir", moa_fairseq.__path__[0], "--cpu", "--path", tmp_path / "checkpoint_last.pt"),
-        *("--beam", 4, "--max-tokens", 400, "--gen-subset", "test", "-s", "en", "-t", "de"),
-    )
-    assert sum(line.startswith("H-") for line in done.stdout.splitlines()) == 12
 
 
 def test_masked_language_model_with_sigma_moe_keeps_its_initialisation(monkeypatch):

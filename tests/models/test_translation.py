@@ -92,6 +92,7 @@ def test_flags_override_the_architecture():
         (("--expert-dim", 0), "--expert-dim must be a positive number"),
         (("--quant-noise-pq", 0.1), "--quant-noise-pq has no meaning"),
         (("--offload-activations",), "--checkpoint-activations works"),
+        (("--cross-self-attention", "--positions", "rope"), "--positions rope is for self-attention"),
     ],
 )
 def test_impossible_flags_are_refused_by_name(flags, message):
@@ -101,7 +102,7 @@ def test_impossible_flags_are_refused_by_name(flags, message):
 
 def test_shared_embeddings_need_a_joined_dictionary():
     with pytest.raises(UserError, match="--joined-dictionary"):
-        build(ARCH, "--share-all-embeddings", other_target=True)
+        build(ARCH, "--share-all-embeddings", target="v")
 
 
 def test_padding_never_reaches_the_statistics_or_the_real_tokens():

@@ -11,17 +11,23 @@ from moa_fairseq.evaluation.skeleton import parse_training_flags, quiet, task_of
 SYMBOLS, PAD = 40, 1
 
 
-def build(arch, *flags, seed=3, other_target=False):
-    """A new model; other_target: source and target have different words."""
+def dictionary(letter="w", symbols=SYMBOLS):
+    words = Dictionary()
+    for i in range(symbols - len(words)):
+        words.add_symbol(f"{letter}{i}")
+    return words
+
+
+def settings(arch, *flags):
     line = ["data", "--arch", arch, "--task", task_of(arch), *map(str, flags)]
-    own, other = Dictionary(), Dictionary()
-    for i in range(SYMBOLS - len(own)):
-        own.add_symbol(f"w{i}")
-        other.add_symbol(f"v{i}")
-    args = parse_training_flags(line, "refused")
-    names = ("source_dictionary", "target_dictionary", "dictionary", "output_dictionary")
-    task = SimpleNamespace(**dict.fromkeys(names, own), args=args)
-    task.target_dictionary = other if other_target else own
+    return parse_training_flags(line, "refused")
+
+
+def build(arch, *flags, args=None, seed=3, symbols=SYMBOLS, target="w"):
+    """A new model; args: its settings instead of the flags'; target: the letter of the target's words."""
+    args, names = args or settings(arch, *flags), ("source_dictionary", "dictionary", "output_dictionary")
+    task = SimpleNamespace(**dict.fromkeys(names, dictionary(symbols=symbols)), args=args)
+    task.target_dictionary = dictionary(target, symbols)
     torch.manual_seed(seed)
     with quiet():
         return ARCH_MODEL_REGISTRY[arch].build_model(args, task)

@@ -16,7 +16,7 @@ from moa_fairseq.kernels.grouped import sorted_rows
 from moa_fairseq.kernels.grouped.every_expert import EveryExpert
 from moa_fairseq.kernels.grouped.expert_loop import ExpertLoop
 from moa_fairseq.kernels.grouped.sorted_rows import SortedRows
-from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 
 # When computing every expert beats a loop over them, from benchmarks/kernels.py on two CPU cores: the surplus
 # products per expert must cost less than a step of the loop, in which gathering and calls cost as much as 24
@@ -75,16 +75,11 @@ class _Project(Function):
 
 
 def project(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
-    order: SlotOrder,
-    into_experts: bool,
-    per_wide: int,
-    per_narrow: int,
+    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], order: SlotOrder, fan: Fan
 ) -> Tensor:
-    """As reference.project; per_wide, per_narrow: see `SlotOrder.plan`."""
+    """As reference.project."""
+    into_experts, per_row, per_sum = fan
+    per_wide, per_narrow = (per_row, per_sum) if into_experts else (per_sum, per_row)
     plan = order.plan(_kind(rows, weight, order, per_wide), per_wide, per_narrow)
     sums: Tensor = _Project.apply(rows, weight, bias, gate, into_experts, plan)
     return sums

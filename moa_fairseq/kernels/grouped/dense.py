@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moa_fairseq.kernels import triton
-
 
 def into_experts(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """rows [N, C], weight [E, D, C], bias [E, D] → [N·E, D], slot k being expert k."""
@@ -41,7 +39,9 @@ class _IntoModel(Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad_slots = (grad @ weight.flatten(0, 1).t()).view_as(slots)
             if ctx.uses_triton:
-                gated, grad_gate = triton.gate_slots(slots, gate, grad_slots)
+                from moa_fairseq.kernels.triton import launch_routing
+
+                gated, grad_gate = launch_routing.gate_slots(slots, gate, grad_slots)
             else:
                 grad_gate = torch.linalg.vecdot(grad_slots, slots).to(gate.dtype)
                 grad_slots.mul_(gate.unsqueeze(1))

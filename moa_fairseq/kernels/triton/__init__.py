@@ -9,14 +9,14 @@ once. This module imports without Triton, which is loaded when the first product
 import importlib.util
 import os
 from functools import cache
-from typing import Any, Callable, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from moa_fairseq.kernels.slot_order import SlotOrder
+from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 from moa_fairseq.torch_compat import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -89,14 +89,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 
 
 def project(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
-    order: SlotOrder,
-    into_experts: bool,
-    slots_per_row: int,
-    slots_per_sum: int,
+    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], order: SlotOrder, fan: Fan
 ) -> Tensor:
     """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
     compiles = is_compiling()
@@ -104,7 +97,7 @@ def project(
         order.sort_by(sorted_slots)
     routing = (order.expert, order.order, order.offsets)
     run = expert_project if compiles else _Project.apply
-    sums: Tensor = run(rows, weight, bias, gate, *routing, into_experts, slots_per_row, slots_per_sum)
+    sums: Tensor = run(rows, weight, bias, gate, *routing, *fan)
     return sums
 
 
@@ -120,60 +113,24 @@ def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
     return launch_routing.sort(order.expert.view(-1, order.per_token), order.num_experts)  # [S] → [N, K]
 
 
-def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> Tuple[Tensor, Tensor]:
-    """For K = E: (gate · slots, product · slots for each slot [S]); product [S, D] becomes gate · product."""
-    from moa_fairseq.kernels.triton import launch_routing
-
-    return launch_routing.gate_slots(slots, gate, product)
-
-
 _Function = Callable[..., Any]
 _EXPERTS = "Tensor order, Tensor offsets"
 _FAN = "bool into_experts, int per_row, int per_sum"
 
 
-def _launcher(name: str) -> _Function:
-    """A function of `launch`, which loads Triton."""
-
-    def run(*arguments: Any) -> Any:
-        from moa_fairseq.kernels.triton import launch
-
-        return getattr(launch, name)(*arguments)
-
-    return run
+def _sums(rows: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """The result of `products` and `project`, uncomputed."""
+    *_, into_experts, per_row, per_sum = rest
+    return rows.new_empty(rows.size(0) * per_row // per_sum, weight.size(1 if into_experts else 2))
 
 
-def _operator(name: str, run: _Function, schema: str, shapes: _Function) -> Any:
-    """`run` as an operator; `shapes` makes its outputs uncomputed."""
-    if not hasattr(torch.library, "custom_op"):
-        return run
-    operator = torch.library.custom_op(f"moa_fairseq::{name}", run, mutates_args=(), schema=schema)
-    operator.register_fake(shapes)
-    return operator
-
-
-class _Parts(NamedTuple):
-    """What the backward pass is made of, without gradients of its own: functions of `launch`."""
-
-    products: _Function
-    gate_grads: _Function
-    outer: _Function
-    sum_rows: _Function
-
-
-_PLAIN = _Parts(*map(_launcher, _Parts._fields))
-_OPERATORS = _Parts(
-    _operator(
-        "expert_products",
-        _PLAIN.products,
+# Function of `launch`, without gradients of its own → its schema as an operator, and its outputs uncomputed
+_LAUNCHES: Dict[str, Tuple[str, _Function]] = {
+    "products": (
         f"(Tensor rows, Tensor weight, Tensor? bias, Tensor? gate, {_EXPERTS}, {_FAN}) -> Tensor",
-        lambda rows, weight, bias, gate, order, offsets, into_experts, per_row, per_sum: rows.new_empty(
-            rows.size(0) * per_row // per_sum, weight.size(1 if into_experts else 2)
-        ),
+        _sums,
     ),
-    _operator(
-        "expert_gate_grads",
-        _PLAIN.gate_grads,
+    "gate_grads": (
         f"(Tensor wide, Tensor narrow, Tensor weight, Tensor? bias, Tensor gate, {_EXPERTS}, int per_wide, "
         "int per_narrow, bool adds_products) -> (Tensor, Tensor, Tensor)",
         lambda wide, narrow, weight, bias, gate, order, offsets, per_wide, per_narrow, adds_products: (
@@ -182,30 +139,46 @@ _OPERATORS = _Parts(
             narrow.new_empty(narrow.size(0) if adds_products else 0, narrow.size(1)),
         ),
     ),
-    _operator(
-        "expert_outer",
-        _PLAIN.outer,
+    "outer": (
         f"(Tensor left, Tensor right, {_EXPERTS}, int per_left, int per_right) -> Tensor",
-        lambda left, right, order, offsets, per_left, per_right: left.new_empty(
-            offsets.size(0), left.size(1), right.size(1)
-        ),
+        lambda left, right, order, offsets, *_: left.new_empty(offsets.size(0), left.size(1), right.size(1)),
     ),
-    _operator(
-        "expert_sum_rows",
-        _PLAIN.sum_rows,
+    "sum_rows": (
         f"(Tensor rows, Tensor? gate, {_EXPERTS}, int per_row) -> Tensor",
-        lambda rows, gate, order, offsets, per_row: rows.new_empty(
+        lambda rows, gate, order, offsets, _: rows.new_empty(
             offsets.size(0), rows.size(1), dtype=torch.float32
         ),
     ),
-)
+}
+
+
+def _launcher(name: str) -> _Function:
+    def run(*arguments: Any) -> Any:
+        from moa_fairseq.kernels.triton import launch  # loads Triton
+
+        return getattr(launch, name)(*arguments)
+
+    return run
+
+
+def _operator(name: str, run: _Function, schema: str, uncomputed: _Function) -> Any:
+    if not hasattr(torch.library, "custom_op"):
+        return run
+    operator = torch.library.custom_op(f"moa_fairseq::expert_{name}", run, mutates_args=(), schema=schema)
+    operator.register_fake(uncomputed)
+    return operator
+
+
+# What the backward pass is made of, for eager code and for `torch.compile`
+_PLAIN = {name: _launcher(name) for name in _LAUNCHES}
+_OPERATORS = {name: _operator(name, _PLAIN[name], *row) for name, row in _LAUNCHES.items()}
 
 
 def _project(
     rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], expert: Tensor, *rest: Any
 ) -> Tensor:
     """rest: order, offsets, into_experts, slots per row and per sum. `expert` is for the gradient."""
-    sums: Tensor = _PLAIN.products(rows, weight, bias, gate, *rest)
+    sums: Tensor = _PLAIN["products"](rows, weight, bias, gate, *rest)
     return sums
 
 
@@ -215,7 +188,7 @@ def _keep_inputs(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
     ctx.fan = into_experts, per_row, per_sum
 
 
-def _gradients(ctx: Any, grad: Tensor, parts: _Parts) -> Tuple[Optional[Tensor], ...]:
+def _gradients(ctx: Any, grad: Tensor, parts: Dict[str, _Function]) -> Tuple[Optional[Tensor], ...]:
     # once: checkpointing recomputes at each access
     rows, weight, bias, gate, expert, order, offsets = ctx.saved_tensors
     into_experts, per_row, per_sum = ctx.fan
@@ -228,7 +201,7 @@ def _gradients(ctx: Any, grad: Tensor, parts: _Parts) -> Tuple[Optional[Tensor],
     if gate is not None and (needs_weight or needs_gate):
         adds_products = needs_rows and not into_experts
         own_bias = bias if into_experts else None
-        grad_gate, left, products = parts.gate_grads(
+        grad_gate, left, products = parts["gate_grads"](
             wide, narrow, weight, own_bias, gate, order, offsets, per_wide, per_narrow, adds_products
         )
         per_left, grad_rows = 1, products if adds_products else None
@@ -237,11 +210,11 @@ def _gradients(ctx: Any, grad: Tensor, parts: _Parts) -> Tuple[Optional[Tensor],
             grad_gate = grad_gate + by_expert.gather(1, expert.view(-1, per_sum)).view(-1)
     if needs_rows and grad_rows is None:
         fan = (not into_experts, per_sum, per_row)
-        grad_rows = parts.products(grad, weight, None, gate, order, offsets, *fan)
+        grad_rows = parts["products"](grad, weight, None, gate, order, offsets, *fan)
     if needs_weight:
-        grad_weight = parts.outer(left, wide, order, offsets, per_left, per_wide)
+        grad_weight = parts["outer"](left, wide, order, offsets, per_left, per_wide)
     if needs_bias and bias is not None:
-        grad_bias = parts.sum_rows(grad, gate, order, offsets, per_sum).to(bias.dtype)
+        grad_bias = parts["sum_rows"](grad, gate, order, offsets, per_sum).to(bias.dtype)
     return grad_rows, grad_weight, grad_bias, grad_gate, *[None] * 6
 
 
@@ -256,12 +229,10 @@ class _Project(Function):
 
 
 expert_project = _operator(
-    "expert_project",
+    "project",
     _project,
     f"(Tensor rows, Tensor weight, Tensor? bias, Tensor? gate, Tensor expert, {_EXPERTS}, {_FAN}) -> Tensor",
-    lambda rows, weight, bias, gate, expert, order, offsets, into_experts, per_row, per_sum: rows.new_empty(
-        rows.size(0) * per_row // per_sum, weight.size(1 if into_experts else 2)
-    ),
+    _sums,
 )
 if hasattr(expert_project, "register_autograd"):
     expert_project.register_autograd(

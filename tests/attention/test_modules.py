@@ -1,11 +1,14 @@
-"""What a copied attention keeps; masks that leave a query nothing."""
+"""Attentions as modules: copies, names, collectors, masks that leave a query nothing, the search for NaN."""
 
 import copy
 import pickle
 
 import pytest
 import torch
+from fairseq.nan_detector import NanDetector
 
+from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 
@@ -60,3 +63,34 @@ def test_a_query_whose_mask_blocks_every_key_gets_zeros(mask, need_weights):
     assert weights is None or (weights[:, 1:] == 0).all()
     out.square().sum().backward()
     assert x.grad.isfinite().all()
+
+
+def test_nested_collectors_all_hear():
+    module, x = moa(self_attention=True), torch.randn(2, 1, WIDTH)
+    with collect_decisions() as outer:
+        module(x, x, x)
+        with collect_decisions() as inner:
+            module(x, x, x)
+        module(x, x, x)
+    module(x, x, x)
+    assert (len(outer), len(inner)) == (3, 1)
+    assert outer[1][1] is inner[0][1]
+
+
+def test_unnamed_attentions_have_names_and_draws_of_their_own():
+    modules = [MixtureOfAttentiveExperts(8, 8, self_attention=True).train() for _ in range(2)]
+    assert modules[0].name != modules[1].name
+    x, draw = torch.randn(3, 64, 8), ExpertDraw(torch.arange(64), seed=1, update=1)
+    with drawing_experts(draw), collect_decisions() as decisions:
+        for module in modules:
+            module(x, x, x)
+    one, other = (decision.expert_index for _, decision in decisions)
+    assert not torch.equal(one, other)
+
+
+def test_a_nan_is_traced_to_its_module(build, caplog):
+    attention = build(self_attention=True)
+    torch.nn.init.constant_(attention.v_proj.weight, float("nan"))
+    with caplog.at_level("WARNING", "fairseq.nan_detector"), NanDetector(attention):
+        attention(torch.randn(3, 2, WIDTH, requires_grad=True), None, None)[0].sum().backward()
+    assert "NaN detected in output of v_proj" in caplog.text

@@ -1,0 +1,6 @@
+"""`equations` is shared by the tests here."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

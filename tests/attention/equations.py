@@ -1,0 +1,165 @@
+"""The papers' equations, every expert and every head written out: what attentions are compared with.
+
+Each takes a module in float64, query x [B, T, C], key y [B, S, C], a mask [T, S], a padding [B, S] and token
+ids [B, T]; it gives [B, T, C].
+"""
+
+import math
+
+import torch
+
+HASH_BITS = 2**64
+
+
+def splitmix(number):
+    """splitmix64 in Python's unbounded integers; the sign is the leading bit."""
+    number = (number + 0x9E3779B97F4A7C15) % HASH_BITS
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % HASH_BITS
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB % HASH_BITS
+    number ^= number >> 31
+    return number - HASH_BITS if number >= HASH_BITS // 2 else number
+
+
+def hashed(ids, salt, experts, per_token):
+    """The experts with the largest scrambled numbers, the largest first: ids [B, T] → [B, T, K]."""
+
+    def choose(token):
+        numbers = [splitmix(splitmix(token + salt) + expert) for expert in range(experts)]
+        return sorted(range(experts), key=lambda expert: -numbers[expert])[:per_token]
+
+    return torch.tensor([[choose(token) for token in row] for row in ids.tolist()])
+
+
+def attend(q, k, v, mask, padding):
+    """Softmax(q·kᵀ/√D)·v for q [B, H, T, D], k and v [B, H, S, D]; and the weights."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
+    scores = scores if mask is None else scores + mask
+    scores = scores if padding is None else scores.masked_fill(padding[:, None, None], -math.inf)
+    weights = torch.softmax(scores, -1)
+    return weights @ v, weights
+
+
+def into_heads(x, weight, bias, heads):
+    """x [B, T, C], weight [H·D, C] → [B, H, T, D]"""
+    rows = x @ weight.t() if bias is None else x @ weight.t() + bias
+    return rows.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def chosen_of(probs, per_token, token_hash, ids):
+    """1 where a token has an expert, [B, T, E]."""
+    if token_hash is not None:
+        index = hashed(ids, int(token_hash.salt), probs.size(-1), per_token)
+    else:
+        index = probs.topk(per_token, -1).indices
+    return torch.zeros_like(probs).scatter(-1, index, 1.0)
+
+
+def moa_gates(module, x, ids):
+    """MoA Eq. 7-9 and the controls of a router: [B, T, E], zero where an expert is not chosen."""
+    router, k, experts = module.router, module.experts_per_token, module.num_experts
+    logits = x @ router.projection.weight.t()
+    probs = torch.softmax(logits, -1) if router.activation == "softmax" else torch.sigmoid(logits)
+    chosen = chosen_of(probs, k, router.token_hash, ids)
+    gate = probs * chosen
+    if router.renormalize != "none" and k < experts:
+        total = gate.sum(-1, keepdim=True)
+        gate = gate / (total.detach() if router.renormalize == "detached" else total)
+    if router.gates == "uniform":
+        return chosen / k
+    return gate if router.gates == "learned" else chosen / k + gate - gate.detach()
+
+
+def moa(module, x, y, mask, padding, ids):
+    """MoA Eq. 6, 10-12: Σ_i gate_i · concat_p(head p of expert i) · W_i^o, expert by expert."""
+    return moa_with_weights(module, x, y, mask, padding, ids)[0]
+
+
+def moa_with_weights(module, x, y, mask, padding, ids):
+    """Also the attention weights of each expert's first head, [B, E, T, S]."""
+    p, heads, gate = dict(module.named_parameters()), module.heads_per_expert, moa_gates(module, x, ids)
+    width, own = heads * module.expert_dim, module.key_heads > module.heads_per_expert
+    total, weights = 0.0, []
+    for i in range(module.num_experts):
+        rows = slice(i * width, (i + 1) * width) if own else slice(None)
+        biases = [None if f"{n}_proj.bias" not in p else p[f"{n}_proj.bias"][rows] for n in "kv"]
+        k, v = (into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads) for n, bias in zip("kv", biases))
+        bias = p["q_experts.bias"][i] if "q_experts.bias" in p else None
+        results, weight = attend(into_heads(x, p["q_experts.weight"][i], bias, heads), k, v, mask, padding)
+        out = results.transpose(1, 2).flatten(2) @ p["out_experts.weight"][i]
+        out = out + p["out_experts.bias"][i] if "out_experts.bias" in p else out
+        total = total + gate[..., i : i + 1] * out
+        weights.append(weight[:, 0])
+    return total, torch.stack(weights, 1)
+
+
+def switchhead(module, x, y, mask, padding, ids):
+    """SwitchHead Eq. 7-10 for every expert densely."""
+    p, heads, experts, dim = (
+        dict(module.named_parameters()),
+        module.num_heads,
+        module.num_experts,
+        module.head_dim,
+    )
+
+    def gates(router, inputs):  # [B, T, H, E]
+        s = torch.sigmoid(inputs @ router.projection.weight.t()).unflatten(-1, (heads, experts))
+        return s * torch.zeros_like(s).scatter(-1, s.topk(module.experts_per_token, -1).indices, 1.0)
+
+    destination = gates(module.router, x) if module.router is not None else None
+    source = module.router if module.shares_selection else module.source_router
+    source = gates(source, y) if source is not None else None
+
+    def into(letter, inputs, gate):
+        weight = p[f"{letter}_proj.weight"]
+        if letter not in module.experts:
+            return into_heads(inputs, weight, None, heads)
+        return torch.einsum(
+            "bthe,btc,hedc->bhtd", gate, inputs, weight.view(heads, experts, dim, -1)
+        )  # Eq. 9
+
+    q, k, v = into("q", x, destination), into("k", y, source), into("v", y, source)
+    results, _ = attend(q, k, v, mask, padding)
+    if "o" not in module.experts:
+        return results.transpose(1, 2).flatten(2) @ p["out_proj.weight"].t()
+    weight = p["out_proj.weight"].view(heads, experts, dim, -1)
+    return torch.einsum("bthe,bhtd,hedc->btc", destination, results, weight)  # Eq. 10
+
+
+def moh_gates(module, x, ids):
+    """Gates [B, T, H] by MoH Eq. 5-6, or the released code line for line; P; the choice of routed heads."""
+    shared_heads, k, heads = module.shared_heads, module.routed_per_token, module.num_heads
+    if module.router.reads_queries:  # section 4.4, gates straight through
+        norms = module.q_proj(x).unflatten(-1, (heads, -1))[..., shared_heads:, :].norm(dim=-1)
+        gates = torch.softmax(norms / norms.std(-1, keepdim=True).detach(), -1)
+        mask = chosen_of(gates, k, None, ids)
+        ones = torch.ones_like(x[..., :shared_heads])
+        return torch.cat([ones, mask * (1 + gates - gates.detach())], -1), gates, mask
+    two_stages = 0 < shared_heads < heads
+    sizes = [heads - shared_heads, shared_heads if shared_heads > 1 else 0, 2 if two_stages else 0]
+    routed, shared, stage = (x @ module.router.projection.weight.t()).split(sizes, -1)
+    shared = torch.softmax(shared if shared_heads != 1 else torch.zeros_like(x[..., :1]), -1)
+    gates = torch.softmax(routed, -1)
+    mask = chosen_of(gates, k, module.router.token_hash, ids)
+    alpha = torch.softmax(stage, -1) if two_stages else torch.ones_like(x[..., :2])
+    if module.router.scaling == "paper":
+        return torch.cat([alpha[..., :1] * shared, alpha[..., 1:] * gates * mask], -1), gates, mask
+    routed_gates = gates * mask
+    denominator = routed_gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
+    routed_gates = routed_gates / denominator * k
+    alpha = alpha * 2 if two_stages else alpha
+    return torch.cat([alpha[..., :1] * shared * shared_heads, alpha[..., 1:] * routed_gates], -1), gates, mask
+
+
+def moh(module, x, y, mask, padding, ids):
+    """MoH Eq. 4: every head, weighted by its gate."""
+    return dense(module, x, y, mask, padding, ids, moh_gates(module, x, ids)[0])
+
+
+def dense(module, x, y, mask, padding, ids, weight=None):
+    """fairseq's attention, its heads times weight [B, T or 1, H]."""
+    p = {name: getattr(module, f"{name}_proj") for name in ("q", "k", "v", "out")}
+    q, k, v = (into_heads(z, p[n].weight, p[n].bias, module.num_heads) for n, z in zip("qkv", (x, y, y)))
+    results, _ = attend(q, k, v, mask, padding)
+    results = results.transpose(1, 2)  # [B, T, H, D]
+    results = results if weight is None else results * weight.unsqueeze(-1)
+    return p["out"](results.flatten(2))

@@ -1,0 +1,45 @@
+"""Dense attention whose heads are dropped; without, it stands in test_equations.py."""
+
+import equations
+import torch
+
+from moa_fairseq.attention.dense import DenseAttention
+from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+
+C, H = 12, 3
+
+
+def build():
+    torch.manual_seed(0)
+    module = DenseAttention(C, H, dropped_heads=1, self_attention=True)
+    with torch.no_grad():
+        for parameter in module.parameters():  # biases too must matter
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return module.double().train()
+
+
+def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():
+    module, query = build(), torch.randn(4, 40, C, dtype=torch.float64)
+    out, rows = module(query, query, query)[0].transpose(0, 1), query.transpose(0, 1)
+    without = H / (H - 1) * (1 - torch.eye(H, dtype=torch.float64))  # [H, H]: one head left out in each
+    expected = [equations.dense(module, rows, rows, None, None, None, w.expand(40, 1, H)) for w in without]
+    dropped = torch.stack([torch.isclose(out, one).all(2).all(1) for one in expected])  # [H, B]
+    assert (dropped.sum(0) == 1).all() and dropped.any(1).all()
+    every = equations.dense(module, rows, rows, None, None, None)
+    torch.testing.assert_close(module.eval()(query, query, query)[0].transpose(0, 1), every)
+
+
+def test_one_dropped_head_is_an_f_step_of_uniform_mae():
+    dense = build()
+    uniform = MixtureOfAttentiveExperts(C, H, gate="uniform", self_attention=True).double().train()
+    uniform.load_state_dict(dense.state_dict())
+    query = torch.randn(4, 1, C, dtype=torch.float64)
+    by_draw = []
+    for update in range(12):
+        with drawing_experts(ExpertDraw(torch.zeros(1, dtype=torch.int64), 1, update)):
+            by_draw.append(uniform(query, query, query)[0])
+    for _ in range(12):
+        out, _ = dense(query, query, query)
+        assert any(torch.allclose(out, drawn) for drawn in by_draw)
+    torch.testing.assert_close(dense.eval()(query, query, query), uniform.eval()(query, query, query))

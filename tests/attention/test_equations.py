@@ -1,0 +1,148 @@
+"""Every family's output and all of its gradients are those of its paper's equations, in float64."""
+
+import itertools
+import math
+
+import equations
+import pytest
+import torch
+
+from moa_fairseq.attention.collector import tokens_of_queries
+from moa_fairseq.attention.dense import DenseAttention
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.switchhead import SwitchHeadAttention
+
+C, E, K, H, D = 12, 5, 2, 6, 4
+
+
+def moa(**settings):
+    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "bias": True}
+    return lambda **role: MixtureOfAttention(C, **{**sizes, **settings}, **role), equations.moa
+
+
+def switchhead(**settings):
+    sizes = {"num_heads": 2, "head_dim": D, "num_experts": 4, "experts_per_token": K}
+    return lambda **role: SwitchHeadAttention(C, **{**sizes, **settings}, **role), equations.switchhead
+
+
+def moh(**settings):
+    sizes = {"num_heads": H, "shared_heads": 2, "routed_per_token": K}
+    return lambda **role: MixtureOfHeads(C, **{**sizes, **settings}, **role), equations.moh
+
+
+def dense(**settings):
+    return lambda backend, **role: DenseAttention(C, 3, **settings, **role), equations.dense
+
+
+SUBSETS = ["".join(s) for size in range(1, 5) for s in itertools.combinations("vkqo", size)] + ["none"]
+FAMILIES = {
+    "moa": moa(),
+    "moa, K = E": moa(experts_per_token=E),
+    "moa, K = 1": moa(experts_per_token=1),
+    "moa, without biases": moa(bias=False),
+    "moa, the gradient of the sum": moa(renormalize="full"),
+    "moa, released": moa(renormalize="none"),
+    "moa, sigmoid": moa(activation="sigmoid"),
+    "moa, three per expert": moa(heads_per_expert=3),
+    "moa, two heads, K = E": moa(heads_per_expert=2, experts_per_token=E),
+    "moa, own keys": moa(keys_values="own", experts_per_token=E),
+    "moa, own keys, two each": moa(keys_values="own", experts_per_token=E, heads_per_expert=2),
+    "moa, own keys, sigmoid": moa(keys_values="own", experts_per_token=E, activation="sigmoid"),
+    "moa, uniform": moa(router_gates="uniform"),
+    "moa, uniform, K = E": moa(router_gates="uniform", experts_per_token=E),
+    "moa, straight-through": moa(router_gates="straight-through"),
+    "moa, frozen": moa(router_choice="frozen"),
+    "moa, hash": moa(router_choice="hash"),
+    "switchhead, k = E": switchhead(experts_per_token=4),
+    "switchhead, E = 1": switchhead(num_experts=1, experts_per_token=1),
+    "switchhead, one gated output": switchhead(num_experts=1, experts_per_token=1, experts="o"),
+    "switchhead, one head": switchhead(num_heads=1),
+    "switchhead, three heads, k = 1": switchhead(num_heads=3, experts_per_token=1),
+    "switchhead, shared selection": switchhead(shared_selection=True),
+    "switchhead, frozen": switchhead(router_choice="frozen"),
+    **{f"switchhead, {experts}": switchhead(experts=experts) for experts in SUBSETS},
+    **{
+        f"moh, {name}, {skip}": moh(skip=skip, **settings)
+        for skip in ("never", "always")
+        for name, settings in {
+            "paper": {},
+            "released": {"scaling": "released"},
+            "one shared head": {"shared_heads": 1},
+            "no shared head": {"shared_heads": 0, "scaling": "released"},
+            "query norms": {"router": "query-norm"},
+            "frozen": {"router_choice": "frozen"},
+            "hash": {"router_choice": "hash"},
+        }.items()
+    },
+    "dense": dense(),
+    "dense, narrow heads": dense(head_dim=1),
+    "dense, wide heads": dense(head_dim=7),
+}
+CASES = {
+    "self-attention": dict(tgt=7, batch=3),
+    "one token": dict(tgt=1, batch=1),
+    "causal": dict(tgt=6, batch=2, causal=True),
+    "padding": dict(tgt=6, batch=3, lengths=[6, 3, 1]),
+    "causal and padding": dict(tgt=6, batch=3, lengths=[6, 2, 4], causal=True),
+    "cross-attention": dict(tgt=5, batch=2, src=9, lengths=[9, 4]),
+    "an expert that nobody chooses": dict(tgt=7, batch=3, first_expert=-9.0),
+    "all tokens choose the first expert": dict(tgt=7, batch=3, first_expert=9.0),
+}
+
+
+def build(family, backend="grouped", first_expert=None, **role):
+    """In float64, with weights that make biases, gates and routers matter; evaluation."""
+    torch.manual_seed(0)
+    module = FAMILIES[family][0](backend=backend, **role).double().eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+            if "router" in name and first_expert is not None:
+                parameter[0, 0] = first_expert  # the inputs' first number is 3
+    return module
+
+
+# The backend matters where experts are projected.
+PAIRS = [(family, "grouped") for family in FAMILIES]
+PAIRS += [(family, "reference") for family in FAMILIES if not family.endswith(("never", "heads", "dense"))]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family, backend", PAIRS)
+def test_output_and_every_gradient(family, backend, case):
+    case = dict(CASES[case])
+    tgt, batch, src, lengths = case["tgt"], case["batch"], case.get("src"), case.get("lengths")
+    role = {"self_attention": True} if src is None else {"encoder_decoder_attention": True}
+    module = build(family, backend, case.get("first_expert"), **role)
+    g = torch.Generator().manual_seed(tgt)
+    query, memory = (
+        torch.randn(length, batch, C, generator=g, dtype=torch.float64) for length in (tgt, src or tgt)
+    )
+    query[..., 0] = memory[..., 0] = 3.0
+    leaves = {
+        "query": query.requires_grad_(),
+        "key": memory.requires_grad_(),
+        **dict(module.named_parameters()),
+    }
+    key = query if src is None else memory
+    padding = None if lengths is None else torch.arange(key.size(0)) >= torch.tensor(lengths)[:, None]
+    mask = torch.full((tgt, tgt), -math.inf, dtype=torch.float64).triu(1) if case.get("causal") else None
+    ids = torch.randint(4, 9, (batch, tgt), generator=g)
+    with tokens_of_queries(ids):
+        out, _ = module(query, key, key, key_padding_mask=padding, attn_mask=mask, need_weights=False)
+    rows = (query.transpose(0, 1), key.transpose(0, 1))
+    exact = FAMILIES[family][1](module, *rows, mask, padding, ids).transpose(0, 1)
+    real = torch.ones(tgt, batch, dtype=torch.bool) if padding is None or src else ~padding.t()
+    torch.testing.assert_close(out[real], exact[real])
+    upstream = torch.randn(out.shape, generator=g) * real.unsqueeze(-1)
+    frozen = {name for name, leaf in leaves.items() if not leaf.requires_grad}
+    assert bool(frozen) == ("frozen" in family) and all("router" in name for name in frozen)
+    leaves = {name: leaf for name, leaf in leaves.items() if name not in frozen}
+    ours, theirs = (
+        torch.autograd.grad(found, list(leaves.values()), upstream, allow_unused=True)
+        for found in (out, exact)
+    )
+    for name, one, other in zip(leaves, ours, theirs):
+        one, other = (torch.zeros_like(leaves[name]) if grad is None else grad for grad in (one, other))
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
