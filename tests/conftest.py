@@ -1,14 +1,13 @@
 """Shared fixtures: a toy parallel corpus, binarised once, and fairseq's commands as subprocesses."""
 
 import json
-import os
 import random
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from fairseq import options, tasks
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -27,18 +26,38 @@ USER_DIR = str(Path(moa_fairseq.__file__).parent)
 ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
 
 
-class Fairseq:
-    """Runs `python -m fairseq_cli.NAME` on one thread and keeps its output."""
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
-    def __call__(self, name, *args, cwd=None, stdin=None, check=True, env=None, timeout=300):
-        command = [sys.executable, "-m", f"fairseq_cli.{name}", *map(str, args)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
-        done = subprocess.run(
-            command, cwd=cwd, input=stdin, env=environment, timeout=timeout, text=True, capture_output=True
-        )
+
+class Fairseq:
+    """Runs fairseq's commands on one thread, each in a process of its own, and keeps what they write."""
+
+    def __call__(self, name, *args, check=True, timeout=300, **options):
+        done = Command(name, *args, **options).end(timeout)
         if check and done.returncode:
-            raise AssertionError(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+            raise AssertionError(f"{' '.join(done.args)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
         return done
+
+    def start(self, name, *args, **options):
+        """The same without waiting for the end."""
+        return Command(name, *args, **options)
+
+    def together(self, *args):
+        """Train in two processes; returns what they wrote, the first one's first."""
+        world = ("--distributed-world-size", 2, "--distributed-no-spawn", "--distributed-backend", "gloo")
+        world += (
+            "--ddp-backend",
+            "legacy_ddp",
+            "--distributed-init-method",
+            f"tcp://127.0.0.1:{free_port()}",
+        )
+        started = [Command("train", *args, *world, "--distributed-rank", rank) for rank in (0, 1)]
+        ends = [each.end() for each in started]
+        assert not any(end.returncode for end in ends), "".join(end.stderr[-2500:] for end in ends)
+        return [end.stdout + end.stderr for end in ends]
 
     def train(self, data, save_dir, *args, arch="moa_transformer_tiny", **options):
         """One layer each way, a few updates per epoch, JSON log lines, CPU."""
