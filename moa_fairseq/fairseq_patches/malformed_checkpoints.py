@@ -230,7 +230,7 @@ def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **op
 
 @patch(
     "fairseq.trainer:Trainer.load_checkpoint",
-    "fairseq_patches/test_checkpoint_files.py::test_training_does_not_begin_anew_beside_what_is_no_file",
+    "fairseq_patches/test_checkpoint_files.py::test_what_is_no_file_is_refused_before_it_is_opened",
 )
 def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
     """fairseq silently starts a new training if checkpoint_last.pt is not a regular file, and a damaged state
