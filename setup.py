@@ -37,7 +37,7 @@ setup(
     cmdclass={"build_py": BuildWithShare},
     package_data={"moa_fairseq": ["**/*.json", "**/*.yaml", "py.typed"]},
     install_requires=[
-        "torch>=2.1",
+        "torch>=2.5",
         "sacrebleu>=2.4,<3",
         "subword-nmt>=0.3.8,<0.4",
         "sentencepiece>=0.2,<0.3",

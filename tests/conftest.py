@@ -1,14 +1,14 @@
 """Shared fixtures: a toy parallel corpus, binarised once, and fairseq's commands as subprocesses."""
 
 import json
-import os
 import random
-import subprocess
-import sys
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from fairseq import options, tasks
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -28,31 +28,48 @@ ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddin
 
 
 class Fairseq:
-    """Runs `python -m fairseq_cli.NAME` on one thread and keeps its output."""
+    """Runs fairseq's commands on one thread, each in a process of its own, and keeps what they write."""
 
-    def __call__(self, name, *args, cwd=None, stdin=None, check=True, env=None, timeout=300):
-        command = [sys.executable, "-m", f"fairseq_cli.{name}", *map(str, args)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
-        done = subprocess.run(
-            command, cwd=cwd, input=stdin, env=environment, timeout=timeout, text=True, capture_output=True
-        )
-        if check and done.returncode:
-            raise AssertionError(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    def __call__(
+        self, name, *args, check=True, killed_at=None, number=signal.SIGKILL, timeout=300, **options
+    ):
+        """killed_at: what it has written when it gets the signal of that number; such a run is not checked.
+
+        stdin, cwd, env: as of `Command`.
+        """
+        started = Command(name, *args, **options)
+        if killed_at:
+            started.said_until(killed_at)
+            started.send_signal(number)
+        done = started.end(timeout)
+        if check and not killed_at and done.returncode:
+            raise AssertionError(f"{' '.join(done.args)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
         return done
 
+    def pair(self, *args):
+        """Start a training in two processes."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        world = ("--distributed-world-size", 2, "--distributed-no-spawn", "--distributed-backend", "gloo")
+        world += ("--ddp-backend", "legacy_ddp", "--distributed-init-method", address)
+        return [Command("train", *args, *world, "--distributed-rank", rank) for rank in (0, 1)]
+
+    def together(self, *args):
+        """Train in two processes; returns what the first of them wrote."""
+        ends = [each.end() for each in self.pair(*args)]
+        assert not any(end.returncode for end in ends), "".join(end.stderr[-2500:] for end in ends)
+        return ends[0].stdout + ends[0].stderr
+
+    def words(self, data, save_dir, *args, arch="moa_transformer_tiny"):
+        """Of a training: one layer each way, a few updates per epoch, JSON log lines, CPU."""
+        line = (data, "--user-dir", USER_DIR, "--cpu", "--arch", arch, *ONE_LAYER)
+        line += ("--optimizer", "adam", "--lr", 0.003, "--max-tokens", 400, "--num-workers", 0, "--seed", 7)
+        line += ("--criterion", "label_smoothed_cross_entropy_with_routing", "--label-smoothing", 0.1)
+        return [*line, "--log-format", "json", "--log-interval", 1, "--save-dir", save_dir, *args]
+
     def train(self, data, save_dir, *args, arch="moa_transformer_tiny", **options):
-        """One layer each way, a few updates per epoch, JSON log lines, CPU."""
-        return self(
-            "train",
-            data,
-            *("--user-dir", USER_DIR, "--cpu", "--arch", arch, "--share-all-embeddings"),
-            *("--encoder-layers", 1, "--decoder-layers", 1, "--optimizer", "adam", "--lr", 0.003),
-            *("--criterion", "label_smoothed_cross_entropy_with_routing", "--label-smoothing", 0.1),
-            *("--max-tokens", 400, "--num-workers", 0, "--seed", 7),
-            *("--log-format", "json", "--log-interval", 1, "--save-dir", save_dir),
-            *args,
-            **options,
-        )
+        return self("train", *self.words(data, save_dir, *args, arch=arch), **options)
 
 
 @pytest.fixture
@@ -151,26 +168,12 @@ def toy_wiki_data(tmp_path_factory, toy_wiki, toy_gpt2, preprocess):
 def train_masked_lm(fairseq, toy_wiki_data):
     """train_masked_lm(save_dir, *flags) trains a one-layer masked LM on `toy_wiki_data`."""
 
-    def train(save_dir, *args, arch="moa_roberta_tiny", criterion="masked_lm_with_routing"):
-        return fairseq(
-            "train",
-            toy_wiki_data,
-            *(
-                "--user-dir",
-                USER_DIR,
-                "--cpu",
-                "--task",
-                "masked_lm",
-                "--arch",
-                arch,
-                "--criterion",
-                criterion,
-            ),
-            *("--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16),
-            *("--tokens-per-sample", 24, "--max-positions", 24, "--optimizer", "adam", "--lr", 0.01),
-            *("--max-tokens", 240, "--num-workers", 0, "--seed", 7, "--log-format", "json"),
-            *("--save-dir", save_dir, *args),
-        )
+    def train(save_dir, *args, arch="moa_roberta_tiny", criterion="masked_lm_with_routing", **options):
+        line = (toy_wiki_data, "--user-dir", USER_DIR, "--cpu", "--task", "masked_lm", "--arch", arch)
+        line += ("--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16)
+        line += ("--tokens-per-sample", 24, "--max-positions", 24, "--optimizer", "adam", "--lr", 0.01)
+        line += ("--max-tokens", 240, "--num-workers", 0, "--seed", 7, "--log-format", "json")
+        return fairseq("train", *line, "--criterion", criterion, "--save-dir", save_dir, *args, **options)
 
     return train
 

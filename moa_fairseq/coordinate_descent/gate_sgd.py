@@ -7,20 +7,23 @@ parameters have to be stored in a checkpoint and agreed upon between workers.
 from typing import List, Optional, Sequence
 
 import torch
+from fairseq.logging import metrics
 from torch import Tensor
 from torch.nn import Parameter
+
+from moa_fairseq.transformer.model import sum_over_workers
 
 
 class GateGradients:
     """Gradients of the gates, summed over micro-batches and workers: Σ ∂loss/∂φ, not yet a mean.
 
-    fairseq's losses are sums over sample_size tokens; the total is divided at the end.
+    fairseq's losses are sums over sample_size tokens; the total is divided at the end. flat: the gradients,
+    then loss and sample size, in float32.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
         self.parameters = list(parameters)
         count = sum(parameter.numel() for parameter in self.parameters)
-        # the gradients, then loss and sample size
         self.flat = torch.zeros(count + 2, dtype=torch.float32, device=self.parameters[0].device)
 
     def add(self, loss: Tensor, sample_size: float, scale: float = 1.0) -> None:
@@ -29,34 +32,34 @@ class GateGradients:
         scale: a loss scale against underflow in half precision, undone in the sum.
         """
         loss = loss.sum()  # adaptive_loss has a vector of one
-        gradients = torch.autograd.grad(loss * scale, self.parameters, allow_unused=True)
-        self._add(gradients, sample_size, scale)
+        self.take(torch.autograd.grad(loss * scale, self.parameters, allow_unused=True), sample_size, scale)
         self.flat[-2] += loss.detach()
 
-    def take(self, sample_size: float, scale: float = 1.0) -> None:
-        """Add what backward passes of losses times scale have left in the parameters' `.grad`."""
-        self._add([parameter.grad for parameter in self.parameters], sample_size, scale)
-
-    def _add(self, gradients: Sequence[Optional[Tensor]], sample_size: float, scale: float) -> None:
+    def take(self, gradients: Sequence[Optional[Tensor]], sample_size: float, scale: float = 1.0) -> None:
+        """Add gradients of losses times scale, one for each parameter; None: it has none."""
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale
         self.flat[-1] += sample_size
 
-    @property
-    def loss(self) -> Tensor:
-        """Σ loss over what was added."""
-        return self.flat[-2]
-
-    @property
-    def sample_size(self) -> Tensor:
-        """Σ sample_size over what was added."""
-        return self.flat[-1]
+    def meet(self) -> bool:
+        """Add up all workers' sums; returns whether the gradients are finite."""
+        all_reduce = sum_over_workers()
+        if all_reduce is not None:
+            all_reduce(self.flat)
+        return bool(torch.isfinite(self.flat).all())
 
     def mean(self) -> List[Tensor]:
         """The gradient of the mean loss, one tensor per parameter."""
-        flat = self.flat[:-2] / self.sample_size.clamp_min(1e-8)
+        flat = self.flat[:-2] / self.flat[-1].clamp_min(1e-8)
         parts = flat.split([parameter.numel() for parameter in self.parameters])
         return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters)]
+
+    def step(self, finite: bool, lr: float, clip_norm: float) -> None:
+        """Update the gates along the mean, unless it is not finite; both are logged."""
+        metrics.log_scalar("g_skipped", int(not finite), round=3)
+        if finite:
+            norm = sgd_step(self.parameters, self.mean(), lr, clip_norm)
+            metrics.log_scalar("gate_gnorm", float(norm), round=4)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ How it works within fairseq:
   and gate.
 
 Joint training (`--bcd none`: NOBCD) updates gates and experts by the gradients of the same backward passes:
-the gates by plain SGD (see `joint_step`), the rest by fairseq's optimizer. With `--gate-optimizer fairseq`
+the gates by plain SGD (see `JointStep`), the rest by fairseq's optimizer. With `--gate-optimizer fairseq`
 that optimizer updates both.
 
 Fine-tuning (MAE §5.2) freezes parameters and is otherwise the same. FTG updates gates only: it has no F
@@ -39,9 +39,8 @@ from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
-from moa_fairseq.coordinate_descent.g_step import GStep
 from moa_fairseq.coordinate_descent.gate_log import GateEntropyLog
-from moa_fairseq.coordinate_descent.joint_step import JointStep
+from moa_fairseq.coordinate_descent.gate_steps import GStep, JointStep
 from moa_fairseq.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -239,10 +238,7 @@ class BlockCoordinateDescent(Extended):
 
 
 def too_short_for_a_g_epoch(trainer: Any, every: int) -> Optional[str]:
-    """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None.
-
-    trainer: fairseq's, with its training data loaded. Early stopping (--patience) is not taken into account.
-    """
+    """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None."""
     limits = trainer.cfg.optimization
     ends = []
     if limits.max_epoch:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
+import types
 from typing import Any, Callable, Dict
 
 import numpy
 from fairseq.data import LRUCacheDataset
 
+from moa_fairseq.fairseq_patches.table import made_of, patch
+
 logger = logging.getLogger(__name__)
 
+_COMPAT, _EPOCHS = "test_fairseq_compat.py::", "fairseq_patches/test_epochs.py::"
+_ITERATOR = "fairseq.data.iterators:EpochBatchIterator"
 
+
+@patch("fairseq.data.data_utils:batch_by_size", _COMPAT + "test_the_last_batch_is_kept")
 def keep_the_last_batch(batch_by_size: Callable, indices: Any, *args: Any, **options: Any) -> Any:
-    """What fairseq dropped from the end of `indices` becomes the last batch."""
+    """fairseq's main branch drops the last batch of a data set whenever its size is not a multiple of
+    --required-batch-size-multiple (8), in validation and generation too.
+    """
     if not hasattr(indices, "__len__"):
         indices = list(indices)
     batches = batch_by_size(indices, *args, **options)
@@ -23,6 +32,10 @@ def keep_the_last_batch(batch_by_size: Callable, indices: Any, *args: Any, **opt
     return batches
 
 
+@patch(
+    "fairseq.tasks.fairseq_task:FairseqTask.get_batch_iterator",
+    "test_resume.py::test_killed_and_resumed_equals_uninterrupted",
+)
 def group_as_in_the_first_epoch(
     get_batch_iterator: Callable,
     task: Any,
@@ -32,32 +45,45 @@ def group_as_in_the_first_epoch(
     epoch: int = 1,
     **options: Any,
 ) -> Any:
-    """Sentences are grouped with seed + 1, whichever epoch the process starts in."""
+    """Sentences are grouped into batches once, with the seed of the first epoch that a process runs: a
+    restart in a later epoch groups them anew, repeats some and skips others.
+    """
     fresh = options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache")
     if fresh or not task.can_reuse_epoch_itr(dataset):
         return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
-    # The task groups with seed + epoch; the iterator shuffles each epoch's batches with a seed of its own.
+    # Sentences are grouped with seed + 1 in any epoch; the iterator shuffles the batches with its own seed.
     iterator = get_batch_iterator(task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options)
     iterator.seed = seed
     return iterator
 
 
+@patch("fairseq.data.bucket_pad_length_dataset:get_buckets", _COMPAT + "test_batches_in_buckets")
 def bucket_sizes(get_buckets: Callable, sizes: Any, num_buckets: int) -> Any:
-    """The sizes of buckets, without a keyword of old versions of NumPy."""
+    """--num-batch-buckets asks NumPy for percentiles by a keyword, `interpolation`, that it no longer has."""
     percentages = numpy.linspace(0, 100, num_buckets + 1)[1:]
     return numpy.unique(numpy.percentile(sizes, percentages, method="lower"))
 
 
+@patch("numpy:compat", _COMPAT + "test_a_sentence_is_a_block_of_a_language_model", made_of)
+def old_names_of_numpy(compat: Any) -> Any:
+    """--sample-break-mode eos asks for numpy.compat.long, which NumPy 2 no longer has."""
+    return compat or types.SimpleNamespace(long=int)
+
+
+@patch(_ITERATOR + ".state_dict", _EPOCHS + "test_converted_place")
 def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> Dict[str, Any]:
-    """What an epoch's iterator saves, with the numbers of processes and of batches."""
+    """The place in an epoch is a number of batches of one process: a restart on half as many GPUs would see
+    part of the epoch twice, and one on more GPUs would skip part of it.
+    """
     numbers = {"num_shards": iterator.num_shards, "batches_in_epoch": len(iterator.frozen_batches)}
     return {**state_dict(iterator), **numbers}
 
 
+@patch(_ITERATOR + ".load_state_dict", _EPOCHS + "test_converted_place")
 def restore_the_place_of_all_processes(
     load_state_dict: Callable, iterator: Any, state: Dict[str, Any]
 ) -> None:
-    """The place in an epoch, converted to this number of processes."""
+    """The same, where it is read: the place is converted to this number of processes."""
     place, shards = state.get("iterations_in_epoch", 0), state.get("num_shards")
     if place and shards:
         batches = len(iterator.frozen_batches)
@@ -86,16 +112,20 @@ def converted_place(place: int, shards: int, batches: int, new_shards: int, new_
     return seen // new_shards
 
 
+@patch("fairseq.data.iterators:GroupedIterator.__init__", _EPOCHS + "test_groups_go_on_from_any_place")
 def group_from_any_place(
     init: Callable, groups: Any, iterable: Any, chunk_size: int, *args: Any, **options: Any
 ) -> None:
-    """Groups of --update-freq that begin inside a former group: fairseq finds one fewer than there are."""
+    """--update-freq counts groups from the epoch's beginning, and finds one fewer than there are in an epoch
+    that goes on inside a former group.
+    """
     place = getattr(iterable, "n", 0)
     init(groups, iterable, chunk_size, *args, **options)
     if place % chunk_size:
         groups.total = groups.n + math.ceil((len(iterable) - place) / chunk_size)
 
 
+@patch(_ITERATOR + ".next_epoch_itr", _EPOCHS + "test_workers_load_the_epoch_that_is_trained")
 def start_new_data_workers(
     next_epoch_itr: Callable,
     iterator: Any,
@@ -103,18 +133,20 @@ def start_new_data_workers(
     fix_batches_to_gpus: bool = False,
     set_dataset_epoch: bool = True,
 ) -> Any:
-    """Each training epoch starts its own workers, which hold the data set as `set_epoch` has left it.
+    """Data workers keep the data set of the epoch in which they were started: masks, noise and crops stay as
+    in the first one.
 
-    That costs about a tenth of a second of processor time per epoch; validation, whose data set never
-    changes, keeps its workers. A new loader also follows the order that is asked for: the old one would keep
-    the order of the first epoch, and --curriculum would never end.
+    Starting new ones costs about a tenth of a second of processor time per epoch; validation, whose data set
+    never changes, keeps its workers. A new loader also follows the order that is asked for: the old one would
+    keep the order of the first epoch, and --curriculum would never end.
     """
     if set_dataset_epoch:
         iterator.dataloader = None
     return next_epoch_itr(iterator, shuffle, fix_batches_to_gpus, set_dataset_epoch)
 
 
+@patch("fairseq.data:LRUCacheDataset.set_epoch", _EPOCHS + "test_no_masks_of_the_last_epoch_are_remembered")
 def forget_the_last_epoch(set_epoch: Callable, dataset: Any, epoch: int) -> None:
-    """A caching data set drops its items, which belong to the epoch before."""
+    """A caching data set hands out items of the epoch before."""
     set_epoch(dataset, epoch)
     LRUCacheDataset.__getitem__.cache_clear()  # one cache serves all of them

@@ -9,7 +9,6 @@ import pickle
 import re
 import shutil
 import time
-import types
 import zipfile
 from pathlib import Path
 from typing import IO, Any, Callable, Optional, Union
@@ -19,6 +18,7 @@ import torch
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.foreign_settings import forget_outputs
 from moa_fairseq.fairseq_patches.malformed_checkpoints import check_checkpoint
+from moa_fairseq.fairseq_patches.table import StandIn, made_of, patch
 from moa_fairseq.files import atomic_write, refuse_irregular
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ SECONDS_BETWEEN = 2.5  # fairseq's own patience with a disk
 _CHUNK = 1 << 20  # bytes
 _BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
 _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
+_HERE = "fairseq_patches/test_checkpoint_files.py::"
 
 
 def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
@@ -40,7 +41,7 @@ def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
     if not os.path.lexists(path):
         raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
     refuse_irregular(path)
-    return SafeTorch(check_checkpoint).load(path, map_location)
+    return CheckpointTorch(torch).load(path, map_location)
 
 
 def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
@@ -54,12 +55,8 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
                 raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
             end = chunk[-len(_BYTEARRAY) :]
         stream.seek(start)
-        if hasattr(torch.serialization, "safe_globals"):
-            with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
-                state = torch.load(stream, weights_only=True, **options)
-        else:
-            state = torch.load(stream, pickle_module=restricted_pickle(), **options)
-        return forget_outputs(state)
+        with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
+            return forget_outputs(torch.load(stream, weights_only=True, **options))
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
             found = _GLOBAL_PATTERN.search(str(error))
@@ -113,49 +110,17 @@ def _damaged(name: str, reason: str) -> UserError:
     )
 
 
-def restricted_pickle() -> types.ModuleType:
-    """A pickle module that finds only what a checkpoint needs, for torch older than 2.4.
+@patch(
+    "fairseq.data.codedataset, fairseq.models.speech_to_text.xm_transformer, "
+    "fairseq.models.text_to_speech.vocoder, fairseq.modules.quantization.pq.em:torch",
+    "fairseq_patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing",
+    made_of,
+)
+class SafeTorch(StandIn):
+    """These load a further file with torch, which a checkpoint's settings name."""
 
-    Those versions have no public allow-list for `weights_only=True`.
-    """
-    allowed = {(t.__module__, t.__qualname__): t for t in ALLOWED_TYPES}
-    tensor_parts = {
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-        ("torch._utils", "_rebuild_parameter"),
-    }
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if (module, name) in allowed:
-                return allowed[module, name]
-            is_storage = module == "torch" and (name.endswith("Storage") or name.endswith("Tensor"))
-            if (module, name) in tensor_parts or is_storage:
-                return super().find_class(module, name)
-            raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
-
-    module = types.ModuleType("moa_fairseq_restricted_pickle")
-    vars(module).update(
-        Unpickler=Unpickler,
-        load=lambda stream, **options: Unpickler(stream, **options).load(),
-        UnpicklingError=pickle.UnpicklingError,
-        HIGHEST_PROTOCOL=pickle.HIGHEST_PROTOCOL,
-    )
-    return module
-
-
-class SafeTorch(types.ModuleType):
-    """Stands for torch in fairseq's code that loads files: only `load` differs.
-
-    check(what was loaded, name, size of the file in bytes) raises where it is not what it should be.
-    """
-
-    def __init__(self, check: Callable[[Any, str, int], None] = lambda state, name, size: None):
-        super().__init__("torch")
-        self.check = check
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+    def check(self, state: Any, name: str, size: int) -> None:
+        """Raise where what was loaded from a file of `size` bytes is not what it should be."""
 
     def load(self, source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
         """torch.load, of data alone: see `load_checkpoint`."""
@@ -169,16 +134,17 @@ class SafeTorch(types.ModuleType):
         return state
 
 
-def load_regular_files(load: Callable, path: str, *args: Any, **options: Any) -> Any:
-    """`load_checkpoint_to_cpu` opens whatever stands at the path."""
-    refuse_irregular(path)
-    return load(path, *args, **options)
+@patch(
+    "fairseq.checkpoint_utils:torch",
+    "test_fairseq_compat.py::test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off",
+    made_of,
+)
+class CheckpointTorch(SafeTorch):
+    """A checkpoint is a pickle, which can run any code: only tensors, containers and argparse.Namespace are
+    loaded, and checksums are compared.
+    """
 
-
-def resume_from_regular_files(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-    """The trainer starts a new training if it finds anything but a file."""
-    refuse_irregular(filename)
-    return load(trainer, filename, *args, **options)
+    check = staticmethod(check_checkpoint)
 
 
 def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[str] = None) -> None:
@@ -191,15 +157,21 @@ def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[
     _write_checked(filename, lambda stream: torch.save(state, stream), temporary)
 
 
+@patch("fairseq.checkpoint_utils:torch_persistent_save", _HERE + "test_a_disk_that_is_full_for_a_moment")
 def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
-    """`save_checkpoint` for paths of this machine."""
+    """fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, its
+    second attempt appends to what the first one left.
+    """
     if _is_remote(filename):
         return save(state, filename, async_write)
     return save_checkpoint(state, filename, f"{filename}.tmp")
 
 
+@patch("fairseq.file_io:PathManager.copy", _HERE + "test_a_fault_while_a_checkpoint_is_copied")
 def copy_whole(copy: Callable, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
-    """Makes `checkpoint_best.pt` and `checkpoint_last.pt`."""
+    """fairseq overwrites checkpoint_last.pt and checkpoint_best.pt in place: a full disk or a kill at that
+    moment would leave half a checkpoint to resume from.
+    """
     if _is_remote(src_path) or _is_remote(dst_path):
         return copy(src_path, dst_path, overwrite)
 
@@ -248,8 +220,9 @@ def _write_checked(
             time.sleep(SECONDS_BETWEEN)
 
 
+@patch("fairseq.checkpoint_utils:save_checkpoint", _HERE + "test_asynchronous_writing_is_taken_back")
 def save_at_once(save: Callable, cfg: Any, *args: Any, **options: Any) -> Any:
-    """Asynchronous writing is not safe, and makes no copies."""
+    """Asynchronous writing writes under the final name, and never writes checkpoint_last.pt."""
     if cfg.write_checkpoints_asynchronously:
         logger.warning(
             "--write-checkpoints-asynchronously is ignored: it writes under the final name, where an "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import threading
-import types
 from datetime import timedelta
 from typing import Any, Callable, Dict, List
 
@@ -20,22 +19,26 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.distributed.utils import distributed_main as fairseqs_distributed_main
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.table import StandIn, instead, made_of, patch
 
 DEFAULT_SECONDS = 1800  # one process writes a large checkpoint on a slow network disk, the others wait
 ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
+_STOPPED = "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class PeerTorch(types.ModuleType):
-    """Stands for torch in fairseq's communication: `load` reads only what another process sent.
+@patch(
+    "fairseq.distributed.utils:torch",
+    "test_fairseq_compat.py::test_workers_send_each_other_configs_but_load_no_file",
+    made_of,
+)
+class PeerTorch(StandIn):
+    """A training of several processes cannot be resumed with torch >= 2.6: process 0 sends the others a
+    config, whose type torch refuses.
 
-    Process 0 reads a checkpoint by the allow-list and sends it to the others together with its config, whose
-    type torch's own default refuses. What the processes of one training send each other is no file of unknown
-    origin; fairseq exchanges it by pickle elsewhere, too.
+    What the processes of one training send each other is not a file of unknown origin, and nothing else is
+    loaded here; fairseq exchanges it by pickle elsewhere, too.
     """
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
     @staticmethod
     def load(buffer: io.BytesIO, map_location: Any = None) -> Any:
@@ -44,13 +47,11 @@ class PeerTorch(types.ModuleType):
         return torch.load(buffer, map_location=map_location, weights_only=False)
 
 
-class TimedDist(types.ModuleType):
-    """Stands for torch.distributed in fairseq: every group of processes gets the time limit."""
+@patch("fairseq.distributed.utils:dist", _STOPPED, made_of)
+class TimedDist(StandIn):
+    """No group of processes has a time limit of the user's choice (--heartbeat-timeout)."""
 
     limit = timedelta(seconds=DEFAULT_SECONDS)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
 
     def init_process_group(self, *args: Any, **options: Any) -> Any:
         return dist.init_process_group(*args, **{"timeout": self.limit, **options})
@@ -65,8 +66,9 @@ def time_limit(cfg: Any) -> int:
     return seconds if seconds > 0 else DEFAULT_SECONDS
 
 
+@patch("fairseq.distributed.utils:distributed_main", _STOPPED, instead)
 def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -> None:
-    """fairseq's `distributed_main`, in a process of its own or in this one.
+    """When a process hangs, the others wait for half an hour and never say for which one.
 
     Raises UserError that names the processes that did not answer within the limit. It is not a wrapper under
     fairseq's name: spawned processes import a function from the module that defines it, so they import this
@@ -91,8 +93,9 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -
         ) from error
 
 
+@patch("fairseq.models.distributed_fairseq_model:DistributedTimeoutWrapper", _STOPPED)
 def watch_later(wrapper: Callable, module: Any, timeout: int, **options: Any) -> Any:
-    """fairseq's own watch over a forward pass: the message that names a rank comes first."""
+    """Its timeout would interrupt the process just before the message that names the rank."""
     return wrapper(module, timeout=2 * (timeout + 4 * ANSWER_SECONDS), **options)
 
 
@@ -123,8 +126,14 @@ def _silent_ranks() -> List[int]:
     return silent
 
 
+@patch(
+    "fairseq.distributed.utils:infer_init_method",
+    "fairseq_patches/test_epochs.py::test_independent_copies_are_refused",
+)
 def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distributed: bool = False) -> None:
-    """torchrun's processes train one model together, on CPUs too; else they are refused."""
+    """Where fairseq takes the number of processes to be 1 (on a CPU, or with one GPU per machine), torchrun's
+    processes train independent models that overwrite each other's files: refused, or joined on CPUs.
+    """
     size = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
     if cfg.distributed_init_method is not None or cfg.tpu or size == 1:
         return infer_init_method(cfg, force_distributed)

@@ -7,14 +7,17 @@ from typing import Any, Callable
 import torch
 from fairseq.optim import AMPOptimizer
 
+from moa_fairseq.fairseq_patches.table import patch
 from moa_fairseq.torch_compat import without_fused_attention
 
 # Up to this length torch's fused attention in bfloat16 loses to plain products on a CPU: it pays for each
 # head of each sentence. Measured on a Xeon with AMX, one thread, forward and backward in ms, fused against
 # plain: 240 sentences of 17 tokens 69 / 10 (float32: 7), 16 of 128 tokens 49 / 36, 8 of 256 tokens 80 / 132.
 _PLAIN_ATTENTION_UP_TO = 128
+_HERE = "fairseq_patches/test_cpu_autocast.py::"
 
 
+@patch("fairseq.tasks.fairseq_task:FairseqTask.train_step", _HERE + "test_amp_on_the_cpu_is_bfloat16")
 def autocast_on_the_cpu(
     train_step: Callable,
     task: Any,
@@ -25,9 +28,10 @@ def autocast_on_the_cpu(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """A task's forward and backward pass: the criterion runs under the CPU's autocast where it should.
+    """--amp is silently float32 on the CPU, and bfloat16 is faster where the processor has units for it.
 
-    The backward pass stays outside, as torch asks; gradients arrive in float32, as parameters do.
+    The criterion runs under the CPU's autocast. The backward pass stays outside, as torch asks; gradients
+    arrive in float32, as parameters do.
     """
     if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
         return train_step(task, sample, model, criterion, optimizer, *args, **options)
@@ -45,13 +49,17 @@ def autocast_on_the_cpu(
         return train_step(task, sample, model, in_bfloat16, optimizer, *args, **options)
 
 
+@patch(
+    "fairseq.optim:AMPOptimizer.clip_grad_norm",
+    _HERE + "test_nan_on_the_cpu_ends_a_training_as_without_amp",
+)
 def stop_at_what_is_not_finite(
     clip_grad_norm: Callable, optimizer: AMPOptimizer, max_norm: float, *args: Any, **options: Any
 ) -> Any:
-    """The gradient norm of --amp: without loss scaling, a retry does not help against NaN.
+    """On the CPU torch's gradient scaler is off, and NaN in the gradients under --amp raised an
+    AttributeError.
 
-    On the CPU torch's scaler is switched off. It would neither skip the step nor lower a scale, so training
-    ends, as it does in float32. bfloat16 does not overflow sooner.
+    It would neither skip the step nor lower a scale, so training ends, as it does in float32.
     """
     if optimizer.scaler.is_enabled():
         return clip_grad_norm(optimizer, max_norm, *args, **options)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import types
 from typing import Any, Callable
 from urllib.parse import urlparse
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.table import StandIn, instead, made_of, patch
 from moa_fairseq.files import refuse_irregular
 
 # settings that name output files: a checkpoint that is loaded must not choose where to write
 OUTPUTS = ("save_predictions", "tensorboard_logdir")
+_TEST = "fairseq_patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing"
 FAIRSEQ_HOST = "dl.fbaipublicfiles.com"  # where GPT-2's byte-pair encoding lies, fairseq's default
 
 
@@ -35,15 +36,9 @@ def forget_outputs(state: Any) -> Any:
     return state
 
 
-class LocalFiles(types.ModuleType):
-    """Stands for `file_utils` in fairseq's tokenizers: local files, and downloads of fairseq's own only."""
-
-    def __init__(self, file_utils: types.ModuleType) -> None:
-        super().__init__(file_utils.__name__)
-        self._file_utils = file_utils
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file_utils, name)
+@patch("fairseq.data.encoders.*:file_utils", _TEST, made_of)
+class LocalFiles(StandIn):
+    """A tokenizer downloads its files from wherever a checkpoint's settings say: only fairseq's own are."""
 
     def cached_path(self, name: Any, cache_dir: Any = None) -> str:
         address = urlparse(str(name))
@@ -54,16 +49,20 @@ class LocalFiles(types.ModuleType):
                 "it, and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
             )
         refuse_irregular(str(name), "A tokenizer's file")
-        return self._file_utils.cached_path(name, cache_dir)
+        return self._original.cached_path(name, cache_dir)
 
 
+@patch("fairseq.data.fasta_dataset:FastaDataset._build_index", _TEST)
 def quote_the_path(build_index: Callable, dataset: Any, path: str) -> Any:
-    """The counting of a FASTA file: its path reaches the shell as one word."""
+    """fairseq puts the path of a data set into a shell command without quoting it."""
     return build_index(dataset, shlex.quote(path))
 
 
+@patch("fairseq.*:open", _TEST, instead)
 def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-    """`open` for fairseq's modules: no pipe and no device is read, whose name a checkpoint may have given."""
+    """Embeddings and dictionaries are read from whatever a setting names: a pipe would hang, a device fill
+    the memory.
+    """
     if not isinstance(file, int) and not set(mode) & set("wax+") and str(file) != os.devnull:
         refuse_irregular(file, "The file")
     return open(file, mode, *args, **options)

@@ -21,8 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.table import patch
+from moa_fairseq.files import refuse_irregular
 
 MAX_SETTINGS = 100_000  # values in a checkpoint's configuration: fairseq's have some hundreds
+_TEST = "fairseq_patches/test_malformed_checkpoints.py::test_a_malformed_checkpoint_gets_a_paragraph"
 _REMEDY = "Use another checkpoint, or the file that this one was copied from."
 
 
@@ -58,13 +61,19 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
                 refuse(f"cfg.{group} is of the type {type(cfg[group]).__name__}")
 
 
+def _parts(value: Any) -> List[Any]:
+    """What a container holds; nothing for anything else."""
+    value = vars(value) if isinstance(value, argparse.Namespace) else value
+    value = value.values() if isinstance(value, dict) else value
+    return list(value) if not isinstance(value, (str, bytes, Tensor)) and hasattr(value, "__iter__") else []
+
+
 def _check_tensors(state: Dict[Any, Any], size: int, refuse: Callable[[str], NoReturn]) -> None:
     """All tensors together are no larger than the file: none repeats a number, or was made without one."""
     seen: Set[int] = set()
     pending: List[Any] = [state]
     while pending:
         value = pending.pop()
-        value = vars(value) if isinstance(value, argparse.Namespace) else value
         if isinstance(value, Tensor):
             if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
                 refuse(f"it holds a tensor that is not dense ({value.layout}, on {value.device})")
@@ -73,9 +82,9 @@ def _check_tensors(state: Dict[Any, Any], size: int, refuse: Callable[[str], NoR
             seen.add(storage.data_ptr())
             if value.numel() * value.element_size() > storage.nbytes() or size < 0:
                 refuse(f"a tensor of the shape {list(value.shape)} is larger than what the file holds")
-        elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        elif id(value) not in seen and (parts := _parts(value)):
             seen.add(id(value))
-            pending += value.values() if isinstance(value, dict) else value
+            pending += parts
 
 
 def _check_size_of_settings(values: List[Any], refuse: Callable[[str], NoReturn]) -> None:
@@ -84,10 +93,7 @@ def _check_size_of_settings(values: List[Any], refuse: Callable[[str], NoReturn]
     for _ in range(MAX_SETTINGS):
         if not pending:
             return
-        value = pending.pop()
-        value = vars(value) if isinstance(value, argparse.Namespace) else value
-        if isinstance(value, (dict, list, tuple, set)):
-            pending += value.values() if isinstance(value, dict) else value
+        pending += _parts(pending.pop())
     refuse(f"its settings have more than {MAX_SETTINGS:,} values, or hold themselves")
 
 
@@ -168,8 +174,12 @@ def explaining(what: str, path: str = "") -> Iterator[None]:
         ) from error
 
 
+@patch("fairseq.checkpoint_utils:load_checkpoint_to_cpu", _TEST)
 def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
-    """`load_checkpoint_to_cpu(path, …)`."""
+    """fairseq relies on what a checkpoint should hold, and ends in a traceback where it does not; it hangs at
+    a named pipe, and fills the memory from a device.
+    """
+    refuse_irregular(path)
     with explaining(f"Checkpoint {path} cannot be loaded", str(path)):
         state = load(path, *args, **options)
     for allowance in Allowance.current[-1:]:
@@ -177,8 +187,11 @@ def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
     return state
 
 
+@patch("fairseq.checkpoint_utils:load_model_ensemble_and_task", _TEST)
 def explain_models(load: Callable, filenames: List[str], *args: Any, **options: Any) -> Any:
-    """`load_model_ensemble_and_task(paths, …)`, which builds each checkpoint's task and model."""
+    """fairseq builds whatever model the settings describe, and settings that it cannot build end in a
+    traceback.
+    """
     given = options.get("state") or {}
     names = ", ".join(map(str, filenames))
     with explaining(f"The model of {names} cannot be loaded", names):
@@ -205,8 +218,9 @@ def _check_use(task: Any, models: List[Any]) -> None:
                 raise ValueError(f"the longest sentence (such as --max-source-positions) is {limit}")
 
 
+@patch("fairseq.criterions:build_criterion", _TEST)
 def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
-    """`build_criterion(settings, task)`, whose settings `fairseq-validate` takes from a checkpoint."""
+    """fairseq-validate builds whatever criterion a checkpoint's settings describe."""
     with explaining("The criterion cannot be built from its settings"):
         criterion = build(settings, task, *args, **options)
         if criterion is None:
@@ -214,8 +228,15 @@ def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **op
     return criterion
 
 
+@patch(
+    "fairseq.trainer:Trainer.load_checkpoint",
+    "fairseq_patches/test_checkpoint_files.py::test_what_is_no_file_is_refused_before_it_is_opened",
+)
 def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-    """`Trainer.load_checkpoint(path, …)`: what it returns is the place to go on from, or None."""
+    """fairseq silently starts a new training if checkpoint_last.pt is not a regular file, and a damaged state
+    of a training ends in a traceback, at once or after hours.
+    """
+    refuse_irregular(filename)
     with explaining(f"The training cannot go on from {filename}", filename):
         extra = load(trainer, filename, *args, **options)
         if extra is not None:

@@ -18,13 +18,21 @@ from typing import Any, Callable
 
 import torch.distributed as dist
 
+from moa_fairseq.fairseq_patches.table import patch
+
 logger = logging.getLogger("fairseq_cli.train")
 PROGRAMS = ("fairseq-train", "fairseq-hydra-train", "fairseq_cli/train.py", "fairseq_cli/hydra_train.py")
+_TEST = "test_resume.py::test_a_terminated_training_saves_a_checkpoint"
 _asked = threading.Event()
 
 
+@patch("fairseq.trainer:Trainer._local_cumulative_training_time", _TEST)
 def tell_the_others(local_time: Callable, trainer: Any) -> float:
-    """`Trainer._local_cumulative_training_time` is infinite, as is the sum, once a process was told."""
+    """SIGTERM kills a training and what it did since its last checkpoint; now it saves one first. By this sum
+    the processes tell each other.
+
+    It is infinite once a process was told.
+    """
     return math.inf if _asked.is_set() and trainer._sync_stats() else local_time(trainer)
 
 
@@ -40,9 +48,7 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
                 local_time = type(trainer)._local_cumulative_training_time.__wrapped__
                 trainer._cumulative_training_time = local_time(trainer)
         last = end_of_epoch or trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf)
-        if (
-            not stops or last
-        ):  # at the end of an epoch fairseq saves and validates; the next update is the last
+        if not stops or last:  # at the end of an epoch fairseq saves; the next update is the last
             return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
         from fairseq import checkpoint_utils
 
@@ -62,8 +68,12 @@ def _remember(*_: Any) -> None:
             child.terminate()
 
 
+@patch("fairseq_cli.train:validate_and_save", _TEST, None)
 def install() -> None:
-    """In a process of fairseq-train, whether it was called as a program or as a module."""
+    """The same, after each update; SIGTERM has a handler of its own in fairseq-train.
+
+    It may have been called as a program or as a module.
+    """
     if not sys.argv[0].endswith(PROGRAMS):
         return
     for name in ("__main__", "fairseq_cli.train"):

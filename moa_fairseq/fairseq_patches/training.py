@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import Any, Callable, Dict, List
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
@@ -12,19 +16,36 @@ from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint
+from moa_fairseq.fairseq_patches.table import made_of, patch
+from moa_fairseq.files import DISK_FULL, as_user_error
 
 _MOST = 8  # differences that are listed
+_COMPAT, _RESUME = "test_fairseq_compat.py::", "test_resume.py::"
+_CONTEXT = "tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one"
 
 
+@patch(
+    "fairseq.dataclass.utils:override_module_args", _COMPAT + "test_bf16_is_a_gpu_dtype_when_there_is_a_gpu"
+)
 def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
-    """The step that turns arguments into a config is the last one before `tpu` is read."""
+    """fairseq's command line takes --bf16 to mean a TPU.
+
+    The step that turns arguments into a config is the last one before `tpu` is read.
+    """
     if getattr(args, "bf16", False) and torch.cuda.is_available():
         args.tpu = False
     return override_module_args(args)
 
 
+@patch(
+    "fairseq.trainer:Trainer.train_step",
+    "tasks/test_bcd.py::test_a_whole_update_is_a_g_step_and_then_an_f_step",
+)
 def announce_updates(train_step: Callable, trainer: Any, samples: Any, *args: Any, **options: Any) -> Any:
-    """The task is told before an update, and the model after it."""
+    """fairseq shows a task one micro-batch at a time; a task with `before_update(trainer, samples)` now sees
+    a whole update before it begins. The model is told when an update has been made, so that a checkpoint
+    saved between updates is complete and holds nothing of an update that overflowed.
+    """
     for observer in observers_of(trainer.get_model()):
         observer.forget()  # left by an update that overflowed and was skipped
     before_update = getattr(trainer.task, "before_update", None)
@@ -37,6 +58,10 @@ def announce_updates(train_step: Callable, trainer: Any, samples: Any, *args: An
     return result
 
 
+@patch(
+    "fairseq.tasks.fairseq_task:FairseqTask.train_step",
+    "tasks/test_observed_updates.py::test_routers_count_what_an_update_was_made_of",
+)
 def observe_no_fillers(
     train_step: Callable,
     task: Any,
@@ -47,38 +72,56 @@ def observe_no_fillers(
     update_num: int,
     ignore_grad: bool = False,
 ) -> Any:
-    """Nothing observes a micro-batch that a worker runs only to take part."""
+    """A worker that has no micro-batch left runs an old one again, only to take part; routers and gates would
+    count its tokens.
+    """
     with forgetting(observers_of(model)) if ignore_grad else contextlib.nullcontext():
         return train_step(task, sample, model, criterion, optimizer, update_num, ignore_grad)
 
 
+@patch("fairseq.nan_detector:NanDetector.add_hooks", _COMPAT + "test_the_module_that_made_a_nan_is_named")
 def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any) -> None:
-    """The hooks that find the module which made a NaN: encoders get no backward hook."""
+    """The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of tensors,
+    in which torch's backward hooks find no tensor.
+    """
     backward = detector.backward
     detector.backward = backward and not isinstance(module, FairseqEncoder)
     add_hooks(detector, module)
     detector.backward = backward
 
 
+@patch("fairseq.models.ema:EMA.__init__", _COMPAT + "test_a_moving_average_of_a_model_with_counts")
 def average_no_counts(
     init: Callable, ema: Any, model: Any, config: Any, device: Any = None, skip_keys: Any = None
 ) -> None:
-    """Integers of the model are copied into a moving average, not averaged."""
+    """--store-ema multiplies every tensor of a model by a fraction, and torch refuses that for integers: the
+    number of batches that a batch normalisation has seen.
+
+    They are copied.
+    """
     tensors = {key: value for key, value in model.state_dict().items() if torch.is_tensor(value)}
     integers = {key for key, value in tensors.items() if not value.is_floating_point()}
     init(ema, model, config, device, integers.union(skip_keys or ()))
 
 
+@patch("fairseq.checkpoint_utils:save_checkpoint", _CONTEXT)
 def announce_saves(save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **options: Any) -> Any:
-    """`task.before_save(trainer, epoch_itr)` runs in every process."""
+    """fairseq asks the first process alone for a task's state; a carried context is spread over all.
+
+    `task.before_save(trainer, epoch_itr)` runs in every process.
+    """
     before_save = getattr(trainer.task, "before_save", None)
     if before_save is not None and not cfg.no_save:
         before_save(trainer, epoch_itr)
     return save(cfg, trainer, epoch_itr, *args, **options)
 
 
+@patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)
 def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """`task.after_load(trainer, epoch_itr, extra_state)` follows the loading of a checkpoint."""
+    """fairseq hands a task its saved state without the model or the place in the epoch.
+
+    `task.after_load(trainer, epoch_itr, extra_state)` follows.
+    """
     extra_state, epoch_itr = load(cfg, trainer, **options)
     after_load = getattr(trainer.task, "after_load", None)
     if extra_state is not None and after_load is not None:
@@ -86,8 +129,12 @@ def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) ->
     return extra_state, epoch_itr
 
 
+@patch(
+    "fairseq.trainer:Trainer.load_checkpoint",
+    _RESUME + "test_another_architecture_is_refused_and_overwrites_nothing",
+)
 def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-    """A checkpoint of another model, to resume from or to fine-tune: the settings that differ are named."""
+    """fairseq says that the architectures do not match, and not in which setting."""
     try:
         return load(trainer, filename, *args, **options)
     except Exception as error:
@@ -118,8 +165,14 @@ def _differences(state: Dict[str, Any], model: Any) -> List[str]:
     ]
 
 
+@patch(
+    "fairseq.trainer:Trainer.load_checkpoint",
+    _RESUME + "test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
+)
 def name_other_optimizers(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-    """The optimizer of a checkpoint that had other parameters is a UserError."""
+    """A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded wrongly if
+    the sizes happen to fit.
+    """
     try:
         result = load(trainer, filename, *args, **options)
         fits = trainer._optimizer is None or _state_fits(trainer._optimizer.optimizer)
@@ -149,3 +202,21 @@ def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
                 return False
     numbers = ("lr", "betas", "eps", "weight_decay", "momentum")
     return not any(isinstance(group.get(name), str) for group in optimizer.param_groups for name in numbers)
+
+
+@patch("sys:excepthook", _COMPAT + "test_user_errors_of_fairseq_train_are_one_paragraph", made_of)
+def one_paragraph(hook: Callable) -> Callable:
+    """An error that the user can put right ends in a traceback: it is printed as one paragraph."""
+    return print_user_errors if hook is sys.__excepthook__ else hook
+
+
+def print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
+    """In place of `sys.excepthook`."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
+    if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
+        error = UserError(str(error))
+    if isinstance(error, UserError):
+        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)

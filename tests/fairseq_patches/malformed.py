@@ -22,33 +22,39 @@ HUGE = 10**12
 
 
 def at(holder, key):
-    """The attribute, item or element of that name."""
-    return getattr(holder, key) if isinstance(holder, Namespace) else holder[key]
+    """(the container, the key or index) of that name."""
+    return (
+        (vars(holder), key)
+        if isinstance(holder, Namespace)
+        else (holder, int(key) if isinstance(holder, list) else key)
+    )
+
+
+def place(state, path):
+    """Where a path such as "cfg/model/arch" leads (a dot is part of a weight's name): (container, key)."""
+    *parents, last = path.split("/")
+    for name in parents:
+        container, key = at(state, name)
+        state = container[key]
+    return at(state, last)
 
 
 def put(path, value):
-    """The value at a path such as "cfg/model/arch" (a dot is part of a weight's name) is another one."""
-    *parents, last = path.split("/")
+    """The value at a path is another one."""
 
     def change(state):
-        for key in parents:
-            state = at(state, int(key) if isinstance(state, list) else key)
-        if isinstance(state, Namespace):
-            setattr(state, last, value)
-        else:
-            state[int(last) if isinstance(state, list) else last] = value
+        container, key = place(state, path)
+        container[key] = value
 
     return change
 
 
 def drop(path):
     """There is nothing at a path."""
-    *parents, last = path.split("/")
 
     def change(state):
-        for key in parents:
-            state = at(state, int(key) if isinstance(state, list) else key)
-        state.__dict__.pop(last) if isinstance(state, Namespace) else state.pop(last)
+        container, key = place(state, path)
+        del container[key]
 
     return change
 
@@ -96,27 +102,22 @@ def optimizer(key, value):
 
 
 SMALL = torch.ones(2, 3)
-VALUES = {"none": None, "a list": [], "text": "x", "a number": 3, "empty": {}}
+VALUES = {"none": None, "text": "x", "empty": {}}
 CASES = {
     **{f"the whole is {what}": whole(value) for what, value in VALUES.items()},
     "the whole is a tensor": whole(SMALL),
-    "the whole is a tuple": whole((1, {"model": {}})),
     "the whole is a namespace": whole(Namespace(model={})),
-    "the whole has numbers for keys": whole({1: 2}),
     # the weights
     "model missing": drop("model"),
     **{f"model is {what}": put("model", value) for what, value in VALUES.items()},
-    "model is a tensor": put("model", SMALL),
     "model has a number for a name": lambda state: state["model"].update({7: SMALL}),
     "model has the empty name": put("model/", SMALL),
-    "model has dots for a name": put("model/..", SMALL),
     "model has a long name": put("model/" + "x." * 20_000, SMALL),
     **{f"weight is {what}": put(f"model/{WEIGHT}", value) for what, value in VALUES.items()},
     "weight is a namespace": put(f"model/{WEIGHT}", Namespace(shape=(2, 3))),
     "weight missing": drop(f"model/{WEIGHT}"),
     "weight too many": put("model/encoder.layers.9.fc1.weight", SMALL),
     "weight of another shape": put(f"model/{WEIGHT}", SMALL),
-    "weight of no dimension": put(f"model/{WEIGHT}", torch.tensor(1.0)),
     "weight of no elements": put(f"model/{WEIGHT}", torch.empty(0)),
     "weight of one stored number": put(f"model/{WEIGHT}", torch.ones(1).expand(10**6, 10**6)),
     "weight sparse": put(f"model/{WEIGHT}", SMALL.to_sparse()),
@@ -125,18 +126,15 @@ CASES = {
     "weight quantized": put(f"model/{WEIGHT}", torch.quantize_per_tensor(SMALL, 0.1, 0, torch.qint8)),
     "embedding of one row": put("model/encoder.embed_tokens.weight", torch.ones(1, 64)),
     "weights of integers": weights(lambda value: value.to(torch.int64)),
-    "weights of bool": weights(lambda value: value.bool()),
     "weights of NaN": weights(lambda value: value * NAN if value.is_floating_point() else value),
     **{
         f"{kind} NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(kind))
         for kind in (torch.complex64, torch.float8_e4m3fn)
     },
     "weights transposed": weights(lambda value: value.t() if value.dim() == 2 else value),
-    "weights flat": weights(lambda value: value.flatten()),
     # the configuration
     "cfg missing": drop("cfg"),
     **{f"cfg is {what}": put("cfg", value) for what, value in VALUES.items()},
-    "cfg has a number for a name": lambda state: state["cfg"].update({7: 1}),
     "cfg is a namespace": lambda state: put("cfg", Namespace(**state["cfg"]))(state),
     "cfg holds a tensor": put("cfg/task/data", SMALL),
     "cfg holds itself": itself,
@@ -165,20 +163,20 @@ CASES = {
     **{
         f"{name} is {value!r}": put(f"cfg/model/{name}", value)
         for name, values in {
-            "encoder_layers": (None, "x", -1, 0, 3, 1.5, NAN, HUGE, 10**30, [1]),
-            "encoder_embed_dim": ("x", -1, HUGE),
-            "encoder_ffn_embed_dim": ("x", -1, 0, 3, HUGE, 10**30),
+            "encoder_layers": (None, "x", -1, 0, 1.5, HUGE, 10**30),
+            "encoder_embed_dim": ("x", HUGE),
+            "encoder_ffn_embed_dim": ("x", 0, 3, HUGE),
             "decoder_attention_heads": ("x", 0, 3),
-            "num_experts": ("x", -1, 0, 999, HUGE),
-            "experts_per_token": ("x", -1, 0, 999),
-            "expert_dim": ("x", -1, 0, 999, HUGE),
+            "num_experts": ("x", -1, 0, HUGE),
+            "experts_per_token": ("x", -1, 999),
+            "expert_dim": ("x", 0, HUGE),
         }.items()
         for value in values
     },
     **{
         f"{name} is {value!r}": put(f"cfg/model/{name}", value)
         for name in ("max_source_positions", "max_target_positions")
-        for value in ("x", -1, 0, HUGE, [1, 2])
+        for value in ("x", -1, HUGE)
     },
     **{
         f"{name} is {value!r}": put(f"cfg/model/{name}", value)
@@ -188,14 +186,7 @@ CASES = {
             "expert_backend": ("nope", None, 3),
             "positions": ("nope", 3, "xl"),
             "share_all_embeddings": (False, "x"),
-            "encoder_embed_path": (
-                "/nowhere",
-                "/dev/zero",
-                "/dev/urandom",
-                "/",
-                "/dev/stdin",
-                "/proc/self/exe",
-            ),
+            "encoder_embed_path": ("/nowhere", "/dev/zero", "/", "/proc/self/exe"),
             "decoder_embed_path": ("/dev/zero",),
             "encoder_learned_pos": (True,),
             "adaptive_softmax_cutoff": ("1,2", "x", [3, 2, 1]),
@@ -203,9 +194,7 @@ CASES = {
             "encoder_layerdrop": ("x", 2.0),
             "quant_noise_pq": ("x", 1.0),
             "base_layers": (2, HUGE),
-            "decoder_output_dim": (7, "x"),
             "decoder_input_dim": (7,),
-            "layernorm_embedding": (True, "x"),
             "decoder_layers": (2, 10**6, HUGE),
         }.items()
         for value in values
@@ -223,11 +212,8 @@ CASES = {
             "source_lang": (None, 3, "xx", "../en"),
             "left_pad_source": ("x", 3, None),
             "max_source_positions": ("x", -1, None, HUGE),
-            "num_batch_buckets": (-1, "x"),
             "eval_bleu": (True, "x"),
             "dataset_impl": ("nope", "raw"),
-            "truncate_source": ("x",),
-            "upsample_primary": (HUGE, "x"),
             "load_alignments": (True,),
         }.items()
         for value in values
@@ -245,20 +231,17 @@ CASES = {
     # old checkpoints
     "old": flat(),
     "old with an unknown arch": flat(arch="nope"),
-    "old with a number for a task": flat(task=3),
     "old with text for lr": flat(lr="x"),
     "old with HUGE layers": flat(encoder_layers=HUGE),
     # what a training goes on from
     "optimizer_history missing": drop("optimizer_history"),
     **{f"optimizer_history is {what}": put("optimizer_history", value) for what, value in VALUES.items()},
-    "optimizer_history holds nothing": put("optimizer_history", [None]),
     "optimizer_history holds an empty entry": put("optimizer_history", [{}]),
     **{
         f"num_updates is {value!r}": put("optimizer_history/0/num_updates", value)
-        for value in (None, "x", NAN, -1, 1.5, 10**30, [])
+        for value in (None, "x", NAN, -1, 10**30)
     },
     "another criterion": put("optimizer_history/0/criterion_name", "Nope"),
-    "another optimizer": put("optimizer_history/0/optimizer_name", 3),
     **{
         f"lr_scheduler_state is {what}": put("optimizer_history/0/lr_scheduler_state", value)
         for what, value in {**VALUES, "of text": {"best": "x"}}.items()
@@ -286,7 +269,7 @@ CASES = {
     **{
         f"{name} is {value!r}": put(f"extra_state/train_iterator/{name}", value)
         for name in ("epoch", "iterations_in_epoch")
-        for value in (None, "x", -1, 1.5, NAN, HUGE, [])
+        for value in (None, "x", -1, 1.5, HUGE)
     },
     "shuffle is text": put("extra_state/train_iterator/shuffle", "x"),
     **{f"best is {value!r}": put("extra_state/best", value) for value in ("x", [], NAN)},
@@ -391,48 +374,33 @@ BYTES = made_of(b"cbuiltins\nbytearray\n" + b"\x8a\x05" + (10**10).to_bytes(5, "
 TENSOR = made_of(b"ctorch\nTensor\n" + b"\x8a\x05" + (10**11).to_bytes(5, "little") + b"\x85R")
 FILES = {
     "empty": lambda data: b"",
-    "one byte": lambda data: b"P",
     "text": lambda data: b"a checkpoint\n" * 100,
-    "html": lambda data: b"<!DOCTYPE html><html><body>404</body></html>",
-    "zeros": lambda data: bytes(100_000),
     "noise": lambda data: bytes(range(256)) * 400,
     "the mark of a zip": lambda data: b"PK\x03\x04" + bytes(100),
     "an empty zip": lambda data: rezipped(data, lambda name, old: None),
-    **{
-        f"{percent} percent": lambda data, p=percent: data[: len(data) * p // 100]
-        for percent in (1, 10, 50, 90, 99)
-    },
-    "the last byte missing": lambda data: data[:-1],
+    **{f"{percent} percent": lambda data, p=percent: data[: len(data) * p // 100] for percent in (1, 50, 99)},
     "the first byte missing": lambda data: data[1:],
     "something before": lambda data: b"x" * 100 + data,
     "something after": lambda data: data + b"x" * 100,
-    "twice": lambda data: data + data,
     "gzip": gzip.compress,
     "tar": tarred,
     "zip of a file": lambda data: rezipped(data, lambda name, old: None, more=[("checkpoint.pt", data)]),
     "no data.pkl": lambda data: rezipped(data, lambda name, old: None if name.endswith("data.pkl") else old),
     "no weights": lambda data: rezipped(data, lambda name, old: None if "/data/" in name else old),
-    "no version": lambda data: rezipped(data, lambda name, old: None if name.endswith("version") else old),
     "data.pkl empty": only("data.pkl", b""),
-    "data.pkl text": only("data.pkl", b"hello"),
     "data.pkl half": lambda data: rezipped(
         data, lambda name, old: old[: len(old) // 2] if "pkl" in name else old
     ),
     "data.pkl of protocol 5": only("data.pkl", pickle.dumps({"model": {}}, 5)),
-    "data.pkl of protocol 0": only("data.pkl", pickle.dumps({"model": {}}, 0)),
     "data.pkl asks for 10 GB": only("data.pkl", BYTES),
     "data.pkl asks for a large tensor": only("data.pkl", TENSOR),
     "data.pkl nested": only("data.pkl", b"\x80\x02" + b"]" * 100_000 + b"."),
     "data.pkl of unknown codes": only("data.pkl", b"\x80\x02\xff\xfe."),
-    "data.pkl memo": only("data.pkl", b"\x80\x02h\x05."),
     "version huge": only("version", b"9" * 400),
     "byteorder unknown": only("byteorder", b"middle"),
-    "byteorder big": only("byteorder", b"big"),
     "weights cut short": lambda data: rezipped(data, lambda name, old: old[:8] if "/data/" in name else old),
-    "weights empty": lambda data: rezipped(data, lambda name, old: b"" if "/data/" in name else old),
     "weights too long": lambda data: rezipped(data, lambda name, old: old * 2 if "/data/" in name else old),
     "deflated": lambda data: rezipped(data, method=zipfile.ZIP_DEFLATED),
-    "bzip2": lambda data: rezipped(data, method=zipfile.ZIP_BZIP2),
     "lzma": lambda data: rezipped(data, method=zipfile.ZIP_LZMA),
     "3 MB for 3 GB": inflating,
     "shared members": shared_members,
@@ -441,9 +409,8 @@ FILES = {
     "legacy half": lambda data: legacy(data)[: len(data) // 2],
     "legacy without weights": lambda data: legacy_with(pickle.dumps({"model": {}}, 2), data),
     "legacy asks for 10 GB": lambda data: legacy_with(BYTES, data),
-    **{f"pickle {n}": lambda data, n=n: pickle.dumps({"model": {}, "cfg": {}}, n) for n in (0, 2, 4, 5)},
+    **{f"pickle {n}": lambda data, n=n: pickle.dumps({"model": {}, "cfg": {}}, n) for n in (0, 5)},
     "pickle asks for 10 GB": lambda data: BYTES,
-    "safetensors": lambda data: struct.pack("<Q", 2) + b"{}",
     "safetensors huge": lambda data: struct.pack("<Q", 2**60) + b"{}",
 }
 FIFO = "cfg.model.encoder_embed_path is a pipe"

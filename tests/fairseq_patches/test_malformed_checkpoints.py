@@ -5,23 +5,20 @@ in test_planted_checkpoints.py.
 """
 
 import copy
+import functools
 import resource
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
+from fairseq_patches import malformed
 from omegaconf import OmegaConf
 
-from moa_fairseq import fairseq_compat
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-
-sys.path.insert(0, str(Path(__file__).parent))
-import malformed
+from moa_fairseq.fairseq_patches.training import print_user_errors
 
 ROOM = 3 << 30  # bytes of address space beside what the process has
 
@@ -101,7 +98,7 @@ def resume(toy_data, toy_checkpoint):
 
 
 def verb(*words):
-    def load(path, data, settings, capsys):
+    def load(capsys, path, data, settings):
         places = {"PATH": path, "DATA": data, "OUT": path.with_name("out.pt")}
         status = main([str(places.get(word, word)) for word in words])
         if status:
@@ -125,12 +122,11 @@ def test_a_malformed_checkpoint_gets_a_paragraph(
     malformed.write(name, copy.deepcopy(sound), path)
     monkeypatch.chdir(tmp_path)
     ways = {"generate": generate, "validate": validate, "resume": resume}
-    calls = {way: (load, ()) for way, load in ways.items()}
-    calls.update({way: (load, (capsys,)) for way, load in VERBS.items()})
+    ways |= {way: functools.partial(load, capsys) for way, load in VERBS.items()}
     wrong, taken = [], []
-    for way, (load, more) in calls.items():
+    for way, load in ways.items():
         try:
-            load(path, toy_data, sound["cfg"], *more)
+            load(path, toy_data, sound["cfg"])
             taken.append(way)
         except UserError as error:
             named = "malformed.pt" in str(error) or "The criterion cannot be built" in str(error)
@@ -149,5 +145,5 @@ def test_a_malformed_checkpoint_gets_a_paragraph(
 
 def test_a_data_set_that_is_not_there_gets_a_paragraph(capsys):
     error = FileNotFoundError("Dataset not found: test (data-bin)")
-    fairseq_compat.print_user_errors(type(error), error, None)
+    print_user_errors(type(error), error, None)
     assert capsys.readouterr().err.endswith(f": error: {error}\n")

@@ -14,14 +14,3 @@ def arguments(data, save_dir, *flags, arch="switchall_lm_tiny"):
     line += ["--batch-size-valid", 2, "--optimizer", "adam", "--lr", 0.002, "--num-workers", 0, "--seed", 3]
     line += ["--log-format", "json", "--log-interval", 5, "--save-dir", save_dir, *flags]
     return [str(word) for word in line]
-
-
-def train(fairseq, *args, check=True, **options):
-    return fairseq("train", *arguments(*args, **options), check=check)
-
-
-def two_processes(port, rank):
-    """Flags of one of two processes on this machine."""
-    world = ["--distributed-world-size", 2, "--distributed-rank", rank, "--distributed-no-spawn"]
-    world += ["--distributed-backend", "gloo", "--ddp-backend", "legacy_ddp"]
-    return [*world, "--distributed-init-method", f"tcp://127.0.0.1:{port}"]

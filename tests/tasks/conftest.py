@@ -1,7 +1,6 @@
 """`trainer_updates` and `chunked_training` are shared by the tests here."""
 
 import random
-import socket
 import sys
 from pathlib import Path
 
@@ -22,10 +21,3 @@ def toy_text(tmp_path_factory, fairseq):
     prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
     fairseq("preprocess", "--only-source", *prefixes, "--destdir", folder / "bin")
     return folder / "bin"
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,24 +1,27 @@
 """A training with a carried context that stops in the middle of an epoch and goes on, bit for bit."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from chunked_training import arguments, two_processes
+from chunked_training import arguments
 
 from moa_fairseq.evaluation.average import average_checkpoints
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
 
-# 34 chunks of twelve texts, six in a micro-batch: epochs of 34 updates. Validated and saved in mid-epoch.
-LONG, STOPS = 42, (7, 37)
-HABITS = ("--update-freq", 2, "--validate-interval-updates", 4, "--save-interval-updates", 4)
+# 17 chunks of 24 texts, twelve in a micro-batch: epochs of 17 updates. Validated and saved in mid-epoch.
+LONG, STOPS = 22, (6, 19)
+HABITS = (
+    "--batch-size",
+    12,
+    "--update-freq",
+    2,
+    "--validate-interval-updates",
+    4,
+    "--save-interval-updates",
+    4,
+)
 HEADS = ("--decoder-attention-heads", 8, "--positions", "rope")
 CASES = {
-    "dense": ("transformer_xl_lm_tiny", ()),
     "dense, bfloat16": ("transformer_xl_lm_tiny", ("--amp",)),
     "moa, two chunks": ("moa_lm_tiny", ("--carried-chunks", 2)),
     "switchhead": ("switchhead_lm_tiny", ()),
@@ -26,31 +29,6 @@ CASES = {
     "moh": ("moh_transformer_lm_base", HEADS),
     "mae": ("mae_transformer_lm_base", (*HEADS, "--gate-window", 5)),
 }
-TRAIN_IN_TURN = """
-import json, sys
-from fairseq_cli.train import cli_main
-for arguments in json.loads(sys.argv[1]):
-    sys.argv = ["fairseq-train", *arguments]
-    cli_main()
-"""
-
-
-def in_turn(*processes):
-    """Run lists of trainings, each list in a process of its own, at the same time; returns what they said."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN_IN_TURN, json.dumps(trainings)],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for trainings in processes
-    ]
-    said = [process.communicate(timeout=280)[0] for process in started]
-    assert not any(process.returncode for process in started), "".join(text[-2500:] for text in said)
-    return said
 
 
 def different(one, two):
@@ -61,37 +39,29 @@ def different(one, two):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_context_equals_an_uninterrupted_one(toy_text, tmp_path, case):
+def test_a_resumed_context_equals_an_uninterrupted_one(fairseq, toy_text, tmp_path, case):
     arch, flags = CASES[case]
-
-    def until(update, folder):
-        return arguments(toy_text, tmp_path / folder, *HABITS, *flags, "--max-update", update, arch=arch)
-
-    in_turn([until(LONG, "whole"), *(until(update, "parts") for update in (*STOPS, LONG))])
+    for folder, update in (("whole", LONG), *(("parts", update) for update in (*STOPS, LONG))):
+        line = (toy_text, tmp_path / folder, *HABITS, *flags, "--max-update", update)
+        fairseq("train", *arguments(*line, arch=arch))
     assert different(tmp_path / "whole", tmp_path / "parts") == 0
     place = load_checkpoint(tmp_path / "parts" / "checkpoint_last.pt")["extra_state"]["train_iterator"]
-    assert place["epoch"] == 2 and 0 < place["iterations_in_epoch"] < 68
+    assert place["epoch"] == 2 and 0 < place["iterations_in_epoch"] < 34
 
 
-def test_each_of_two_processes_gets_its_own_texts_back(toy_text, tmp_path, free_port):
+def test_each_of_two_processes_gets_its_own_texts_back(fairseq, toy_text, tmp_path):
     """And one process that takes over gets the texts of both."""
-
-    def until(update, folder, rank):
-        flags = ("--batch-size", 3, "--max-update", update, *two_processes(free_port, rank))
-        return arguments(toy_text, tmp_path / folder, *flags)
-
-    def of_rank(rank):
-        stops = [until(20, "whole", rank), until(9, "parts", rank), until(20, "parts", rank)]
-        return [*stops, until(9, "alone", rank)]
-
-    in_turn(of_rank(0), of_rank(1))
+    for folder, update in (("whole", 20), ("parts", 9), ("parts", 20), ("alone", 9)):
+        flags = ("--batch-size", 3, "--max-update", update)
+        fairseq.together(*arguments(toy_text, tmp_path / folder, *flags))
     assert different(tmp_path / "whole", tmp_path / "parts") == 0
     path = tmp_path / "alone" / "checkpoint_last.pt"
     carried = load_checkpoint(path)["extra_state"]["carried_context"]
     assert [tuple(x.shape) for x in carried["inputs"]] == [(8, 6, 32)] * 2
 
     for update, flags in ((10, ()), (11, ("--batch-size", 3, "--update-freq", 2))):
-        (said,) = in_turn([arguments(toy_text, tmp_path / "alone", "--max-update", update, *flags)])
+        done = fairseq("train", *arguments(toy_text, tmp_path / "alone", "--max-update", update, *flags))
+        said = done.stdout + done.stderr
         assert f"epoch 1 @ {update - 1} updates" in said and "is read without" not in said
 
 
@@ -102,25 +72,27 @@ def test_a_batch_that_only_takes_part_has_no_place_in_the_texts(monkeypatch):
         lambda task, sample, *args: seen.append(set(sample["net_input"])),
         raising=False,
     )
-    task, sample = (
-        TruncatedBPTTTask.__new__(TruncatedBPTTTask),
-        {"net_input": {"tokens": 1, "chunk": 0, "part": 0}},
-    )
+    task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
+    sample = {"net_input": {"tokens": 1, "chunk": 0, "part": 0}}
     for fills in (False, True):
         task.train_step(sample, None, None, None, 3, ignore_grad=fills)
     assert seen == [{"tokens", "chunk", "part"}, {"tokens"}]
 
 
-def test_a_checkpoint_of_before_resumes_with_a_warning(toy_text, tmp_path):
-    line = arguments(toy_text, tmp_path, "--save-interval-updates", 2, "--max-update")
-    in_turn([[*line, "4"]])
+def test_a_checkpoint_of_before_resumes_with_a_warning(fairseq, toy_text, tmp_path):
+    def train(*flags):
+        line = arguments(toy_text, tmp_path, "--save-interval-updates", 2, "--max-update", *flags)
+        done = fairseq("train", *line)
+        return done.stdout + done.stderr
+
+    train(4)
     last, numbered = tmp_path / "checkpoint_last.pt", [tmp_path / f"checkpoint_1_{n}.pt" for n in (2, 4)]
     assert "carried_context" not in average_checkpoints(numbered)["extra_state"]
     state = load_checkpoint(last)
     carried = state["extra_state"].pop("carried_context")
     assert (carried["chunk"], carried["texts"], carried["chunks"], carried["length"]) == (3, 6, 67, 8)
     torch.save(state, last)
-    (without,) = in_turn([[*line, "5"]])
+    without = train(5)
     torch.save({**state, "extra_state": {**state["extra_state"], "carried_context": carried}}, last)
-    (cut_anew,) = in_turn([[*line, "5", "--batch-size", "5"]])
+    cut_anew = train(5, "--batch-size", 5)
     assert "the checkpoint holds none" in without and "cut otherwise" in cut_anew

@@ -4,11 +4,10 @@ import argparse
 import copy
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from chunked_training import SMALL, train, two_processes
+from chunked_training import SMALL, arguments
 from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
@@ -18,7 +17,6 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.tasks.language_modeling_truncated_bptt import OrderedChunks, TruncatedBPTTTask
 
-assert moa_fairseq.__version__
 ARCHS = ["switchhead_lm_tiny", "transformer_xl_lm_tiny", "moa_lm_tiny", "switchall_lm_tiny"]
 
 
@@ -204,7 +202,7 @@ def test_embedded_positions_are_refused():
 @pytest.fixture(scope="module")
 def toy_lm(tmp_path_factory, fairseq, toy_text):
     folder = tmp_path_factory.mktemp("lm")
-    done = train(fairseq, toy_text, folder, "--max-epoch", 2, "--update-freq", 2)
+    done = fairseq("train", *arguments(toy_text, folder, "--max-epoch", 2, "--update-freq", 2))
     return folder / "checkpoint_last.pt", done
 
 
@@ -223,39 +221,23 @@ STILL = ("--dropout", 0, "--activation-dropout", 0, "--output-dropout", 0, "--ma
 STILL += ("--adam-eps", 1e-4)
 
 
-def assert_same_weights(folder, other):
-    weights, others = (load_checkpoint(path / "checkpoint_last.pt")["model"] for path in (folder, other))
-    torch.testing.assert_close(others, weights, rtol=2e-3, atol=2e-4)  # names the parameter that differs
+def test_processes_and_micro_batches_read_the_texts_of_one_batch(fairseq, toy_text, tmp_path):
+    """Of six texts, an update reads one chunk each, in one pass, in two, or in two processes."""
 
+    def words(folder, *flags):
+        return arguments(toy_text, tmp_path / folder, *STILL, *flags, arch="switchhead_lm_tiny")
 
-def test_two_processes_read_the_texts_of_one(fairseq, toy_text, tmp_path, free_port):
-    """Process 0 has the first three texts and process 1 the others; contexts stay with their texts."""
-    arch = "switchhead_lm_tiny"
-    with ThreadPoolExecutor() as pool:
-        flags = [(*STILL, "--batch-size", 3, *two_processes(free_port, rank)) for rank in range(2)]
-        ranks = [pool.submit(train, fairseq, toy_text, tmp_path / "two", *own, arch=arch) for own in flags]
-        [rank.result() for rank in ranks]
-    train(fairseq, toy_text, tmp_path / "one", *STILL, arch=arch)
-    assert_same_weights(tmp_path / "one", tmp_path / "two")
-
-
-def test_micro_batches_read_the_texts_of_one_batch(fairseq, toy_text, tmp_path):
-    """Of six texts, an update reads one chunk each, be it in one pass or in two."""
-    arch, halves = "switchhead_lm_tiny", ("--batch-size", 3, "--update-freq", 2)
-    train(fairseq, toy_text, tmp_path / "one", *STILL, arch=arch)
-    train(fairseq, toy_text, tmp_path / "two", *STILL, *halves, arch=arch)
-    assert_same_weights(tmp_path / "one", tmp_path / "two")
-    done = train(fairseq, toy_text, tmp_path / "three", "--update-freq", "1,2", check=False)
+    fairseq("train", *words("one"))
+    fairseq("train", *words("halves", "--batch-size", 3, "--update-freq", 2))
+    fairseq.together(*words("two", "--batch-size", 3))  # process 0 has the first three texts
+    one, *others = (
+        load_checkpoint(tmp_path / folder / "checkpoint_last.pt")["model"]
+        for folder in ("one", "halves", "two")
+    )
+    for weights in others:
+        torch.testing.assert_close(weights, one, rtol=2e-3, atol=2e-4)  # names the parameter that differs
+    done = fairseq("train", *words("three", "--update-freq", "1,2"), check=False)
     assert "--update-freq 1,2" in done.stderr and "give one number" in done.stderr
-
-
-def test_a_training_goes_on_in_the_middle_of_an_epoch(fairseq, toy_text, tmp_path):
-    train(fairseq, toy_text, tmp_path, "--max-update", 4)
-    done = train(fairseq, toy_text, tmp_path, "--max-update", 7)
-    assert "epoch 1 @ 4 updates" in done.stdout + done.stderr
-    state = load_checkpoint(tmp_path / "checkpoint_last.pt")
-    assert state["optimizer_history"][-1]["num_updates"] == 7
-    assert state["extra_state"]["train_iterator"]["iterations_in_epoch"] == 7
 
 
 def perplexity(done):

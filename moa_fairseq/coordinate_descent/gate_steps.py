@@ -1,4 +1,4 @@
-"""One G step: all gates are updated by the gradient of one whole update's batch (MAE Algorithm 1)."""
+"""The gates' steps: one before an update (MAE Algorithm 1), or one of its own along with it (NOBCD)."""
 
 import contextlib
 import math
@@ -7,11 +7,12 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 import torch
 from fairseq.logging import metrics
 from fairseq.optim.amp_optimizer import AMPOptimizer
+from torch import nn
 from torch.nn import Parameter
 
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
+from moa_fairseq.coordinate_descent.gate_sgd import GateGradients
 from moa_fairseq.transformer.model import sum_over_workers
 
 
@@ -25,9 +26,7 @@ class GStep:
     """
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
-        self.trainer = trainer
-        self.lr = lr
-        self.clip_norm = clip_norm
+        self.trainer, self.lr, self.clip_norm = trainer, lr, clip_norm
         self._done: Optional[List[Dict[str, Any]]] = None
 
     def __call__(self, samples: List[Dict[str, Any]]) -> None:
@@ -36,23 +35,19 @@ class GStep:
             return
         self._done = samples
         model = self.trainer.get_model()
-        gates = gates_of(model)
-        parameters = [parameter for gate in gates for parameter in gate.parameters()]
+        parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
         scale = loss_scale(self.trainer.optimizer)
         while True:
             gradients = self._gradients(samples, parameters, scale)
-            finite = bool(torch.isfinite(gradients.flat).all())
+            finite = gradients.meet()
             if finite or scale <= 1.0:
                 break
             scale /= 2
         update_observers(observers_of(model), sum_over_workers())
-        metrics.log_scalar("g_skipped", int(not finite), round=3)
+        gradients.step(finite, self.lr, self.clip_norm)
         if finite:
-            norm = sgd_step(parameters, gradients.mean(), self.lr, self.clip_norm)
-            sample_size = float(gradients.sample_size)
-            loss = float(gradients.loss) / max(sample_size, 1.0) / math.log(2)
-            metrics.log_scalar("g_loss", loss, sample_size, round=3)
-            metrics.log_scalar("gate_gnorm", float(norm), round=4)
+            loss, sample_size = gradients.flat[-2:].tolist()
+            metrics.log_scalar("g_loss", loss / max(sample_size, 1.0) / math.log(2), sample_size, round=3)
 
     def _gradients(
         self, samples: Sequence[Dict[str, Any]], parameters: Sequence[Parameter], scale: float
@@ -75,10 +70,47 @@ class GStep:
                 with torch.autocast(trainer.device.type, enabled=bool(trainer.cfg.common.amp)):
                     loss, sample_size, _ = criterion(model, sample)
                 sums.add(loss, float(sample_size), scale)
-        all_reduce = sum_over_workers()
-        if all_reduce is not None:
-            all_reduce(sums.flat)
         return sums
+
+
+class JointStep:
+    """Takes one plain SGD step on the gates per update, along the gradient of the update's own backward.
+
+    To fairseq the gates are frozen: its optimizer, gradient all-reduce, clipping and schedule never see
+    them. They require gradients only inside `passing`, which surrounds the forward and backward pass of a
+    micro-batch; the pass leaves its share in their `.grad`, scaled as fairseq scales the loss. After
+    fairseq's own step `stepping` adds up all workers' shares, divides by the update's sample size, and
+    updates the gates, without a second pass. If fairseq skips an update for an overflow, the gates skip it,
+    too. Between updates nothing is kept.
+
+    model: one with gates. lr, clip_norm: as in GStep.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, clip_norm: float):
+        self.parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+        self.lr, self.clip_norm, self.sample_size = lr, clip_norm, 0.0
+
+    def begin(self) -> None:
+        """Drop what an incomplete update has left."""
+        self.sample_size = 0.0
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def passing(self) -> contextlib.AbstractContextManager:
+        """A block in which the gates take part in a backward pass."""
+        return requiring_gradients(self.parameters)
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """Around the step of fairseq's optimizer. All workers meet here."""
+        scale = loss_scale(optimizer)
+        yield
+        if isinstance(optimizer, AMPOptimizer) and loss_scale(optimizer) < scale:
+            return  # torch's scaler skipped the step and lowered the scale; fairseq tries again
+        gradients = GateGradients(self.parameters)
+        gradients.take([parameter.grad for parameter in self.parameters], self.sample_size, scale)
+        self.begin()
+        gradients.step(gradients.meet(), self.lr, self.clip_norm)
 
 
 def loss_scale(optimizer: Any) -> float:
