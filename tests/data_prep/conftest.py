@@ -12,6 +12,9 @@ import zipfile
 import pytest
 
 from moa_fairseq.data_prep import catalogue, command
+from moa_fairseq.data_prep import prepare as prepare_module
+from moa_fairseq.data_prep.catalogue import TRANSLATION, datasets
+from moa_fairseq.data_prep.prepare import Preparation
 
 _ENGLISH = "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
 _GERMAN = "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
@@ -179,6 +182,7 @@ MINIATURES = {
     "wikitext103_sp8k": wikitext,
     "wikitext2_sp4k": wikitext,
     "wikitext103_raw": wikitext,
+    "wikitext103_gpt2bpe": wikitext,
     "enwik8": enwik8,
 }
 
@@ -216,6 +220,7 @@ def tables(monkeypatch):
             changed["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}
         lm = changed["language_modeling"]
         lm["enwik8"]["byte_splits"] = {"train": 1800, "valid": 100, "test": 100}
+        changed["classification"]["listops"]["generated"]["sizes"] = {"train": 100, "valid": 10, "test": 20}
         for name in ("wikitext103_sp8k", "wikitext2_sp4k"):
             lm[name]["pieces"] = 60
         monkeypatch.setattr(catalogue, "_table", lambda: changed)
@@ -225,6 +230,37 @@ def tables(monkeypatch):
     yield change
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture
+def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
+    """prepare(name, source, ...) → (Prepared, output folder): in this process, offline, from small tables."""
+    tables()
+    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+
+    def run(name, at_hand, out="out", subsets=("train", "valid", "test"), workers=1, **settings):
+        said.clear()
+        row, values = datasets()[name], {"recipe": name, "flags": {}}
+        if row.kind == TRANSLATION:
+            languages = dict(zip(("source", "target"), row.languages or ("en", "de")))
+            bpe = 20 if row.merges or not row.downloadable else None
+            values.update(languages, bpe=bpe, joined_dictionary=row.joined_dictionary, lowercase=False)
+        folders = (at_hand, tmp_path / out, preprocess, tmp_path / out / "downloads")
+        job = Preparation({**values, **settings}, subsets, *folders, offline=True, workers=workers)
+        return job.run(), tmp_path / out
+
+    return run
+
+
+@pytest.fixture
+def own_text(tmp_path):
+    """A folder with train, valid and test of two languages: text of one's own."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for split, count in (("train", 30), ("valid", 5), ("test", 4)):
+        for language in ("en", "de"):
+            (folder / f"{split}.{language}").write_text(text(sentences(count, language)), "utf-8")
+    return folder
 
 
 @pytest.fixture
