@@ -248,7 +248,7 @@ def _translation(job: Preparation) -> List[Step]:
         splits.insert(1, data.hold_out.split)
 
     def pairs(split: str) -> List[PiecePair]:
-        pieces = job.texts[split]
+        pieces = job.texts.get(split, [])
         return list(zip(pieces[::2], pieces[1::2]))
 
     def pair(folder: Path, split: str) -> PiecePair:
