@@ -207,10 +207,10 @@ def test_the_same_codes_and_subwords_as_subword_nmt(texts, tmp_path, made):
 def test_the_memory_of_words_has_an_end(texts, tmp_path, monkeypatch):
     learn_codes(texts, 50, tmp_path / "codes")
     monkeypatch.setattr(bpe, "REMEMBERED", 10)
-    codes = load_codes(str(tmp_path / "codes"))
-    before = [codes.segment(f"Straße{number} Haus") for number in range(40)]
-    assert len(codes.cache) <= 12
-    assert before == [codes.segment(f"Straße{number} Haus") for number in range(40)]
+    lines = [f"Straße{number} Haus" for number in range(40)]
+    segmented = [load_codes(str(tmp_path / "codes")).segment(line) for line in lines]
+    assert len(load_codes(str(tmp_path / "codes")).cache) <= 12
+    assert segmented == [load_codes(str(tmp_path / "codes")).segment(line) for line in lines]
 
 
 def test_few_merges_or_none(tmp_path):
