@@ -117,21 +117,27 @@ def _dataset(args: argparse.Namespace) -> Dataset:
 
 
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
-    drawn = bool(names()[dataset.name].generated)
-    refusals = {
-        f"--workers {args.workers}: at least one process is needed": args.workers < 1,
-        f"--from {args.at_hand} is not a folder": args.at_hand and not args.at_hand.is_dir(),
-        f"{dataset.name} is made of text of your own: name its folder with --from": not (
-            args.at_hand or dataset.downloadable
+    name, one_language = dataset.name, not dataset.languages
+    drawn = bool(names()[name].generated)
+    refusals = [
+        (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
+        (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
+        (drawn and args.at_hand, f"{name} is drawn, and made of no files: leave --from out"),
+        (
+            not args.at_hand and not dataset.downloadable,
+            f"{name} is made of text of your own: name its folder with --from",
         ),
-        f"{dataset.name} has one language: leave --source and --target out": not dataset.languages
-        and (args.source or args.target),
-        f"{dataset.name} is no data that is drawn: leave --sizes and --seed out": not drawn
-        and (args.sizes or args.seed is not None),
-        f"{dataset.name} is drawn, and made of no files: leave --from out": drawn and args.at_hand,
-        f"--sizes {args.sizes}: each must be at least 1": args.sizes and min(args.sizes) < 1,
-    }
-    for story, wrong in refusals.items():
+        (
+            one_language and (args.source or args.target),
+            f"{name} has one language: leave --source and --target out",
+        ),
+        (
+            not drawn and (args.sizes or args.seed is not None),
+            f"{name} is no data that is drawn: leave --sizes and --seed out",
+        ),
+        (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
+    ]
+    for wrong, story in refusals:
         if wrong:
             raise UserError(f"{story}.")
 
