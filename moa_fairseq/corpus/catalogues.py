@@ -9,7 +9,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path
-from typing import Iterator, List, Optional, Tuple, Union
+from typing import Iterator, List, Tuple, Union
 
 import polib
 
@@ -40,8 +40,13 @@ def read_messages(wheel: Path) -> Iterator[Tuple[str, str]]:
         with zipfile.ZipFile(wheel) as archive:
             for member in catalogue_members(archive):
                 for entry in _parse(archive, member):
-                    english = english_text(entry)
-                    if english is None or entry.obsolete or "fuzzy" in entry.flags:
+                    # A msgid that is a key (`label_add_item`) has its English in a comment, or nowhere.
+                    default = _DEFAULT_COMMENT.search(" ".join((entry.comment or "").splitlines()))
+                    if default:
+                        english = default[1].replace('\\"', '"').replace("\\n", "\n")
+                    else:
+                        english = entry.msgid if " " in entry.msgid.strip() else ""
+                    if not english or entry.obsolete or "fuzzy" in entry.flags:
                         continue
                     pairs = [(english, entry.msgstr)]
                     if entry.msgid_plural:
@@ -76,17 +81,6 @@ def _parse(archive: zipfile.ZipFile, member: str) -> Union[polib.POFile, polib.M
         return polib.pofile("\n" + text)
     except (OSError, ValueError, LookupError, struct.error):
         return []
-
-
-def english_text(entry: polib.POEntry) -> Optional[str]:
-    """The English of an entry: its msgid or, if that is a symbolic key, the "Default:" comment.
-
-    None when the msgid is a key (`label_add_item`, `menu.file.open`) and no comment says the English.
-    """
-    default = _DEFAULT_COMMENT.search(" ".join((entry.comment or "").splitlines()))
-    if default:
-        return default.group(1).replace('\\"', '"').replace("\\n", "\n")
-    return entry.msgid if " " in entry.msgid.strip() else None
 
 
 def read_licence(wheel: Path) -> str:

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Dict
 
+from tabulate import tabulate
+
 from moa_fairseq.corpus.build import build, load_packages
 from moa_fairseq.data_prep.download import default_cache
 from moa_fairseq.errors import UserError
@@ -47,16 +49,14 @@ def run(args: argparse.Namespace) -> int:
 
 def summary_text(summary: Dict) -> str:
     """The summary for people: pairs per package, then splits with pairs and words."""
-    lines = [f"{name:36s} {pairs:7,d}" for name, pairs in summary["pairs"].items()]
-    lines += ["", f"{'split':8s} {'pairs':>8s} {'English words':>14s} {'German words':>14s}"]
-    for split, size in summary["splits"].items():
-        words = f"{size['english_words']:14,d} {size['german_words']:14,d}"
-        lines.append(f"{split:8s} {size['pairs']:8,d} {words}")
+    packages = tabulate(summary["pairs"].items(), ["package", "pairs"], "plain")
+    splits = [[split, *size.values()] for split, size in summary["splits"].items()]
+    sizes = tabulate(splits, ["split", "pairs", "English words", "German words"], "plain", intfmt=",")
     total = sum(size["pairs"] for size in summary["splits"].values())
     state = "built" if summary["built"] else "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
     place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
-    lines.append(f"\n{total:,} unique pairs from {size} in {place}")
+    lines = [packages, "", sizes, "", f"{total:,} unique pairs from {size} in {place}"]
     if missing := ", ".join(summary["missing"]):
         lines.append(f"Left out, as they could not be fetched: {missing}. Run again for them.")
     return "\n".join(lines)

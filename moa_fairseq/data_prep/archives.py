@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import gzip
@@ -15,8 +14,6 @@ import zipfile
 import zlib
 from pathlib import Path
 from typing import IO, Callable, Collection, Dict, Iterator, Tuple
-
-from tqdm import tqdm
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
@@ -48,17 +45,12 @@ def extract(
             raise ValueError(f"{name} would leave the folder")
     found: Dict[str, int] = {}
     try:
-        for path, size, stream in _members(archive):
+        for path, opened in _members(archive):
             name = name_in(path)
-            if name not in names or name in found:
-                continue
-            with stream() as content, atomic_write(folder / name, "wb") as output:
-                label = {"desc": posixpath.basename(name), "disable": None, "leave": False}
-                with tqdm.wrapattr(content, "read", size, **label) as read:
-                    shutil.copyfileobj(read, output, BLOCK)
-                if output.tell() != size:
-                    raise EOFError(f"{name} ends {size - output.tell():,} bytes early")
-            found[name] = size
+            if name in names and name not in found:
+                with opened() as content, atomic_write(folder / name, "wb") as output:
+                    shutil.copyfileobj(content, output, BLOCK)
+                    found[name] = output.tell()
     except RuntimeError as error:  # NotImplementedError among them: encrypted, or compressed as Python cannot
         raise UserError(
             f"{archive} cannot be unpacked here ({error}). Unpack it with the program that made it, and give "
@@ -73,28 +65,26 @@ def extract(
     return found
 
 
-def _members(archive: Path) -> Iterator[Tuple[str, int, Callable[[], IO[bytes]]]]:
-    """(path, size, what opens it) of each ordinary file in the archive."""
-    with contextlib.ExitStack() as stack:
-        if not archive.name.endswith((".tar", "gz")):
-            package = stack.enter_context(zipfile.ZipFile(archive))
+def _members(archive: Path) -> Iterator[Tuple[str, Callable[[], IO[bytes]]]]:
+    """(path, what opens it) of each ordinary file in the archive."""
+    if not archive.name.endswith((".tar", "gz")):
+        with zipfile.ZipFile(archive) as package:
             for info in package.infolist():
                 if not info.is_dir():
-                    yield info.filename, info.file_size, functools.partial(package.open, info)
-            return
-        opener = gzip.open if archive.name.endswith("gz") else open
-        raw = stack.enter_context(opener(archive, "rb"))
-        # One pass from front to back, so that a large archive is decompressed only once.
-        tar = stack.enter_context(tarfile.open(fileobj=raw, mode="r:"))
+                    yield info.filename, functools.partial(package.open, info)
+        return
+    # One pass from front to back, so that a large archive is decompressed only once.
+    opener = gzip.open if archive.name.endswith("gz") else open
+    with opener(archive, "rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
 
         def opened(member: tarfile.TarInfo) -> IO[bytes]:
             content = tar.extractfile(member)
-            if content is None or member.issparse():  # the size of which is whatever the header says
-                raise RuntimeError(f"{member.name} is stored as a sparse file")
+            if content is None or member.issparse() or member.size < 0:  # a size is what its header says
+                raise RuntimeError(f"{member.name} is stored as a sparse file, or has an impossible size")
             return content
 
         for member in tar:
             if member.isfile():
-                yield member.name, member.size, functools.partial(opened, member)
+                yield member.name, functools.partial(opened, member)
         while raw.read(BLOCK):  # to the very end, where gzip keeps its checksum
             pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from pathlib import Path
-from typing import Dict, Sequence
+from typing import Dict, Optional, Sequence
 
 import numpy
 
@@ -66,23 +66,16 @@ def check_binarised(
             f"There is no binarised data folder {folder}: run the prepare stage, or give --data a folder "
             "that fairseq-preprocess made."
         )
-    if languages:
-        sides = {language: folder / f"dict.{language}.txt" for language in languages}
-    elif is_classification(folder):
-        sides = {name: folder / name / DICTIONARY for name in (INPUT, LABEL)}
-    else:
-        sides = {"": folder / DICTIONARY}
-    for path in sides.values():
-        if not path.is_file() or not path.stat().st_size:
-            raise UserError(
-                f"{path} is missing or empty: {folder} is no whole output of fairseq-preprocess for that "
-                f"kind of data. {_AGAIN}"
-            )
-    if joined and len({path.read_bytes() for path in sides.values()}) > 1:
+    one = (INPUT, LABEL) if is_classification(folder) else ("",)
+    names = [f"dict.{language}.txt" for language in languages] or [f"{side}/{DICTIONARY}" for side in one]
+    dictionaries = [folder / name.lstrip("/") for name in names]
+    for path in dictionaries:
+        _require(path)
+    if joined and len({path.read_bytes() for path in dictionaries}) > 1:
         raise UserError(
-            f"{' and '.join(map(str, sides.values()))} differ, but shared embeddings "
-            "need one: run fairseq-preprocess with --joined-dictionary, or set "
-            "data.joined_dictionary=false and model.share_all_embeddings=false."
+            f"{' and '.join(map(str, dictionaries))} differ, but shared embeddings need one: run "
+            "fairseq-preprocess with --joined-dictionary, or set data.joined_dictionary=false and "
+            "model.share_all_embeddings=false."
         )
     found = {}
     for subset in subsets:
@@ -93,6 +86,18 @@ def check_binarised(
             raise UserError(f"{folder}: subset {subset} has {sizes} sentences. {_AGAIN}")
         found[subset] = max(counts.values())
     return found
+
+
+def _require(path: Path, size: Optional[int] = None) -> None:
+    """Raise UserError for a file that is missing, empty, or of another size in bytes."""
+    found = path.stat().st_size if path.is_file() else 0
+    if not found:
+        raise UserError(
+            f"{path} is missing or empty: its folder is no whole output of fairseq-preprocess for that kind "
+            f"of data. {_AGAIN}"
+        )
+    if size not in (None, found):
+        raise UserError(f"{path} is cut off: {found:,} bytes instead of {size:,}. {_AGAIN}")
 
 
 def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> Dict[str, Path]:
@@ -112,29 +117,17 @@ def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> Dict[st
 def check_stem(stem: Path) -> int:
     """Check `<stem>.idx` against `<stem>.bin`; return the number of sentences. Raises UserError."""
     index, binary = (stem.with_name(stem.name + ending) for ending in (".idx", ".bin"))
-    for path in (index, binary):
-        if not path.is_file() or not path.stat().st_size:
-            raise UserError(
-                f"{path} is missing or empty: the folder is half-written. Delete it and prepare it again."
-            )
+    _require(index)
     with open(index, "rb") as stream:
         magic, version, code, count = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
-        if magic != _MAGIC:
+        if magic != _MAGIC or version != 1 or code not in _ITEM_BYTES:
             raise UserError(
                 f"{index} is not an index of fairseq's mmap format: binarise with today's "
                 "fairseq-preprocess and its default --dataset-impl."
             )
-        whole = _HEADER.size + count * 12
-        if version != 1 or code not in _ITEM_BYTES or index.stat().st_size != whole:
-            raise UserError(
-                f"{index} is cut off: {index.stat().st_size:,} bytes instead of {whole:,}. {_AGAIN}"
-            )
+        _require(index, _HEADER.size + count * 12)
+        if not count:
+            raise UserError(f"{index} holds no sentence.")
         sizes = numpy.frombuffer(stream.read(4 * count), dtype=numpy.int32)
-    expected = int(sizes.sum(dtype=numpy.int64)) * _ITEM_BYTES[code]
-    if binary.stat().st_size != expected:
-        raise UserError(
-            f"{binary} is cut off: {binary.stat().st_size:,} bytes instead of {expected:,}. {_AGAIN}"
-        )
-    if not count:
-        raise UserError(f"{index} holds no sentence.")
+    _require(binary, int(sizes.sum(dtype=numpy.int64)) * _ITEM_BYTES[code])
     return count

@@ -20,33 +20,26 @@ from moa_fairseq.data_prep.parallel_text import read_lines
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
-# Words whose segmentation is remembered; with more, subword-nmt's memory starts anew.
+# Words whose segmentation is remembered; with more, subword-nmt's memory, which has no end, starts anew.
 REMEMBERED = 1_000_000
 _VERSION = re.compile(r"#version: +0\.[12] *")
 _REMEDY = "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
 
 
-class Codes(BPE):
-    """subword-nmt's BPE whose memory of segmented words does not grow without end."""
-
-    def segment(self, sentence: str, dropout: float = 0) -> str:
-        """The subwords of a line of tokens, separated by spaces."""
-        if len(self.cache) > REMEMBERED:
-            self.cache.clear()
-        return super().segment(sentence, dropout)
-
-
-def load_codes(path: str) -> Codes:
+def load_codes(path: str) -> BPE:
     """The codes of a file, read once per process unless the file changes.
 
     Raises UserError, naming the line, for a file that is none of subword-nmt's.
     """
     stat = os.stat(path)
-    return _load(path, stat.st_size, stat.st_mtime_ns)
+    codes = _load(path, stat.st_size, stat.st_mtime_ns)
+    if len(codes.cache) > REMEMBERED:
+        codes.cache.clear()
+    return codes
 
 
 @functools.lru_cache(maxsize=1)
-def _load(path: str, size: int, time: int) -> Codes:
+def _load(path: str, size: int, time: int) -> BPE:
     # Checked here, as subword-nmt ends the whole program where it cannot read a line.
     lines = list(read_lines(Path(path)))
     while lines and not lines[-1]:
@@ -62,7 +55,7 @@ def _load(path: str, size: int, time: int) -> Codes:
                 f"{path}, line {number}: {reprlib.repr(line)} is no merge, which is two subwords with one "
                 f"space between them. {_REMEDY}"
             )
-    return Codes(io.StringIO("\n".join(lines) + "\n"))
+    return BPE(io.StringIO("\n".join(lines) + "\n"))
 
 
 def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 import yaml
 
-from moa_fairseq.data_prep.cleaning import Cleaning
-from moa_fairseq.text.pipeline import Step
+from moa_fairseq.text import Step
 
 TABLE = Path(__file__).with_name("datasets.yaml")
 # Of two languages; of one, in a vocabulary of its own, and in GPT-2's; sentences with a class each.
@@ -44,17 +43,31 @@ class PublicFile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One text of a split: a member of an archive (the first of `members` that is there), or a `file`."""
+    """One text of a split: the first of `members` that is there, by itself or in an archive."""
 
+    members: Tuple[str, ...]
     archive: str = ""
-    members: Tuple[str, ...] = ()
-    file: str = ""
     markup: str = "plain"
 
-    def named(self, lang: str = "", side: str = "") -> Part:
-        """The same part with {lang} and {side} filled in."""
-        members = tuple(member.format(lang=lang, side=side) for member in self.members)
-        return self._replace(members=members, file=self.file.format(lang=lang, side=side))
+    @property
+    def source(self) -> str:
+        """The public file that holds it or that it is; "" for a text that the user brings."""
+        name = self.archive or self.members[0]
+        return name if name in public_files() else ""
+
+
+class Cleaning(NamedTuple):
+    """Limits for both sides of a pair, in tokens between spaces.
+
+    min, max: fewest and most tokens. ratio: a side may have at most this many times the other's
+    tokens. word: longest token in characters. Without `max` only pairs with an empty side are
+    dropped and the text stays untouched.
+    """
+
+    min: int = 1
+    max: Optional[int] = None
+    ratio: float = 9.0
+    word: int = 1000
 
 
 class HoldOut(NamedTuple):
@@ -64,14 +77,6 @@ class HoldOut(NamedTuple):
     every: int
 
 
-class Published(NamedTuple):
-    """md5 of each file of the segmented text, for a pair of languages (either way round) and its merges."""
-
-    languages: Tuple[str, ...]
-    merges: int
-    md5: Mapping[str, str]
-
-
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """How one data set becomes text for fairseq; see the head of datasets.yaml for the keys."""
@@ -79,9 +84,9 @@ class Dataset:
     name: str
     kind: str
     summary: str
-    splits: Mapping[str, Tuple[Part, ...]]
-    languages: Tuple[str, ...] = ()
-    steps: Mapping[str, Tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    splits: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
+    languages: Sequence[str] = ()
+    steps: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     clean: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     hold_out: Optional[HoldOut] = None
     merges: Optional[int] = None
@@ -93,9 +98,8 @@ class Dataset:
     encoder: str = ""
     pieces: int = 0
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    published: Optional[Published] = None
+    published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    stems: Sequence[str] = ()
     words: Mapping[str, int] = dataclasses.field(default_factory=dict)
     licence: str = ""
     disk: float = 0
@@ -103,26 +107,32 @@ class Dataset:
     @property
     def downloadable(self) -> bool:
         """True when every part of it is a public file."""
-        return all((part.archive or part.file) in public_files() for part in self.parts(self.languages[:1]))
+        return all(part.source for parts in self.parts(self.languages[:1]).values() for part in parts)
 
     @property
     def archives(self) -> bool:
         """True when some of its texts lie in archives."""
         return any(part.archive for parts in self.splits.values() for part in parts)
 
-    def parts(self, languages: Sequence[str] = ()) -> List[Part]:
-        """All parts of all splits for a source and a target language (none: a data set of one language)."""
-        return [
-            part.named(language, side)
-            for parts in self.splits.values()
-            for part in parts
-            for language, side in (list(zip(languages, SIDES)) or [("", "")])
-        ]
+    def parts(self, languages: Sequence[str] = ()) -> Dict[str, List[Part]]:
+        """split → its parts; for a source and a target language they alternate."""
+
+        def named(part: Part, **names: str) -> Part:
+            return part._replace(members=tuple(member.format(**names) for member in part.members))
+
+        return {
+            split: [
+                named(part, split=split, lang=language, side=side)
+                for part in parts
+                for language, side in (list(zip(languages, SIDES)) or [("", "")])
+            ]
+            for split, parts in self.splits.items()
+        }
 
     def files(self, languages: Sequence[str] = ()) -> List[PublicFile]:
-        """The public files that these parts are taken from, in order, each once."""
-        names = dict.fromkeys(part.archive or part.file for part in self.parts(languages))
-        return [public_files()[name] for name in names if name in public_files()]
+        """The public files that its parts are taken from, in order, each once."""
+        names = dict.fromkeys(part.source for parts in self.parts(languages).values() for part in parts)
+        return [public_files()[name] for name in names if name]
 
     @property
     def subsets(self) -> List[str]:
@@ -133,7 +143,7 @@ class Dataset:
         return names
 
     def steps_for(self, split: str, language: str) -> Tuple[Step, ...]:
-        """The line functions for one language of a split, as moa_fairseq.text.pipeline takes them."""
+        """The line functions for one language of a split, as moa_fairseq.text.apply_steps takes them."""
         rows = self.steps.get(split, self.steps.get("other", ()))
         named = [(row, {}) if isinstance(row, str) else next(iter(row.items())) for row in rows]
         return tuple(
@@ -167,19 +177,18 @@ def public_files() -> Dict[str, PublicFile]:
 @functools.lru_cache(maxsize=1)
 def datasets() -> Dict[str, Dataset]:
     """name → Dataset, of every kind."""
-    table = _table()
-    kinds = {kind: rows for kind, rows in table.items() if kind not in ("places", "files")}
-    return {name: _dataset(name, kind, row) for kind, rows in kinds.items() for name, row in rows.items()}
 
-
-def _dataset(name: str, kind: str, row: Dict[str, Any]) -> Dataset:
     def part(row: Dict[str, Any]) -> Part:
-        return Part(**{**row, "members": tuple(row.get("members", ()))})
+        return Part(**{**row, "members": tuple(row["members"])})
 
-    makers = {"hold_out": HoldOut, "published": Published}
-    objects = {key: make(**row[key]) for key, make in makers.items() if key in row}
-    objects["splits"] = {split: tuple(map(part, parts)) for split, parts in row.get("splits", {}).items()}
-    objects["languages"] = tuple(row.get("languages", ()))
-    if "codes" in row:
-        objects["codes"] = part(row["codes"])
-    return Dataset(name, kind, **{**row, **objects})
+    makers = {
+        "splits": lambda rows: {split: [*map(part, parts)] for split, parts in rows.items()},
+        "hold_out": lambda row: HoldOut(**row),
+        "codes": part,
+    }
+    return {
+        name: Dataset(name, kind, **{key: makers.get(key, lambda same: same)(row[key]) for key in row})
+        for kind, rows in _table().items()
+        if kind not in ("places", "files")
+        for name, row in rows.items()
+    }

@@ -52,47 +52,30 @@ def names() -> Dict[str, Dataset]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq prepare`."""
     about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in names().items())
-    parser.add_argument("name", metavar="NAME", choices=sorted(names()), help=about)
-    parser.add_argument("output", type=Path, nargs="?", metavar="OUT", help="default: data/NAME")
-    parser.add_argument(
-        "--from",
-        type=Path,
-        dest="at_hand",
-        metavar="DIR",
-        help="a folder with archives, or extracted files, that are at hand; what it lacks is downloaded",
+    add = parser.add_argument
+    add("name", metavar="NAME", choices=sorted(names()), help=about)
+    add("output", type=Path, nargs="?", metavar="OUT", help="default: data/NAME")
+    given = "a folder with archives, or extracted files, that are at hand; what it lacks is downloaded"
+    add("--from", type=Path, dest="at_hand", metavar="DIR", help=given)
+    add("--offline", action="store_true", help="never download")
+    kept = "where downloads are kept (default: downloads beside OUT)"
+    add("--downloads", type=Path, metavar="DIR", help=kept)
+    processes = "processes (default: %(default)s)"
+    add("--workers", type=int, default=default_workers(), metavar="N", help=processes)
+    editions = (
+        "another edition: vaswani or vaswani_rebuilt (of wmt14_en_de), cased (of iwslt14_de_en), depth3 (of "
+        "listops)"
     )
-    parser.add_argument("--offline", action="store_true", help="never download")
-    parser.add_argument(
-        "--downloads",
-        type=Path,
-        metavar="DIR",
-        help="where downloads are kept (default: downloads beside OUT)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=default_workers(),
-        metavar="N",
-        help="processes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--flavour",
-        metavar="NAME",
-        help="another edition: vaswani or vaswani_rebuilt (of wmt14_en_de), cased (of iwslt14_de_en), "
-        "depth3 (of listops)",
-    )
-    parser.add_argument("--source", metavar="LANG", help="source language, to turn a pair round")
-    parser.add_argument("--target", metavar="LANG", help="target language")
+    add("--flavour", metavar="NAME", help=editions)
+    add("--source", metavar="LANG", help="source language, to turn a pair round")
+    add("--target", metavar="LANG", help="target language")
     drawn = parser.add_argument_group("data that is drawn (listops)")
     defaults = datasets()["listops"].generated
     sizes = f"how many expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
     drawn.add_argument("--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes)
-    drawn.add_argument(
-        "--seed", type=int, metavar="N", help=f"what they are drawn by (default: {defaults['seed']})"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the manifest, and nothing else, on the standard output"
-    )
+    seed = f"what they are drawn by (default: {defaults['seed']})"
+    drawn.add_argument("--seed", type=int, metavar="N", help=seed)
+    add("--json", action="store_true", help="print the manifest, and nothing else, on the standard output")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args, dataset)
     check_place(output)
     with terminate_as_interrupt():
-        settings = _settings(dataset, args)
         subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
         folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
+        settings = _settings(dataset, args)
         Preparation(settings, subsets, *folders, args.offline, args.workers, dataset).run()
     folder = output / "binarised" if dataset.kind == MASKED_LM else output
     manifest = read_manifest(folder)
@@ -122,35 +105,41 @@ def _dataset(args: argparse.Namespace) -> Dataset:
     name = f"{args.name}_{args.flavour}" if args.flavour else args.name
     if name not in names():
         flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
-        known = f"it has {', '.join(flavours)}" if flavours else "it has none"
+        known = f"it has {', '.join(flavours) or 'none'}"
         raise UserError(f"--flavour {args.flavour}: {args.name} has no such flavour; {known}.")
     dataset = names()[name]
-    if not dataset.generated:
-        return dataset
     generated = dict(dataset.generated)
     if args.seed is not None:
         generated["seed"] = args.seed
     if args.sizes:
-        generated["sizes"] = dict(zip(dataset.subsets, args.sizes))
+        generated["sizes"] = dict(zip(generated.get("sizes", ()), args.sizes))
     return dataclasses.replace(dataset, generated=generated)
 
 
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
-    if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: at least one process is needed.")
-    text = dataset.kind == MASKED_LM
-    if args.at_hand is not None and not (args.at_hand.is_dir() or (text and args.at_hand.is_file())):
-        raise UserError(f"--from {args.at_hand} is not a folder.")
-    if args.at_hand is None and not dataset.downloadable:
-        raise UserError(f"{dataset.name} is made of text of your own: name its folder with --from.")
-    if (args.source or args.target) and not dataset.languages:
-        raise UserError(f"{dataset.name} has one language: leave --source and --target out.")
-    if not dataset.generated and (args.sizes or args.seed is not None):
-        raise UserError(f"{dataset.name} is no data that is drawn: leave --sizes and --seed out.")
-    if dataset.generated and args.at_hand is not None:
-        raise UserError(f"{dataset.name} is drawn, and made of no files: leave --from out.")
-    if args.sizes and min(args.sizes) < 1:
-        raise UserError(f"--sizes {' '.join(map(str, args.sizes))}: each must be at least 1.")
+    name, one_language = dataset.name, not dataset.languages
+    drawn = bool(names()[name].generated)
+    refusals = [
+        (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
+        (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
+        (drawn and args.at_hand, f"{name} is drawn, and made of no files: leave --from out"),
+        (
+            not args.at_hand and not dataset.downloadable,
+            f"{name} is made of text of your own: name its folder with --from",
+        ),
+        (
+            one_language and (args.source or args.target),
+            f"{name} has one language: leave --source and --target out",
+        ),
+        (
+            not drawn and (args.sizes or args.seed is not None),
+            f"{name} is no data that is drawn: leave --sizes and --seed out",
+        ),
+        (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
+    ]
+    for wrong, story in refusals:
+        if wrong:
+            raise UserError(f"{story}.")
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
@@ -158,11 +147,9 @@ def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
     if dataset.kind != TRANSLATION:
         return {"recipe": dataset.name, "flags": {}}
     first, second = dataset.languages[:2]
-    source, target = args.source or first, args.target
-    if target is None:
-        target = second if source != second else first
-    if args.source is None and target == first:
-        source = second
+    # One that is named turns the pair round where it stands on the other side.
+    source = args.source or (second if args.target == first else first)
+    target = args.target or (first if args.source == second else second)
     if source == target:
         raise UserError(f"--source and --target are both {source!r}.")
     return {

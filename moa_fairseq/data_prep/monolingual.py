@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import BinaryIO, Dict, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Dict, Iterable, Iterator, Mapping, Sequence
 
-from tqdm import tqdm
+import sentencepiece
 
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.errors import UserError
@@ -55,17 +55,11 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
 
 def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, int]:
     """Learn `count` SentencePiece pieces (BPE, digits apart) on text; writes `folder/sentencepiece.model`."""
-    import sentencepiece
-
+    settings: Dict[str, Any] = {"vocab_size": count, "model_type": "bpe", "split_digits": True}
     with atomic_write(folder / MODEL, "wb") as stream:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_lines(texts),
-                model_writer=stream,
-                vocab_size=count,
-                model_type="bpe",
-                split_digits=True,
-                minloglevel=2,
+                sentence_iterator=_lines(texts), model_writer=stream, minloglevel=2, **settings
             )
         except RuntimeError as error:
             raise UserError(
@@ -74,20 +68,17 @@ def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, 
     return {"pieces": count}
 
 
-def write_pieces(texts: Texts, model: Path, folder: Path, workers: int, row: int = ROW) -> Facts:
-    """Write the pieces of each split to `folder/<split>`, line ends forgotten, `row` pieces a line."""
-    import sentencepiece
-
+def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts:
+    """Write the pieces of each split to `folder/<split>`, line ends forgotten, ROW pieces a line."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     facts = {}
     for split, pieces in texts.items():
         lines = itertools.count()
         read = (line for line, _ in zip(_lines(pieces), lines))
-        read = tqdm(read, unit=" lines", desc=split, disable=None, leave=False)
         batches = (processor.encode(some, num_threads=workers) for some in chunks(read, CHUNK))
         # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
         tokens = (token for batch in batches for ids in batch for token in processor.id_to_piece(ids))
-        facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, row)))
+        facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)))
         facts[split]["lines"] = next(lines)
     return facts
 

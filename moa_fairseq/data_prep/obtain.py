@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
-from moa_fairseq.data_prep.catalogue import Dataset, Part, PublicFile, public_files
+from moa_fairseq.data_prep.binarised import DICTIONARY, is_binarised
+from moa_fairseq.data_prep.catalogue import Dataset, Part, PublicFile, datasets, public_files
 from moa_fairseq.data_prep.download import obtain
 from moa_fairseq.data_prep.parallel_text import Piece, find_file
 from moa_fairseq.errors import UserError
@@ -41,6 +43,33 @@ class Store:
     offline: bool = False
     origins: Dict[str, Dict[str, Any]] = dataclasses.field(default_factory=dict)
 
+    def parts(
+        self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
+    ) -> Dict[str, List[Part]]:
+        """split → its parts, by the names of files alone; what the user's folder lacks is fetched.
+
+        Of text that lies in no archive, splits are left out that are not required and not in that folder.
+        Raises UserError for languages that the data set does not have, and one that lists all files that are
+        missing and cannot be fetched.
+        """
+        strange = [one for one in languages if dataset.languages and one not in dataset.languages]
+        if strange:
+            raise UserError(
+                f"{dataset.name} has no language {', '.join(strange)} (data.source, data.target): choose two "
+                f"of {', '.join(dataset.languages)}."
+            )
+        parts, missing = dataset.parts(languages), []
+        for split, some in list(parts.items()) if self.at_hand else ():
+            absent = [part for part in some if not part.archive and not self._find(part)]
+            if absent and split not in required:
+                del parts[split]
+            else:
+                missing += [f"{part.members[0]}[.gz]" for part in absent if not part.source]
+        if missing:
+            bring = dataset.bring.format(**dict(zip(("source", "target"), languages)))
+            raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
+        return parts
+
     def pieces(
         self,
         parts: Sequence[Part],
@@ -56,37 +85,30 @@ class Store:
         """
         # Two data sets may be prepared at a time, and share archives.
         with locked(self.downloads, math.inf):
-            texts = {part: self._text_at_hand(part) for part in (*parts, *optional)}
-            names = dict.fromkeys(part.archive or part.file for part in parts if texts[part] is None)
-            absent = [
-                public_files()[name]
-                for name in names
-                if not find_file(self.at_hand, name) and not (self.downloads / name).is_file()
-            ]
+            texts = {part: self._find(part) for part in (*parts, *optional)}
+            for part, path in texts.items():
+                if path and path.suffix == ".gz" and part.source and not part.archive:
+                    texts[part] = None  # a public file, which is checked
+                elif path:
+                    self.origins[path.name] = {"file": path.name, "origin": GIVEN}
+            names = dict.fromkeys(part.source for part in parts if texts[part] is None)
+            places = {name: find_file(self.at_hand, name) or self.downloads / name for name in names}
+            absent = [public_files()[name] for name, path in places.items() if not path.is_file()]
             if absent and announced and not self.offline:
                 before_download(announced, root, self.downloads, absent)
             for name in names:
-                path = self._file(name)
-                inside = [part for part in texts if not texts[part] and name in (part.archive, part.file)]
-                texts.update(
-                    dict.fromkeys(inside, path) if inside[0].file else self._unpack(name, path, inside)
-                )
+                file = self._file(name)
+                inside = [part for part in texts if not texts[part] and part.source == name]
+                texts.update(self._unpack(name, file, inside) if inside[0].archive else {inside[0]: file})
         return {
-            part: Piece(path, "sgm" if path.suffix in (".sgm", ".xml") else part.markup)
+            part: Piece(path, "sgm" if {".sgm", ".xml"} & {*path.suffixes[-2:]} else part.markup)
             for part, path in texts.items()
             if path
         }
 
-    def _text_at_hand(self, part: Part) -> Optional[Path]:
-        """The extracted text in the user's folder, by its name in the archive or the last part of it."""
-        for name in part.members or (part.file,):
-            found = find_file(self.at_hand, name)
-            if found and found.suffix == ".gz" and name in public_files():
-                return self._file(name)
-            if found:
-                self.origins[name] = {"file": found.name, "origin": GIVEN}
-                return found
-        return None
+    def _find(self, part: Part) -> Optional[Path]:
+        """The text in the user's folder, by its name in the archive or the last part of it."""
+        return next(filter(None, (find_file(self.at_hand, name) for name in part.members)), None)
 
     def _file(self, name: str) -> Path:
         """A public file, checked; one that was read before is not read again."""
@@ -111,7 +133,7 @@ class Store:
         folder = root / f"{archive.name}-{fingerprint_of(inputs)[:8]}"
 
         def unpack(new: Path) -> Dict[str, int]:
-            found = extract(archive, {member for group in groups for member in group}, new)
+            found = extract(archive, {*itertools.chain(*groups)}, new)
             missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
             if missing:
                 raise UserError(
@@ -125,10 +147,10 @@ class Store:
         except DamagedArchive as error:
             if archive == self.downloads / name:
                 archive.unlink()
-                raise UserError(
-                    f"{error} It was removed: run the same command again to fetch it anew."
-                ) from error
-            raise UserError(f"{error} Replace it, or take it away so that it is downloaded.") from error
+                remedy = "It was removed: run the same command again to fetch it anew."
+            else:
+                remedy = "Replace it, or take it away so that it is downloaded."
+            raise UserError(f"{error} {remedy}") from error
         return {part: folder / next(member for member in part.members if member in found) for part in parts}
 
 
@@ -145,33 +167,29 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
 def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
     """Say the terms of a data set and the size of the files that are `missing`, and check the free disk.
 
-    root: where the stages will be. Raises UserError when the disk is too small for them and for what is
-    fetched, unless the environment variable OVERRIDE is set.
+    root: where the stages will be. Raises UserError when a disk is too small for what is fetched or made on
+    it, unless the environment variable OVERRIDE is set.
     """
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
-    size = sum(file.bytes for file in missing)
+    size, whole = sum(file.bytes for file in missing), dataset.disk * 1e9
     log.info(
         f"to download: {len(missing)} file{'s' * (len(missing) > 1)}, about {human(size)}, into {downloads}; "
-        f"prepared, the data set takes about {human(dataset.disk * 1e9)} of disk, downloads included"
+        f"prepared, the data set takes about {human(whole)} of disk, downloads included"
     )
     kept = [downloads / file.name for file in dataset.files(dataset.languages)]
     there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
     needs: Dict[int, float] = {}
-    places: Dict[int, Path] = {}
-    for place, need in ((downloads, size), (root, dataset.disk * 1e9 - size - there)):
-        parents = (place.absolute(), *place.absolute().parents)
-        existing = next(folder for folder in parents if folder.exists())
+    for place, need in ((downloads.absolute(), size), (root.absolute(), max(whole - size - there, 0))):
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
         device = existing.stat().st_dev
-        needs[device] = needs.get(device, 0) + max(need, 0)
-        places[device] = existing
-    for device, need in needs.items():
-        free = shutil.disk_usage(places[device]).free
-        if free < need and not os.environ.get(OVERRIDE):
+        needs[device] = needs.get(device, 0) + need
+        free = shutil.disk_usage(existing).free
+        if free < needs[device] and not os.environ.get(OVERRIDE):
             raise UserError(
-                f"{dataset.name} needs about {human(need)} more on the disk of {places[device]}, which has "
-                f"{human(free)} free. Free some space, or choose another folder. To try all the same, set "
-                f"{OVERRIDE}=1: finished stages are kept when the disk fills up."
+                f"{dataset.name} needs about {human(needs[device])} more on the disk of {existing}, which "
+                f"has {human(free)} free. Free some space, or choose another folder. To try all the same, "
+                f"set {OVERRIDE}=1: finished stages are kept when the disk fills up."
             )
 
 
@@ -179,3 +197,39 @@ def human(size: float) -> str:
     """Bytes in words: 1.8 GB, 23 MB, 0.6 MB."""
     unit, divisor = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
     return f"{size / divisor:.0f} {unit}" if size >= 10 * divisor else f"{size / divisor:.1f} {unit}"
+
+
+def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
+    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring.
+
+    A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
+    """
+    dataset = datasets().get(settings["recipe"])
+    if dataset is None or not dataset.downloadable:
+        if source is None:
+            bring = dataset.bring.format(**settings) if dataset else "Give --data the folder made by it."
+            raise UserError(
+                f"--data is missing: data recipe {settings['recipe']!r} starts from your files. {bring}"
+            )
+        return source
+    if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
+        return source
+    if not source.is_dir():
+        raise UserError(f"--data {source} is not a folder.")
+    if dataset.generated:
+        raise UserError(
+            f"--data {source} is no binarised {dataset.name}: name the folder `binarised` in that which "
+            f"moa-fairseq prepare {dataset.name} made, or leave --data away, so that it is made."
+        )
+    languages = [settings[side] for side in ("source", "target") if settings.get(side)]
+    parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]
+    names = [name for part in parts for name in (part.archive, *part.members) if name]
+    names += [f"train.{language}" for language in languages if dataset.archives]
+    if not any(find_file(source, name) for name in names):
+        looked = ", ".join(dict.fromkeys(Path(name).name for name in names))
+        raise UserError(
+            f"--data {source} holds no file of {dataset.name}. Looked for {looked}, plain or .gz. Name the "
+            "folder that has some of them (what it lacks is downloaded), or leave --data away, so that all "
+            "are downloaded."
+        )
+    return source

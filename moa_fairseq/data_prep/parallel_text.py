@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import re
 import zlib
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 
@@ -22,16 +21,6 @@ _TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
 _TED_TAGS = re.compile("</?(?:title|description)>")
 
 
-@contextlib.contextmanager
-def open_bytes(path: Path) -> Iterator[Iterable[bytes]]:
-    """A file for reading, unpacked when it is named .gz. Raises UserError for a cut off or foreign gzip."""
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-            yield stream
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
-
-
 def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
     """The lines of a UTF-8 file (gzip when named .gz) without line ends.
 
@@ -40,23 +29,26 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
     bytes, NULs and absurdly long lines, and for a truncated gzip. mark_bad: a line of the first three
     kinds is given as BAD and its reason (one of BAD_LINES) instead, to be dropped and counted.
     """
-    with open_bytes(path) as stream:
-        for number, raw in enumerate(stream, start=1):
-            if len(raw) > MAX_LINE_BYTES:
-                reason, story = LONG, f"{len(raw):,} bytes long; that is no sentence. Check the file."
-            elif b"\0" in raw:
-                reason, story = NUL, "holds a NUL byte; this is no UTF-8 text file."
-            else:
-                try:
-                    yield raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                    continue
-                except UnicodeDecodeError as error:
-                    place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
-                    remedy = "Convert the file, for example with iconv -f latin1 -t utf-8."
-                    reason, story = FOREIGN, f"{place} is not UTF-8. {remedy}"
-            if not mark_bad:
-                raise UserError(f"{path}, line {number}: {story}")
-            yield BAD + reason
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+            for number, raw in enumerate(stream, start=1):
+                if len(raw) > MAX_LINE_BYTES:
+                    reason, story = LONG, f"{len(raw):,} bytes long; that is no sentence. Check the file."
+                elif b"\0" in raw:
+                    reason, story = NUL, "holds a NUL byte; this is no UTF-8 text file."
+                else:
+                    try:
+                        yield raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                        continue
+                    except UnicodeDecodeError as error:
+                        place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
+                        remedy = "Convert the file, for example with iconv -f latin1 -t utf-8."
+                        reason, story = FOREIGN, f"{place} is not UTF-8. {remedy}"
+                if not mark_bad:
+                    raise UserError(f"{path}, line {number}: {story}")
+                yield BAD + reason
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
 
 
 # What takes the lines of text out of the files that the evaluation campaigns publish.

@@ -13,8 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from moa_fairseq.data_prep import inputs, monolingual
-from moa_fairseq.data_prep.archives import extract
+from moa_fairseq.data_prep import monolingual
 from moa_fairseq.data_prep.binarised import (
     DICTIONARY,
     INPUT,
@@ -22,6 +21,7 @@ from moa_fairseq.data_prep.binarised import (
     Prepared,
     check_binarised,
     check_place,
+    check_stem,
     is_binarised,
     is_classification,
 )
@@ -32,13 +32,21 @@ from moa_fairseq.data_prep.catalogue import (
     MASKED_LM,
     TRANSLATION,
     Dataset,
+    Part,
     datasets,
 )
-from moa_fairseq.data_prep.gpt2_files import ENCODER, NUMERIC_ORDER, ROBERTA_ORDER, VOCAB, obtain_gpt2_files
+from moa_fairseq.data_prep.gpt2_files import (
+    DICTIONARIES,
+    ENCODER,
+    OTHER_DICTIONARY,
+    VOCAB,
+    encode_texts,
+    obtain_gpt2_files,
+)
 from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.data_prep.manifest import MANIFEST, manifest_of
-from moa_fairseq.data_prep.obtain import Store, known_checksum
-from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, find_file, read_lines
+from moa_fairseq.data_prep.obtain import MEMORY, Store, known_checksum
+from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, find_file, read_lines, read_pairs
 from moa_fairseq.data_prep.text_stages import Split, Treatment, write_splits
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
@@ -50,13 +58,7 @@ from moa_fairseq.running.state import fingerprint_of, marks
 from moa_fairseq.text.workers import default_workers
 
 CODES = "codes"
-OTHER_DICTIONARY = "data.flags.srcdict"
-# What manifest.json calls the dictionary of GPT-2's encoding, in words.
-DICTIONARIES = {
-    ROBERTA_ORDER: "RoBERTa's",
-    NUMERIC_ORDER: "RoBERTa's entries in the order of their ids, as RoBERTa's own was not at hand",
-    OTHER_DICTIONARY: "as data.flags.srcdict says (null: of the training text)",
-}
+SHOWN = 3
 log = logging.getLogger(__name__)
 
 
@@ -65,10 +67,10 @@ class Preparation:
     """One data section of a recipe, ready to be carried out.
 
     settings: the recipe's `data` section as a mapping. subsets: those that training and scoring need. source:
-    the --data folder (or .zip of running text), or None for a data set that is downloaded or drawn. root:
-    where the stages are kept. downloads: where public files are kept (beside `root` unless given). dataset:
-    in place of the table's row. commands: the file that keeps the commands. unread: the steps are only shown,
-    and the source may not be there yet.
+    the --data folder, or None for a data set that is downloaded or drawn. root: where the stages are kept.
+    downloads: where public files are kept (beside `root` unless given). dataset: in place of the table's row.
+    commands: the file that keeps the commands. unread: the steps are only shown, and the source may not be
+    there yet.
     """
 
     settings: Mapping[str, Any]
@@ -92,46 +94,10 @@ class Preparation:
         options: Dict[str, Any] = {"executor": self.executor, "commands": self.commands}
         make(self.steps(), self.root, patience=math.inf, **options)
         known = marks(self.root)
-        made = [name for name in ("binarised", f"binarised-{LABEL}") if name in known]
+        made = known.get("binarised") or known.get(f"binarised-{LABEL}")
         if not made:  # plain text, which fairseq does not read
             return Prepared(self.root / "text", {}, known["text"]["fingerprint"])
-        folder, splits = self.root / "binarised", known[made[-1]]["inputs"]["splits"]
-        sentences = check_binarised(folder, self.languages, splits, self._joined)
-        return Prepared(folder, sentences, known[made[-1]]["fingerprint"])
-
-    def steps(self) -> List[Step]:
-        """All steps, in order; nothing is read but the names of files."""
-        dataset = self.dataset or datasets()[self.settings["recipe"]]
-        own = [f"train.{language}" for language in self.languages] if dataset.archives else []
-        if own and all(find_file(self.source, name) for name in own):
-            log.info("%s holds %s: taken as tokenised and cleaned", self.source, " and ".join(own))
-            dataset = datasets()["parallel"]
-        unknown = ", ".join(subset for subset in self.subsets if subset not in dataset.subsets)
-        if unknown:
-            raise UserError(
-                f"The data has no subset {unknown} (generate.subsets, score.subsets); {dataset.name} has "
-                f"{', '.join(dataset.subsets)}."
-            )
-        store = Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
-        return _KINDS[dataset.kind](self, dataset, store)
-
-    @property
-    def languages(self) -> Tuple[str, ...]:
-        """(source, target), or () for data of one language."""
-        return tuple(self.settings[side] for side in ("source", "target") if self.settings.get(side))
-
-    @property
-    def at_hand(self) -> Optional[Path]:
-        """The source, whose names of files are read."""
-        return None if self.unread and self.source and not self.source.exists() else self.source
-
-    @property
-    def _joined(self) -> bool:
-        return bool(self.languages) and self.settings["joined_dictionary"]
-
-    def checksum(self, path: Path) -> str:
-        """sha256 of a file that the data is made from."""
-        return known_checksum(self.root / "files.json", path)
+        return Prepared(self.root / "binarised", made["facts"], made["fingerprint"])
 
     def _given(self, source: Path) -> Prepared:
         check_place(source)
@@ -149,9 +115,72 @@ class Preparation:
         sizes = {path.name: path.stat().st_size for path in files if path.is_file()}
         return Prepared(source, sentences, fingerprint_of("given", sizes))
 
+    def steps(self) -> List[Step]:
+        """All steps, in order; nothing is read but the names of files."""
+        unknown = ", ".join(subset for subset in self.subsets if subset not in self.data.subsets)
+        if unknown:
+            raise UserError(
+                f"The data has no subset {unknown} (generate.subsets, score.subsets); {self.data.name} has "
+                f"{', '.join(self.data.subsets)}."
+            )
+        return _KINDS[self.data.kind](self)
+
+    @functools.cached_property
+    def data(self) -> Dataset:
+        """The data set; `parallel` where the source holds text of one's own in place of archives."""
+        dataset = self.dataset or datasets()[self.settings["recipe"]]
+        own = [f"train.{language}" for language in self.languages] if dataset.archives else []
+        if own and all(find_file(self.source, name) for name in own):
+            log.info("%s holds %s: taken as tokenised and cleaned", self.source, " and ".join(own))
+            return datasets()["parallel"]
+        return dataset
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """Where its files come from."""
+        return Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
+
+    @functools.cached_property
+    def parts(self) -> Dict[str, List[Part]]:
+        """split → its parts; {} where steps are only shown for a source that is not there yet."""
+        if self.unread and not (self.source.exists() if self.source else self.data.downloadable):
+            return {}
+        return self.store.parts(self.data, self.languages, self.subsets)
+
+    @functools.cached_property
+    def texts(self) -> Dict[str, List[Piece]]:
+        """split → its files, fetched and extracted where necessary; those of two languages alternate."""
+        # All together, so that an archive is gone through once.
+        flat, codes = [*itertools.chain.from_iterable(self.parts.values())], self.data.codes
+        pieces = self.store.pieces(flat, [codes] if codes else [], self.data, self.root)
+        if codes in pieces:
+            # The merges by which text was segmented elsewhere: whoever fine-tunes a model on it needs them.
+            with atomic_write(self.root / CODES) as stream:
+                stream.writelines(line + "\n" for line in read_lines(pieces[codes].path))
+        return {split: [pieces[part] for part in parts] for split, parts in self.parts.items()}
+
+    @property
+    def languages(self) -> Tuple[str, ...]:
+        """(source, target), or () for data of one language."""
+        return tuple(self.settings[side] for side in ("source", "target") if self.settings.get(side))
+
+    @property
+    def _joined(self) -> bool:
+        return bool(self.languages) and self.settings["joined_dictionary"]
+
+    def checksum(self, path: Path) -> str:
+        """sha256 of a file that the data is made from."""
+        return known_checksum(self.store.downloads / MEMORY, path)
+
+    def read(self) -> Dict[str, Any]:
+        """split → markup and sha256 of each of its files."""
+        return {
+            split: [[piece.markup, self.checksum(piece.path)] for piece in pieces]
+            for split, pieces in self.texts.items()
+        }
+
     def binarise(
         self,
-        dataset: Dataset,
         text: Step,
         splits: Sequence[str],
         name: str = "",
@@ -162,140 +191,114 @@ class Preparation:
         splits: all but train and valid are tests. name: of the folder of sentences or of classes. finish:
         puts what else belongs there into the new folder.
         """
-        folder = text.output / name
+        folder, kind = text.output / name, self.data.kind
         tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
-        own = self.settings.get("flags", {}) if dataset.kind in (TRANSLATION, MASKED_LM) else {}
-        sides: Dict[str, Any] = {}
         if self.languages:
-            sides = dict(zip(("source-lang", "target-lang"), self.languages))
+            sides: Dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
         else:
             # By a dictionary of its own, a class keeps its number, whatever was drawn.
-            given = str(folder / DICTIONARY) if dataset.kind in (MASKED_LM, CLASSIFICATION) else None
+            given = str(folder / DICTIONARY) if kind in (MASKED_LM, CLASSIFICATION) else None
             sides = {"only-source": True, "srcdict": given}
         values = {
             **sides,
             **{f"{split}pref": str(folder / split) for split in ("train", "valid") if split in splits},
             "testpref": ",".join(tests) or None,
             **({"joined-dictionary": self._joined} if self.languages else {}),
-            "workers": 1 if dataset.kind == CLASSIFICATION else self.workers,
-            **dataset.preprocess,
-            **own,
+            "workers": 1 if kind == CLASSIFICATION else self.workers,
+            **self.data.preprocess,
+            **(self.settings.get("flags", {}) if kind in (TRANSLATION, MASKED_LM) else {}),
             "destdir": OUT,
         }
 
-        def check(new: Path) -> Any:
+        def check(new: Path) -> Dict[str, int]:
             finish(new)
-            return None if name else check_binarised(new, self.languages, splits, self._joined)
+            if name:
+                return {split: check_stem(new / split) for split in splits}
+            return check_binarised(new, self.languages, splits, self._joined)
 
-        output = self.root / "binarised" / name if name else self.root / "binarised"
         settings = {key: value for key, value in values.items() if key not in ("workers", "destdir")}
         return Step(
             f"binarised-{name}" if name else "binarised",
-            output,
+            self.root / "binarised" / name,
             ["fairseq-preprocess", *flags(values)],
             {"text": text, "settings": settings, "splits": list(splits)},
             finish=check,
         )
 
-    def manifest(
-        self,
-        last: Step,
-        dataset: Dataset,
-        settings: Mapping[str, Any],
-        found: Callable[[], Tuple[Dict[str, Any], Dict[str, Sequence[Piece]]]] = lambda: ({}, {}),
-    ) -> Step:
-        """manifest.json; found: gives the origins of the files, and split → the texts that were read."""
+    def manifest(self, last: Step, **settings: Any) -> Step:
+        """manifest.json of what the steps up to `last` made."""
 
         def write(new: Path) -> None:
-            write_json(new, manifest_of(self.root, settings, *found(), dataset))
+            described = (
+                {**self.settings, **settings} if self.languages else {"recipe": self.data.name, **settings}
+            )
+            origins = self.store.origins
+            write_json(new, manifest_of(self.root, described, origins, self.texts, self.data))
 
         return Step("manifest", self.root / MANIFEST, write, {"last": last})
 
 
-def _translation(job: Preparation, dataset: Dataset, store: Store) -> List[Step]:
+def _translation(job: Preparation) -> List[Step]:
     """tokens → bpe → sample → binarised."""
-    settings, languages, root = job.settings, job.languages, job.root
-    ready = dataset.downloadable or job.at_hand
-    parts = inputs.split_parts(dataset, settings, job.at_hand, job.subsets) if ready else {}
-    splits = list(parts or job.subsets)
-    if dataset.hold_out and dataset.hold_out.split not in splits:
-        splits.insert(1, dataset.hold_out.split)
-
-    @functools.cache
-    def texts() -> Dict[str, List[PiecePair]]:
-        """split → pairs of text files, fetched and extracted where necessary."""
-        # Both languages together, so that an archive is gone through once.
-        flat = [part for sides in parts.values() for side in sides for part in side]
-        pieces = store.pieces(flat, [dataset.codes] if dataset.codes else [], dataset, root)
-        if dataset.codes in pieces:
-            # The merges by which text was segmented elsewhere: whoever fine-tunes a model on it needs them.
-            with atomic_write(root / CODES) as stream:
-                stream.writelines(line + "\n" for line in read_lines(pieces[dataset.codes].path))
-        return {
-            split: [(pieces[one], pieces[other]) for one, other in zip(*sides)]
-            for split, sides in parts.items()
-        }
-
-    def tokenised() -> List[Split]:
-        found = []
-        for split, files in texts().items():
-            steps = [dataset.steps_for(split, language) for language in languages]
-            if settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps[0]):
-                steps = [(("lowercase", {}), *side) for side in steps]
-            treatment = Treatment((steps[0], steps[1]), cleaning=dataset.cleaning("tokens", split))
-            train = split == "train"
-            found.append(Split(split, files, treatment, dataset.hold_out if train else None, lenient=train))
-        return found
-
-    def tokenise(new: Path) -> Dict[str, Any]:
-        inputs.look_at(texts().get("train", ()), languages, merges is not None or bool(given))
-        return write_splits(tokenised(), languages, new, job.workers)
-
-    def token_inputs() -> Dict[str, Any]:
-        described = [
-            [split.name, split.treatment, split.hold_out]
-            + [[piece.markup, job.checksum(piece.path)] for pair in split.files for piece in pair]
-            for split in tokenised()
-        ]
-        return {"languages": languages, "splits": described}
-
+    settings, languages, data = job.settings, job.languages, job.data
+    tokens = text = job.root / "tokens"
     merges, given = settings["bpe"], settings.get("codes")
-    steps = [Step("tokens", root / "tokens", tokenise, token_inputs)]
-    tokens = text = root / "tokens"
+    splits = list(job.parts or job.subsets)
+    if data.hold_out and data.hold_out.split not in splits:
+        splits.insert(1, data.hold_out.split)
+
+    def pairs(split: str) -> List[PiecePair]:
+        pieces = job.texts.get(split, [])
+        return list(zip(pieces[::2], pieces[1::2]))
 
     def pair(folder: Path, split: str) -> PiecePair:
         return Piece(folder / f"{split}.{languages[0]}"), Piece(folder / f"{split}.{languages[1]}")
 
+    def tokenised() -> List[Split]:
+        found = []
+        for split in job.parts:
+            steps = [data.steps_for(split, language) for language in languages]
+            if settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps[0]):
+                steps = [(("lowercase", {}), *side) for side in steps]
+            treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
+            train = split == "train"
+            found.append(Split(split, pairs(split), treatment, data.hold_out if train else None, train))
+        return found
+
+    def token_inputs() -> Dict[str, Any]:
+        treated = [[split.name, split.treatment, split.hold_out] for split in tokenised()]
+        return {"languages": languages, "texts": job.read(), "splits": treated}
+
+    def tokenise(new: Path) -> Dict[str, Any]:
+        # For people, who see whether the sides belong together, and whether the text is segmented already.
+        for sides in itertools.islice(read_pairs(pairs("train"), mark_bad=True), SHOWN):
+            log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
+        return write_splits(tokenised(), languages, new, job.workers)
+
+    def segment(new: Path) -> Dict[str, Any]:
+        new.mkdir()
+        if given:
+            shutil.copyfile(given, new / CODES)
+        else:
+            log.info("learning %s joint BPE merges", f"{merges:,}")
+            learn_codes([tokens / f"train.{language}" for language in languages], merges, new / CODES)
+        treatments = {split: Treatment(codes=str(new / CODES), cleaning=cleaning[split]) for split in splits}
+        segmented = [Split(split, [pair(tokens, split)], how) for split, how in treatments.items()]
+        return write_splits(segmented, languages, new, job.workers)
+
+    def segment_inputs() -> Dict[str, Any]:
+        if given and not Path(given).is_file():
+            raise UserError(f"data.codes: there is no file {given} with BPE merges.")
+        learned = job.checksum(Path(given)) if given else merges
+        return {"tokens": steps[0], "codes": learned, "cleaning": cleaning}
+
+    steps = [Step("tokens", tokens, tokenise, token_inputs)]
     if merges is not None or given:
-        text, cleaning = root / "bpe", {split: dataset.cleaning("bpe", split) for split in splits}
-
-        def segment(new: Path) -> Dict[str, Any]:
-            new.mkdir()
-            if given:
-                shutil.copyfile(given, new / CODES)
-            else:
-                log.info("learning %s joint BPE merges", f"{merges:,}")
-                learn_codes([tokens / f"train.{language}" for language in languages], merges, new / CODES)
-            segmented = [
-                Split(
-                    split,
-                    [pair(tokens, split)],
-                    Treatment(codes=str(new / CODES), cleaning=cleaning[split]),
-                )
-                for split in splits
-            ]
-            return write_splits(segmented, languages, new, job.workers)
-
-        def segment_inputs() -> Dict[str, Any]:
-            if given and not Path(given).is_file():
-                raise UserError(f"data.codes: there is no file {given} with BPE merges.")
-            learned = job.checksum(Path(given)) if given else merges
-            return {"tokens": steps[0], "codes": learned, "cleaning": cleaning}
-
+        text, cleaning = job.root / "bpe", {split: data.cleaning("bpe", split) for split in splits}
         steps.append(Step("bpe", text, segment, segment_inputs))
     fraction, seed = settings.get("train_fraction"), settings.get("train_fraction_seed", 1)
     if fraction not in (None, 1):
-        whole, text = text, root / "sample"
+        whole, text = text, job.root / "sample"
 
         def sample(new: Path) -> Dict[str, int]:
             new.mkdir()
@@ -306,12 +309,8 @@ def _translation(job: Preparation, dataset: Dataset, store: Store) -> List[Step]
             return sample_pairs(pair(whole, "train"), pair(new, "train"), fraction, seed)
 
         steps.append(Step("sample", text, sample, {"text": steps[-1], "fraction": fraction, "seed": seed}))
-    steps.append(job.binarise(dataset, steps[-1], splits))
-
-    def found() -> Tuple[Dict[str, Any], Dict[str, Sequence[Piece]]]:
-        return store.origins, {split: [*itertools.chain(*files)] for split, files in texts().items()}
-
-    return [*steps, job.manifest(steps[-1], dataset, settings, found)]
+    steps.append(job.binarise(steps[-1], splits))
+    return [*steps, job.manifest(steps[-1])]
 
 
 def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> Dict[str, int]:
@@ -332,90 +331,58 @@ def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, see
     return {"lines": len(kept), "of": total}
 
 
-def _language_modeling(job: Preparation, dataset: Dataset, store: Store) -> List[Step]:
+def _language_modeling(job: Preparation) -> List[Step]:
     """Text in a vocabulary of its own: (model →) text (→ binarised)."""
-
-    @functools.cache
-    def texts() -> Dict[str, Sequence[Piece]]:
-        pieces = store.pieces(dataset.parts(), (), dataset, job.root)
-        return {split: [pieces[part] for part in rows] for split, rows in dataset.splits.items()}
+    data, folder = job.data, job.root / "model"
+    steps: List[Step] = []
 
     def read() -> Dict[str, Any]:
-        digests = {split: [job.checksum(piece.path) for piece in rows] for split, rows in texts().items()}
-        return {"encoder": dataset.encoder, "texts": digests, "splits": dict(dataset.byte_splits)}
+        return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
 
     def learn(new: Path) -> Dict[str, int]:
-        log.info("learning %s SentencePiece pieces", f"{dataset.pieces:,}")
-        return monolingual.train_pieces(texts()["train"], dataset.pieces, new)
+        log.info("learning %s SentencePiece pieces", f"{data.pieces:,}")
+        return monolingual.train_pieces(job.texts["train"], data.pieces, new)
 
     def write(new: Path) -> Dict[str, Any]:
-        if dataset.encoder == "bytes":
-            facts = monolingual.write_bytes(texts(), dataset.byte_splits, new)
-        elif dataset.encoder == "sentencepiece":
-            model = job.root / "model" / monolingual.MODEL
-            facts = monolingual.write_pieces(texts(), model, new, job.workers)
+        if data.encoder == "bytes":
+            facts = monolingual.write_bytes(job.texts, data.byte_splits, new)
+        elif data.encoder == "sentencepiece":
+            facts = monolingual.write_pieces(job.texts, folder / monolingual.MODEL, new, job.workers)
         else:
-            facts = monolingual.write_lines(texts(), new)
+            facts = monolingual.write_lines(job.texts, new)
         for split, fact in facts.items():
             log.info("%s: %s", split, ", ".join(f"{number:,} {what}" for what, number in fact.items()))
         return facts
 
-    steps = []
-    if dataset.encoder == "sentencepiece":
-        made = lambda: {**read(), "pieces": dataset.pieces}  # noqa: E731
-        steps.append(Step("model", job.root / "model", learn, made))
+    if data.encoder == "sentencepiece":
+        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": data.pieces}))
     model = {"model": steps[0]} if steps else {}
     steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}))
-    if dataset.encoder != "none":
-        steps.append(job.binarise(dataset, steps[-1], dataset.subsets))
-    settings = {"recipe": dataset.name}
-    found = lambda: (store.origins, texts())  # noqa: E731
-    return [*steps, job.manifest(steps[-1], dataset, settings, found)]
+    if data.encoder != "none":
+        steps.append(job.binarise(steps[-1], data.subsets))
+    return [*steps, job.manifest(steps[-1])]
 
 
-def _masked_lm(job: Preparation, dataset: Dataset, store: Store) -> List[Step]:
+def _masked_lm(job: Preparation) -> List[Step]:
     """Running text in GPT-2's encoding: bpe → binarised, whose folder has the manifest."""
-    source, root, steps = job.at_hand, job.root, []
-    own = source is not None and (not dataset.downloadable or inputs.has_text(source, dataset))
-    given = inputs.find_text(source, dataset, job.subsets, root / "text") if own and source else {}
-    splits = [split for split in dataset.splits if split in (given or dataset.splits)]
-    if source and source.is_file():
-        names = {path.name for path in given.values()}
-
-        def unpack(new: Path) -> Dict[str, int]:
-            return extract(source, names, new, lambda path: Path(path).name)  # whatever folder it stands in
-
-        steps.append(Step("text", root / "text", unpack, {"archive": source, "names": sorted(names)}))
-
-    @functools.cache
-    def texts() -> Dict[str, Path]:
-        if own:
-            return given
-        pieces = store.pieces(dataset.parts(), (), dataset, root)
-        return {split: piece.path for split, piece in zip(dataset.splits, pieces.values())}
+    data, bpe = job.data, job.root / "bpe"
 
     @functools.cache
     def encoding() -> Any:
-        return obtain_gpt2_files([source] if source else [], offline=job.offline)
+        return obtain_gpt2_files([job.source] if job.source else [], offline=job.offline)
 
     def read() -> Dict[str, Any]:
-        dictionary = encoding().dictionary
-        return {
-            "texts": {path.name: job.checksum(path) for path in texts().values()},
-            "dictionary": {dictionary.name: job.checksum(dictionary)},
-            "order": encoding().order,
-        }
+        dictionary = job.checksum(encoding().dictionary)
+        return {"texts": job.read(), "dictionary": dictionary, "order": encoding().order}
 
     def encode(new: Path) -> Dict[str, Any]:
-        # Imported late: a second run that has nothing to do should not wait for it.
-        from moa_fairseq.data_prep.gpt2_bpe import encode_texts
-
-        facts = encode_texts(texts(), new, encoding(), job.workers)
         files = encoding()
+        texts = {split: piece.path for split, (piece,) in job.texts.items()}
+        facts = encode_texts(texts, new, files, job.workers)
         for path, name in ((files.encoder, ENCODER), (files.vocab, VOCAB), (files.dictionary, DICTIONARY)):
             shutil.copyfile(path, new / name)
         for split, fact in facts.items():
-            words, expected = fact["words"] + fact["lines"], dataset.words.get(split)
+            words, expected = fact["words"] + fact["lines"], data.words.get(split)
             warning = f"; WARNING: {expected:,} words were expected" if expected not in (None, words) else ""
             log.info(
                 f"{split} ({fact['file']}): {fact['lines']:,} lines, {words:,} words with one end of line "
@@ -426,23 +393,20 @@ def _masked_lm(job: Preparation, dataset: Dataset, store: Store) -> List[Step]:
 
     def finish(new: Path) -> None:
         for name in (ENCODER, VOCAB):
-            shutil.copyfile(root / "bpe" / name, new / name)
-        facts: Dict[str, Any] = {"licence": dataset.licence if dataset.downloadable else ""}
-        if not own:
-            facts["sources"] = store.origins
-        facts.update(marks(root)["bpe"]["facts"])
+            shutil.copyfile(bpe / name, new / name)
+        facts = {"licence": data.licence, "sources": job.store.origins, **marks(job.root)["bpe"]["facts"]}
         if "srcdict" in job.settings["flags"]:
             facts["dictionary"] = OTHER_DICTIONARY
-        write_json(new / MANIFEST, {"recipe": dataset.name, **facts})
+        write_json(new / MANIFEST, {"recipe": data.name, **facts})
         log.info("dictionary: %s", DICTIONARIES[facts["dictionary"]])
 
-    steps.append(Step("bpe", root / "bpe", encode, read))
-    return [*steps, job.binarise(dataset, steps[-1], splits, finish=finish)]
+    encoded = Step("bpe", bpe, encode, read)
+    return [encoded, job.binarise(encoded, list(job.parts or job.subsets), finish=finish)]
 
 
-def _classification(job: Preparation, dataset: Dataset, store: Store) -> List[Step]:
+def _classification(job: Preparation) -> List[Step]:
     """Sentences that are drawn by a seed: text → binarised, the sentences, the classes and the groups."""
-    settings = dict(dataset.generated)
+    settings = dict(job.data.generated)
 
     def draw(new: Path) -> Dict[str, Any]:
         total = sum(settings["sizes"].values())
@@ -457,18 +421,17 @@ def _classification(job: Preparation, dataset: Dataset, store: Store) -> List[St
         return facts
 
     text = Step("text", job.root / "text", draw, {"listops": settings})
-    both = [job.binarise(dataset, text, dataset.subsets, name) for name in (INPUT, LABEL)]
+    both = [job.binarise(text, job.data.subsets, name) for name in (INPUT, LABEL)]
     groups = Step(
         f"binarised-{GROUPS}",
         job.root / "binarised" / GROUPS,
         lambda new: shutil.copytree(text.output / GROUPS, new) and None,
         {"text": text},
     )
-    described = {"recipe": dataset.name, "generated": settings}
-    return [text, *both, groups, job.manifest(both[-1], dataset, described)]
+    return [text, *both, groups, job.manifest(both[-1], generated=settings)]
 
 
-_KINDS: Dict[str, Callable[[Preparation, Dataset, Store], List[Step]]] = {
+_KINDS: Dict[str, Callable[[Preparation], List[Step]]] = {
     TRANSLATION: _translation,
     LANGUAGE_MODELING: _language_modeling,
     MASKED_LM: _masked_lm,

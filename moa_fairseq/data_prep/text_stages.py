@@ -5,17 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import logging
 import re
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from moa_fairseq.data_prep.bpe import load_codes
-from moa_fairseq.data_prep.catalogue import HoldOut
-from moa_fairseq.data_prep.cleaning import Cleaning, clean
+from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut
 from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, read_pairs
 from moa_fairseq.errors import UserError
-from moa_fairseq.text.pipeline import Step, apply_steps
+from moa_fairseq.text import Step, apply_steps
 from moa_fairseq.text.workers import chunks, ordered_map
 
 Pair = Tuple[str, str]
@@ -24,6 +24,8 @@ CHUNK = 2000
 MOST_BAD = 0.01
 # fairseq parts tokens at any white space, BPE at blanks only. Blanks themselves stay as Moses prints them.
 _NOT_BLANK = re.compile(r"[^\S ]")
+# Perl's \s for Unicode text; Python's own also takes the separators U+001C to U+001F.
+_SPACES = re.compile("[\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
 log = logging.getLogger(__name__)
 
 
@@ -57,12 +59,10 @@ def _treat(pair: Pair, treatment: Treatment) -> Union[Pair, str]:
     for text in pair:
         if text.startswith(BAD):
             return text[len(BAD) :]
-    source, target = (
-        _NOT_BLANK.sub(" ", apply_steps(text, steps)) for text, steps in zip(pair, treatment.steps)
-    )
+    sides = [_NOT_BLANK.sub(" ", apply_steps(*both)) for both in zip(pair, treatment.steps)]
     if treatment.codes:
-        codes = load_codes(treatment.codes)
-        source, target = codes.process_line(source), codes.process_line(target)
+        sides = [load_codes(treatment.codes).process_line(side) for side in sides]
+    source, target = sides
     return clean(source, target, treatment.cleaning) if treatment.cleaning else (source, target)
 
 
@@ -77,48 +77,37 @@ def write_splits(
     folder.mkdir(parents=True, exist_ok=True)
     facts: Dict[str, Dict[str, Any]] = {}
     for split in splits:
-        made = _write_split(split, languages, folder, workers)
-        for name, fact in made.items():
-            tokens = ", ".join(f"{fact[f'tokens_{language}']:,} {language} tokens" for language in languages)
-            dropped = [f"; {count:,} dropped: {why}" for why, count in fact.get("dropped", {}).items()]
-            log.info("%s: %s pairs, %s%s", name, f"{fact['lines']:,}", tokens, "".join(dropped))
-        facts.update(made)
+        facts.update(_write_split(split, languages, folder, workers))
     return facts
 
 
 def _write_split(
     split: Split, languages: Sequence[str], folder: Path, workers: int
 ) -> Dict[str, Dict[str, Any]]:
+    every = split.hold_out.every if split.hold_out else 0
     names = [split.name, *([split.hold_out.split] if split.hold_out else [])]
-    facts: Dict[str, Dict[str, Any]] = {
-        name: {"lines": 0, **{f"tokens_{language}": 0 for language in languages}} for name in names
-    }
+    counts: Dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
     dropped: collections.Counter[str] = collections.Counter()
     read = kept = 0
-    pairs = read_pairs(split.files, split.lenient)
     work = functools.partial(treat, treatment=split.treatment)
+    batches = chunks(read_pairs(split.files, split.lenient), CHUNK)
     with contextlib.ExitStack() as stack:
+        paths = {(name, language): folder / f"{name}.{language}" for name in names for language in languages}
         streams = {
-            (name, language): stack.enter_context(
-                open(folder / f"{name}.{language}", "w", encoding="utf-8", newline="\n")
-            )
-            for name in names
-            for language in languages
+            key: stack.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
+            for key, path in paths.items()
         }
-        for batch in ordered_map(work, chunks(pairs, CHUNK), workers, split.name):
-            for result in batch:
-                read += 1
-                if isinstance(result, str):
-                    dropped[result] += 1
-                    continue
-                kept += 1
-                held_out = split.hold_out and kept % split.hold_out.every == 0
-                name = names[1 if held_out else 0]
-                facts[name]["lines"] += 1
-                for text, language in zip(result, languages):
-                    streams[name, language].write(text + "\n")
-                    facts[name][f"tokens_{language}"] += len(text.split())
-    facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
+        for result in itertools.chain.from_iterable(ordered_map(work, batches, workers, split.name)):
+            read += 1
+            if isinstance(result, str):
+                dropped[result] += 1
+                continue
+            kept += 1
+            name = names[bool(every and kept % every == 0)]
+            counts[name]["lines"] += 1
+            for text, language in zip(result, languages):
+                streams[name, language].write(text + "\n")
+                counts[name][f"tokens_{language}"] += len(text.split())
     files = " and ".join(str(piece.path) for piece in split.files[0])
     bad = {why: count for why, count in dropped.items() if why in BAD_LINES}
     if sum(bad.values()) > MOST_BAD * read:
@@ -127,6 +116,40 @@ def _write_split(
             f"{files}: of {read:,} pairs of lines too many are no text ({stories}). Is the file whole, and "
             "UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
         )
-    if not facts[split.name]["lines"]:
+    if not counts[split.name]["lines"]:
         raise UserError(f"{files}: no pair with text on both sides is left of {read:,}.")
+    for name, count in counts.items():
+        tokens = ", ".join(f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages)
+        reasons = dropped.items() if name == split.name else ()
+        story = "".join(f"; {number:,} dropped: {why}" for why, number in sorted(reasons))
+        log.info("%s: %s pairs, %s%s", name, f"{count['lines']:,}", tokens, story)
+    keys = ("lines", *(f"tokens_{language}" for language in languages))
+    facts: Dict[str, Dict[str, Any]] = {name: {key: counts[name][key] for key in keys} for name in names}
+    facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
     return facts
+
+
+def clean(source: str, target: str, rules: Cleaning) -> Union[Pair, str]:
+    """The pair as it is kept, or the reason why it is dropped.
+
+    As `clean-corpus-n.perl -ratio R corpus l1 l2 out MIN MAX`: vertical bars vanish (Moses keeps them
+    when the very first line of a corpus has one; tokenised text holds none), white space becomes
+    single spaces, then the limits of `rules` count.
+    """
+    if rules.max is None:
+        return (source, target) if source.strip() and target.strip() else "empty side"
+    source, target = (_SPACES.sub(" ", side.replace("|", "")).strip(" ") for side in (source, target))
+    if not source or not target:
+        return "empty side"
+    sides = (source, target)
+    short, long = sorted(side.count(" ") + 1 for side in sides)
+    if long > rules.max:
+        return f"longer than {rules.max} tokens"
+    if short < rules.min:
+        return f"shorter than {rules.min} tokens"
+    if long / short > rules.ratio:
+        return f"length ratio above {rules.ratio:g}"
+    words = (word for side in sides if len(side) > rules.word for word in side.split(" "))
+    if any(len(word) > rules.word for word in words):
+        return f"token of more than {rules.word} characters"
+    return source, target

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Optional
 import yaml
 
 from moa_fairseq.data_prep.binarised import Prepared, is_binarised
-from moa_fairseq.data_prep.inputs import require_source
+from moa_fairseq.data_prep.obtain import require_source
 from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write

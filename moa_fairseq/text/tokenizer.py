@@ -141,9 +141,7 @@ def nonbreaking_prefixes(lang: str) -> Tuple[frozenset, frozenset]:
     return frozenset(kinds[False]), frozenset(kinds[True])
 
 
-@cache
-def _detokenizer(lang: str) -> MosesDetokenizer:
-    return MosesDetokenizer(lang)
+_detokenizer = cache(MosesDetokenizer)
 
 
 def detokenize(line: str, lang: str) -> str:

@@ -26,18 +26,18 @@ def default_workers() -> int:
 
 
 def ordered_map(
-    work: Callable[[List], Any], batches: Iterable[List], workers: int, label: str, done: int = 0
+    work: Callable[[List], Any], batches: Iterable[List], workers: int, label: str
 ) -> Iterator[Any]:
     """Yield `work(batch)` for each batch, in order. work and the batches must be picklable.
 
     workers: processes; with 1, or few batches, all work stays in this one. label: of the progress bar, which
-    counts the items of the batches and begins at `done`.
+    counts the items of the batches.
     """
     batches = iter(batches)
     first = list(itertools.islice(batches, FEW))
     batches = itertools.chain(first, batches)
     alone = workers <= 1 or len(first) < FEW
-    with tqdm(unit=" lines", desc=label, initial=done, disable=None, leave=False) as bar:
+    with tqdm(unit=" lines", desc=label, disable=None, leave=False) as bar:
         results = ((len(b), work(b)) for b in batches) if alone else _in_processes(work, batches, workers)
         for size, result in results:
             yield result

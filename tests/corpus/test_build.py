@@ -1,6 +1,5 @@
 import hashlib
 import json
-import types
 
 import pytest
 
@@ -9,17 +8,8 @@ from moa_fairseq.corpus.build import build as build_corpus
 from moa_fairseq.data_prep.download import Unavailable
 from moa_fairseq.errors import UserError
 
-NOUNS = [("file", "Datei"), ("page", "Seite"), ("group", "Gruppe"), ("list", "Liste"), ("door", "Tür")]
-VERBS = [
-    ("saved", "gespeichert"),
-    ("deleted", "gelöscht"),
-    ("opened", "geöffnet"),
-    ("found", "gefunden"),
-    ("closed", "geschlossen"),
-    ("moved", "verschoben"),
-    ("changed", "geändert"),
-    ("copied", "kopiert"),
-]
+NOUNS = {"file": "Datei", "page": "Seite", "group": "Gruppe", "list": "Liste", "door": "Tür"}
+VERBS = {"saved": "gespeichert", "deleted": "gelöscht", "opened": "geöffnet", "found": "gefunden"}
 FRAMES = [
     ("The {} was not {}.", "Die {} wurde nicht {}."),
     ("The {} has been {}.", "Die {} wurde {}."),
@@ -29,7 +19,7 @@ FRAMES = [
 
 def entries(frames):
     return [
-        (english.format(noun[0], verb[0]), german.format(noun[1], verb[1]))
+        (english.format(noun, verb), german.format(NOUNS[noun], VERBS[verb]))
         for english, german in frames
         for noun in NOUNS
         for verb in VERBS
@@ -48,141 +38,114 @@ def packages(make_wheel, catalogue):
 
 
 @pytest.fixture
-def options(tmp_path):
-    return types.SimpleNamespace(
-        output=tmp_path / "out",
-        cache=tmp_path / "cache",
-        folder=tmp_path / "wheels",
-        offline=True,
-        allow_missing=False,
-    )
+def output(tmp_path):
+    return tmp_path / "out"
 
 
-def build(packages, options, **changed):
-    return build_corpus(packages, **{**vars(options), **changed})
+@pytest.fixture
+def build(tmp_path, output):
+    """build(packages, …) → the manifest, from the wheels that lie in tmp_path/wheels."""
+
+    def run(packages, output=output, folder=tmp_path / "wheels", allow_missing=False):
+        return build_corpus(packages, output, tmp_path / "cache", folder, True, allow_missing)
+
+    return run
 
 
 def snapshot(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_outputs_are_parallel_complete_and_accounted_for(packages, options):
-    manifest = build(packages, options)
+def test_outputs_are_parallel_complete_and_accounted_for(packages, build, output):
+    manifest = build(packages)
     total = 0
     for split in ("train", "valid", "test"):
         columns = [
-            (options.output / f"{split}.{extension}").read_text(encoding="utf-8").splitlines()
-            for extension in ("en", "de", "source")
+            (output / f"{split}.{side}").read_text("utf-8").splitlines() for side in ("en", "de", "source")
         ]
-        assert len({len(column) for column in columns}) == 1
-        assert len(columns[0]) == manifest["splits"][split]["pairs"] > 0
+        assert len(columns[0]) == len(columns[1]) == len(columns[2]) == manifest["splits"][split]["pairs"] > 0
         assert set(columns[2]) <= {"first", "second"}
-        assert set(zip(columns[0], columns[1])) <= set(entries(FRAMES))
+        assert set(zip(*columns[:2])) <= set(entries(FRAMES))
         total += len(columns[0])
     assert total == len(entries(FRAMES))
-    sources = json.loads((options.output / "SOURCES.json").read_text(encoding="utf-8"))
-    assert [(source["name"], source["licence"]) for source in sources] == [
-        ("first", "MIT"),
-        ("second", "BSD License"),
-    ]
+    sources = json.loads((output / "SOURCES.json").read_text("utf-8"))
+    described = [(source["name"], source["licence"], source["sha256"]) for source in sources]
+    assert described == [("first", "MIT", packages[0].sha256), ("second", "BSD License", packages[1].sha256)]
     assert sum(source["pairs"] for source in sources) == total
-    assert [source["sha256"] for source in sources] == [package.sha256 for package in packages]
     for name, expected in manifest["files"].items():
-        assert hashlib.sha256((options.output / name).read_bytes()).hexdigest() == expected
+        assert hashlib.sha256((output / name).read_bytes()).hexdigest() == expected
 
 
-def test_a_second_run_reads_no_wheel_and_writes_nothing(packages, options, monkeypatch):
-    assert build(packages, options)["built"] is True
-    before = snapshot(options.output)
+def test_a_second_run_reads_no_wheel_and_writes_nothing(packages, build, output, monkeypatch, tmp_path):
+    assert build(packages)["built"] is True
+    before = snapshot(output)
+    build(packages, output=tmp_path / "again")
+    assert snapshot(tmp_path / "again") == before
     monkeypatch.setattr(build_module, "obtain", lambda *_: pytest.fail("a wheel was asked for"))
     monkeypatch.setattr(build_module, "write_json", lambda *_: pytest.fail("a file was written"))
-    assert build(packages, options)["built"] is False
-    assert snapshot(options.output) == before
+    assert build(packages)["built"] is False
+    assert snapshot(output) == before
 
 
 @pytest.mark.parametrize("damage", ["grow", "truncate", "remove"])
-@pytest.mark.parametrize("name", ["train.de", "test.source", "SOURCES.json", "manifest.json", "valid.en"])
-def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, options, name, damage):
-    build(packages, options)
-    before = snapshot(options.output)
-    path = options.output / name
+@pytest.mark.parametrize("name", ["train.de", "test.source", "SOURCES.json", "manifest.json"])
+def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, build, output, name, damage):
+    build(packages)
+    before = snapshot(output)
+    path = output / name
     data = path.read_bytes()
     if damage == "remove" and name != "manifest.json":  # without it the folder is somebody else's: see below
         path.unlink()
     else:
         path.write_bytes(data[: len(data) // 2] if damage == "truncate" else data + b"x")
-    assert build(packages, options)["built"] is True
-    assert snapshot(options.output) == before
+    assert build(packages)["built"] is True
+    assert snapshot(output) == before
 
 
-def test_two_folders_get_the_same_bytes(packages, options, tmp_path):
-    build(packages, options)
-    build(packages, options, output=tmp_path / "again")
-    assert snapshot(options.output) == snapshot(tmp_path / "again")
-
-
-def test_an_interrupted_build_goes_on_and_ends_the_same(packages, options, tmp_path, monkeypatch):
-    build(packages, options, output=tmp_path / "whole")
+def test_an_interrupted_build_goes_on_and_ends_the_same(packages, build, output, tmp_path, monkeypatch):
+    build(packages, output=tmp_path / "whole")
 
     def stop_after_one(line):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(build_module.log, "info", stop_after_one)
-        build(packages, options)
-    assert not (options.output / "train.en").exists()
-    build(packages, options)
-    assert snapshot(options.output) == snapshot(tmp_path / "whole")
+        build(packages)
+    assert not (output / "train.en").exists()
+    build(packages)
+    assert snapshot(output) == snapshot(tmp_path / "whole")
 
 
-def test_an_update_that_cannot_be_built_leaves_the_old_corpus(packages, options):
-    build(packages[:1], options)
-    before = snapshot(options.output)
-    (options.folder / packages[1].file).unlink()
-    with pytest.raises(Unavailable):
-        build(packages, options)
-    assert snapshot(options.output) == before
+def test_a_changed_package_list_makes_the_build_stale(packages, build):
+    build(packages)
+    manifest = build(packages[:1])
+    assert manifest["built"] is True and set(manifest["pairs"]) == {"first"}
 
 
-def test_a_changed_package_list_makes_the_build_stale(packages, options):
-    build(packages, options)
-    manifest = build(packages[:1], options)
-    assert manifest["built"] is True
-    assert set(manifest["pairs"]) == {"first"}
-
-
-def test_a_missing_package_is_named_and_can_be_allowed(packages, options, caplog):
-    (options.folder / packages[1].file).unlink()
+def test_a_missing_package_is_named_can_be_allowed_and_comes_later(packages, build, output, tmp_path, caplog):
+    build(packages[:1])
+    before = snapshot(output)
+    wheel = tmp_path / "wheels" / packages[1].file
+    aside = wheel.rename(tmp_path / "aside")
     with pytest.raises(Unavailable, match=r"second-1\.0"):
-        build(packages, options)
+        build(packages)
+    assert snapshot(output) == before  # the old corpus stays
     with caplog.at_level("INFO", "moa_fairseq.corpus"):
-        manifest = build(packages, options, allow_missing=True)
-    assert manifest["missing"] == ["second"]
+        manifest = build(packages, allow_missing=True)
+    assert manifest["missing"] == ["second"] and manifest["splits"]["train"]["pairs"] > 0
     assert any("second" in line and "left out" in line for line in caplog.messages)
-    assert manifest["splits"]["train"]["pairs"] > 0
-
-
-def test_a_corpus_with_missing_packages_is_completed_later(packages, options):
-    wheel = options.folder / packages[1].file
-    data = wheel.read_bytes()
-    wheel.unlink()
-    build(packages, options, allow_missing=True)
-    wheel.write_bytes(data)
-    manifest = build(packages, options)
-    assert manifest["built"] is True
-    assert manifest["missing"] == []
-
-
-def test_without_any_package_there_is_no_corpus(packages, options, tmp_path):
+    aside.rename(wheel)
+    manifest = build(packages)
+    assert manifest["built"] is True and manifest["missing"] == []
     with pytest.raises(UserError, match="Not one of the packages"):
-        build(packages, options, folder=tmp_path, allow_missing=True)
+        build(packages, output=tmp_path / "other", folder=tmp_path, allow_missing=True)
 
 
-def test_somebody_elses_corpus_is_not_overwritten(packages, options):
-    options.output.mkdir()
-    (options.output / "train.en").write_text("mine\n")
+def test_somebody_elses_corpus_is_not_overwritten(packages, build, output):
+    output.mkdir()
+    (output / "train.en").write_text("mine\n")
     with pytest.raises(UserError, match=r"train\.en.*--output"):
-        build(packages, options)
-    assert snapshot(options.output) == {(options.output / "train.en").relative_to(options.output): b"mine\n"}
+        build(packages)
+    assert list(snapshot(output).values()) == [b"mine\n"]
     with pytest.raises(UserError, match="is a file"):
-        build(packages, options, output=options.output / "train.en")
+        build(packages, output=output / "train.en")

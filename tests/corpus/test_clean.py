@@ -64,23 +64,31 @@ def test_dress_is_taken_off(message, pair):
     assert list(clean_message(*message)) == [pair or message]
 
 
-def test_paragraphs_are_paired_one_to_one():
-    english = "The first line.\n\nThe second\nline is here."
-    german = "Die erste Zeile.\n\nDie zweite Zeile\nsteht hier."
-    assert list(clean_message(english, german)) == [
-        ("The first line.", "Die erste Zeile."),
-        ("The second line is here.", "Die zweite Zeile steht hier."),
-    ]
-    assert list(clean_message(english, german.replace("\n\n", " "))) == []
-
-
-def test_a_bold_heading_is_not_glued_to_its_text():
-    english = "<b>Save your file</b>\nThe text goes here."
-    german = "<b>Datei speichern</b>\nHier steht der Text."
-    assert list(clean_message(english, german)) == [
-        ("Save your file", "Datei speichern"),
-        ("The text goes here.", "Hier steht der Text."),
-    ]
+@pytest.mark.parametrize(
+    ("english", "german", "pairs"),
+    [
+        (
+            "The first line.\n\nThe second\nline is here.",
+            "Die erste Zeile.\n\nDie zweite Zeile\nsteht hier.",
+            [
+                ("The first line.", "Die erste Zeile."),
+                ("The second line is here.", "Die zweite Zeile steht hier."),
+            ],
+        ),
+        (
+            "The first line.\n\nThe second\nline is here.",
+            "Die erste Zeile. Die zweite Zeile\nsteht hier.",
+            [],
+        ),
+        (  # a bold heading is not glued to its text
+            "<b>Save your file</b>\nThe text goes here.",
+            "<b>Datei speichern</b>\nHier steht der Text.",
+            [("Save your file", "Datei speichern"), ("The text goes here.", "Hier steht der Text.")],
+        ),
+    ],
+)
+def test_paragraphs_are_paired_one_to_one(english, german, pairs):
+    assert list(clean_message(english, german)) == pairs
 
 
 def test_a_placeholder_costs_only_its_own_sentence():

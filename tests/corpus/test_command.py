@@ -14,15 +14,8 @@ def arguments(make_wheel, catalogue, tmp_path, monkeypatch):
     ]
     package, path = make_wheel("demo", {"a/locale/de/LC_MESSAGES/a.po": catalogue(pairs)})
     monkeypatch.setattr(command, "load_packages", lambda: [package])
-    return [
-        "corpus",
-        "--output",
-        str(tmp_path / "out"),
-        "--cache",
-        str(tmp_path / "c"),
-        "--from",
-        str(path.parent),
-    ]
+    flags = {"--output": tmp_path / "out", "--cache": tmp_path / "c", "--from": path.parent}
+    return ["corpus", *(str(word) for flag in flags.items() for word in flag)]
 
 
 def test_summary_names_packages_splits_and_words(arguments, capsys):

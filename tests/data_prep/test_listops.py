@@ -1,16 +1,14 @@
 """ListOps: the values against an evaluator of its own, limits, splits and seeds."""
 
 import collections
-import json
 import statistics
 
 import pytest
+from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
 
-from moa_fairseq.cli import main
-from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.data_prep.listops import OPERATORS, Expression, ListOps
-from moa_fairseq.data_prep.prepare import Preparation
+from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.errors import UserError
 
 SIZES = {"train": 600, "valid": 50, "test": 203}
@@ -45,13 +43,8 @@ def evaluate(tree):
     if isinstance(tree, int):
         return tree
     name, values = tree[0], [evaluate(argument) for argument in tree[1:]]
-    functions = {
-        "MIN": min,
-        "MAX": max,
-        "SM": lambda v: sum(v) % 10,
-        "MED": lambda v: int(statistics.median(v)),
-    }
-    return functions[name](values)
+    functions = {"MIN": min, "MAX": max, "SM": lambda v: sum(v) % 10, "MED": statistics.median}
+    return int(functions[name](values))
 
 
 def depth(tree):
@@ -138,29 +131,15 @@ def test_more_than_there_are():
         settings({"train": 5000}, max_depth=2, max_arguments=2).splits()
 
 
-@pytest.fixture
-def prepare(in_process, capsys):
-    """prepare(*words) → (status, output, complaint)."""
-
-    def run(*words):
-        status = main(["prepare", "listops", *map(str, words), "--workers", "1"])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
-
-
-def test_prepared_data_is_what_fairseqs_task_reads(prepare, tmp_path):
-    status, said, _ = prepare(tmp_path / "out", "--sizes", 100, 10, 20, "--seed", 5)
-    assert status == 0 and "train: 100 expressions" in said
-    folder, text = tmp_path / "out" / "binarised", tmp_path / "out" / "text"
-    from fairseq.tasks.sentence_prediction import SentencePredictionConfig, SentencePredictionTask
-
-    task = SentencePredictionTask.setup_task(
-        SentencePredictionConfig(
-            data=str(folder), num_classes=10, init_token=0, regression_target=False, seed=1
-        )
+def test_prepared_data_is_what_fairseqs_task_reads(prepare, made, tmp_path, said):
+    first, out = prepare("listops", None)
+    assert first.sentences == {"train": 100, "valid": 10, "test": 20}
+    assert any("train: 100 expressions" in line for line in said)
+    folder, text = out / "binarised", out / "text"
+    config = SentencePredictionConfig(
+        data=str(folder), num_classes=10, init_token=0, regression_target=False, seed=1
     )
+    task = SentencePredictionTask.setup_task(config)
     groups = (folder / "groups" / "test.tsv").read_text("utf-8").splitlines()
     lines = (text / "input0" / "test").read_text("utf-8").splitlines()
     data = task.load_dataset("test")
@@ -170,53 +149,8 @@ def test_prepared_data_is_what_fairseqs_task_reads(prepare, tmp_path):
         assert task.dictionary.string(data[place]["net_input.src_tokens"][1:]) == line
         assert data[place]["target"].item() == evaluate(tree)  # class 7 is the value 7
         assert row == f"{dependency(tree)}\t{depth(tree)}\t{length(tree)}"
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
-    assert manifest["settings"]["generated"]["seed"] == 5 and manifest["lines"]["train"]["found"] == 100
+    manifest = read_manifest(out)
+    assert manifest["settings"]["generated"]["seed"] == 1 and manifest["lines"]["train"]["found"] == 100
     assert "binarised/input0/train.bin" in manifest["outputs"]
-    status, said, _ = prepare(tmp_path / "out", "--sizes", 100, 10, 20, "--seed", 5)
-    assert status == 0 and said.count("done before") == 5
-
-
-def test_data_of_another_kind_of_model_is_refused(prepare, tmp_path):
-    """A language model's for a classifier, and the other way round, before fairseq finds no dictionary."""
-    assert prepare(tmp_path / "out", "--sizes", 20, 5, 5)[0] == 0
-    words = tmp_path / "words"
-    words.mkdir()
-    for name in ("dict.txt", "train.idx"):
-        (words / name).touch()
-    for recipe, folder in (("listops", words), ("wikitext103_word", tmp_path / "out" / "binarised")):
-        job = Preparation({"recipe": recipe, "flags": {}}, ["train"], folder, tmp_path / "root")
-        with pytest.raises(UserError, match=f"--data {folder} was binarised for another kind of model"):
-            job.run()
-    assert is_binarised(tmp_path / "out" / "binarised") and not is_binarised(tmp_path / "out" / "text")
-
-
-def test_one_seed_gives_the_same_bytes(prepare, tmp_path):
-    for name in ("one", "two"):
-        assert prepare(tmp_path / name, "--sizes", 50, 5, 5)[0] == 0
-    files = [
-        path for path in (tmp_path / "one").rglob("*.*") if path.suffix in (".bin", ".idx", ".tsv", ".txt")
-    ]
-    assert len(files) >= 12
-    for path in files:
-        other = tmp_path / "two" / path.relative_to(tmp_path / "one")
-        assert path.read_bytes() == other.read_bytes(), path
-
-
-@pytest.mark.parametrize(
-    ("words", "story"),
-    [
-        (["--sizes", 0, 5, 5], "each must be at least 1"),
-        (["--from", "."], "made of no files"),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_a_line(prepare, tmp_path, monkeypatch, words, story):
-    monkeypatch.chdir(tmp_path)
-    status, _, complaint = prepare(*words)
-    assert status == 2 and story in complaint and complaint.count("\n") == 1
-
-
-def test_only_drawn_data_has_a_seed(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["prepare", "enwik8", "--seed", "2"]) == 2
-    assert "leave --sizes and --seed out" in capsys.readouterr().err
+    # one seed gives the same bytes
+    assert made.tree(prepare("listops", None, "again")[1]) == made.tree(out)

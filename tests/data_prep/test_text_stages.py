@@ -1,100 +1,268 @@
-"""A stage over pairs of lines: what is dropped is counted, what is wrong is said, and nothing is mixed up."""
+"""Lines of text: read with damage named, segmented as subword-nmt does, cleaned as Moses does."""
+
+import gzip
+import io
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
+from subword_nmt.apply_bpe import BPE
+from subword_nmt.learn_bpe import learn_bpe
 
-from moa_fairseq.data_prep.catalogue import HoldOut, datasets
-from moa_fairseq.data_prep.cleaning import Cleaning
-from moa_fairseq.data_prep.parallel_text import Piece
-from moa_fairseq.data_prep.text_stages import Split, Treatment, treat, write_splits
+from moa_fairseq.data_prep import bpe
+from moa_fairseq.data_prep.bpe import learn_codes, load_codes
+from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut, datasets
+from moa_fairseq.data_prep.parallel_text import BAD, Piece, read_lines, read_pairs
+from moa_fairseq.data_prep.prepare import sample_pairs
+from moa_fairseq.data_prep.text_stages import Split, Treatment, clean, treat, write_splits
 from moa_fairseq.errors import UserError
 
 TREATMENT = Treatment(cleaning=Cleaning())
+RULES = Cleaning(1, 5, 1.5)
+SCRIPTS = os.environ.get("MOSES_SCRIPTS")
+GOOD = "".join(f"line {number}\n" for number in range(400))
 
 
-def write(tmp_path, source, target, name="train"):
-    pair = tuple(Piece(tmp_path / f"{name}.{language}") for language in ("en", "de"))
-    for piece, content in zip(pair, (source, target)):
-        piece.path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return pair
+@pytest.fixture
+def write(tmp_path):
+    """write(source, target, name) → the pair of files, of text or bytes."""
+
+    def make(source, target, name="train"):
+        pair = tuple(Piece(tmp_path / f"{name}.{language}") for language in ("en", "de"))
+        for piece, content in zip(pair, (source, target)):
+            piece.path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return pair
+
+    return make
 
 
-def run(tmp_path, job):
-    out = tmp_path / "out"
-    out.mkdir(exist_ok=True)
-    facts = write_splits([job], ("en", "de"), out, 1)
-    return facts, [(out / f"{job.name}.{x}").read_text("utf-8").split("\n")[:-1] for x in ("en", "de")]
+@pytest.fixture
+def run(tmp_path, write):
+    """run(source, target, ...) → facts and lines of the split that write_splits makes."""
+
+    def make(source, target, name="train", treatment=TREATMENT, hold_out=None):
+        pair, out = write(source, target, name), tmp_path / "out"
+        split = Split(name, [pair], treatment, hold_out, lenient=name == "train")
+        facts = write_splits([split], ("en", "de"), out, 1)
+        return facts, [(out / f"{name}.{x}").read_text("utf-8").split("\n")[:-1] for x in ("en", "de")]
+
+    return make
 
 
-def test_unusable_training_lines_are_dropped_with_their_partner(tmp_path, said):
-    good = "".join(f"line {number}\n" for number in range(400))
-    source = good.encode() + b"na\xefve\nnul\0\nlast\r\n"
-    target = good.encode() + b"eins\nzwei\n\n"
-    facts, sides = run(tmp_path, Split("train", [write(tmp_path, source, target)], TREATMENT, lenient=True))
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def test_lines(write):
+    text = "\ufeffone\r\ntwo\u2028still two\n\nlast"
+    plain, _ = write(text, "", "x")
+    packed = plain.path.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(text.encode()))
+    for path in (plain.path, packed):
+        assert list(read_lines(path)) == ["one", "two\u2028still two", "", "last"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.en", b"fine\nna\xefve\n", ["line 2", "0xef", "UTF-8"]),
+        ("x.en", b"a\nb\nc\0d\n", ["line 3", "NUL"]),
+        ("x.en", b"x" * 1_000_001, ["line 1", "bytes long"]),
+        ("x.gz", gzip.compress(b"some text\n" * 1000)[:-12], ["damaged gzip"]),
+        ("x.gz", b"<html>" + gzip.compress(b"some text\n" * 1000), ["damaged gzip"]),
+    ],
+)
+def test_bad_bytes(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        list(read_lines(tmp_path / name))
+    for word in [str(tmp_path / name), *words]:
+        assert word in str(error.value)
+
+
+def test_bad_lines_can_be_marked_instead(tmp_path):
+    (tmp_path / "x").write_bytes(b"fine\nna\xefve\nc\0d\n" + b"x" * 10_000_000 + b"\nlast\r\n")
+    expected = ["fine", BAD + "not UTF-8", BAD + "NUL byte", BAD + "line of a million bytes", "last"]
+    assert list(read_lines(tmp_path / "x", mark_bad=True)) == expected
+
+
+def test_pairs(write):
+    files = [write("a\nb\n", "c\nd\n", "x"), write("e\n", "f", "y")]
+    assert list(read_pairs(files)) == [("a", "c"), ("b", "d"), ("e", "f")]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ("a\nb\nc\n", "a\n", r"x\.en has 3 lines and \S+ has 1:"),
+        ("a\n", "a\nb\nc\n", r"x\.de has 3 lines and \S+ has 1:"),
+        ("", "", "hold no line"),
+    ],
+)
+def test_what_is_not_parallel(write, source, target, words):
+    with pytest.raises(UserError, match=words):
+        list(read_pairs([write(source, target, "x")]))
+
+
+# --- a stage over pairs of lines ----------------------------------------------------------------------------
+
+
+def test_unusable_training_lines_are_dropped_with_their_partner(run, said):
+    source, target = GOOD.encode() + b"na\xefve\nnul\0\nlast\r\n", GOOD + "eins\nzwei\n\n"
+    facts, sides = run(source, target)
     assert facts["train"]["dropped"] == {"NUL byte": 1, "empty side": 1, "not UTF-8": 1}
     assert facts["train"]["read"] == 403 and facts["train"]["lines"] == 400 == len(sides[0])
-    assert sides[0] == sides[1]
-    assert "1 dropped: NUL byte" in said[0]
-
-
-def test_a_line_of_ten_megabytes(tmp_path):
-    good = "line\n" * 200
-    pair = write(tmp_path, good.encode() + b"x" * 10_000_000 + b"\n", good + "kurz\n")
-    facts, _ = run(tmp_path, Split("train", [pair], TREATMENT, lenient=True))
+    assert sides[0] == sides[1] and "1 dropped: NUL byte" in said[0]
+    facts, _ = run(GOOD.encode() + b"x" * 10_000_000 + b"\n", GOOD + "kurz\n")
     assert facts["train"]["dropped"] == {"line of a million bytes": 1}
 
 
-def test_a_file_in_another_encoding_is_refused(tmp_path):
-    pair = write(tmp_path, "naïve\n".encode("latin-1") * 10 + b"x\n" * 500, "gut\n" * 510)
-    with pytest.raises(UserError, match=r"train\.en.*510 pairs.*10 with not UTF-8.*iconv"):
-        run(tmp_path, Split("train", [pair], TREATMENT, lenient=True))
+@pytest.mark.parametrize(
+    ("name", "source", "target", "words"),
+    [
+        (
+            "train",
+            b"na\xefve\n" * 10 + b"x\n" * 500,
+            "gut\n" * 510,
+            r"train\.en.*510.*10 with not UTF-8.*iconv",
+        ),
+        ("test", b"fine\nna\xefve\n", "a\nb\n", r"test\.en, line 2.*UTF-8"),
+        ("train", "\n\n", "a\nb\n", "no pair with text on both sides is left of 2"),
+    ],
+)
+def test_what_is_no_text_is_refused(run, name, source, target, words):
+    with pytest.raises(UserError, match=words):
+        run(source, target, name)
 
 
-def test_test_text_must_be_whole(tmp_path):
-    pair = write(tmp_path, b"fine\nna\xefve\n", "a\nb\n", "test")
-    with pytest.raises(UserError, match=r"test\.en, line 2.*UTF-8"):
-        run(tmp_path, Split("test", [pair], Treatment()))
+def test_dos_files_with_a_mark_at_the_beginning_and_empty_lines_of_a_test(run):
+    assert run("\ufeffone\r\ntwo\r\n", "\ufeffeins\r\nzwei")[1] == [["one", "two"], ["eins", "zwei"]]
+    assert run("a\n\n", "\nb\n", "test", Treatment())[1] == [["a", ""], ["", "b"]]
 
 
-def test_dos_files_with_a_mark_at_the_beginning(tmp_path):
-    pair = write(tmp_path, "\ufeffone\r\ntwo\r\n", "\ufeffeins\r\nzwei")
-    _, sides = run(tmp_path, Split("train", [pair], TREATMENT, lenient=True))
-    assert sides == [["one", "two"], ["eins", "zwei"]]
-
-
-def test_empty_lines_of_other_splits_stay(tmp_path):
-    _, sides = run(tmp_path, Split("test", [write(tmp_path, "a\n\n", "\nb\n", "test")], Treatment()))
-    assert sides == [["a", ""], ["", "b"]]
-
-
-def test_every_third_line_is_held_out(tmp_path, said):
+def test_every_third_line_is_held_out(run, tmp_path, said):
     numbers = "".join(f"{number}\n" for number in range(1, 10))
-    pair = write(tmp_path, numbers.replace("2", " "), numbers)  # one pair is dropped before it is counted
-    _, sides = run(tmp_path, Split("train", [pair], TREATMENT, HoldOut("valid", 3), lenient=True))
+    # one pair is dropped before it is counted
+    _, sides = run(numbers.replace("2", " "), numbers, hold_out=HoldOut("valid", 3))
     assert sides[0] == ["1", "3", "5", "6", "8", "9"]
     assert (tmp_path / "out" / "valid.de").read_text() == "4\n7\n"
     assert [line.split(",")[0] for line in said] == ["train: 6 pairs", "valid: 2 pairs"]
 
 
-def test_blanks_stay_as_moses_prints_them(tmp_path):
+def test_blanks_stay_as_moses_prints_them(run, tmp_path):
     """Line 16,217 of Multi30k's train.en: two blanks before the full stop, one at the end, after BPE too."""
     steps = datasets()["multi30k"].steps_for("train", "en")
     raw = "A man and a woman on a motorcycle .`\n"
-    job = Split("train", [write(tmp_path, raw, "x\n")], Treatment((steps, ())), lenient=True)
-    facts, sides = run(tmp_path, job)
+    facts, sides = run(raw, "x\n", treatment=Treatment((steps, ())))
     assert sides[0] == ["a man and a woman on a motorcycle  . &apos; "]
     assert facts["train"]["tokens_en"] == 10
     (tmp_path / "codes").write_text("#version: 0.2\na n\n", encoding="utf-8")
     chain = Treatment(codes=str(tmp_path / "codes"), cleaning=Cleaning())
     ((segmented, _),) = treat([(sides[0][0], "x")], chain)
-    assert segmented.endswith("y@@ c@@ l@@ e . &@@ a@@ p@@ o@@ s@@ ; ")
-    assert "  " not in segmented
-
-
-def test_white_space_other_than_blanks_parts_tokens_of_ones_own(tmp_path):
-    """fairseq parts tokens at all white space, BPE at blanks only."""
+    assert segmented.endswith("y@@ c@@ l@@ e . &@@ a@@ p@@ o@@ s@@ ; ") and "  " not in segmented
+    # fairseq parts tokens at all white space, BPE at blanks only
     assert treat([("10\u00a0000\tkm\u2003x", "a  b ")], Treatment()) == [("10 000 km x", "a  b ")]
 
 
-def test_nothing_left(tmp_path):
-    with pytest.raises(UserError, match="no pair with text on both sides is left of 2"):
-        run(tmp_path, Split("train", [write(tmp_path, "\n\n", "a\nb\n")], TREATMENT, lenient=True))
+def test_samples_are_nested_and_pairs_stay_together(write, tmp_path):
+    old = write(*("".join(f"{sign}{number}\n" for number in range(100)) for sign in ("", "-")))
+    new = tuple(Piece(tmp_path / f"new.{language}") for language in ("en", "de"))
+
+    def sample(fraction, seed=1):
+        facts = sample_pairs(old, new, fraction, seed)
+        english, german = ([int(x) for x in piece.path.read_text().split()] for piece in new)
+        assert [-number for number in german] == english == sorted(english)
+        assert facts == {"lines": len(english), "of": 100}
+        return set(english)
+
+    samples = [sample(fraction) for fraction in (0.0001, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)]
+    assert [len(kept) for kept in samples] == [1, 5, 10, 25, 50, 75, 100]
+    assert all(small < large for small, large in zip(samples, samples[1:]))
+    assert sample(0.25) == samples[3] != sample(0.25, seed=2)
+
+
+# --- subwords -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def texts(write, made):
+    lines = (made.text([*made.sentences(200, lang), "", "  two  spaces "]) for lang in ("en", "de"))
+    return [piece.path for piece in write(*lines)]
+
+
+def test_the_same_codes_and_subwords_as_subword_nmt(texts, tmp_path, made):
+    learn_codes(texts, 50, tmp_path / "codes")
+    expected = io.StringIO()
+    learn_bpe([line for path in texts for line in path.read_text("utf-8").split("\n")], expected, 50)
+    assert (tmp_path / "codes").read_text("utf-8") == expected.getvalue()
+    theirs, ours = BPE(io.StringIO(expected.getvalue())), load_codes(str(tmp_path / "codes"))
+    for line in made.sentences(50, "de", seed=3):
+        assert ours.segment(line) == theirs.segment(line)
+    learn_codes(texts, 2, tmp_path / "codes")  # new codes under an old name are noticed
+    assert load_codes(str(tmp_path / "codes")) is not ours
+
+
+def test_the_memory_of_words_has_an_end(texts, tmp_path, monkeypatch):
+    learn_codes(texts, 50, tmp_path / "codes")
+    monkeypatch.setattr(bpe, "REMEMBERED", 10)
+    lines = [f"Straße{number} Haus" for number in range(40)]
+    segmented = [load_codes(str(tmp_path / "codes")).segment(line) for line in lines]
+    assert len(load_codes(str(tmp_path / "codes")).cache) <= 12
+    assert segmented == [load_codes(str(tmp_path / "codes")).segment(line) for line in lines]
+
+
+def test_few_merges_or_none(tmp_path):
+    (tmp_path / "train.en").write_text("abc abc\n", encoding="utf-8")
+    learn_codes([tmp_path / "train.en"], 500, tmp_path / "codes")
+    assert (tmp_path / "codes").read_text("utf-8").count("\n") == 3
+    (tmp_path / "train.en").write_text("a b\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"train\.en: there is no word of two letters"):
+        learn_codes([tmp_path / "train.en"], 5, tmp_path / "codes")
+
+
+# --- the cleaner, and agreement with Moses' own script where Perl and the scripts are at hand --------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "rules", "result"),
+    [
+        ("a b c", "d e", RULES, ("a b c", "d e")),  # 1.5 is not above 1.5
+        (" a  b\u00a0c ", "d\u3000e f", RULES, ("a b c", "d e f")),
+        ("a | b", "c d", RULES, ("a b", "c d")),
+        ("a b c d", "e f", RULES, "length ratio above 1.5"),
+        ("e f", "a b c d", RULES, "length ratio above 1.5"),
+        ("a b c d e f", "a b c d e", RULES, "longer than 5 tokens"),
+        ("", "a", RULES, "empty side"),
+        ("a", " \u2003", RULES, "empty side"),
+        ("|", "a", RULES, "empty side"),
+        ("x" * 1000, "y", RULES, ("x" * 1000, "y")),
+        ("x" * 1001, "y", RULES, "token of more than 1000 characters"),
+        ("a b", "c", Cleaning(2, 9, 9), "shorter than 2 tokens"),
+        (" a |  b ", "c", Cleaning(), (" a |  b ", "c")),  # without limits text is untouched
+        (" ", "c", Cleaning(), "empty side"),
+    ],
+)
+def test_rules(source, target, rules, result):
+    assert clean(source, target, rules) == result
+
+
+@pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")
+@pytest.mark.parametrize("rules", [Cleaning(1, 80, 9), Cleaning(1, 250, 1.5), Cleaning(3, 12, 1.2)])
+def test_equals_perl(tmp_path, rules):
+    generator = random.Random(5)
+    pieces = ["a", "ß", "|", " ", " ", " ", "\u00a0", "\u2003", "\x85", "\t", "x" * 1001, "long words"]
+    pairs = [
+        ["".join(generator.choices(pieces, k=generator.randint(0, 30))) for _ in range(2)]
+        for _ in range(2000)
+    ]
+    pairs[0] = ["no bar", "here"]
+    for lang, lines in zip("ab", zip(*pairs)):
+        (tmp_path / f"c.{lang}").write_bytes("".join(line + "\n" for line in lines).encode())
+    script = Path(SCRIPTS) / "training" / "clean-corpus-n.perl"
+    line = ["perl", script, "-ratio", rules.ratio, "c", "a", "b", "out", rules.min, rules.max]
+    subprocess.run([*map(str, line)], cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
+    sides = [(tmp_path / f"out.{lang}").read_bytes().decode().split("\n")[:-1] for lang in "ab"]
+    ours = [result for result in (clean(*pair, rules) for pair in pairs) if not isinstance(result, str)]
+    assert ours == list(zip(*sides)) and 0 < len(ours) < len(pairs)

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.text.pipeline import apply_steps
+from moa_fairseq.text import apply_steps
 from moa_fairseq.text.workers import chunks, ordered_map
 
 STEPS = [("lowercase", {}), ("normalize_punctuation", {"lang": "de"}), ("tokenize", {"lang": "de"})]
