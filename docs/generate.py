@@ -16,7 +16,7 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
 import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
@@ -26,15 +26,8 @@ from moa_fairseq.analysis.command import KINDS
 from moa_fairseq.cli import VERBS
 from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig
-from moa_fairseq.evaluation.compare import fill
 from moa_fairseq.evaluation.results import load_comparison
-from moa_fairseq.evaluation.results_markdown import (
-    FURTHER_SCORES,
-    OTHER_SCORES,
-    PAPERS,
-    render,
-    render_headlines,
-)
+from moa_fairseq.evaluation.results_markdown import PAPERS, SCORES, render, render_headlines
 from moa_fairseq.fairseq_compat import PATCHES
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
 from moa_fairseq.files import atomic_write
@@ -146,7 +139,7 @@ def _experiment(path: Path, runs: List[Tuple[Path, dict]]) -> List[str]:
 
 def _result(file: Path, run: dict) -> str:
     metric = run["headline"]
-    name = {**OTHER_SCORES, **FURTHER_SCORES}.get(metric, metric)
+    name = SCORES.get(metric, metric)
     budget = f" after {run['epochs']} epochs" if not run.get("reproduces") else ""
     changed = re.findall(r"--set model\.(?:flags\.)?(\S+)", run["command"])
     budget += f" with {' and '.join(changed)}" if changed else ""
@@ -263,6 +256,21 @@ def patch_table() -> str:
         file, _, test = patch.test.partition("::")
         lines.append([what, patch.reason.replace("|", "\\|"), f"[{test}](../tests/{file})"])
     return grid(["What is changed", "Why", "Test"], lines)
+
+
+def fill(text: str, parts: Mapping[str, str]) -> str:
+    """`text`, with what stands between the markers of each part replaced by that part.
+
+    A document need not have all parts; where it has a marker, both stand in it once and in order.
+    """
+    for name, part in parts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if begin in text or end in text:
+            if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+                raise SystemExit(f"{begin} and {end} must stand there once, in this order.")
+            before, rest = text.split(begin)
+            text = f"{before}{begin}\n\n{part.strip()}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main() -> int:

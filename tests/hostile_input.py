@@ -369,9 +369,7 @@ PAPER = {
 def parse_result(place: Path) -> None:
     (place / "papers").mkdir()
     (place / "papers" / "p.json").write_text(json.dumps(PAPER))
-    comparison = load_comparison(place, [place / "input"])
-    render(comparison)
-    render(comparison.with_runs_only())
+    render(load_comparison(place, [place / "input"]))
 
 
 def of_json(name: str, mapping: Any, parse: Callable[[Path], None]) -> Parser:

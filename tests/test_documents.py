@@ -15,7 +15,6 @@ from fairseq import options
 
 from moa_fairseq.analysis.command import KINDS
 from moa_fairseq.cli import VERBS, build_parser, main
-from moa_fairseq.evaluation.compare import fill
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "configs", "data-prep", "docs", "results")
@@ -186,7 +185,7 @@ def test_what_is_generated_is_fresh():
     spec.loader.exec_module(generate)
     assert {name for name, text in DOCUMENTS.items() if ":begin -->" in text} == set(generate.DOCUMENTS)
     parts = generate.parts()
-    stale = [name for name in generate.DOCUMENTS if fill(DOCUMENTS[name], parts) != DOCUMENTS[name]]
+    stale = [name for name in generate.DOCUMENTS if generate.fill(DOCUMENTS[name], parts) != DOCUMENTS[name]]
     assert not stale, "out of date: run python docs/generate.py"
     for part in parts:
         assert sum(f"<!-- {part}:begin -->" in text for text in DOCUMENTS.values()) == 1

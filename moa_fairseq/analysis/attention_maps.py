@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
@@ -22,18 +21,13 @@ from fairseq.modules import MultiheadAttention
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from moa_fairseq.analysis.plots import save
-from moa_fairseq.analysis.routed_model import (
-    add_model_arguments,
-    checkpoint_and_data,
-    finish,
-    kind_of,
-)
+from moa_fairseq.analysis.plots import Analysis
+from moa_fairseq.analysis.routed_model import kind_of
 from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.trained_model import device_for, load_subset, load_trained
+from moa_fairseq.evaluation.trained_model import device_for, load_subset
 
 NAME = "attention-maps"
 SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
@@ -42,25 +36,19 @@ _MOST_LABELS = 60  # more tokens than that cannot be read
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    add_model_arguments(parser)
     parser.add_argument("--sentence", type=int, default=0, metavar="N", help="which one of the subset (0)")
     parser.add_argument("--layer", type=int, metavar="L", help="one layer, head by head; the first is 1")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
 
 
-def analyze(args: argparse.Namespace) -> int:
-    """Run one sentence through a model; draw its attention."""
-    checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
-    model, task = load_trained(checkpoint, data)
+def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
+    """The attention in one sentence."""
     maps = measure_attention(model, task, args.subset, args.sentence, device_for(args.cpu))
     layers = max(each.layer for each in maps)
     if args.layer is not None:
         if not 1 <= args.layer <= layers:
             raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
         maps = [each for each in maps if each.layer == args.layer]
-    title = f"{args.model.name}, sentence {args.sentence} of {args.subset}"
-    figure = draw_layers(maps, title) if args.layer is None else draw_heads(maps, title)
-    save(figure, args.output)
+    draw = draw_layers if args.layer is None else draw_heads
     lines, modules = [], []
     for each in maps:
         heads, queries, keys = each.weights.shape
@@ -70,9 +58,8 @@ def analyze(args: argparse.Namespace) -> int:
         gates = {side: gate.tolist() for side, gate in each.gates.items()}
         names = {"name": each.name, "queries": each.queries, "keys": each.keys}
         modules.append({**names, "weights": each.weights.tolist(), "gates": gates})
-    report = {"checkpoint": str(checkpoint), "subset": args.subset, "sentence": args.sentence}
-    finish("\n".join(lines), {**report, "modules": modules}, args.json, args.output)
-    return 0
+    figure = draw(maps, f"{args.model.name}, sentence {args.sentence} of {args.subset}")
+    return Analysis(lines, figure, {"sentence": args.sentence, "modules": modules})
 
 
 @dataclass
@@ -177,10 +164,8 @@ def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
         panel.set_axis_off()
     for each in maps:
         panel = panels[kinds.index(each.kind)][each.layer - 1]
-        panel.set_axis_on()
-        panel.imshow(each.weights.amax(0).numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        _show(panel, each.weights.amax(0), each.queries, each.keys, size=4)
         panel.set_title(f"{each.kind}, layer {each.layer}", fontsize=7)
-        _label(panel, each, size=4)
     figure.suptitle(title and f"{title}: largest weight of any head", fontsize=10)
     return figure
 
@@ -200,15 +185,14 @@ def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
 
 
 def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
-    strips = {}
-    for side, gates in each.gates.items():
-        own = gates.view(each.groups, -1, gates.size(1))
-        strips[side] = own[head if each.groups > 1 else 0]
-    tall, wide = len(strips.get("keys", ())), len(strips.get("queries", ()))
+    """The map of one head; the gates of the queries on its left, those of the keys below."""
+    own = head if each.groups > 1 else 0
+    strips = {side: gates.view(each.groups, -1, gates.size(1))[own] for side, gates in each.gates.items()}
+    wide, tall = (len(strips.get(side, ())) for side in ("queries", "keys"))
     unit = max(1, len(each.queries) // 24)
     panels = place.subplots(
-        1 + ("keys" in strips),
-        1 + ("queries" in strips),
+        1 + bool(tall),
+        1 + bool(wide),
         squeeze=False,
         width_ratios=[*([wide * unit] if wide else []), len(each.keys)],
         height_ratios=[len(each.queries), *([tall * unit] if tall else [])],
@@ -216,30 +200,30 @@ def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
     for panel in panels.flat:
         panel.set_axis_off()
     main, queries, keys = panels[0][-1], panels[0][0], panels[-1][-1]
-    main.set_axis_on()
-    main.imshow(each.weights[head].numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    _show(main, each.weights[head], [] if wide else each.queries, [] if tall else each.keys)
     main.set_title(f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}", fontsize=7)
-    _label(main, each, size=5, left="queries" not in strips, below="keys" not in strips)
-    most = max((gates.max().item() for gates in strips.values()), default=1.0)
-    shades = {"cmap": "Oranges", "vmin": 0, "vmax": most or 1.0, "aspect": "auto"}
-    if "queries" in strips:
-        queries.set_axis_on()
-        queries.imshow(strips["queries"].t().numpy(), **shades)
-        _label(queries, each, size=5, below=False)
-        queries.set_xticks(range(wide), [str(expert + 1) for expert in range(wide)], fontsize=4)
-    if "keys" in strips:
-        keys.set_axis_on()
-        keys.imshow(strips["keys"].numpy(), **shades)
-        _label(keys, each, size=5, left=False)
-        keys.set_yticks(range(tall), [str(expert + 1) for expert in range(tall)], fontsize=4)
+    most = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0
+    experts = [str(expert + 1) for expert in range(max(wide, tall))]
+    if wide:
+        _show(queries, strips["queries"].t(), each.queries, experts[:wide], "Oranges", most)
+    if tall:
+        _show(keys, strips["keys"], experts[:tall], each.keys, "Oranges", most)
 
 
-def _label(panel: Any, each: AttentionMap, size: int, left: bool = True, below: bool = True) -> None:
-    """The tokens at the axes, where they can be read."""
-    panel.set_xticks([])
-    panel.set_yticks([])
-    if left and len(each.queries) <= _MOST_LABELS:
-        panel.set_yticks(range(len(each.queries)), each.queries, fontsize=size)
-    if below and len(each.keys) <= _MOST_LABELS:
-        panel.set_xticks(range(len(each.keys)), each.keys, fontsize=size, rotation=90)
+def _show(
+    panel: Any,
+    values: Tensor,
+    rows: List[str],
+    columns: List[str],
+    cmap: str = "Blues",
+    most: float = 1.0,
+    size: int = 5,
+) -> None:
+    """values [rows, columns] as shades from 0 to `most`, named at the axes where the names can be read."""
+    panel.set_axis_on()
+    panel.imshow(values.numpy(), cmap=cmap, vmin=0, vmax=most, aspect="auto")
+    rows, columns = (names if len(names) <= _MOST_LABELS else [] for names in (rows, columns))
+    panel.set_yticks(range(len(rows)), rows, fontsize=size)
+    long = any(len(name) > 2 for name in columns)
+    panel.set_xticks(range(len(columns)), columns, fontsize=size, rotation=90 if long else 0)
     panel.tick_params(length=1, pad=1)

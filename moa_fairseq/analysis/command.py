@@ -13,13 +13,23 @@ A run folder stands for its averaged (else its best) checkpoint and for the data
 from __future__ import annotations
 
 import argparse
+import warnings
+from pathlib import Path
+from typing import Optional, Tuple
 
 from moa_fairseq.analysis import attention_maps, expert_load, expert_tokens, gates, learning_curve
+from moa_fairseq.analysis.plots import save
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.trained_model import load_trained
 from moa_fairseq.files import refuse_overwriting
+from moa_fairseq.json_files import write_json
+from moa_fairseq.recipes.checkpoints import trained_checkpoint
+from moa_fairseq.recipes.finetune import prepared_data
 
-# Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze(args) -> int.
+# Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze, which returns an
+# Analysis: analyze(args) of logs, analyze(args, model, task) of a trained model.
 KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps)
+OF_LOGS, WITHOUT_PICTURE = (learning_curve,), (expert_tokens,)
 
 # what a recipe writes into its run folder
 OF_A_RUN = ("*.pt", "checkpoints/*", "*.json", "*.jsonl", "*.yaml", "*.txt")
@@ -37,18 +47,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             description=kind.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        add = subparser.add_argument
+        if kind not in OF_LOGS:
+            add("model", type=Path, metavar="RUN_DIR|CHECKPOINT")
+            add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
+            add("--subset", default="valid", help="which subset of the data to run (valid)")
+            add("--max-tokens", type=int, default=4096, metavar="N", help="tokens in a batch (4096)")
+            add("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
+            add("--cpu", action="store_true", help="do not use a GPU")
         kind.add_arguments(subparser)
-        subparser.set_defaults(analyze=kind.analyze)
+        if kind not in WITHOUT_PICTURE:
+            add("--output", type=Path, required=True, metavar="FILE.png")
+        subparser.set_defaults(analyze=kind.analyze, output=None, json=None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen analysis."""
-    picture = getattr(args, "output", None)
-    if picture is not None and picture.suffix.lower() != ".png":
-        raise UserError(f"--output {picture}: the picture is a PNG, so its name must end in .png.")
-    inputs = [*vars(args).get("runs", ()), *([args.model] if "model" in args else [])]
-    inputs += [file for path in inputs for pattern in OF_A_RUN for file in path.glob(pattern)]
-    for name in ("output", "json"):
-        if vars(args).get(name) is not None:
-            refuse_overwriting(vars(args)[name], inputs, f"--{name}")
-    return args.analyze(args)
+    """Run the chosen analysis; write its picture and its numbers, and print its text."""
+    if args.output is not None and args.output.suffix.lower() != ".png":
+        raise UserError(f"--output {args.output}: the picture is a PNG, so its name must end in .png.")
+    of_model = "model" in args
+    inputs = [args.model] if of_model else args.runs
+    inputs = [*inputs, *(file for path in inputs for pattern in OF_A_RUN for file in path.glob(pattern))]
+    written = {"output": args.output, "json": args.json}
+    for name, path in written.items():
+        if path is not None:
+            refuse_overwriting(path, inputs, f"--{name}")
+    about = {}
+    if of_model:
+        checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
+        about = {"checkpoint": str(checkpoint), "subset": args.subset}
+        args.data = data
+        found = args.analyze(args, *load_trained(checkpoint, data))
+    else:
+        found = args.analyze(args)
+    if args.output:
+        save(found.figure, args.output)
+    if args.json:
+        write_json(args.json, {**about, **found.report})
+    print(*found.lines, sep="\n")
+    if any(written.values()):
+        print(f"wrote {', '.join(str(path) for path in written.values() if path)}")
+    return 0
+
+
+def checkpoint_and_data(
+    model: Path, data: Optional[Path] = None, max_tokens: int = 4096
+) -> Tuple[Path, Path]:
+    """A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on.
+
+    Raises UserError for a folder without a checkpoint, a checkpoint without data, or an empty batch.
+    """
+    warnings.filterwarnings("ignore", message=".*pin_memory")
+    if max_tokens < 1:
+        raise UserError(f"--max-tokens {max_tokens}: a batch holds at least one token.")
+    if model.is_dir():
+        checkpoint = trained_checkpoint(model)
+        if not checkpoint.is_file():
+            raise UserError(
+                f"{model} holds neither average.pt nor checkpoints/checkpoint_best.pt: train first."
+            )
+        return checkpoint, data or prepared_data(model) or Path()
+    if data is None:
+        raise UserError(
+            f"{model} is not a run folder, so --data must name the binarised data to run through it."
+        )
+    return model, data

@@ -7,46 +7,30 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from torch import nn
 
-from moa_fairseq.analysis.plots import COLOURS, GREY, save, style
-from moa_fairseq.analysis.routed_model import (
-    RouterUse,
-    add_model_arguments,
-    by_kind,
-    checkpoint_and_data,
-    finish,
-    forward_passes,
-    router_uses,
-)
-from moa_fairseq.evaluation.trained_model import device_for, load_trained
+from moa_fairseq.analysis.plots import COLOURS, GREY, Analysis, style
+from moa_fairseq.analysis.routed_model import RouterUse, by_kind, forward_passes, router_uses
 
 NAME = "expert-load"
 SUMMARY = "how evenly a model uses its experts (MoA Figs. 3 and 4)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of this analysis."""
-    add_model_arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    """It has no flags of its own."""
 
 
-def analyze(args: argparse.Namespace) -> int:
-    """Run a data set through a model; draw and print where its tokens went."""
-    checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
-    model, task = load_trained(checkpoint, data)
-    passes = forward_passes(task, model, args.subset, args.max_tokens, device_for(args.cpu))
-    uses = router_uses(decisions for _, decisions in passes)
+def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
+    """Where the tokens of a data set went."""
+    uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
     summaries = [summary(use) for use in uses]
-    save(draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}"), args.output)
-    report = {"checkpoint": str(checkpoint), "subset": args.subset, "modules": summaries}
-    finish(_table(summaries), report, args.json, args.output)
-    return 0
+    figure = draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}")
+    return Analysis(_table(summaries), figure, {"modules": summaries})
 
 
 def summary(use: RouterUse) -> Dict[str, Any]:
@@ -72,7 +56,7 @@ def summary(use: RouterUse) -> Dict[str, Any]:
     }
 
 
-def _table(summaries: List[Dict[str, Any]]) -> str:
+def _table(summaries: List[Dict[str, Any]]) -> List[str]:
     """One line per router: even share 1/E, largest and smallest share, entropy as a fraction of log E."""
     lines = [
         f"{'router':32}{'tokens':>10}{'K of E':>10}{'even':>8}{'most':>8}{'least':>8}{'entropy':>9}  dead"
@@ -83,7 +67,7 @@ def _table(summaries: List[Dict[str, Any]]) -> str:
         shares = "".join(f"{share:8.1%}" for share in (even, row["max_load"], row["min_load"]))
         entropy = f"{row['evenness']:9.1%}{row['dead_experts']:6}"
         lines.append(f"{row['name']:32}{row['tokens']:10,}{sizes:>10}{shares}{entropy}")
-    return "\n".join(lines)
+    return lines
 
 
 def draw_expert_load(summaries: Sequence[Dict[str, Any]], title: str = "") -> Figure:

@@ -25,20 +25,17 @@ import math
 from collections import Counter
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from moa_fairseq.analysis.gpt2_pieces import gpt2_pieces
-from moa_fairseq.analysis.routed_model import (
-    add_model_arguments,
-    checkpoint_and_data,
-    finish,
-    forward_passes,
-)
+from moa_fairseq.analysis.plots import Analysis
+from moa_fairseq.analysis.routed_model import forward_passes
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
 NAME = "expert-tokens"
 SUMMARY = "the most indicative tokens of each expert, by PMI (MAE Table 6)"
@@ -49,7 +46,6 @@ Segmenter = Callable[[Sequence[Optional[str]]], Iterator[Tuple[str, List[int]]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    add_model_arguments(parser)
     parser.add_argument("--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="tokens of each expert (10)")
     parser.add_argument(
@@ -58,21 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--words", action="store_true", help='join BPE pieces ("@@ ") into words')
 
 
-def analyze(args: argparse.Namespace) -> int:
-    """Run a data set through a model and list each expert's tokens."""
+def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
+    """Each expert's tokens."""
     for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
         if value < 1:
             raise UserError(f"{flag} {value} must be at least 1.")
-    checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
-    model, task = load_trained(checkpoint, data)
-    spelling, join = gpt2_pieces(task, data), args.words
+    spelling, join = gpt2_pieces(task, args.data), args.words
     if spelling:
         counter = TokenCounter(spelling.words if join else spelling.pieces)
     else:
         counter = TokenCounter(words if join else pieces)
     masked_out = 0 if hasattr(task, "mask_idx") else None
     name = args.module
-    for sample, decisions in forward_passes(task, model, args.subset, args.max_tokens, device_for(args.cpu)):
+    for sample, decisions in forward_passes(args, model, task):
         named = dict(decisions)
         name = name or decisions[0][0]  # the first that runs: the first layer's self-attention
         if name not in named:
@@ -95,10 +89,8 @@ def analyze(args: argparse.Namespace) -> int:
         ]
         counter.add(symbols, experts, hidden)
     if not counter.occurrences:
-        raise UserError(f"The subset {args.subset} of {data} holds no words.")
+        raise UserError(f"The subset {args.subset} of {args.data} holds no words.")
     report = {
-        "checkpoint": str(checkpoint),
-        "subset": args.subset,
         "min_count": args.min_count,
         "words": args.words,
         "name": name,
@@ -107,8 +99,7 @@ def analyze(args: argparse.Namespace) -> int:
         "tokens": counter.indicative(args.top, args.min_count),
         "masked_out": masked_out,
     }
-    finish(_lists(report), report, args.json)
-    return 0
+    return Analysis(_lists(report), report=report)
 
 
 def pieces(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
@@ -139,38 +130,30 @@ class TokenCounter:
 
     def __init__(self, segment: Segmenter = pieces) -> None:
         self.segment = segment
-        self.num_experts = 0
         self.occurrences: Counter = Counter()
-        self._counts: Dict[str, List[float]] = {}
+        self.attributions: Dict[str, NDArray[np.float64]] = {}  # of each token [E]
 
     def add(
-        self,
-        sequences: Sequence[Sequence[Optional[str]]],
-        experts: Tensor,
-        hidden: Optional[Tensor] = None,
+        self, sequences: Sequence[Sequence[Optional[str]]], experts: Tensor, hidden: Optional[Tensor] = None
     ) -> None:
         """Count a batch: B sequences of T symbols each; experts [B, T, E] bool, as of `attributed`.
 
         hidden: [B, T] bool, positions whose symbol the model does not see: tokens with such a position do not
         count.
         """
-        self.num_experts = experts.size(-1)
-        masks = experts.new_zeros(experts.shape[:2]) if hidden is None else hidden
-        for symbols, rows, masked in zip(sequences, experts.tolist(), masks.tolist()):
-            places = [[expert for expert, counts in enumerate(row) if counts] for row in rows]
+        shares = experts.double().numpy()
+        masked = np.zeros(shares.shape[:2], bool) if hidden is None else hidden.cpu().numpy()
+        for row, symbols in enumerate(sequences):
             for token, positions in self.segment(symbols):
-                if any(masked[position] for position in positions):
-                    continue
-                counts = self._counts.setdefault(token, [0.0] * self.num_experts)
-                self.occurrences[token] += 1
-                for position in positions:
-                    for expert in places[position]:
-                        counts[expert] += 1 / len(positions)
+                if not masked[row, positions].any():
+                    self.occurrences[token] += 1
+                    share = shares[row, positions].mean(0)
+                    self.attributions[token] = self.attributions.get(token, 0.0) + share
 
     def expert_shares(self) -> List[float]:
         """p(expert): the share of all attributions that fell on each expert, [E]."""
-        totals = self._totals()
-        return [total / sum(totals) for total in totals]
+        totals = np.sum([*self.attributions.values()], axis=0)
+        return (totals / totals.sum()).tolist()
 
     def indicative(self, top: int, min_count: int) -> List[List[Dict[str, Any]]]:
         """For each expert the `top` tokens of greatest PMI that occur at least min_count times.
@@ -178,18 +161,20 @@ class TokenCounter:
         Each as token, pmi (nats) and count. PMI = log p(token, expert) / (p(token) p(expert)), probabilities
         being shares of all attributions. Among equals, the one that the expert gets more often comes first.
         """
-        totals = self._totals()
-        lists: List[List[Dict[str, Any]]] = [[] for _ in totals]
-        for token, counts in self._counts.items():
-            for expert, count in enumerate(counts):
-                if count > 0 and self.occurrences[token] >= min_count:
-                    pmi = math.log(count * sum(totals) / (sum(counts) * totals[expert]))
-                    lists[expert].append({"token": token, "pmi": pmi, "count": count})
-        order = [sorted(each, key=lambda t: (-round(t["pmi"], 9), -t["count"], t["token"])) for each in lists]
-        return [tokens[:top] for tokens in order]
-
-    def _totals(self) -> List[float]:
-        return [sum(column) for column in zip(*self._counts.values())]
+        lists: List[List[Dict[str, Any]]] = []
+        for expert, share in enumerate(self.expert_shares()):
+            rows = [
+                {
+                    "token": token,
+                    "pmi": math.log(counts[expert] / counts.sum() / share),
+                    "count": counts[expert],
+                }
+                for token, counts in self.attributions.items()
+                if counts[expert] > 0 and self.occurrences[token] >= min_count
+            ]
+            rows.sort(key=lambda row: (-round(row["pmi"], 9), -row["count"], row["token"]))
+            lists.append(rows[:top])
+        return lists
 
 
 def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
@@ -206,7 +191,7 @@ def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
     return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
-def _lists(report: Dict[str, Any]) -> str:
+def _lists(report: Dict[str, Any]) -> List[str]:
     unit, hidden = "words" if report["words"] else "tokens", report["masked_out"]
     masked = "" if hidden is None else f", {hidden:,} masked positions left out"
     lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
@@ -217,4 +202,4 @@ def _lists(report: Dict[str, Any]) -> str:
             text = text if text == text.strip() and text.isprintable() else repr(text)
             shown.append(f"{text} ({token['pmi']:.2f})")
         lines.append(f"expert {expert} ({share:.1%}): {', '.join(shown) or '-'}")
-    return "\n".join(lines)
+    return lines

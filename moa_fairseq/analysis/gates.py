@@ -12,27 +12,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from torch import nn
 
-from moa_fairseq.analysis.plots import COLOURS, GREY, save, style
-from moa_fairseq.analysis.routed_model import (
-    RouterUse,
-    add_model_arguments,
-    by_kind,
-    checkpoint_and_data,
-    finish,
-    forward_passes,
-    router_uses,
-)
+from moa_fairseq.analysis.plots import COLOURS, GREY, Analysis, style
+from moa_fairseq.analysis.routed_model import RouterUse, by_kind, forward_passes, router_uses
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.trained_model import device_for, load_trained
 
 NAME = "gates"
 SUMMARY = "entropy of MAE's gates and the experts they prefer (MAE §5.1, Table 8)"
@@ -41,20 +32,12 @@ FEW = 10  # the shares of so many experts fit on a line of the table, and into t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--untrained",
-        type=int,
-        metavar="SEED",
-        help="draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs",
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    text = "draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs"
+    parser.add_argument("--untrained", type=int, metavar="SEED", help=text)
 
 
-def analyze(args: argparse.Namespace) -> int:
-    """Run a data set through a model; draw and print what its gates did."""
-    checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
-    model, task = load_trained(checkpoint, data)
+def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
+    """What the gates did with a data set."""
     learned = {
         module.name: module.gate is not None
         for module in model.modules()
@@ -69,12 +52,10 @@ def analyze(args: argparse.Namespace) -> int:
         torch.manual_seed(args.untrained)
         for gate in gates_of(model):
             gate.reset_parameters()
-    passes = forward_passes(task, model, args.subset, args.max_tokens, device_for(args.cpu))
-    uses = router_uses(decisions for _, decisions in passes)
+    uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
     summaries = [summary(use, learned[use.name]) for use in uses]
     means = mean_entropies(summaries)
     kind = "Gates" if args.untrained is None else "Untrained gates"
-    save(draw_gates(summaries, f"{kind} of {args.model.name} on {args.subset}"), args.output)
     lines = _table(summaries, means)
     if args.untrained is not None:
         lines.append(
@@ -84,9 +65,8 @@ def analyze(args: argparse.Namespace) -> int:
         lines.append(
             "Uniform gates prefer no expert: instances are attributed to none, and there are no shares."
         )
-    report = {"checkpoint": str(checkpoint), "subset": args.subset, "means": means, "modules": summaries}
-    finish("\n".join(lines), {**report, "untrained_seed": args.untrained}, args.json, args.output)
-    return 0
+    figure = draw_gates(summaries, f"{kind} of {args.model.name} on {args.subset}")
+    return Analysis(lines, figure, {"means": means, "modules": summaries, "untrained_seed": args.untrained})
 
 
 def summary(use: RouterUse, learned: bool) -> Dict[str, Any]:

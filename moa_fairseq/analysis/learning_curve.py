@@ -16,7 +16,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from moa_fairseq.analysis.plots import COLOURS, save, style
+from moa_fairseq.analysis.plots import COLOURS, Analysis, style
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.train_log import finite, read_records
 
@@ -51,15 +51,14 @@ class LearningCurve:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or JSON logs")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     parser.add_argument("--metric", choices=sorted(METRICS), default="ppl", help="what to draw (ppl)")
     parser.add_argument(
         "--from-epoch", type=int, default=1, metavar="N", help="leave out what was logged before epoch N (1)"
     )
 
 
-def analyze(args: argparse.Namespace) -> int:
-    """Draw the curves of all runs; print each one's best validation."""
+def analyze(args: argparse.Namespace) -> Analysis:
+    """The curves of all runs, and each one's best validation."""
     if args.from_epoch < 1:
         raise UserError(f"--from-epoch {args.from_epoch}: the first epoch is 1.")
     curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
@@ -67,14 +66,15 @@ def analyze(args: argparse.Namespace) -> int:
     common = os.path.commonpath([place.parent for place in places])
     for curve, place in zip(curves, places):  # runs of different folders may have the same last name
         curve.name = place.relative_to(common).as_posix()
-    save(draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1), args.output)
+    lines = []
     for curve in curves:
         if curve.valid:
             choose = max if args.metric == "accuracy" else min
             best = choose(curve.valid, key=lambda point: point.value)
-            print(f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates")
-    print(f"wrote {args.output}")
-    return 0
+            lines.append(
+                f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates"
+            )
+    return Analysis(lines, draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1))
 
 
 def _place(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,6 +14,14 @@ from moa_fairseq.files import atomic_write
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
 DPI = 150
+
+
+class Analysis(NamedTuple):
+    """What an analysis found: the lines to print, its picture, and its numbers for --json."""
+
+    lines: List[str]
+    figure: Optional[Figure] = None
+    report: Optional[Dict[str, Any]] = None
 
 
 def save(figure: Figure, path: Path) -> None:

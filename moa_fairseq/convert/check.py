@@ -16,7 +16,7 @@ from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from moa_fairseq.convert.checkpoints import Checkpoint
+from moa_fairseq.convert.models import Checkpoint
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches, shortened
 

@@ -18,18 +18,16 @@ import argparse
 import dataclasses
 import typing
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 from torch import nn
 
 import moa_fairseq  # noqa: F401  (registers the models)
-from moa_fairseq.convert import weights
+from moa_fairseq.convert import models, weights
 from moa_fairseq.convert.check import largest_difference, mean_losses
-from moa_fairseq.convert.checkpoints import Checkpoint, read, write
-from moa_fairseq.convert.models import DENSE, as_group, build, kind_of, load, of_checkpoint, settings_for
+from moa_fairseq.convert.models import DENSE, Checkpoint
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.average import shared_storage
 from moa_fairseq.fairseq_patches.malformed_checkpoints import explaining
 from moa_fairseq.files import refuse_existing, refuse_overwriting
 from moa_fairseq.transformer.families import FAMILIES
@@ -37,8 +35,7 @@ from moa_fairseq.transformer.families import FAMILIES
 TARGETS = ("moh", "mae", DENSE)
 
 
-@dataclasses.dataclass
-class Conversion:
+class Conversion(NamedTuple):
     """A conversion's outcome. reason: why it is not exact, or None if it is exact within `difference`."""
 
     checkpoint: Checkpoint
@@ -57,7 +54,7 @@ def convert(
     float64. Raises UserError if the conversion is impossible, or not exact where it has to be.
     """
     settings = checkpoint.settings
-    origin, job = kind_of(settings)
+    origin, job = models.kind_of(settings)
     if origin == family:
         raise UserError(f"--to {family}: the checkpoint's model is of that family already.")
     state, reason = source.state_dict(), None
@@ -76,30 +73,27 @@ def convert(
     if origin != DENSE:
         state = weights.dense_weights(source)
     values = {**known, **weights.default_values(family, settings, job, values_by_flag), **values_by_flag}
-    target_settings = settings_for(settings, family, job, values)
-    target = build(target_settings, state)
+    target_settings = models.settings_for(settings, family, job, values)
+    target = models.build(target_settings, state)
     if family == DENSE:
-        load(target, state)
+        models.load(target, state)
     else:
-        reason = weights.fill(target, state, lambda model, some: load(model, some, weights.OF_ROUTING))
+        reason = weights.fill(target, state)
     precisions = {tensor.dtype for tensor in checkpoint.model.values() if tensor.is_floating_point()}
     for half in precisions & {torch.float16, torch.bfloat16}:
         for name, parameter in target.named_parameters():
             if not set(name.split(".")) & set(weights.OF_ROUTING):  # new routers and gates stay float32
                 parameter.data = parameter.data.to(half)
-    result = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    leaders = shared_storage(target.state_dict())  # what is tied stays tied
-    result = {name: result[leaders[name]] for name in result}
+    result = dict(target.state_dict())  # what is tied stays tied
     difference = largest_difference(source, target, job, settings)
-    tolerance = 10 * max(
-        torch.finfo(precision).eps for precision in precisions
-    )  # rescaled weights are rounded
+    # Rescaled weights are rounded.
+    tolerance = 10 * max(torch.finfo(precision).eps for precision in precisions)
     if reason is None and not difference <= tolerance:
         raise UserError(
             f"The converted model's outputs differ by {difference:.1e} of the largest, where they should be "
             "equal: nothing was written. Please report this with the architecture and its flags."
         )
-    cfg = _config(checkpoint, as_group(target_settings, family, job), family)
+    cfg = _config(checkpoint, models.as_group(target_settings, family, job), family)
     return Conversion(Checkpoint(result, cfg, checkpoint.is_old), target, job, reason, difference)
 
 
@@ -150,9 +144,11 @@ def run(args: argparse.Namespace) -> int:
     refuse_existing(args.output, args.force, "OUT")
     names = {field.name for family in FAMILIES.values() for field in dataclasses.fields(family)}
     values_by_flag = {name: value for name, value in vars(args).items() if name in names}
-    checkpoint = read(args.input)
+    checkpoint = models.read(args.input)
     with explaining(f"{args.input} cannot be converted", str(args.input)):
-        source = of_checkpoint(checkpoint)
+        models.kind_of(checkpoint.settings)  # an unknown model is refused before it is built
+        source = models.build(checkpoint.settings, checkpoint.model)
+        models.load(source, checkpoint.model)
         result = convert(checkpoint, source, args.to, values_by_flag)
     if result.reason is None:
         print(f"exact: outputs in float64 differ by {result.difference:.1e} of the largest")
@@ -164,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})")
     elif result.reason is not None:
         print("--data DIR measures how much the loss changes")
-    write(result.checkpoint, args.output)
+    models.write(result.checkpoint, args.output)
     print(f"wrote {args.output}")
     return 0
 

@@ -1,9 +1,11 @@
-"""Which models can be converted, and how one is built from a checkpoint's settings without its data."""
+"""Checkpoints as conversions read and write them; models built from their settings, without data."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, Tuple, Type
 
@@ -12,18 +14,18 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGI
 from fairseq.models.roberta.model import RobertaModel
 from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
-from torch import nn
+from torch import Tensor, nn
 
-from moa_fairseq.convert.checkpoints import Checkpoint, State
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.skeleton import dictionary_of, quiet
-from moa_fairseq.evaluation.trained_model import shortened
+from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, save_checkpoint
 from moa_fairseq.fairseq_patches.malformed_checkpoints import Allowance
 from moa_fairseq.transformer.causal_lm import MixtureLanguageModel
 from moa_fairseq.transformer.families import FAMILIES
 from moa_fairseq.transformer.masked_lm import MixtureRobertaModel
 from moa_fairseq.transformer.translation import MixtureTransformerModel
 
+State = Dict[str, Tensor]
 DENSE = "dense"
 # job → fairseq's model, its name, and the base class of a family's model for that job
 BODIES = {
@@ -32,6 +34,61 @@ BODIES = {
     "causal LM": (TransformerLanguageModel, "transformer_lm", MixtureLanguageModel),
 }
 _OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale"}
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """What a conversion needs from a checkpoint.
+
+    model: its weights. cfg: all of fairseq's settings, by group; an old checkpoint has all of them in the one
+    group "model". settings: those of the model.
+    """
+
+    model: State
+    cfg: Dict[str, Any]
+    is_old: bool = False
+
+    @property
+    def settings(self) -> argparse.Namespace:
+        """A copy of the model's settings, whether the checkpoint has them as a namespace or a dict."""
+        group = self.cfg["model"]
+        return argparse.Namespace(**copy.deepcopy(group if isinstance(group, dict) else vars(group)))
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint as data; no code in it is run.
+
+    Raises UserError if it is missing, damaged, holds anything but tensors, containers and namespaces, or is
+    not a checkpoint of a whole fairseq model.
+    """
+    state = load_checkpoint(path)
+    if "fsdp_metadata" in state:
+        raise UserError(
+            f"{path} is one of several shards that --ddp-backend fully_sharded wrote: save the whole model "
+            "first (without --use-sharded-state)."
+        )
+    cfg, args = state.get("cfg"), state.get("args")
+    if args is not None:
+        return Checkpoint(state["model"], {"model": args}, is_old=True)
+    if cfg is None or cfg.get("model") is None:
+        raise UserError(f"{path} does not say which model it holds (cfg.model): it is not fairseq's.")
+    return Checkpoint(state["model"], cfg)
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """Write a checkpoint, whole or not at all, as fairseq does before its first update."""
+    start = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
+    state = {
+        "args": checkpoint.cfg["model"] if checkpoint.is_old else None,
+        "cfg": None if checkpoint.is_old else checkpoint.cfg,
+        "model": checkpoint.model,
+        "criterion": None,
+        "optimizer_history": [start],
+        "task_state": {},
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}},
+        "last_optimizer_state": None,
+    }
+    save_checkpoint(state, path)
 
 
 def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
@@ -84,10 +141,10 @@ def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
     return {key: value for key, value in vars(settings).items() if key in known or key == "_name"}
 
 
-def build(settings: argparse.Namespace, weights: State, seed: int = 1) -> nn.Module:
+def build(settings: argparse.Namespace, weights: State) -> nn.Module:
     """The model of these settings, initialised. weights: for how many symbols it has.
 
-    Raises UserError if fairseq cannot build it.
+    Settings of unknown origin can cause any error.
     """
     name = _name(settings)
     model: Type = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
@@ -95,34 +152,25 @@ def build(settings: argparse.Namespace, weights: State, seed: int = 1) -> nn.Mod
         ARCH_CONFIG_REGISTRY[name](settings)
     source = dictionary_of(_symbols(weights, ("encoder.", "decoder.")))
     target = dictionary_of(_symbols(weights, ("decoder.", "encoder.")))
-    same = target if len(source) == len(target) else source
     task = SimpleNamespace(
-        source_dictionary=same,
+        source_dictionary=target if len(source) == len(target) else source,
         target_dictionary=target,
         dictionary=target,
         output_dictionary=target,
         args=settings,
         cfg=settings,
     )
-    try:
-        with quiet(), torch.random.fork_rng(devices=[]), Allowance(weights.values()):
-            torch.manual_seed(seed)
-            return model.build_model(settings, task)
-    except UserError:
-        raise
-    except Exception as error:  # settings of unknown origin can cause any error
-        raise UserError(f"fairseq cannot build {name} with these settings: {error!r:.300}") from error
+    with quiet(), torch.random.fork_rng(devices=[]), Allowance(weights.values()):
+        torch.manual_seed(1)
+        return model.build_model(settings, task)
 
 
 def load(model: nn.Module, weights: State, may_lack: Tuple[str, ...] = ()) -> None:
     """Put weights into a model. may_lack: parts of names that may stay as they are initialised.
 
-    Raises UserError where a name or a shape does not fit.
+    Raises UserError where a name does not fit, RuntimeError where a shape does not.
     """
-    try:
-        result = model.load_state_dict(dict(weights), strict=False)
-    except RuntimeError as error:
-        raise UserError(f"The weights do not fit the settings beside them: {shortened(error)}") from error
+    result = model.load_state_dict(dict(weights), strict=False)
     lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]
     for what, names in (("lacks", lacking), ("has more than the model needs:", result.unexpected_keys)):
         if names:
@@ -134,14 +182,6 @@ def _name(settings: argparse.Namespace) -> Any:
     """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY."""
     names = (getattr(settings, key, None) for key in ("_name", "arch"))
     return next((name for name in names if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY), None)
-
-
-def of_checkpoint(checkpoint: Checkpoint) -> nn.Module:
-    """The model that a checkpoint holds, in evaluation mode. Raises UserError for an unknown one."""
-    kind_of(checkpoint.settings)
-    model = build(checkpoint.settings, checkpoint.model)
-    load(model, checkpoint.model)
-    return model.eval()
 
 
 def _symbols(weights: State, sides: Tuple[str, ...]) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Dict, Optional
 
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import name_attentions
+from moa_fairseq.attention.base import MixtureAttention, name_attentions
 from moa_fairseq.attention.mae import MIXTURE, MixtureOfAttentiveExperts
 from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
-from moa_fairseq.convert.checkpoints import State
+from moa_fairseq.convert.models import State, load
 from moa_fairseq.errors import UserError
 
 # What only a mixture has, as parts of parameters' names.
@@ -42,10 +42,10 @@ def default_values(
     return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
 
 
-def fill(model: nn.Module, dense: State, load: Callable[[nn.Module, State], None]) -> Optional[str]:
+def fill(model: nn.Module, dense: State) -> Optional[str]:
     """Put the weights of a dense model into `model`, a new mixture of the same size.
 
-    load(model, weights) copies weights by name. Returns None if the result computes the same function, else
+    Returns None if the result computes the same function, else
     why it does not. Raises UserError where the two do not fit.
     """
     attentions = name_attentions(model)
@@ -60,7 +60,7 @@ def fill(model: nn.Module, dense: State, load: Callable[[nn.Module, State], None
                 f"{attention.name}.q_proj.weight: heads of a width of their own (--attention-head-dim) are "
                 "not converted."
             )
-    load(model, dense)
+    load(model, dense, may_lack=OF_ROUTING)
     reason = None
     with torch.no_grad():
         for attention in attentions:
@@ -121,15 +121,7 @@ def dense_weights(model: nn.Module) -> State:
     """
     state = model.state_dict()
     for attention in name_attentions(model):
-        if isinstance(attention, MixtureOfAttentiveExperts):
-            gates = _constant_of_mae(attention)
-        elif isinstance(attention, MixtureOfHeads):
-            gates = _constant_of_moh(attention)
-        else:
-            raise UserError(
-                f"{attention.name} is a {type(attention).__name__}, whose experts share keys or choose among "
-                "projections by token: no dense attention computes that."
-            )
+        gates = _constant_gates(attention)
         name = f"{attention.name}.out_proj.weight"
         state[name] = state[name] * gates.repeat_interleave(attention.head_dim).to(state[name])
         prefixes = tuple(f"{attention.name}.{part}." for part in OF_ROUTING)
@@ -138,33 +130,37 @@ def dense_weights(model: nn.Module) -> State:
     return state
 
 
-def _constant_of_mae(attention: MixtureOfAttentiveExperts) -> Tensor:
-    """[H] ones, where the gate is uniform."""
-    if attention.evaluate_with != MIXTURE:
-        raise UserError(
-            f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
+def _constant_gates(attention: MixtureAttention) -> Tensor:
+    """[H]: the gates of the heads, where all of them work and no gate depends on the input."""
+    name, reason = attention.name, ""
+    dense = "but dense attention weights its heads equally for every input"
+    if isinstance(attention, MixtureOfAttentiveExperts):
+        last = None if attention.gate is None else attention.gate.fc2
+        if attention.evaluate_with != MIXTURE:
+            reason = f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
+        elif last is not None and (last.weight.any() or (last.bias != last.bias[0]).any()):
+            reason = (
+                f"{name} has a gate that depends on its input, {dense}: only a uniform gate (--mae-gate "
+                "uniform, UNI-MAE) can become dense."
+            )
+    elif isinstance(attention, MixtureOfHeads):
+        if attention.active_heads != attention.num_heads:
+            reason = (
+                f"{name} has {attention.active_heads} of {attention.num_heads} heads at work, which differ "
+                "between tokens, but in dense attention all heads work: only 100 % can become dense."
+            )
+        elif not attention.router.reads_queries:
+            if not attention.router.projection.weight.any():
+                return _even_gates(attention)
+            reason = (
+                f"{name} has gates that depend on its input, {dense}: a learned router cannot become dense "
+                "once it is trained."
+            )
+    else:
+        reason = (
+            f"{name} is a {type(attention).__name__}, whose experts share keys or choose among projections "
+            "by token: no dense attention computes that."
         )
-    last = None if attention.gate is None else attention.gate.fc2
-    if last is not None and (last.weight.any() or (last.bias != last.bias[0]).any()):
-        raise UserError(
-            f"{attention.name} has a gate that depends on its input, but dense attention weights its heads "
-            "equally for every input: only a uniform gate (--mae-gate uniform, UNI-MAE) can become dense."
-        )
+    if reason:
+        raise UserError(reason)
     return torch.ones(attention.num_heads)
-
-
-def _constant_of_moh(attention: MixtureOfHeads) -> Tensor:
-    """[H] gates, where all heads work and none depends on the input."""
-    if attention.active_heads != attention.num_heads:
-        raise UserError(
-            f"{attention.name} has {attention.active_heads} of {attention.num_heads} heads at work, which "
-            "differ between tokens, but in dense attention all heads work: only 100 % can become dense."
-        )
-    if attention.router.reads_queries:
-        return torch.ones(attention.num_heads)
-    if attention.router.projection.weight.any():
-        raise UserError(
-            f"{attention.name} has gates that depend on its input, but dense attention weights its heads "
-            "equally for every input: a learned router cannot become dense once it is trained."
-        )
-    return _even_gates(attention)

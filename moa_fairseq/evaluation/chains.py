@@ -1,7 +1,9 @@
 """The text processing that papers apply before BLEU: each chain of steps has a name."""
 
 import re
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from sacrebleu.metrics import BLEU
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.text_marks import RUNNING, TOKENISED
@@ -31,10 +33,6 @@ def split_compounds(line: str) -> str:
     return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", line.encode("utf-8")).decode("utf-8")
 
 
-def _ende_hypothesis(line: str) -> str:
-    return split_compounds(tokenize(replace_unicode_punctuation(line), "de"))
-
-
 def _moa_release(line: str) -> str:
     return split_compounds(replace_unicode_punctuation(line))
 
@@ -49,7 +47,7 @@ CHAINS: Dict[str, Chain] = {
     ),
     "get-ende-bleu": Chain(
         "get_ende_bleu",
-        _ende_hypothesis,
+        lambda line: split_compounds(tokenize(replace_unicode_punctuation(line), "de")),
         split_compounds,
         "tensor2tensor's get_ende_bleu.sh: punctuation replaced in and Moses tokenizer -l de on the "
         "hypotheses only, hyphens split, multi-bleu (inflated)",
@@ -65,19 +63,40 @@ CHAINS: Dict[str, Chain] = {
 }
 SACREBLEU = "sacrebleu"
 DEFAULT_CHAINS = ("multi-bleu", "compound-split", SACREBLEU)
+KEYS = {**{name: chain.key for name, chain in CHAINS.items()}, SACREBLEU: SACREBLEU}  # in JSON
 
 
-def multi_bleu_chain(
-    name: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]], lowercase: bool = False
-) -> Dict[str, object]:
-    """BLEU after the chain `name` of CHAINS: what `multi_bleu` returns, and the `chain` in words."""
-    chain = CHAINS[name]
+class Texts(NamedTuple):
+    """What is scored. lang: for Moses' detokenizer; detokenized: that the texts are running text already.
+
+    raw_references: running text, instead of the detokenised references.
+    """
+
+    hypotheses: List[str]
+    references: List[List[str]]
+    lang: str = "de"
+    detokenized: bool = False
+    raw_references: Optional[List[List[str]]] = None
+
+
+def score(chain: str, texts: Texts, lowercase: bool = False) -> Dict[str, Any]:
+    """BLEU by a name of CHAINS or SACREBLEU: score, precisions, bp, lengths, `line`, and `chain` in words.
+
+    sacreBLEU's signature is with it. lowercase: of all but sacreBLEU.
+    """
+    if chain == SACREBLEU:
+        text = running_text(texts)
+        metric = BLEU(**text.settings, force=True)
+        result = metric.corpus_score(text.hypotheses, text.references)
+        signature = str(metric.get_signature())
+        return {**_plain(result), "signature": signature, "line": str(result), "chain": text.chain}
+    _, hypothesis, reference, description, _ = CHAINS[chain]
     scores = multi_bleu(
-        [chain.hypothesis(line) for line in hypotheses],
-        [[chain.reference(line) for line in reference] for reference in references],
+        [*map(hypothesis, texts.hypotheses)],
+        [[*map(reference, lines)] for lines in texts.references],
         lowercase,
     )
-    return {**scores, "chain": f"{chain.description}, {'lower-cased' if lowercase else 'cased'}"}
+    return {**scores, "chain": f"{description}, {'lower-cased' if lowercase else 'cased'}"}
 
 
 def multi_bleu(
@@ -92,8 +111,6 @@ def multi_bleu(
     hypotheses), an all-empty output scores 0 (the script divides by zero), and the last line counts in full
     even without a line end (the script drops a character).
     """
-    from sacrebleu.metrics import BLEU
-
     for number, reference in enumerate(references, 1):
         if len(reference) != len(hypotheses):
             raise UserError(
@@ -135,37 +152,26 @@ class RunningText(NamedTuple):
     chain: str
 
 
-def running_text(
-    hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, detokenized: Sequence[bool]
-) -> RunningText:
-    """Text for sacreBLEU (13a, cased).
+def running_text(texts: Texts) -> RunningText:
+    """Text for sacreBLEU (13a, cased), by Moses' detokenizer where it is not running text already.
 
-    detokenized: whether the hypotheses, and whether the references, are running text already; else
-    Moses' detokenizer for `lang` makes them so. Lower-cased tokens stay tokens (`case:lc|tok:none`): the
-    running text that others are scored on does not come back.
+    Lower-cased tokens stay tokens (`case:lc|tok:none`): the running text that others are scored on does not
+    come back.
     """
+    hypotheses, references = texts.hypotheses, texts.raw_references or texts.references
+    given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
     lowercase = all("\n".join(lines).islower() for lines in references)
     lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
-    as_tokens = lowercase and not any(detokenized)
-
-    def running(lines: Sequence[str], already: bool) -> List[str]:
-        return list(lines) if already or as_tokens else [detokenize(line, lang) for line in lines]
-
-    form = "/".join("as given" if already else f"Moses detokenizer -l {lang}" for already in detokenized)
+    as_tokens = lowercase and not any(given)
+    form = "/".join("as given" if already else f"Moses detokenizer -l {texts.lang}" for already in given)
     form = f"13a, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {form}"
+    if not as_tokens and not given[0]:
+        hypotheses = [detokenize(line, texts.lang) for line in hypotheses]
+    if not as_tokens and not given[1]:
+        references = [[detokenize(line, texts.lang) for line in lines] for lines in references]
     return RunningText(
-        running(hypotheses, detokenized[0]),
-        [running(reference, detokenized[1]) for reference in references],
+        hypotheses,
+        references,
         {"lowercase": lowercase, "tokenize": "none" if as_tokens else "13a"},
         f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else form}",
     )
-
-
-def sacrebleu_chain(text: RunningText) -> Dict[str, object]:
-    """sacreBLEU's BLEU with its signature."""
-    from sacrebleu.metrics import BLEU
-
-    metric = BLEU(**text.settings, force=True)
-    result = metric.corpus_score(text.hypotheses, text.references)
-    signature = str(metric.get_signature())
-    return {**_plain(result), "signature": signature, "line": str(result), "chain": text.chain}

@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass, field
-from typing import Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set
 
 from fairseq.models import FairseqLanguageModel
 from torch import nn
@@ -73,24 +73,14 @@ class Cost:
     updated: Dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
 
     @property
-    def total_parameters(self) -> int:
-        """All parameters; tied ones count once."""
-        return sum(self.parameters.values())
-
-    @property
     def total_macs(self) -> int:
         """All matrix products."""
         return sum(self.macs.values())
 
     @property
-    def paper_macs(self) -> int:
-        """All matrix products but the attention's scores and values."""
-        return self.total_macs - self.macs["attention_matmul"]
-
-    @property
-    def doubled_macs(self) -> int:
-        """All matrix products, the attention's scores and values counted twice."""
-        return self.total_macs + self.macs["attention_matmul"]
+    def total_parameters(self) -> int:
+        """All parameters; tied ones count once."""
+        return sum(self.parameters.values())
 
 
 def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
@@ -113,8 +103,11 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     unknown: Set[str] = set()
     stated: Set[nn.Module] = set()  # the cost of these is part of what the attention around them states
     for name, module in modules.items():
-        queries = tokens_seen(name, src_len, tgt_len)
-        keys = src_len if "encoder_attn" in name.split(".") else queries
+        path, part = name.split("."), part_of(name, module)
+        cross = "encoder_attn" in path
+        of_source = path[0] == "encoder" or (cross and path[-1] in ("k_proj", "v_proj"))
+        queries = src_len if of_source else tgt_len
+        keys = src_len if cross else queries
         if isinstance(module, (MixtureAttention, SigmaMoE)):
             if isinstance(module, SigmaMoE):
                 macs = module.macs(queries)
@@ -125,7 +118,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
                 if published is not None:
                     cost.layer = {**published, "plain_macs": sum(macs.values())}
             cost.macs["router"] += macs["router"]
-            cost.macs[part_of(name, module)] += macs["projections"]
+            cost.macs[part] += macs["projections"]
             cost.macs["attention_matmul"] += macs.get("scores", 0)
             cost.attention_macs += sum(macs.values()) if isinstance(module, MixtureAttention) else 0
             stated.update(module.modules())
@@ -134,10 +127,11 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         elif type(module).__name__ == "MultiheadAttention":
             cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
             cost.attention_macs += 2 * queries * keys * module.embed_dim
-        elif (macs_per_token := linear_macs(module)) is not None:
-            part = part_of(name, module)
-            cost.macs[part] += macs_per_token * queries
-            cost.attention_macs += macs_per_token * queries if part in _ATTENTIONS else 0
+        elif isinstance(module, nn.Linear) or type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
+            # The last two multiply by the tied embedding itself. Of an adaptive softmax every band counts.
+            macs_of_all = module.get_parameter("weight").numel() * queries
+            cost.macs[part] += macs_of_all
+            cost.attention_macs += macs_of_all if part in _ATTENTIONS else 0
         elif not isinstance(module, nn.Embedding):
             matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
             unknown.update([type(module).__name__] if matrices else [])
@@ -199,23 +193,6 @@ def part_of(name: str, module: nn.Module) -> str:
     return "other"
 
 
-def linear_macs(module: nn.Module) -> Optional[int]:
-    """MACs per token of one linear map, or None if `module` is not one."""
-    if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features
-    # Both multiply by the tied embedding itself. Of an adaptive softmax every band counts.
-    if type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
-        return module.get_parameter("weight").numel()
-    return None
-
-
-def tokens_seen(name: str, src_len: int, tgt_len: int) -> int:
-    """How many tokens pass through the module `name`, as queries where it is an attention."""
-    path = name.split(".")
-    of_source = "encoder_attn" in path and path[-1] in ("k_proj", "v_proj")
-    return src_len if path[0] == "encoder" or of_source else tgt_len
-
-
 def complexity(
     arch: str,
     vocab_size: int = 32000,
@@ -234,13 +211,14 @@ def complexity(
     return count(build_skeleton(arch, vocab_size, embeddings, model_flags), src_len, tgt_len)
 
 
-def as_json(cost: Cost) -> Dict[str, object]:
+def as_json(cost: Cost) -> Dict[str, Any]:
     """The report as plain data; all counts are integers."""
+    scores = cost.macs["attention_matmul"]
     return {
         "parameters": cost.total_parameters,
         "macs": cost.total_macs,
-        "macs_paper_convention": cost.paper_macs,
-        "macs_attention_twice": cost.doubled_macs,
+        "macs_paper_convention": cost.total_macs - scores,
+        "macs_attention_twice": cost.total_macs + scores,
         "attention_parameters": cost.attention_parameters,
         "attention_macs": cost.attention_macs,
         "output_macs": cost.macs["output"],
@@ -254,22 +232,25 @@ def as_json(cost: Cost) -> Dict[str, object]:
 
 def as_text(title: str, cost: Cost) -> str:
     """The report as a table for people."""
-    output = (cost.parameters["output"], cost.macs["output"])
-    rows: List[Tuple[str, int, int]] = [
-        *((label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()),
-        ("total", cost.total_parameters, cost.total_macs),
-        ("  of it attention in all", cost.attention_parameters, cost.attention_macs),
-        ("  without the output layer", cost.total_parameters - output[0], cost.total_macs - output[1]),
+    report = as_json(cost)
+    rest = (report["parameters"] - cost.parameters["output"], report["macs"] - report["output_macs"])
+    rows = [(label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()]
+    rows += [
+        ("total", report["parameters"], report["macs"]),
+        ("  of it attention in all", report["attention_parameters"], report["attention_macs"]),
+        ("  without the output layer", *rest),
     ]
     lines = [title, "", f"{'part':28}{'parameters':>16}{'MACs':>18}"]
     lines += [f"{label:28}{count:>16,}{macs:>18,}" for label, count, macs in rows if count or macs]
-    further = [("papers convention", cost.paper_macs, "   (no attention scores and values)")]
-    further.append(("attention twice", cost.doubled_macs, "   (MoA's Table 2; see --help)"))
-    if cost.layer:
-        further.append(("SwitchHead layer", cost.layer["macs"], "   (its paper's formula; see --help)"))
-        further.append(("  every product once", cost.layer["plain_macs"], ""))
-        further.append(("  numbers stored", cost.layer["floats"], ""))
-    lines += [f"{label:28}{'':16}{count:>18,}{note}" for label, count, note in further]
+    notes = {
+        "papers convention": ("macs_paper_convention", "   (no attention scores and values)"),
+        "attention twice": ("macs_attention_twice", "   (MoA's Table 2; see --help)"),
+        "SwitchHead layer": ("switchhead_layer_macs", "   (its paper's formula; see --help)"),
+        "  every product once": ("switchhead_layer_plain_macs", ""),
+        "  numbers stored": ("switchhead_layer_floats", ""),
+    }
+    for label, (key, note) in notes.items():
+        lines += [f"{label:44}{report[key]:>18,}{note}"] if key in report else []
     for method, parameters in cost.updated.items():
         lines.append(f"{f'updated by --finetune {method}':34}{parameters:>10,}")
     if cost.not_counted:

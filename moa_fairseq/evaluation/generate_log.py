@@ -1,9 +1,8 @@
 """Reading what `fairseq-generate` prints: S- source, T- target, H- hypothesis, D- decoded hypothesis."""
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Dict, List, Optional, Union
+from typing import Dict, List, NamedTuple, Optional, Union
 
 from moa_fairseq.errors import UserError
 
@@ -15,21 +14,19 @@ _LAST_LINE = re.compile(r"(?:^|\| )Generate (?=.)")
 _WITH_BEAM = re.compile(r". with beam=[0-9]+: ")
 
 
-@dataclass
-class GenerateLog:
+class GenerateLog(NamedTuple):
     """The sentences of one log, sorted by id; all lists have one entry per sentence.
 
     hypotheses: the best ones as the model wrote them (H). decoded: the same after fairseq's --bpe and
     --tokenizer (D; equal to H without these flags or in logs of old versions).
     """
 
-    ids: List[int] = field(default_factory=list)
-    sources: List[str] = field(default_factory=list)
-    targets: List[str] = field(default_factory=list)
-    hypotheses: List[str] = field(default_factory=list)
-    decoded: List[str] = field(default_factory=list)
-    target_lang: Optional[str] = None
-    complete: bool = True
+    ids: List[int]
+    targets: List[str]
+    hypotheses: List[str]
+    decoded: List[str]
+    target_lang: Optional[str]
+    complete: bool
 
 
 def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> GenerateLog:
@@ -82,7 +79,6 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
         )
     return GenerateLog(
         ids=ids,
-        sources=[entries["S"].get(i, "") for i in ids],
         targets=[targets[i] for i in ids],
         hypotheses=[hypotheses[i] for i in ids],
         decoded=[entries["D"].get(i, hypotheses[i]) for i in ids],

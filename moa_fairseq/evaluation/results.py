@@ -1,13 +1,12 @@
 """The papers' tables and the measured runs, read from results/ and laid side by side.
 
-results/papers/*.json holds what is printed, results/measured/*.json what was run; the README of
-results/ describes both formats.
+results/FORMAT.md describes the files: papers/*.json holds what is printed, measured/*.json what was run.
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -19,14 +18,14 @@ from moa_fairseq.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 STATUSES = ("not run", "running", "OOM", "diverged")
 MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
 
-
 _RUN = {
     **dict.fromkeys(
         ("experiment", "status", "headline", "subset", "hardware", "date", "commit", "command"), TEXT
     ),
-    **dict.fromkeys(("epochs", "updates", "checkpoints_averaged", "seed", "parameters"), NUMBER),
+    **dict.fromkeys(
+        ("epochs", "updates", "checkpoints_averaged", "seed", "parameters", "train_seconds"), NUMBER
+    ),
     **dict.fromkeys(("metrics", "reproduces", "generation", "evaluation"), MAPPING),
-    "train_seconds": NUMBER,
 }
 _REMEDY = "Restore it, or delete it: results/FORMAT.md describes the format."
 
@@ -55,15 +54,12 @@ class Cell:
 
 @dataclass
 class Row:
-    """One line of a table: its cells, the architecture counted and the runs that stand for it.
-
-    headline: what its score measures, for the rows that README.md shows.
-    """
+    """One line of a table. arch: the one that is counted; headline: what its score measures, in README.md."""
 
     row: str
     arch: Optional[str]
     cells: List[Cell]
-    runs: List[dict] = field(default_factory=list)
+    runs: List[dict]
     headline: Optional[str] = None
 
 
@@ -87,33 +83,28 @@ class Comparison:
     tables: List[Table]
     other: List[dict]
 
-    def with_runs_only(self) -> Comparison:
-        """Without the tables and rows that no run stands for."""
-        tables = [replace(table, rows=[row for row in table.rows if row.runs]) for table in self.tables]
-        return Comparison([table for table in tables if table.rows], self.other)
 
-
-def load_comparison(results: Path, run_files: Optional[Sequence[Path]] = None) -> Comparison:
+def load_comparison(results: Path, run_files: Sequence[Path] = ()) -> Comparison:
     """Read `results`/papers and the runs, and match them.
 
-    run_files: result.json files of run folders; None takes everything in `results`/measured. A run
-    stands for a row when its `reproduces` names paper, table and row, or names another table of the
-    paper and the row lists its experiment. Raises UserError for a missing folder or a file that is not
-    as described.
+    run_files: result.json files of run folders, compared instead of all that is in `results`/measured; rows
+    that none of them stands for are left out. A run stands for a row when its `reproduces` names paper, table
+    and row, or names another table of the paper and the row lists its experiment. Raises UserError for a
+    missing folder or a file that is not as described.
     """
     printed = results / "papers"
     if not printed.is_dir():
         raise UserError(f"--results {results}: there is no folder {printed} with the papers' tables.")
-    files = sorted((results / "measured").glob("*.json")) if run_files is None else run_files
     papers = [_read(path, "paper", "title", "citation", "tables") for path in sorted(printed.glob("*.json"))]
-    runs = [_read_run(path) for path in files]
+    runs = [_read_run(path) for path in run_files or sorted((results / "measured").glob("*.json"))]
     tables = []
     for paper in papers:
         about = {key: paper[key] for key in ("paper", "title", "citation")}
         for table in paper["tables"]:
             rows = [_row(paper["paper"], table, row, runs) for row in table["rows"]]
             names = {"table": table["table"], "caption": table["caption"], "notes": table.get("notes", [])}
-            tables.append(Table(**about, **names, rows=rows))
+            if rows := [row for row in rows if row.runs or not run_files]:
+                tables.append(Table(**about, **names, rows=rows))
     matched = {id(run) for table in tables for row in table.rows for run in row.runs}
     return Comparison(tables, [run for run in runs if id(run) not in matched])
 

@@ -1,4 +1,4 @@
-"""The comparison as Markdown: the generated parts of results/tables/README.md and of README.md."""
+"""The comparison as Markdown: what `moa-fairseq compare` prints, and the headlines of README.md."""
 
 from __future__ import annotations
 
@@ -21,15 +21,12 @@ FACTS = {
     "hardware": "{}",
     "date": "{}",
 }
-OTHER_SCORES = {
+# Metric → heading. Those after ALWAYS have a column only where a run has them.
+SCORES = {
     "multi_bleu": "multi-bleu",
     "compound_split_bleu": "compound-split",
     "sacrebleu": "sacreBLEU",
     "valid_ppl": "Valid ppl",
-}
-PAPERS = {"moa": "MoA", "mae": "MAE", "switchhead": "SwitchHead", "moh": "MoH"}
-# Columns that only appear where a run has them.
-FURTHER_SCORES = {
     "moa_release_bleu": "moa-release",
     "get_ende_bleu": "get-ende-bleu",
     "masked_lm_ppl": "Masked-LM ppl",
@@ -38,9 +35,8 @@ FURTHER_SCORES = {
     "lm_bits": "bits per token",
     "accuracy": "Accuracy (%)",
 }
-SCORES = {**OTHER_SCORES, **FURTHER_SCORES}
-# What stands beside the count that a paper prints: a field of a cell, and its heading.
-FURTHER_COUNTS = {"plain": "plain count", "attention": "of it attention"}
+ALWAYS = ("multi_bleu", "compound_split_bleu", "sacrebleu", "valid_ppl")
+PAPERS = {"moa": "MoA", "mae": "MAE", "switchhead": "SwitchHead", "moh": "MoH"}
 # What the command of a run says that may differ between seeds.
 _OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")
 
@@ -84,16 +80,16 @@ def render_headlines(comparison: Comparison) -> str:
     for table in comparison.tables:
         for row in (row for row in table.rows if row.headline):
             score = next(cell for cell in row.cells if cell.status != COMPUTED)
-            counts = next((cell for cell in row.cells if cell.quantity == "parameters"), None)
-            parameters = _count_fields(counts)
+            counts = [_count_fields(cell) for cell in row.cells if cell.quantity == "parameters"]
+            parameters = counts[0] if counts else {}
             lines.append(
                 {
                     "Model": f"{row.row} ({PAPERS.get(table.paper, table.paper)}, Table {table.table})",
                     "Measure": row.headline or "",
                     "Paper": str(score.paper),
                     "Here": _ours(score),
-                    "Parameters: paper": parameters["paper"],
-                    "here": parameters["ours"],
+                    "Parameters: paper": parameters.get("paper", ""),
+                    "here": parameters.get("ours", ""),
                 }
             )
     return grid(lines, left=2)
@@ -105,40 +101,43 @@ def _scores(table: Table) -> str:
     for row in table.rows:
         columns = [cell.column for cell in row.cells]
         for cell in row.cells:
-            if cell.status in (COMPUTED, NO_RECIPE):
-                continue
-            several = columns.count(cell.column) > 1  # the printed number is compared with several chains
-            chain = f" ({SCORES.get(cell.quantity or '', cell.quantity)})" if several else ""
-            line = {"Model": row.row, "Score": cell.column + chain, "Paper": str(cell.paper)}
-            difference = "" if cell.difference is None else f"{cell.difference:+.2f}"
-            lines.append({**line, "Ours": _ours(cell), "Difference": difference})
+            if cell.status not in (COMPUTED, NO_RECIPE):
+                # The printed number may be compared with several chains.
+                several = columns.count(cell.column) > 1
+                chain = f" ({SCORES.get(cell.quantity or '', cell.quantity)})" if several else ""
+                line = {"Model": row.row, "Score": cell.column + chain, "Paper": str(cell.paper)}
+                difference = "" if cell.difference is None else f"{cell.difference:+.2f}"
+                lines.append({**line, "Ours": _ours(cell), "Difference": difference})
     return grid(lines, left=2)
 
 
 def _costs(table: Table) -> str:
     """One line per architecture: what the paper prints and what `moa-fairseq complexity` counts."""
-    rows = [row for row in table.rows if any(cell.status == COMPUTED for cell in row.cells)]
-    names = [cell.column for cell in rows[0].cells if cell.status == COMPUTED] if rows else []
-    lines: List[Dict[Any, str]] = [{"Model": row.row, "Architecture": f"`{row.arch}`"} for row in rows]
-    for name in names:
-        cells = [next((cell for cell in row.cells if cell.column == name), None) for row in rows]
-        for line, cell in zip(lines, cells):
+    lines = []
+    for row in table.rows:
+        line: Dict[Any, str] = {"Model": row.row, "Architecture": f"`{row.arch}`"}
+        computed = [cell for cell in row.cells if cell.status == COMPUTED]
+        for cell in computed:
             fields = _count_fields(cell)
-            line[f"{name}, paper"] = fields.pop("paper")
-            line.update({(name, heading): text for heading, text in fields.items()})
-            for field, heading in FURTHER_COUNTS.items():
-                if any(getattr(other, field, None) for other in cells):
-                    line[name, heading] = _millions(getattr(cell, field, None))
+            line[f"{cell.column}, paper"] = fields.pop("paper")
+            line.update({(cell.column, heading): text for heading, text in fields.items() if text})
+        lines += [line] if computed else []
     return grid(lines, left=2)
 
 
-def _count_fields(cell: Optional[Cell]) -> Dict[str, str]:
-    if cell is None or cell.ours is None or cell.difference is None:
-        return dict.fromkeys(("paper", "ours", "difference"), "")
+def _count_fields(cell: Cell) -> Dict[str, str]:
+    """Heading → text: the count that the paper prints, ours, and what stands beside them."""
+    if cell.ours is None or cell.difference is None:
+        return {}
     percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
     decimals = max(1, len(f"{cell.paper / 1e6:g}".partition(".")[2]))
-    ours = f"{cell.ours / 1e6:.{decimals}f}M"
-    return {"paper": f"{cell.paper / 1e6:g}M", "ours": ours, "difference": f"{percent:+.1f} %"}
+    return {
+        "paper": f"{cell.paper / 1e6:g}M",
+        "ours": f"{cell.ours / 1e6:.{decimals}f}M",
+        "difference": f"{percent:+.1f} %",
+        "plain count": _millions(cell.plain),
+        "of it attention": _millions(cell.attention),
+    }
 
 
 def _ours(cell: Cell) -> str:
@@ -149,23 +148,25 @@ def _ours(cell: Cell) -> str:
 
 
 def _millions(count: Optional[float]) -> str:
-    return "" if count is None else f"{count / 1e6:.1f}M"
+    return f"{count / 1e6:.1f}M" if count else ""
 
 
 def _runs(runs: List[dict]) -> str:
-    present = {key for run in runs for key in run["metrics"]}
+    present = {key for run in runs for key in run["metrics"]} | set(ALWAYS)
     lines = []
     for run in runs:
-        scores = {k: run["metrics"].get(k) for k in SCORES if k in OTHER_SCORES or k in present}
-        line = {SCORES[key]: "" if score is None else f"{score:.2f}" for key, score in scores.items()}
+        line = {"Run": run["name"]}
+        for key in (key for key in SCORES if key in present):
+            score = run["metrics"].get(key)
+            line[SCORES[key]] = "" if score is None else f"{score:.2f}"
         if run.get("status"):
-            line[next(iter(OTHER_SCORES.values()))] = run["status"]
-        seconds = run.get("train_seconds") or 0.0
-        hours = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
-        time = "" if run.get("train_seconds") is None else hours
-        lines.append(
-            {"Run": run["name"], **line, "#Params": _millions(run.get("parameters")), "Training": time}
-        )
+            line[SCORES[ALWAYS[0]]] = run["status"]
+        seconds = run.get("train_seconds")
+        line["#Params"], line["Training"] = _millions(run.get("parameters")), ""
+        if seconds is not None:
+            hours = seconds >= 3600
+            line["Training"] = f"{seconds / 3600:.1f} h" if hours else f"{seconds / 60:.1f} min"
+        lines.append(line)
     return grid(lines, left=1)
 
 
@@ -174,10 +175,9 @@ def _evidence(runs: List[dict]) -> str:
     lines = []
     for run in runs:
         facts = [form.format(run[key]) for key, form in FACTS.items() if run.get(key) is not None]
-        for section in ("generation", "evaluation"):
-            for key, value in (run.get(section) or {}).items():
-                if not isinstance(value, dict):  # those stand in the table over seeds
-                    facts.append(f"{key.replace('_', ' ')} {value}")
+        for key, value in [*(run.get("generation") or {}).items(), *(run.get("evaluation") or {}).items()]:
+            if not isinstance(value, dict):  # those stand in the table over seeds
+                facts.append(f"{key.replace('_', ' ')} {value}")
         if run.get("commit"):
             commit, dash, dirty = run["commit"].partition("-")
             facts.append(f"commit {commit[:10]}{dash}{dirty}")
@@ -199,9 +199,9 @@ def _over_seeds(runs: List[dict]) -> List[str]:
             alike[(run["experiment"], run["headline"], command, *settings)].setdefault(seed, run)
     lines, by_group = [], defaultdict(list)
     for (experiment, metric, *_), by_seed in alike.items():
-        group = [by_seed[seed] for seed in sorted(by_seed)]
-        if len(group) == 1:
+        if len(by_seed) == 1:
             continue
+        group = [by_seed[seed] for seed in sorted(by_seed)]
         scores = [run["metrics"][metric] for run in group]
         line = {"Experiment": experiment, "Score": SCORES.get(metric, metric)}
         each = ", ".join(f"{score:.2f}" for score in scores)
@@ -213,10 +213,8 @@ def _over_seeds(runs: List[dict]) -> List[str]:
             if all(is_number(score) for values in by_run for score in values.values()):
                 means = {value: _mean([values[value] for values in by_run]) for value in by_run[0]}
                 by_group[kind, tuple(means)].append({kind.replace("_", " "): experiment, **means})
-    if not lines:
-        return []
-    blocks = ["**Over seeds.** Runs that differ in their seed alone.", grid(lines, left=2)]
-    return [*blocks, *(grid(rows, left=1) for rows in by_group.values())]
+    tables = [grid(lines, left=2), *(grid(rows, left=1) for rows in by_group.values())]
+    return ["**Over seeds.** Runs that differ in their seed alone.", *tables] if lines else []
 
 
 def _mean(values: Sequence[float]) -> str:

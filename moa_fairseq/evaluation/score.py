@@ -61,7 +61,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Tuple
 
 from tabulate import tabulate
 
@@ -71,32 +71,22 @@ from moa_fairseq.evaluation.against import against
 from moa_fairseq.evaluation.chains import (
     CHAINS,
     DEFAULT_CHAINS,
+    KEYS,
     SACREBLEU,
     RunningText,
-    multi_bleu_chain,
+    Texts,
     running_text,
-    sacrebleu_chain,
+    score,
 )
-from moa_fairseq.evaluation.generate_log import GenerateLog, read_generate_log, read_lines
+from moa_fairseq.evaluation.generate_log import read_generate_log, read_lines
 from moa_fairseq.evaluation.text_marks import RUNNING, doubts, subword_kind
 
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
 
 
-class Material(NamedTuple):
-    """What is to be scored: lines, one list per reference, and what was found out about them."""
-
-    hypotheses: List[str]
-    references: List[List[str]]
-    raw_references: Optional[List[List[str]]]
-    lang: str
-    detokenized: bool
-    meta: Dict[str, Any]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
-    add, chains, repeated = parser.add_argument, [*CHAINS, SACREBLEU], "can be repeated"
+    add, chains, repeated = parser.add_argument, list(KEYS), "can be repeated"
     add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
     text = "instead of a log: one translation per line"
     add("--hypothesis", nargs="+", default=[], metavar="FILE", help=text)
@@ -145,72 +135,49 @@ def run(args: argparse.Namespace) -> int:
     paths = args.log or args.hypothesis
     read = _from_log if args.log else _from_files
     if args.against:
-        return _compare(
-            [read(path, args) for path in paths], [read(path, args) for path in args.against], args
+        first, second = (
+            [running_text(read(path, args)[0]) for path in system] for system in (paths, args.against)
         )
+        return _compare(first, second, args.json)
     if len(paths) > 1:
         raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
-    material = read(paths[0], args)
+    texts, meta = read(paths[0], args)
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
-    scores = score(material, chains, args.lowercase)
-    form = RUNNING if material.detokenized else ""
+    scores = {KEYS[name]: score(name, texts, args.lowercase) for name in chains}
+    form = RUNNING if texts.detokenized else ""
     wants = {name: (form, form) if name == SACREBLEU else CHAINS[name].wants for name in chains}
-    references = [line for reference in material.references for line in reference]
-    sides = {"hypotheses": material.hypotheses, "references": references}
-    material.meta["warnings"] += doubts(wants, sides)
-    if "compound-split" in chains and any(" @-@ " in line for line in material.hypotheses):
-        material.meta["warnings"].append(
+    references = [line for reference in texts.references for line in reference]
+    meta["warnings"] += doubts(wants, {"hypotheses": texts.hypotheses, "references": references})
+    if "compound-split" in chains and any(" @-@ " in line for line in texts.hypotheses):
+        meta["warnings"].append(
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
             "again, so each counts as three matching tokens"
         )
-    for warning in material.meta["warnings"]:
+    for warning in meta["warnings"]:
         print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
     if args.json:
-        print(json.dumps({**scores, "meta": material.meta}, indent=2, ensure_ascii=False))
+        print(json.dumps({**scores, "meta": meta}, indent=2, ensure_ascii=False))
     else:
         for name in chains:
-            result = scores[_key(name)]
+            result = scores[KEYS[name]]
             signature = f", {result['signature']}" if "signature" in result else ""
             print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
     return 0
 
 
-def _compare(first: List[Material], second: List[Material], args: argparse.Namespace) -> int:
-    texts = [[running(material) for material in system] for system in (first, second)]
-    content = against(texts[0], texts[1])
-    if args.json:
+def _compare(first: List[RunningText], second: List[RunningText], as_json: bool) -> int:
+    content = against(first, second)
+    if as_json:
         print(json.dumps(content, indent=2))
     else:
-        rows = [
-            [row["metric"], row["first"], row["second"], row["difference"], row["p"]]
-            for row in content["metrics"]
-        ]
+        keys = ("metric", "first", "second", "difference", "p")
+        rows = [[row[key] for key in keys] for row in content["metrics"]]
         heads = ["", "first", "second", "first − second", "p, two-sided"]
         print(tabulate(rows, heads, floatfmt=("", ".2f", ".2f", "+.2f", ".4f")))
-        for row in content["metrics"]:
-            print(row["signature"])
-        print(
-            f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {texts[0][0].chain}"
-        )
+        print(*(row["signature"] for row in content["metrics"]), sep="\n")
+        counts = f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs"
+        print(f"{counts}; {first[0].chain}")
     return 0
-
-
-def score(material: Material, chains: Sequence[str], lowercase: bool = False) -> Dict[str, Dict[str, object]]:
-    """Scores of `material` by the named chains, under their JSON keys."""
-    scores = {}
-    for name in chains:
-        if name == SACREBLEU:
-            scores[_key(name)] = sacrebleu_chain(running(material))
-        else:
-            scores[_key(name)] = multi_bleu_chain(name, material.hypotheses, material.references, lowercase)
-    return scores
-
-
-def running(material: Material) -> RunningText:
-    """What sacreBLEU is given of it."""
-    raw = material.raw_references
-    as_given = (material.detokenized, material.detokenized or raw is not None)
-    return running_text(material.hypotheses, raw or material.references, material.lang, as_given)
 
 
 def join_subwords(line: str, kind: str) -> str:
@@ -222,11 +189,7 @@ def join_subwords(line: str, kind: str) -> str:
     return line
 
 
-def _key(chain: str) -> str:
-    return SACREBLEU if chain == SACREBLEU else CHAINS[chain].key
-
-
-def _from_log(path: str, args: argparse.Namespace) -> Material:
+def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
     log = read_generate_log(path, args.allow_partial)
     wanted = args.remove_bpe or "auto"
     joined, kind = _joined(log.hypotheses, wanted)
@@ -243,6 +206,20 @@ def _from_log(path: str, args: argparse.Namespace) -> Material:
                 f"{log.ids[-1]} (from 0): it is not the reference of this test set."
             )
         raw = [[lines[i] for i in log.ids]]
+    warnings = []
+    if unknown := sum(line.count("<<unk>>") for line in log.targets):
+        warnings.append(
+            f"{path}: {unknown} reference words are unknown to the dictionary and appear as <<unk>>: each "
+            "counts as one word that never matches; to be exact, score text files with --hypothesis and "
+            "--reference"
+        )
+    if skipped := log.ids[-1] + 1 - len(log.ids):
+        warnings.append(
+            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq drops a last "
+            f"batch that is not full: generate with --required-batch-size-multiple 1"
+        )
+    if not log.complete:
+        warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
     meta: Dict[str, Any] = {
         "input": str(path),
         "lines": len(log.ids),
@@ -250,37 +227,17 @@ def _from_log(path: str, args: argparse.Namespace) -> Material:
         "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
         "target_lang": args.target_lang or log.target_lang or "de",
         "complete": log.complete,
-        "warnings": _log_warnings(log, path),
+        "warnings": warnings,
     }
     running = args.detokenized or (decoded and log.decoded != joined)
     # fairseq's marks of unknown words become characters without a meaning in Unicode, which nothing splits or
     # matches: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU would make five of it.
     hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
     references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
-    return Material(hypotheses, references, raw, meta["target_lang"], running, meta)
+    return Texts(hypotheses, references, meta["target_lang"], running, raw), meta
 
 
-def _log_warnings(log: GenerateLog, path: str) -> List[str]:
-    warnings = []
-    unknown = sum(line.count("<<unk>>") for line in log.targets)
-    if unknown:
-        warnings.append(
-            f"{path}: {unknown} reference words are unknown to the dictionary and appear as <<unk>>: each "
-            "counts as one word that never matches; to be exact, score text files with --hypothesis and "
-            "--reference"
-        )
-    skipped = log.ids[-1] + 1 - len(log.ids)
-    if skipped:
-        warnings.append(
-            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq drops a last "
-            f"batch that is not full: generate with --required-batch-size-multiple 1"
-        )
-    if not log.complete:
-        warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
-    return warnings
-
-
-def _from_files(path: str, args: argparse.Namespace) -> Material:
+def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
     raws = [args.raw_reference] if args.raw_reference else []
     texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
     hypotheses, wanted = texts[path], args.remove_bpe or "none"
@@ -294,17 +251,16 @@ def _from_files(path: str, args: argparse.Namespace) -> Material:
             )
     joined, kind = _joined(hypotheses, wanted)
     references = [_joined(texts[file], wanted) for file in args.reference]
-    kinds = {"hypotheses": kind, "references": [other for _, other in references]}
     meta: Dict[str, Any] = {
         "input": str(path),
         "references": [str(file) for file in args.reference],
         "lines": len(hypotheses),
-        "subwords_joined": kinds,
+        "subwords_joined": {"hypotheses": kind, "references": [other for _, other in references]},
         "target_lang": args.target_lang or "de",
         "warnings": [],
     }
     raw, sides = [texts[file] for file in raws] or None, [lines for lines, _ in references]
-    return Material(joined, sides, raw, meta["target_lang"], args.detokenized, meta)
+    return Texts(joined, sides, meta["target_lang"], args.detokenized, raw), meta
 
 
 def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
@@ -18,6 +17,9 @@ from moa_fairseq.recipes.flags import check_flags
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.running.command_line import flags
 from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
+
+# Label, colour, differences of single seeds, and their mean with its interval, of one row of a picture.
+Mark = Tuple[str, str, List[float], Optional[Dict[str, Any]]]
 
 
 def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
@@ -80,58 +82,48 @@ def _attention_macs(run: Run) -> int:
 
 def as_markdown(study: Study, content: Dict[str, Any]) -> str:
     """The report as Markdown tables."""
-
-    def table(heads: List[str], rows: List[List[Any]]) -> str:
-        return tabulate(rows, heads, "github", disable_numparse=True)
-
+    base = content["systems"][0]["attention_macs"] if content["systems"] else 1
     systems = [
-        [
-            row["label"],
-            row["n"],
-            f"{row['loss']:.4f}",
-            "" if row["deviation"] is None else f"{row['deviation']:.4f}",
-            row["diverged"] or "",
-            f"{row['parameters'] or 0:,}",
-            f"{row['attention_macs'] / content['systems'][0]['attention_macs']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
-        ]
+        {
+            "system": row["label"],
+            "n": row["n"],
+            "bits": f"{row['loss']:.4f}",
+            "deviation": "" if row["deviation"] is None else f"{row['deviation']:.4f}",
+            "diverged": row["diverged"] or "",
+            "parameters": f"{row['parameters'] or 0:,}",
+            "× attention MACs": f"{row['attention_macs'] / base:.2f}",
+            "tokens/s": f"{row['tokens_per_second']:,.0f}",
+        }
         for row in content["systems"]
     ]
     contrasts = [
-        [
-            row["contrast"],
-            *(study.systems[row[side]].label for side in ("first", "second")),
-            row["n"],
-            f"{row['mean']:+.4f}",
-            f"{row['low']:+.4f} … {row['high']:+.4f}",
-            f"{row['p_holm']:.2g}",
-            f"{row['visible']:.4f}",
-            row["verdict"],
-        ]
+        {
+            "contrast": row["contrast"],
+            **{side: study.systems[row[side]].label for side in ("first", "second")},
+            "n": row["n"],
+            "first − second": f"{row['mean']:+.4f}",
+            "95 %": f"{row['low']:+.4f} … {row['high']:+.4f}",
+            "p (Holm)": f"{row['p_holm']:.2g}",
+            "visible": f"{row['visible']:.4f}",
+            "verdict": row["verdict"],
+        }
         for row in content["contrasts"]
     ]
-    heads = ["system", "n", "bits", "deviation", "diverged", "parameters", "× attention MACs", "tokens/s"]
     text = (
         f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, mean of "
-        f"the last {study.last} validations.\n\n" + table(heads, systems)
+        f"the last {study.last} validations.\n\n{_table(systems)}\n"
     )
     if contrasts:
-        heads = [
-            "contrast",
-            "first",
-            "second",
-            "n",
-            "first − second",
-            "95 %",
-            "p (Holm)",
-            "visible",
-            "verdict",
-        ]
         text += (
-            "\n\nNegative: the first is better. p: paired t test, two-sided. Equivalent: within ± "
+            "\nNegative: the first is better. p: paired t test, two-sided. Equivalent: within ± "
             f"{study.margin} bits. Visible: what this many seeds find in 80 % of studies.\n\n"
-        ) + table(heads, contrasts)
-    return text + "\n"
+            f"{_table(contrasts)}\n"
+        )
+    return text
+
+
+def _table(rows: List[Dict[str, Any]]) -> str:
+    return tabulate(rows, "keys", "github", disable_numparse=True)
 
 
 def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
@@ -139,55 +131,45 @@ def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
     families = list(dict.fromkeys(row["family"] for row in content["systems"]))
     colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
     figures = {"differences": _differences(study, content, colours), "cost": _cost(study, content, colours)}
-    if content["contrasts"]:
-        figures["contrasts"] = _contrasts(study, content)
+    if rows := content["contrasts"]:
+        of_verdict = {GAIN: COLOURS[2], LOSS: COLOURS[1], EQUIVALENT: COLOURS[0], UNDECIDED: GREY}
+        marks: List[Mark] = [
+            (f"{row['contrast']}: {row['verdict']}", of_verdict[row["verdict"]], [], row) for row in rows
+        ]
+        axis = "difference of validation losses, 95 % interval (bits; left is better)"
+        figures["contrasts"] = _intervals(study, marks, study.margin, axis)
     return figures
-
-
-def _panel(study: Study, rows: int) -> Tuple[Figure, Axes]:
-    """A row for each name, from the top, and a line at 0."""
-    figure = Figure(figsize=(7.5, 1.2 + 0.3 * rows), layout="constrained")
-    panel = figure.subplots()
-    style(panel)
-    panel.axvline(0, color=GREY, linewidth=0.8)
-    panel.set_title(study.question, fontsize=10, loc="left")
-    return figure, panel
 
 
 def _differences(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Figure:
     """To the first system: a dot for each seed, means with intervals, a band of the first one's own seeds."""
     base, *others = content["systems"]
-    figure, panel = _panel(study, len(others))
-    band = 2 * (base["deviation"] or 0)
-    panel.axvspan(-band, band, color="#eeeeee", zorder=0)
-    for place, row in enumerate(others):
-        colour = colours[row["family"]]
+    marks: List[Mark] = []
+    for row in others:
         seeds = row["by_seed"].keys() & base["by_seed"].keys()
         dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
+        interval = paired(dots, study.margin)._asdict() if len(dots) > 1 else None
+        marks.append((row["label"], colours[row["family"]], dots, interval))
+    axis = f"validation loss − that of “{base['label']}” (bits; left is better)"
+    return _intervals(study, marks, 2 * (base["deviation"] or 0), axis)
+
+
+def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figure:
+    """A row for each mark, from the top: its dots, and its mean with the interval. band: ± around 0, grey."""
+    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(marks)), layout="constrained")
+    panel = figure.subplots()
+    style(panel)
+    panel.axvline(0, color=GREY, linewidth=0.8)
+    panel.set_title(study.question, fontsize=10, loc="left")
+    panel.axvspan(-band, band, color="#eeeeee", zorder=0)
+    for place, (_, colour, dots, interval) in enumerate(marks):
         panel.plot(dots, [place] * len(dots), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
-        if len(dots) > 1:
-            interval = paired(dots, study.margin)
-            panel.plot([interval.low, interval.high], [place, place], color=colour, linewidth=2)
-            panel.plot([interval.mean], [place], "o", color=colour, markersize=6)
-    panel.set_yticks(range(len(others)), [row["label"] for row in others])
+        if interval:
+            panel.plot([interval["low"], interval["high"]], [place, place], color=colour, linewidth=2)
+            panel.plot([interval["mean"]], [place], "o", color=colour, markersize=6)
+    panel.set_yticks(range(len(marks)), [label for label, *_ in marks])
     panel.invert_yaxis()
-    panel.set_xlabel(f"validation loss − that of “{base['label']}” (bits; left is better)")
-    return figure
-
-
-def _contrasts(study: Study, content: Dict[str, Any]) -> Figure:
-    """Each contrast's mean and interval; in the band a difference counts as none."""
-    rows = content["contrasts"]
-    figure, panel = _panel(study, len(rows))
-    panel.axvspan(-study.margin, study.margin, color="#eeeeee", zorder=0)
-    colours = {GAIN: COLOURS[2], LOSS: COLOURS[1], EQUIVALENT: COLOURS[0], UNDECIDED: GREY}
-    for place, row in enumerate(rows):
-        colour = colours[row["verdict"]]
-        panel.plot([row["low"], row["high"]], [place, place], color=colour, linewidth=2)
-        panel.plot([row["mean"]], [place], "o", color=colour, markersize=6)
-    panel.set_yticks(range(len(rows)), [f"{row['contrast']}: {row['verdict']}" for row in rows])
-    panel.invert_yaxis()
-    panel.set_xlabel("difference of validation losses, 95 % interval (bits; left is better)")
+    panel.set_xlabel(axis)
     return figure
 
 

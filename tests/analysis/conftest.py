@@ -11,8 +11,10 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
 import moa_fairseq
+from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.cli import main
+from moa_fairseq.evaluation.trained_model import load_trained
 from moa_fairseq.recipes.loading import build
 from moa_fairseq.recipes.schema import Recipe
 
@@ -83,6 +85,24 @@ def analyze(tmp_path):
         words = ["analyze", kind, model, "--data", data, "--cpu", "--json", tmp_path / "analysis.json"]
         assert main([*map(str, [*words, *out, *flags])]) == 0
         return json.loads((tmp_path / "analysis.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def each_sentence():
+    """each_sentence(checkpoint, data) yields (net_input, decisions) of each valid sentence by itself."""
+
+    def run(checkpoint, data):
+        model, task = load_trained(checkpoint, data)
+        model.eval()
+        task.load_dataset("valid")
+        dataset = task.dataset("valid")
+        for number in range(len(dataset)):
+            net_input = dataset.collater([dataset[number]])["net_input"]
+            with torch.no_grad(), collect_decisions() as decisions:
+                model(**net_input)
+            yield net_input, decisions
 
     return run
 

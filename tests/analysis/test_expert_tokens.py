@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
 from moa_fairseq.analysis.expert_tokens import TokenCounter, attributed, pieces, words
 from moa_fairseq.analysis.gpt2_pieces import Gpt2Pieces
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.cli import main
 from moa_fairseq.evaluation.trained_model import load_trained
@@ -75,25 +75,18 @@ def test_rows_of_a_decision_find_their_positions():
     assert whole.shape == (6, 4, 5) and whole.int().argmax(-1)[:, 3].tolist() == [0, 1, 2, 3, 4, 0]
 
 
-def literal_table(checkpoint, data, module, k=1):
+def literal_table(sentences, module, dictionary, k=1):
     """{(token, expert): count}, one sentence at a time."""
-    model, task = load_trained(checkpoint, data)
-    model.eval()
-    task.load_dataset("valid")
-    dataset, table = task.dataset("valid"), {}
-    for number in range(len(dataset)):
-        net_input = dataset.collater([dataset[number]])["net_input"]
-        with torch.no_grad(), collect_decisions() as decisions:
-            model(**net_input)
+    table = {}
+    for net_input, decisions in sentences:
         probs = dict(decisions)[module].probs
         tokens = net_input["prev_output_tokens" if module.startswith("decoder") else "src_tokens"][0].tolist()
         for position, token in enumerate(tokens):
-            if token < task.source_dictionary.nspecial:
-                continue
-            row = probs[position if len(probs) > 1 else 0]
-            for expert in row.topk(k).indices.tolist():
-                key = (task.source_dictionary[token], expert)
-                table[key] = table.get(key, 0) + 1
+            if token >= dictionary.nspecial:
+                row = probs[position if len(probs) > 1 else 0]
+                for expert in row.topk(k).indices.tolist():
+                    key = (dictionary[token], expert)
+                    table[key] = table.get(key, 0) + 1
     return table
 
 
@@ -113,22 +106,27 @@ def check_table(found, table, num_experts):
         assert [token["pmi"] for token in tokens] == pytest.approx(sorted(expected.values(), reverse=True))
 
 
-@pytest.mark.parametrize("module", [None, "decoder.layers.1.encoder_attn", "decoder.layers.0.self_attn"])
-def test_mae_against_a_loop_over_single_sentences(mae, toy_data, analyze, module):
+@pytest.mark.parametrize(
+    "family, module",
+    [
+        ("mae", None),
+        ("mae", "decoder.layers.1.encoder_attn"),
+        ("mae", "decoder.layers.0.self_attn"),
+        ("moa", "decoder.layers.0.self_attn"),
+    ],
+)
+def test_a_loop_over_single_sentences_finds_the_same(
+    mae, toy_checkpoint, toy_data, analyze, each_sentence, family, module
+):
+    checkpoint, k = (mae, 1) if family == "mae" else (toy_checkpoint, 4)
     flags = ("--top", 99, "--min-count", 1, "--max-tokens", 60, *(["--module", module] if module else []))
-    found = analyze("expert-tokens", mae, toy_data, *flags)
+    found = analyze("expert-tokens", checkpoint, toy_data, *flags)
     assert found["name"] == (module or "encoder.layers.0.self_attn")
-    lines = (toy_data.parent / "valid.en").read_text().split()
-    assert found["tokens_counted"] == len(lines)
-    check_table(found, literal_table(mae, toy_data, found["name"]), 8)
+    assert found["tokens_counted"] == len((toy_data.parent / "valid.en").read_text().split())
+    dictionary = Dictionary.load(str(toy_data / "dict.en.txt"))
+    table = literal_table(each_sentence(checkpoint, toy_data), found["name"], dictionary, k)
+    check_table(found, table, 8)
     assert sum(share > 0 for share in found["shares"]) > 2
-
-
-def test_moa_counts_the_chosen_experts(toy_checkpoint, toy_data, analyze):
-    name = "decoder.layers.0.self_attn"
-    flags = ("--module", name, "--top", 99, "--min-count", 1)
-    found = analyze("expert-tokens", toy_checkpoint, toy_data, *flags)
-    check_table(found, literal_table(toy_checkpoint, toy_data, name, k=4), 8)
 
 
 def test_command_lists_and_writes(mae, toy_data, analyze, capsys):

@@ -7,10 +7,8 @@ import torch
 
 from moa_fairseq.analysis.gates import draw_gates, mean_entropies, summary
 from moa_fairseq.analysis.routed_model import router_uses
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.cli import main
-from moa_fairseq.evaluation.trained_model import load_trained
 
 MODULES = [
     "encoder.layers.0.self_attn",
@@ -36,17 +34,10 @@ def test_entropy_and_shares_of_known_gates():
     assert found["shares"] == [0.5, 0.0, 0.5] and summary(use, learned=False)["shares"] is None
 
 
-def literal_counts(checkpoint, data):
-    """One sentence at a time, one instance at a time, with a loop over the experts."""
-    model, task = load_trained(checkpoint, data)
-    model.eval()
-    task.load_dataset("valid")
+def literal_counts(sentences):
+    """One instance at a time, with a loop over the experts."""
     found = {}
-    for number in range(len(task.dataset("valid"))):
-        dataset = task.dataset("valid")
-        sample = dataset.collater([dataset[number]])
-        with torch.no_grad(), collect_decisions() as decisions:
-            model(**sample["net_input"])
+    for _, decisions in sentences:
         for name, decision in decisions:
             entry = found.setdefault(name, {"instances": 0, "entropy": 0.0, "counts": [0] * 8})
             for row in decision.probs.tolist():
@@ -67,21 +58,25 @@ def check_against_the_loop(rows, literal):
 
 
 @pytest.mark.parametrize("max_tokens", [12, 4000])
-def test_batches_with_padding_count_as_a_loop_over_single_sentences(mae, toy_data, analyze, max_tokens):
+def test_batches_with_padding_count_as_a_loop_over_single_sentences(
+    mae, toy_data, analyze, each_sentence, max_tokens
+):
     rows = analyze("gates", mae, toy_data, "--max-tokens", max_tokens)["modules"]
     assert [row["name"] for row in rows] == MODULES
-    check_against_the_loop(rows, literal_counts(mae, toy_data))
+    check_against_the_loop(rows, literal_counts(each_sentence(mae, toy_data)))
     lines = (toy_data.parent / "valid.en").read_text().splitlines()
     assert [row["instances"] for row in rows[:2]] == [len(lines)] * 2
     assert {row["instances"] for row in rows[2:]} == {sum(len(line.split()) + 1 for line in lines)}
     assert [row["instance"] for row in rows] == ["sequence"] * 2 + ["position"] * 4
 
 
-def test_a_language_model_has_gates_for_each_position(text_data, save_model, tmp_path, analyze):
+def test_a_language_model_has_gates_for_each_position(
+    text_data, save_model, tmp_path, analyze, each_sentence
+):
     path = save_model(text_data, tmp_path / "lm.pt", task="language_modeling", arch="mae_transformer_lm_base")
     rows = analyze("gates", path, text_data, "--max-tokens", 30)["modules"]
     assert [row["name"] for row in rows] == ["decoder.layers.0.self_attn", "decoder.layers.1.self_attn"]
-    check_against_the_loop(rows, literal_counts(path, text_data))
+    check_against_the_loop(rows, literal_counts(each_sentence(path, text_data)))
 
 
 def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, toy_data, analyze, capsys):

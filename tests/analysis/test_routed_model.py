@@ -2,7 +2,8 @@
 
 import pytest
 
-from moa_fairseq.analysis.routed_model import by_kind, checkpoint_and_data
+from moa_fairseq.analysis.command import checkpoint_and_data
+from moa_fairseq.analysis.routed_model import by_kind
 from moa_fairseq.errors import UserError
 from moa_fairseq.running.state import put_mark
 

@@ -245,8 +245,8 @@ def spoiled(kind, checkpoint, folder):
         ("unknown architecture", "architecture lstm"),
         ("a weight too few", "lacks encoder.layers.0.fc1.weight"),
         ("a weight too many", "encoder.layers.7.fc1.weight: it is of another model"),
-        ("another shape", "do not fit the settings"),
-        ("odd settings", "fairseq cannot build"),
+        ("another shape", "size mismatch for encoder.layers.0.self_attn.q_proj.weight"),
+        ("odd settings", "spoiled.pt cannot be converted"),
     ],
 )
 def test_bad_inputs_are_refused_and_nothing_is_written(kind, words, dense, convert, tmp_path):

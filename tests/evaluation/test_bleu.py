@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.chains import multi_bleu, multi_bleu_chain, split_compounds
+from moa_fairseq.evaluation.chains import Texts, multi_bleu, score, split_compounds
 
 CASES = json.loads((Path(__file__).parent / "multi_bleu_recorded.json").read_text(encoding="utf-8"))
 SCRIPTS = os.environ.get("MOSES_SCRIPTS")
@@ -28,7 +28,7 @@ PERL_CHAINS = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['chain']}: {case['name']}")
 def test_equals_recorded_perl(case):
-    result = multi_bleu_chain(case["chain"], case["hypotheses"], case["references"], case["lowercase"])
+    result = score(case["chain"], Texts(case["hypotheses"], case["references"]), case["lowercase"])
     assert result["line"] == case["perl"]
 
 
@@ -61,7 +61,7 @@ def test_equals_live_perl(chain, tmp_path):
             'perl "$MOSES_SCRIPTS"/generic/multi-bleu.perl r < h'
         )
         perl = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True)
-        assert multi_bleu_chain(chain, hypotheses, [reference])["line"] == perl.stdout.decode().strip(), seed
+        assert score(chain, Texts(hypotheses, [reference]))["line"] == perl.stdout.decode().strip(), seed
 
 
 def test_splitting_does_not_overlap():
@@ -73,9 +73,8 @@ def test_splitting_does_not_overlap():
 
 def test_release_splits_twice_what_is_split():
     lines = ["wohl @-@ bekannt und gut so"]
-    once = multi_bleu_chain("multi-bleu", lines, [lines])
-    twice = multi_bleu_chain("moa-release", lines, [lines])
-    assert (once["hyp_len"], twice["hyp_len"]) == (6, 8)
+    found = [score(chain, Texts(lines, [lines]))["hyp_len"] for chain in ("multi-bleu", "moa-release")]
+    assert found == [6, 8]
 
 
 def test_unequal_lengths_are_refused():

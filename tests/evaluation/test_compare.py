@@ -1,4 +1,4 @@
-"""Matching runs with printed rows, the Markdown, the documents' tables, and the shipped data."""
+"""Matching runs with printed rows, the Markdown, and the shipped data."""
 
 import json
 
@@ -6,9 +6,9 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.compare import BEGIN, END, default_results, fill
+from moa_fairseq.evaluation.compare import default_results
 from moa_fairseq.evaluation.results import Comparison, load_comparison
-from moa_fairseq.evaluation.results_markdown import render
+from moa_fairseq.evaluation.results_markdown import render, render_headlines
 from moa_fairseq.evaluation.skeleton import task_of
 
 PAPER = {
@@ -37,7 +37,6 @@ PAPER = {
     ],
 }
 ROW = {"paper": "p", "table": "1", "row": "Ours"}
-FIRST, LAST = BEGIN.format("results"), END.format("results")
 
 
 def run(experiment="a_moa", reproduces=ROW, bleu=21.25, **more):
@@ -53,11 +52,6 @@ def results(tmp_path):
     return folder
 
 
-def test_a_printed_number_keeps_its_decimal(results):
-    table = render(record(results, run()))
-    assert "| Ours | BLEU A | 20.0 | 21.25 | +1.25 |" in table
-
-
 def record(results, *runs):
     for number, measured in enumerate(runs):
         (results / "measured" / f"{measured['experiment']}_{number}.json").write_text(json.dumps(measured))
@@ -68,20 +62,13 @@ def cells(comparison, row=0):
     return {cell.column: cell for cell in comparison.tables[0].rows[row].cells}
 
 
-def test_without_runs_scores_are_not_run_and_counts_are_computed(results):
-    comparison = record(results)
-    ours = cells(comparison)
+def test_what_was_not_run_says_so_and_counts_are_computed(results):
+    ours = cells(record(results, run("b_moa")))
     assert (ours["BLEU A"].status, ours["BLEU A"].ours) == ("not run", None)
+    assert (ours["BLEU B"].status, ours["BLEU B"].ours) == ("measured", 21.25)
     assert ours["#Params"].status == "computed"
     assert ours["#Params"].difference == ours["#Params"].ours - 1000000
-    assert cells(comparison, row=1)["BLEU A"].status == "no recipe"
-
-
-def test_a_run_meets_its_row_and_column(results):
-    ours = cells(record(results, run()))
-    cell = ours["BLEU A"]
-    assert (cell.ours, cell.difference, cell.status) == (21.25, 1.25, "measured")
-    assert ours["BLEU B"].status == "not run"
+    assert cells(load_comparison(results), row=1)["BLEU A"].status == "no recipe"
 
 
 def test_seeds_are_averaged_with_their_spread(results):
@@ -140,13 +127,8 @@ def test_runs_that_differ_in_their_seed_get_a_mean_and_a_deviation(results):
         each.update(headline="multi_bleu", evaluation={"accuracy_by_depth": {"2": score, "3": 5.0}})
     longer = run("quickstart_moa", None, 30.0, seed=4, headline="multi_bleu", updates=9)
     again = run("quickstart_moa", None, 7.0, seed=1, headline="multi_bleu")
-    wider = run(
-        "quickstart_moa", None, 40.0, seed=5, headline="multi_bleu", command="recipe --set model.arch=x"
-    )
-    failed = [
-        run("quickstart_moa", None, 1.0, seed=seed, headline="multi_bleu", status="diverged")
-        for seed in (6, 7)
-    ]
+    wider = {**again, "seed": 5, "command": "recipe --set model.arch=x"}
+    failed = [{**again, "seed": seed, "status": "diverged"} for seed in (6, 7)]
     runs[0]["command"] = "recipe --save-dir runs/a --record"
     runs[1]["command"] = "recipe --set train.seed=2 --record two --save-dir b"
     runs[2]["command"] = again["command"] = longer["command"] = "recipe"
@@ -177,67 +159,21 @@ def test_named_run_folders_are_shown_alone(results, tmp_path, capsys):
     assert "quickstart_moa" not in shown and "Theirs" not in shown
 
 
+def test_a_row_with_a_headline_stands_in_the_short_table(results):
+    paper = json.loads(json.dumps(PAPER))
+    paper["tables"][0]["rows"][0]["headline"] = "BLEU, a test set"
+    (results / "papers" / "p.json").write_text(json.dumps(paper))
+    *_, row = render_headlines(record(results, run(), run("quickstart_moa", None))).splitlines()
+    assert row.startswith("| Ours (p, Table 1) | BLEU, a test set | 20.0 | 21.25 | 1M | ")
+
+
 def test_json(results, capsys):
     record(results, run(), run("quickstart_moa", None))
     assert main(["compare", "--results", str(results), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    cell = report["tables"][0]["rows"][0]["cells"][1]
-    assert {key: cell[key] for key in ("column", "paper", "ours", "difference", "status")} == {
-        "column": "BLEU A",
-        "paper": 20.0,
-        "ours": 21.25,
-        "difference": 1.25,
-        "status": "measured",
-    }
+    cell = {"column": "BLEU A", "paper": 20.0, "ours": 21.25, "difference": 1.25, "status": "measured"}
+    assert cell.items() <= report["tables"][0]["rows"][0]["cells"][1].items()
     assert report["other"][0]["experiment"] == "quickstart_moa"
-
-
-def test_markdown_file_and_readme(results, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n\n{FIRST}\nold\n{LAST}\n\nmore\n")
-    markdown = tmp_path / "out" / "table.md"
-    flags = ["--results", str(results), "--markdown", str(markdown), "--update-readme", str(readme)]
-    assert main(["compare", *flags]) == 0
-    text = readme.read_text()
-    assert text.startswith(f"# Title\n\n{FIRST}\n\n### A Paper") and text.endswith(f"{LAST}\n\nmore\n")
-    assert "old" not in text
-    assert markdown.read_text().strip() in text
-    assert main(["compare", *flags]) == 0
-    assert readme.read_text() == text
-
-
-@pytest.mark.parametrize("kept", ["run/result.json", "results/papers/p.json"])
-def test_markdown_does_not_overwrite_what_was_measured(kept, results, tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "result.json").write_text(json.dumps(run()))
-    before = (results.parent / kept).read_text()
-    flags = ["--results", str(results), "--markdown", str(results.parent / kept)]
-    assert main(["compare", str(tmp_path / "run"), *flags]) == 2
-    assert "--markdown" in capsys.readouterr().err and (results.parent / kept).read_text() == before
-
-
-def test_a_document_has_the_parts_that_it_has_room_for(results):
-    """Without a name: README.md with the headlines and results/tables/README.md with everything."""
-    for paper in (results / "papers").glob("*.json"):
-        content = json.loads(paper.read_text())
-        content["tables"][0]["rows"][0]["headline"] = "BLEU, a test set"
-        paper.write_text(json.dumps(content))
-    record(results, run(), run("quickstart_moa", None))
-    short, whole = results.parent / "README.md", results / "tables" / "README.md"
-    whole.parent.mkdir()
-    short.write_text("a\n" + BEGIN.format("headlines") + "\n" + END.format("headlines") + "\nb\n")
-    whole.write_text(f"{FIRST}\n{LAST}\n")
-    assert main(["compare", "--results", str(results), "--update-readme"]) == 0
-    assert "### A Paper" in whole.read_text() and "### A Paper" not in short.read_text()
-    rows = [line for line in short.read_text().splitlines() if line.startswith("| ")]
-    assert len(rows) == 3 and rows[2].startswith("| Ours (")  # the runs of no row are in results/ alone
-    assert "BLEU, a test set | 20.0 | 21.25 |" in rows[2] and "quickstart_moa_1" in whole.read_text()
-
-
-@pytest.mark.parametrize("text", ["", FIRST, f"{LAST}\n{FIRST}", f"{FIRST}{FIRST}{LAST}"])
-def test_a_readme_without_its_markers_is_left_alone(text):
-    with pytest.raises(UserError, match="results:begin"):
-        fill(text, {"results": "table"})
 
 
 @pytest.mark.parametrize(
@@ -298,13 +234,10 @@ def test_architectures_of_the_rows_exist():
     archs = {row["arch"] for _, row in ROWS if "arch" in row}
     assert len(archs) == 38
     tasks = {arch: task_of(arch) for arch in archs}
-    assert {arch for arch, task in tasks.items() if task == "masked_lm"} == {
-        a for a in archs if "roberta" in a
-    }
-    assert {arch for arch, task in tasks.items() if task == "language_modeling"} == {
-        arch for arch in archs if "_lm_" in arch
-    }
-    assert set(tasks.values()) == {"translation", "masked_lm", "language_modeling"}
+    parts = {"masked_lm": "roberta", "language_modeling": "_lm_"}
+    assert set(tasks.values()) == {"translation", *parts}
+    for task, part in parts.items():
+        assert {arch for arch in archs if tasks[arch] == task} == {arch for arch in archs if part in arch}
 
 
 def test_experiments_of_the_rows_have_recipes():
@@ -314,9 +247,19 @@ def test_experiments_of_the_rows_have_recipes():
     assert not [name for name in sorted(experiments) if not (configs / f"{name}.yaml").is_file()]
 
 
-def test_computed_numbers_agree_with_the_printed_ones():
+@pytest.fixture(scope="module")
+def shipped():
+    """The comparison of results/, and its Markdown."""
     comparison = load_comparison(default_results())
-    tables = {table.table: table for table in comparison.tables if table.paper == "moa"}
+    return comparison, render(comparison)
+
+
+def tables_of(shipped, paper):
+    return {table.table: table for table in shipped[0].tables if table.paper == paper}
+
+
+def test_computed_numbers_agree_with_the_printed_ones(shipped):
+    tables = tables_of(shipped, "moa")
     computed = [
         cell
         for number in ("1", "3")
@@ -332,31 +275,27 @@ def test_computed_numbers_agree_with_the_printed_ones():
             assert cell.ours == pytest.approx(cell.paper, rel=3e-3)
 
 
-def test_table_2_has_both_conventions_beside_the_plain_count():
-    (table,) = (t for t in load_comparison(default_results()).tables if (t.paper, t.table) == ("moa", "2"))
-    cells = [{cell.column: cell for cell in row.cells} for row in table.rows]
+def test_table_2_has_both_conventions_beside_the_plain_count(shipped):
+    cells = [{cell.column: cell for cell in row.cells} for row in tables_of(shipped, "moa")["2"].rows]
     # to 0.01M; the paper prints 52.45 for 52.444
     assert all(abs(row["#Params"].difference) < 0.0101e6 for row in cells)
     assert [row["MACs"].ours / row["MACs"].paper for row in cells] == pytest.approx([1] * 6, abs=7e-3)
     assert [row["MACs"].quantity for row in cells] == ["macs_paper_convention"] + ["macs_attention_twice"] * 5
     assert all(row["MACs"].plain not in (None, row["MACs"].ours) for row in cells)
-    text = render(load_comparison(default_results()))
-    assert (
-        "| `moa_roberta_8k64e256d` | 179.91M | 179.91M | +0.0 % | 8980M |" in text and "plain count" in text
-    )
+    assert "| `moa_roberta_8k64e256d` | 179.91M | 179.91M | +0.0 % | 8980M |" in shipped[1]
+    assert "plain count" in shipped[1]
 
 
-def test_moas_bleu_is_compared_by_both_chains():
-    text = render(load_comparison(default_results()))
+def test_moas_bleu_is_compared_by_both_chains(shipped):
     for column, paper in (("WMT14 EnDe BLEU", "28.4"), ("WMT14 EnFr BLEU", "42.5")):
         for chain in ("multi-bleu", "moa-release"):
-            assert f"| MoA Base (8K8E128D) | {column} ({chain}) | {paper} | " in text
-    assert "| Big 16K32E256D | BLEU(Test) (moa-release) | 29.4 | " in text
-    assert "| Transformer base (Vaswani et al., 2017) | WMT14 EnDe BLEU | 27.3 | " in text
+            assert f"| MoA Base (8K8E128D) | {column} ({chain}) | {paper} | " in shipped[1]
+    assert "| Big 16K32E256D | BLEU(Test) (moa-release) | 29.4 | " in shipped[1]
+    assert "| Transformer base (Vaswani et al., 2017) | WMT14 EnDe BLEU | 27.3 | " in shipped[1]
 
 
-def test_maes_parameters_are_counted_with_the_rows_own_flags():
-    tables = {t.table: t for t in load_comparison(default_results()).tables if t.paper == "mae"}
+def test_maes_parameters_are_counted_with_the_rows_own_flags(shipped):
+    tables = tables_of(shipped, "mae")
     for number, tolerance in (("2", 0.5e6), ("3", 1.1e6), ("4", 2.3e6)):
         cells = [c for row in tables[number].rows for c in row.cells if c.status == "computed"]
         assert len(cells) >= 4 and all(abs(cell.difference) < tolerance for cell in cells)
@@ -364,13 +303,16 @@ def test_maes_parameters_are_counted_with_the_rows_own_flags():
     assert ours["UNI-MAE-7"] == ours["UNI-MAE-6"] == ours["BASE"] < ours["MAE-7"] < ours["MAE-6"]
 
 
-def test_switchheads_costs_are_the_printed_ones_but_for_two():
+def test_switchheads_costs_are_the_printed_ones_but_for_two(shipped):
     """Within 1 % or the last printed digit, with a plain count beside; the two are explained in a note."""
-    tables = [t for t in load_comparison(default_results()).tables if t.paper == "switchhead"]
+    tables = tables_of(shipped, "switchhead")
+    lines = {
+        (about["table"], row["row"]): row["printed"] for about, row in ROWS if about["paper"] == "switchhead"
+    }
     far = set()
-    for table in tables:
+    for number, table in tables.items():
         for row in table.rows:
-            printed = row_of(table.table, row.row)["printed"].split(" | ")
+            printed = lines[number, row.row].split(" | ")
             cells = {cell.column: cell for cell in row.cells}
             for column, text in zip(("#Params", "MACs", "Mem (floats)"), (printed[0], *printed[2:])):
                 digit = 10.0 ** -len(text[:-1].partition(".")[2]) * {"M": 1e6, "G": 1e9}[text[-1]]
@@ -379,13 +321,5 @@ def test_switchheads_costs_are_the_printed_ones_but_for_two():
             assert cells["MACs"].plain > 0.5 * cells["MACs"].ours
     rope = {f"{data} 244M SwitchHead, 4 heads" for data in ("WikiText-103", "C4")}
     assert far == {(row, column) for row in rope for column in ("MACs", "Mem (floats)")}
-    (note,) = [note for table in tables for note in table.notes if "4.2G and 18.4M" in note]
+    (note,) = [note for table in tables.values() for note in table.notes if "4.2G and 18.4M" in note]
     assert "carried chunk" in note
-
-
-def row_of(table, name):
-    return next(
-        row
-        for about, row in ROWS
-        if (about["paper"], about["table"], row["row"]) == ("switchhead", table, name)
-    )

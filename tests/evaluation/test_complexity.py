@@ -1,4 +1,4 @@
-"""Counts against the papers' printed numbers, against torch's own FLOP counter, and by hand."""
+"""Counts by hand and against torch's own FLOP counter; test_compare.py has the papers' printed numbers."""
 
 import json
 
@@ -8,58 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moa_fairseq.cli import main
-from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import PARTS, as_json, complexity, count
 from moa_fairseq.evaluation.skeleton import build_skeleton
-
-# arch → (MACs at a vocabulary of 32,000, parameters at 36,600) as printed in MoA Tables 1 and 3, in millions
-PRINTED = {
-    "transformer_wmt_en_de": (604, None),
-    "transformer_vaswani_wmt_en_de_big": (2090, 213),
-    "moa_transformer_base": (628, 65),
-    "moa_transformer_ablation_a": (841, 87),
-    "moa_transformer_ablation_b": (841, 125),
-    "moa_transformer_ablation_c": (524, 83),
-    "moa_transformer_ablation_d": (631, 123),
-    "moa_transformer_ablation_e": (841, 200),
-    "moa_transformer_ablation_f": (654, 200),
-    "moa_transformer_big": (1220, 200),
-}
-
-
-@pytest.mark.parametrize("arch", PRINTED)
-def test_the_papers_numbers(arch):
-    macs, parameters = PRINTED[arch]
-    assert complexity(arch).paper_macs == pytest.approx(macs * 1e6, rel=3e-3)
-    if parameters:
-        assert abs(complexity(arch, vocab_size=36600).total_parameters / 1e6 - parameters) < 1
-
-
-def test_english_french_parameters():
-    assert round(complexity("moa_transformer_base", vocab_size=44512).total_parameters / 1e6) == 69
-    assert round(complexity("moa_transformer_big", vocab_size=44512).total_parameters / 1e6) == 204
-
-
-# arch → parameters in millions, MACs of 128 tokens in thousand millions, as printed in MoA Table 2
-PRINTED_2 = {
-    "roberta_medium_wt103": (51.34, 6.55),
-    "moa_roberta_8k8e128d": (52.45, 7.27),
-    "moa_roberta_8k8e256d": (61.89, 8.97),
-    "moa_roberta_8k16e256d": (78.75, 8.97),
-    "moa_roberta_8k32e256d": (112.47, 8.98),
-    "moa_roberta_8k64e256d": (179.91, 8.98),
-}
-
-
-@pytest.mark.parametrize("arch", PRINTED_2)
-def test_masked_lm_of_table_2(arch):
-    parameters, macs = PRINTED_2[arch]
-    cost = complexity(arch, 50265, 128)
-    assert abs(cost.total_parameters / 1e6 - parameters) < 0.0101
-    ours = cost.paper_macs if arch.startswith("roberta") else cost.doubled_macs
-    assert ours / 1e9 == pytest.approx(macs, rel=7e-3)
-    assert cost.total_macs - cost.paper_macs == cost.doubled_macs - cost.total_macs > 0
-    assert cost.not_counted == [] and cost.parameters["other"] == 0
 
 
 def test_one_moa_layer_by_hand():
@@ -106,20 +56,10 @@ def test_plain_macs_equal_torchs_flop_counter(arch):
 
 
 def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
-    small = ["--encoder-layers", "4", "--decoder-layers", "4", "--decoder-embed-dim", "128"]
-    small += [
-        "--encoder-embed-dim",
-        "128",
-        "--encoder-attention-heads",
-        "4",
-        "--decoder-attention-heads",
-        "4",
-    ]
-    small += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256"]
-    theirs, ours = (
-        complexity("transformer", 9700, model_flags=small),
-        complexity("dense_transformer_tiny", 9700),
-    )
+    sizes = {"layers": 4, "embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4}
+    small = [f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")]
+    theirs = complexity("transformer", 9700, model_flags=small)
+    ours = complexity("dense_transformer_tiny", 9700)
     assert as_json(theirs) == as_json(ours)
     assert ours.attention_parameters == 12 * 4 * (128 * 128 + 128)
     # Of two models a tenth apart in all, the attentions are three tenths apart.
@@ -182,12 +122,7 @@ def test_json_keys(capsys):
 def test_text_report(capsys):
     assert main(["complexity", "--arch", "moa_transformer_base"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "628," in printed
-        and "cross-attention" in printed
-        and "attention in all" in printed
-        and "router" in printed
-    )
+    assert all(part in printed for part in ("628,", "cross-attention", "attention in all", "router"))
 
 
 @pytest.mark.parametrize(
@@ -205,8 +140,3 @@ def test_text_report(capsys):
 def test_bad_input(capsys, flags, says):
     assert main(["complexity", *flags]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_unknown_arch_raises_user_error():
-    with pytest.raises(UserError, match="no such architecture"):
-        complexity("nothing_like_it")

@@ -39,8 +39,10 @@ OLD = "S-0\ta\nT-0\tb\nH-0\t-1.0\tc d\nP-0\t-1.0\n"
 @pytest.mark.parametrize(
     "content, expected",
     [
-        (SORTED, {"ids": [0, 2, 10], "targets": ["zéro", "deux", "dix"], "target_lang": "fr"}),
-        (SORTED, {"sources": ["the target"] * 3, "complete": True}),
+        (
+            SORTED,
+            {"ids": [0, 2, 10], "targets": ["zéro", "deux", "dix"], "target_lang": "fr", "complete": True},
+        ),
         (
             sentence(0, hypotheses=("best", "worse", "worst")) + END,
             {"hypotheses": ["best"], "decoded": ["best"]},
