@@ -18,7 +18,7 @@ from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.result import flat_metrics, read_scores
+from moa_fairseq.recipes.scores import flat_metrics, read_scores
 from moa_fairseq.recipes.train_log import TrainLog, summarise
 from moa_fairseq.text import normalize_punctuation
 

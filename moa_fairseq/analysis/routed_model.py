@@ -16,8 +16,7 @@ from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches
 from moa_fairseq.json_files import write_json
-from moa_fairseq.recipes.checkpoints import trained_checkpoint
-from moa_fairseq.recipes.finetune import prepared_data
+from moa_fairseq.recipes.checkpoints import prepared_data, trained_checkpoint
 
 # First and last part of a module's path → label of its kind of attention, in the order of the pictures.
 KINDS_OF_ATTENTION = {

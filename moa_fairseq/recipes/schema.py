@@ -188,6 +188,22 @@ class Recipe:
         return EXECUTION_FLAGS if averages_updates else (*EXECUTION_FLAGS, *INTERVAL_FLAGS)
 
     @property
+    def training_inputs(self) -> Dict[str, Any]:
+        """What must not change between two starts of one training, its data aside."""
+        sections = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.train)}
+        for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
+            del sections["train"][key]
+        for section in sections.values():
+            said = section["flags"].items()
+            section["flags"] = {key: value for key, value in said if key not in self.execution_flags}
+        return sections
+
+    @property
+    def goal(self) -> Dict[str, Optional[int]]:
+        """How far the training goes."""
+        return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update}
+
+    @property
     def subsets(self) -> List[str]:
         """What is evaluated, the recipe's result first."""
         if self.generate:

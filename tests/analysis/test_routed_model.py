@@ -4,7 +4,7 @@ import pytest
 
 from moa_fairseq.analysis.routed_model import by_kind, checkpoint_and_data
 from moa_fairseq.errors import UserError
-from moa_fairseq.running.state import put_mark
+from moa_fairseq.running.make import put_mark
 
 
 @pytest.fixture

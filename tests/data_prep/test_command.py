@@ -134,9 +134,9 @@ def test_a_script_from_extracted_files_to_binarised(miniature, tmp_path):
 
 def test_a_recipe_needs_no_data_of_its_users(tables, miniature, tmp_path, said, preprocess):
     """`moa-fairseq recipe` without --data: the archives are looked for in data/downloads, else fetched."""
+    from moa_fairseq.recipes.command import Options, run_recipe
     from moa_fairseq.recipes.hardware import Hardware
     from moa_fairseq.recipes.loading import load_recipe
-    from moa_fairseq.recipes.runner import Options, run_recipe
 
     tables()
     for archive in miniature("wmt14_en_de").iterdir():

@@ -16,9 +16,9 @@ from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SPLITS = ["train", "valid", "test"]

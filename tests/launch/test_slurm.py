@@ -14,7 +14,7 @@ import yaml
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes.train_log import read_records
 from moa_fairseq.running import process
-from moa_fairseq.running.state import marks
+from moa_fairseq.running.make import marks
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "scripts" / "launch"

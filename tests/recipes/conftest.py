@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from moa_fairseq.cli import Console, reporting_to
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.runner import Options, run_recipe
 
 SMALL = {
     "experiment": "small",

@@ -10,12 +10,11 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import fit, plan_batch
-from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
+from moa_fairseq.recipes.command import Options, run_recipe
+from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, find_world
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.recipes.schema import Train
 from moa_fairseq.recipes.train_log import TrainLog
-from moa_fairseq.recipes.world import find_world
 from moa_fairseq.running.command_line import flags
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.cli import main
-from moa_fairseq.recipes.claim import data_differences, differences, settings
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.result import data_differences, differences, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 IWSLT = {"train": 160239, "valid": 7283, "test": 6750}

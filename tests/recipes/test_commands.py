@@ -7,9 +7,9 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
+from moa_fairseq.recipes.command import Options
 from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options
 from moa_fairseq.recipes.schema import Model, Train
 from moa_fairseq.running import command_line
 

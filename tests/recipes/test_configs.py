@@ -10,9 +10,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from moa_fairseq.recipes.batch import plan_batch
+from moa_fairseq.recipes.command import Options
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options
 from moa_fairseq.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 
 ROOT = Path(__file__).resolve().parents[2]

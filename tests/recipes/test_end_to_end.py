@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from moa_fairseq.recipes.finetune import prepared_data
+from moa_fairseq.recipes.checkpoints import prepared_data
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.recipes.train_log import read_records
 
 ROOT = Path(__file__).resolve().parents[2]

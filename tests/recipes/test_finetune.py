@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.finetune import check_pretrained, resolve
+from moa_fairseq.recipes.checkpoints import check_pretrained, resolve
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 
 TRANSFER = Path(__file__).resolve().parents[2] / "configs" / "iwslt14_ende_mae7_transfer.yaml"
 

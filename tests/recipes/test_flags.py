@@ -11,16 +11,15 @@ from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import MODEL_REGISTRY
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_REGISTRY
+from moa_fairseq.recipes.rules import OWN, REFUSED
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes import flags as module
 from moa_fairseq.recipes.batch import plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.flags import check_flags, check_sharding, schedule_warning
-from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
+from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, find_world
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.rules import OWN, REFUSED
-from moa_fairseq.recipes.world import find_world
 from moa_fairseq.running import command_line
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 from moa_fairseq.evaluation.complexity import count
 from moa_fairseq.evaluation.skeleton import build_skeleton, parse_training_flags
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import Workload, disk, kept_per_token, logits_per_token, plan
-from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.running.command_line import flags
 
 ROOT = Path(__file__).resolve().parents[2]

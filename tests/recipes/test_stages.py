@@ -12,11 +12,11 @@ import yaml
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep import catalogue
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import read_speeds
-from moa_fairseq.recipes.runner import Options, run_recipe
-from moa_fairseq.running.state import marks
+from moa_fairseq.running.make import marks
 
 CPU = Hardware()
 SCORES = {

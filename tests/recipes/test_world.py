@@ -4,10 +4,9 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.hardware import Hardware
+from moa_fairseq.recipes.command import Options, run_recipe
+from moa_fairseq.recipes.hardware import Hardware, World, find_world
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
-from moa_fairseq.recipes.world import World, find_world
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
