@@ -7,7 +7,7 @@ import logging
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Optional
+from typing import Any, Dict, Optional
 
 from moa_fairseq.data_prep.prepare import CODES
 from moa_fairseq.errors import UserError
@@ -67,9 +67,14 @@ def checkpoint_to_resume(folder: Path) -> Optional[Path]:
 
 def prepared_data(run_folder: Path) -> Optional[Path]:
     """The binarised folder that a run was made on, if it is still there."""
-    facts = marks(run_folder).get("prepare", {}).get("facts")
-    folder = facts.get("folder") if isinstance(facts, dict) else None
+    folder = prepare_facts(run_folder).get("folder")
     return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+
+
+def prepare_facts(run_folder: Path) -> Dict[str, Any]:
+    """What the prepare stage left in a run folder: folder, sentences, fingerprint, source, settings."""
+    facts = marks(run_folder).get("prepare", {}).get("facts")
+    return facts if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict) else {}
 
 
 def resolve(recipe: Recipe) -> Recipe:

@@ -36,7 +36,7 @@ from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.batch import fit, plan_batch, planned_updates, sentence_sizes, training_set
-from moa_fairseq.recipes.checkpoints import prepared_data, resolve
+from moa_fairseq.recipes.checkpoints import prepare_facts, prepared_data, resolve
 from moa_fairseq.recipes.flags import check_flags, check_plugin, check_sharding, schedule_warning
 from moa_fairseq.recipes.hardware import (
     DEVICES,
@@ -51,7 +51,7 @@ from moa_fairseq.recipes.result import data_differences, differences, record, se
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.steps import Options, Run, steps
 from moa_fairseq.running.command_line import to_shell
-from moa_fairseq.running.make import COMMANDS, Step, changes, keep_command, make, marks, put_mark
+from moa_fairseq.running.make import COMMANDS, Step, changes, keep_command, make, put_mark
 from moa_fairseq.running.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt
 
 STAGES = ("prepare", "train", "average", "generate", "score")
@@ -137,10 +137,8 @@ def run(args: argparse.Namespace) -> int:
     config = find_recipe(args.config)
     recipe = resolve(load_recipe(config, args.overrides))
     # The row of a paper is that of the file, with whatever it is fine-tuned from.
-    published = load_recipe(config) if recipe.reproduces else None
-    if published and recipe.finetune:
-        published = dataclasses.replace(published, finetune=recipe.finetune, pretrained=recipe.pretrained)
-        published = resolve(published)
+    kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]
+    published = resolve(load_recipe(config, kept)) if recipe.reproduces else None
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
     if args.device_name and not (args.dry_run or args.plan):
@@ -299,7 +297,7 @@ def _check_shared(run: Run) -> None:
         )
     if options.restart:
         raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
-    known = _known(folder)
+    known = prepare_facts(folder)
     if not known:
         raise UserError(
             f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
@@ -309,16 +307,10 @@ def _check_shared(run: Run) -> None:
         raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
 
 
-def _known(folder: Path) -> Dict[str, Any]:
-    """What an earlier prepare stage left in a run folder; {} where there is none."""
-    facts = marks(folder).get("prepare", {}).get("facts")
-    return facts if isinstance(facts, dict) and isinstance(facts.get("sentences"), dict) else {}
-
-
 def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
     """The prepare stage; what was done before is found again. dry_run: its commands are shown."""
     options, commands, data = run.options, run.folder / COMMANDS, dataclasses.asdict(run.recipe.data)
-    before = _known(run.folder).get("source")
+    before = prepare_facts(run.folder).get("source")
     source = options.data or (Path(before) if before else None)
     embedded = data["recipe"] in EMBEDDED and source in (None, options.corpus_root)
     source = options.corpus_root if embedded else source
@@ -355,9 +347,9 @@ def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
 
 def _recalled(run: Run) -> Prepared:
     """The data that an earlier prepare stage made. Raises UserError when the recipe now asks for other."""
-    folder, known, now = run.folder, _known(run.folder), dataclasses.asdict(run.recipe.data)
+    folder, known, now = run.folder, prepare_facts(run.folder), dataclasses.asdict(run.recipe.data)
     place = prepared_data(folder)
-    if not known or place is None:
+    if "sentences" not in known or place is None:
         raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
     settings, sentences = known.get("settings", {}), known["sentences"]
     changed = changes(settings, {key: now.get(key) for key in settings}, "data.")

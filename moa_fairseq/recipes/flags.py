@@ -50,10 +50,10 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     training, evaluation = options.get_training_parser(), options.get_generation_parser()
     if recipe.kind == CAUSAL_LM:
         evaluation = options.get_eval_lm_parser()
-    refusal = "fairseq does not accept the recipe's flags"
-    args = parse_training_flags(["DATA", *flags({**task, **line})], refusal, training)
+    refusal, words, asked = "fairseq does not accept the recipe's flags", flags({**task, **line}), flags(task)
+    args = parse_training_flags(["DATA", *words], refusal, training)
     # which adds the task's flags to the parser
-    parse_training_flags(["DATA", "--path", "MODEL", *flags(task)], refusal, evaluation)
+    parse_training_flags(["DATA", "--path", "MODEL", *asked], refusal, evaluation)
     scoring = argparse.ArgumentParser()
     score.add_arguments(scoring)
     programs = {

@@ -28,10 +28,6 @@ class Device(NamedTuple):
     peak_half: float
     peak_single: float
 
-    def peak(self, precision: str) -> float:
-        """Operations a second in a precision."""
-        return self.peak_single if precision == "fp32" else self.peak_half
-
 
 # What --device-name may say. NVIDIA's data sheets of the SXM modules, without sparsity.
 DEVICES = {
