@@ -147,11 +147,15 @@ class Executor:
             for lock in locks:  # the child keeps the lock if this program is killed
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(process.pid).encode(), 0)
-            with _ended_with_us(process, saves=command[0] == "fairseq-train") as lines:
+
+            def take(raw: bytes) -> None:
+                record.write(raw)
+                if on_line:
+                    on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
+
+            with _ended_with_us(process, take, saves=command[0] == "fairseq-train") as lines:
                 for raw in lines:
-                    record.write(raw)
-                    if on_line:
-                        on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
+                    take(raw)
                 status = process.wait()
         if not status:
             return
@@ -208,10 +212,13 @@ def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes], saves: bool = False) -> Iterator[IO[bytes]]:
+def _ended_with_us(
+    process: subprocess.Popen[bytes], take: Callable[[bytes], None], saves: bool
+) -> Iterator[IO[bytes]]:
     """Whatever ends the block ends the child too: gently first, so that it can finish what it writes.
 
-    saves: the child saves its work when it gets SIGTERM. Gives the child's standard output.
+    take: gets the lines that it prints while it ends. saves: the child saves its work when it gets SIGTERM.
+    Gives the child's standard output.
     """
     assert process.stdout is not None, "the child was started without a pipe"
     try:
@@ -228,4 +235,7 @@ def _ended_with_us(process: subprocess.Popen[bytes], saves: bool = False) -> Ite
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(seconds)
                         break
+                os.set_blocking(process.stdout.fileno(), False)  # a child of the child may hold it open
+                for raw in (process.stdout.read() or b"").splitlines(keepends=True):
+                    take(raw)
         process.stdout.close()
