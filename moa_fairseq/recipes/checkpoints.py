@@ -77,7 +77,7 @@ def prepare_facts(run_folder: Path) -> Dict[str, Any]:
     return facts if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict) else {}
 
 
-def resolve(recipe: Recipe) -> Recipe:
+def finetuned(recipe: Recipe) -> Recipe:
     """The recipe with all that follows from `pretrained` and `finetune`; others come back as they are.
 
     noft: nothing is trained, the pretrained model is evaluated. ftg: the gates by plain SGD at the recipe's

@@ -36,7 +36,7 @@ from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.batch import fit, plan_batch, planned_updates, sentence_sizes, training_set
-from moa_fairseq.recipes.checkpoints import prepare_facts, prepared_data, resolve
+from moa_fairseq.recipes.checkpoints import finetuned, prepare_facts, prepared_data
 from moa_fairseq.recipes.flags import check_flags, check_plugin, check_sharding, schedule_warning
 from moa_fairseq.recipes.hardware import (
     DEVICES,
@@ -66,44 +66,35 @@ log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq recipe`."""
-    parser.add_argument(
-        "config", type=Path, help="the experiment's YAML file, or the name of one in configs/"
-    )
-    parser.add_argument(
-        "--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", type=Path, help="the experiment's YAML file, or the name of one in configs/")
+    add("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
+    add("--dry-run", action="store_true", help="print the commands and do nothing")
+    add(
         "--plan",
         action="store_true",
         help="print parameters, MACs, updates, memory and rough hours for V100, A100, H100 and H200 (or "
         "--gpus N --device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
     )
-    parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)"
-    )
-    parser.add_argument(
+    add("--json", action="store_true", help="with --plan: print JSON")
+    add("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")
+    add(
         "--device-name",
         choices=sorted(DEVICES),
         help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
     )
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="how many machines train together (default: 1)"
-    )
-    parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
-    parser.add_argument("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
-    parser.add_argument(
+    add("--nodes", type=int, metavar="N", help="how many machines train together (default: 1)")
+    add("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
+    add("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
+    add(
         "--data",
         type=Path,
         metavar="DIR",
         help="raw data or archives as the recipe's data section wants them (what is public and lacking is "
         "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`",
     )
-    parser.add_argument(
-        "--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)"
-    )
-    parser.add_argument(
+    add("--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)")
+    add(
         "--set",
         action="append",
         default=[],
@@ -111,18 +102,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--user-dir",
         default=argparse.SUPPRESS,
         metavar="DIR",
         help="a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it",
     )
-    parser.add_argument(
+    add(
         "--restart",
         action="store_true",
         help="move an existing run folder aside and start from the beginning",
     )
-    parser.add_argument(
+    add(
         "--record",
         nargs="?",
         const="",
@@ -135,10 +126,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one recipe, or tell what it would do (--dry-run, --plan). Returns the exit status."""
     config = find_recipe(args.config)
-    recipe = resolve(load_recipe(config, args.overrides))
     # The row of a paper is that of the file, with whatever it is fine-tuned from.
     kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]
-    published = resolve(load_recipe(config, kept)) if recipe.reproduces else None
+    recipe, row = load_recipe(config, args.overrides), load_recipe(config, kept)
+    recipe, row = finetuned(recipe), finetuned(row)
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
     if args.device_name and not (args.dry_run or args.plan):
@@ -168,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         user_dir=plugin,
         record=None if args.record is None else copy,
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
-        published=published,
+        published=row if recipe.reproduces else None,
         training=training,
     )
     if args.plan:
@@ -178,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
         machines = [hardware]
         if not hardware.gpus and args.gpus is None:  # none here, and no wish: every kind
             machines = [assumed_hardware(name, count) for name in DEVICES for count in planner.COUNTS]
-        report = planner.plan(recipe, data if data and is_binarised(data) else None, machines, results)
+        report = planner.plan(recipe, data, machines, results)
         head = f"{recipe.experiment}: {recipe.summary}"
         print(json.dumps(report, indent=1) if args.json else f"{head}\n{planner.as_text(report)}")
         return 0
@@ -267,8 +258,8 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
             sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
     if known and cell and options.published:
         row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
-        data = data_differences(options.published, known, sentences)
-        if found := differences(options.published, settings(recipe), data):
+        done, data = settings(recipe), data_differences(options.published, known, sentences)
+        if found := differences(options.published, done, data):
             log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
         else:
             log.info("stands for %s", row)

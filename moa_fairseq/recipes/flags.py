@@ -16,8 +16,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import score
 from moa_fairseq.evaluation.skeleton import parse_training_flags, quiet
 from moa_fairseq.recipes.hardware import Hardware, precision_name
-from moa_fairseq.recipes.loading import SECTIONS, did_you_mean, reserved
-from moa_fairseq.recipes.schema import CAUSAL_LM, Recipe
+from moa_fairseq.recipes.loading import did_you_mean
+from moa_fairseq.recipes.schema import CAUSAL_LM, SECTIONS, Recipe, reserved
 from moa_fairseq.running.command_line import flags
 from moa_fairseq.running.process import environment_of_a_child
 

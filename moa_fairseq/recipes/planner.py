@@ -30,6 +30,7 @@ from fairseq.data import Dictionary
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.evaluation.skeleton import build_skeleton
 from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updates, training_set
@@ -81,7 +82,12 @@ def _skeleton(recipe: Recipe, vocabulary: int, weights: bool = False, **more: An
 
 
 def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results: Path) -> Dict[str, Any]:
-    """The plan as plain data. machines: the hardware to plan for. results: the folder of recorded speeds."""
+    """The plan as plain data.
+
+    data: a binarised folder, or one that is not yet. machines: the hardware to plan for. results: where
+    recorded speeds are.
+    """
+    data = data if data and is_binarised(data) else None
     work = workload(recipe, data)
     precision = precision_name(recipe.train.precision, machines[0], recipe.model)
     kept = kept_per_token(recipe, work, precision, machines[0].gpus > 0)
@@ -102,6 +108,9 @@ def _plan_for(
 ) -> Dict[str, Any]:
     asked, (recipe, machine, left_out) = machine.devices, fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
+    updates = planned_updates(recipe.train, batch, work.size)
+    per_epoch = work.size.updates_per_epoch(batch) if work.size else None
+    epochs = updates // per_epoch if updates and per_epoch else None
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
     device, logits = DEVICES.get(kind), logits_per_token(recipe, work, data)
@@ -119,9 +128,6 @@ def _plan_for(
         peak = device.peak_single if precision == "fp32" else device.peak_half
         speed = peak * UTILISATION / (OPERATIONS_PER_MAC * work.macs_per_target_token) * batch.devices
         origin = {"speed_origin": f"rough: {UTILISATION:.1%} of the peak, what a dense Transformer reached"}
-    updates = planned_updates(recipe.train, batch, work.size)
-    per_epoch = work.size.updates_per_epoch(batch) if work.size else None
-    epochs = updates // per_epoch if updates and per_epoch else None
     entry = {
         **{"device": kind, "count": asked, "precision": precision, "left_out": left_out},
         **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective, "memory": memory},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.checkpoints import check_pretrained, resolve
+from moa_fairseq.recipes.checkpoints import check_pretrained, finetuned
 from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -68,7 +68,7 @@ def transfer(mixture, pretrained, write_config, tmp_path):
     config = write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftall"})
 
     def run(method, **options):
-        recipe = resolve(load_recipe(config, [f"finetune={method}"]))
+        recipe = finetuned(load_recipe(config, [f"finetune={method}"]))
         folder = tmp_path / method
         places = {"data": new, "save_dir": folder, "data_root": tmp_path / "data"}
         run_recipe(recipe, Hardware(), Options(**places, **options))
@@ -138,7 +138,7 @@ def test_other_dictionaries_and_a_missing_model_are_refused(mixture, pretrained,
 def test_what_cannot_be_checked_is_said(mixture, pretrained, write_config, binarised, said):
     checkpoint = pretrained / "checkpoints" / "checkpoint_best.pt"
     recipe = load_recipe(write_config({**mixture, "pretrained": str(checkpoint), "finetune": "ftg"}))
-    check_pretrained(resolve(recipe), binarised)
+    check_pretrained(finetuned(recipe), binarised)
     assert len(said) == 1 and "does not tell what it was trained on" in said[0]
 
 
@@ -152,7 +152,7 @@ def test_the_rows_of_the_paper(shipped, method, row, value):
 
 
 def test_gates_alone_are_updated_by_plain_sgd(shown, shipped):
-    recipe = resolve(shipped(TRANSFER, "finetune=ftg"))
+    recipe = finetuned(shipped(TRANSFER, "finetune=ftg"))
     train = next(c for c in shown(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
     line = " ".join(train)
     assert "--optimizer sgd --lr 1.0 --lr-scheduler fixed" in line and "--finetune ftg" in line

@@ -20,7 +20,8 @@ from moa_fairseq.recipes import flags as module
 from moa_fairseq.recipes.batch import plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.flags import check_flags, check_sharding, schedule_warning
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, find_world
-from moa_fairseq.recipes.loading import OWN, REFUSED, SECTIONS, load_recipe
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.schema import OWN, REFUSED, SECTIONS
 from moa_fairseq.running import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
