@@ -1,6 +1,7 @@
 """A small valid recipe, as a mapping and as a file, for the tests to bend; the shipped ones."""
 
 import copy
+import random
 import shlex
 import struct
 from pathlib import Path
@@ -81,6 +82,24 @@ def shipped():
     """shipped(name, *overrides) → the recipe configs/NAME.yaml."""
     configs = Path(__file__).resolve().parents[2] / "configs"
     return lambda name, *overrides: load_recipe(configs / f"{name}.yaml", overrides)
+
+
+@pytest.fixture
+def write_text():
+    """write_text(folder, letters, train, other): made-up sentences; translation spells each word backwards."""
+
+    def write(folder, letters, train, other):
+        folder.mkdir()
+        generator = random.Random(7)
+        words = [f"{a}{b}{c}" for a in letters for b in "aeo" for c in "rst"]
+        for split, count in (("train", train), ("valid", other), ("test", other)):
+            lines = [generator.choices(words, k=generator.randint(3, 8)) for _ in range(count)]
+            for language, turn in (("en", 1), ("de", -1)):
+                text = "".join(" ".join(word[::turn] for word in line) + "\n" for line in lines)
+                (folder / f"{split}.{language}").write_text(text)
+        return folder
+
+    return write
 
 
 @pytest.fixture

@@ -128,15 +128,6 @@ def test_the_printed_line_means_what_is_executed():
     assert command_line.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
 
 
-def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_config, tmp_path, shown):
-    folder = tmp_path / "my run"
-    options = Options(save_dir=folder)
-    generate, score = shown(load_recipe(write_config(small)), CPU, options)[-2:]
-    output = folder / "generate-test.txt"
-    assert command_line.to_shell(generate).endswith(f"--cpu > '{output}'")
-    assert command_line.to_shell(score).endswith(f"--json > '{folder / 'score-test.json'}'")
-
-
 def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, shown):
     path = write_config(small)
 

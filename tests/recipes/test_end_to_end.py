@@ -37,20 +37,6 @@ def config(small, write_config):
     return write_config(small)
 
 
-@pytest.fixture
-def text(tmp_path):
-    """A hundred made-up sentences whose translation spells each word backwards."""
-    folder, generator = tmp_path / "text", random.Random(7)
-    folder.mkdir()
-    words = [f"{a}{b}{c}" for a in "klm" for b in "aeo" for c in "rst"]
-    for split, count in (("train", 100), ("valid", 10), ("test", 10)):
-        lines = [generator.choices(words, k=generator.randint(3, 8)) for _ in range(count)]
-        (folder / f"{split}.en").write_text("".join(" ".join(line) + "\n" for line in lines))
-        backwards = (" ".join(word[::-1] for word in line) for line in lines)
-        (folder / f"{split}.de").write_text("".join(f"{line}\n" for line in backwards))
-    return folder
-
-
 def last_valid(folder):
     return [record for record in read_records(folder / "train.jsonl") if "valid_loss" in record][-1]
 
@@ -68,9 +54,9 @@ def kill_in_training(number, records, command, folder):
 
 
 @pytest.mark.slow
-def test_all_stages_and_kill_and_resume(config, text, tmp_path, monkeypatch):
+def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe, cpu = load_recipe(config), Hardware()
+    recipe, cpu, text = load_recipe(config), Hardware(), write_text(tmp_path / "text", "klm", 100, 10)
     undisturbed = tmp_path / "undisturbed"
     result = run_recipe(recipe, cpu, Options(data=text, save_dir=undisturbed))
     values = json.loads(result.read_text())

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import random
 
 import pytest
 import torch
@@ -14,19 +13,6 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 
 TRANSFER = "iwslt14_ende_mae7_transfer"
-
-
-def write_text(folder, letters, train):
-    """Made-up sentences whose translation spells each word backwards."""
-    folder.mkdir()
-    generator = random.Random(7)
-    words = [f"{a}{b}{c}" for a in letters for b in "aeo" for c in "rst"]
-    for split, count in (("train", train), ("valid", 8), ("test", 8)):
-        lines = [generator.choices(words, k=generator.randint(3, 8)) for _ in range(count)]
-        for language, turn in (("en", 1), ("de", -1)):
-            text = "".join(" ".join(word[::turn] for word in line) + "\n" for line in lines)
-            (folder / f"{split}.{language}").write_text(text)
-    return folder
 
 
 @pytest.fixture
@@ -47,22 +33,22 @@ def trained_once(tmp_path_factory):
 
 
 @pytest.fixture
-def pretrained(trained_once, mixture, write_config):
+def pretrained(trained_once, mixture, write_config, write_text):
     folder = trained_once["folder"]
     run_folder = folder / "run"
     if not run_folder.exists():
         config = write_config({**copy.deepcopy(mixture), "generate": None, "score": None})
         options = Options(
-            data=write_text(folder / "text", "klm", 60), save_dir=run_folder, data_root=folder / "data"
+            data=write_text(folder / "text", "klm", 60, 8), save_dir=run_folder, data_root=folder / "data"
         )
         run_recipe(load_recipe(config), Hardware(), options)
     return run_folder
 
 
 @pytest.fixture
-def transfer(mixture, pretrained, write_config, tmp_path):
+def transfer(mixture, pretrained, write_config, write_text, tmp_path):
     """transfer(method, **options) → the run folder of a fine-tuning on other text."""
-    new = write_text(tmp_path / "new", "kln", 40)
+    new = write_text(tmp_path / "new", "kln", 40, 8)
     del mixture["data"]["bpe"]
     mixture["data"]["train_fraction"] = 0.25
     config = write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftall"})
