@@ -86,7 +86,7 @@ def shipped():
 
 @pytest.fixture
 def write_text():
-    """write_text(folder, letters, train, other): made-up sentences; translation spells each word backwards."""
+    """write_text(folder, letters, train, other): sentences whose translation spells each word backwards."""
 
     def write(folder, letters, train, other):
         folder.mkdir()
