@@ -24,11 +24,11 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.evaluation.results import load_comparison
 from moa_fairseq.evaluation.results_markdown import render
-from moa_fairseq.recipes import claim, result
-from moa_fairseq.recipes.finetune import prepared_data
+from moa_fairseq.recipes import result
+from moa_fairseq.recipes.checkpoints import prepared_data
 from moa_fairseq.recipes.loading import build, load_recipe
-from moa_fairseq.recipes.result import read_report, read_scores
 from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.scores import describe, flat_metrics, read_report, read_scores
 from moa_fairseq.recipes.train_log import TrainLog, prune, summarise
 from moa_fairseq.text import normalize_punctuation
 
@@ -312,7 +312,7 @@ PERPLEXITY_ODD = (
 def parse_perplexity(place: Path) -> None:
     text = (place / "input").read_text(encoding="utf-8", errors="replace")
     scores = read_report(text, place / "input", build(Recipe, RECIPE, "fuzz", ""))
-    json.dumps(result.flat_metrics(scores), allow_nan=False)
+    json.dumps(flat_metrics(scores), allow_nan=False)
 
 
 SCORES = {
@@ -336,14 +336,14 @@ def parse_state(place: Path) -> None:
     """Damaged, it proves nothing; what can be trusted of it is used."""
     (place / "input").rename(place / "state.json")
     recipe = build(Recipe, RECIPE, "fuzz", "")
-    claim.differences(recipe, claim.settings_made(place, recipe), {})
+    result.differences(recipe, result.settings_made(place, recipe), {})
     prepared_data(place)
 
 
 def parse_scores(place: Path) -> None:
     scores = read_scores(place / "input")
-    json.dumps(result.flat_metrics(scores), allow_nan=False)
-    result.describe(build(Recipe, RECIPE, "fuzz", ""), {"test": scores}, 1.0)
+    json.dumps(flat_metrics(scores), allow_nan=False)
+    describe(build(Recipe, RECIPE, "fuzz", ""), {"test": scores}, 1.0)
 
 
 RESULT: Dict[str, Any] = {

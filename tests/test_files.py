@@ -9,8 +9,7 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import save_checkpoint
 from moa_fairseq.files import atomic_write
-from moa_fairseq.running.folder_lock import locked
-from moa_fairseq.running.process import Executor
+from moa_fairseq.running.process import Executor, locked
 
 
 def names(folder):

@@ -26,7 +26,7 @@ from hostile_input import LOG, PARSERS, RECIPE, RESULT, WANTED, Parser, dump_yam
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.result import flat_metrics, read_scores
+from moa_fairseq.recipes.scores import flat_metrics, read_scores
 from moa_fairseq.recipes.train_log import TrainLog, summarise
 from moa_fairseq.text import normalize_punctuation
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent

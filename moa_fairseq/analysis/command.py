@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import warnings
 from pathlib import Path
-from typing import Optional, Tuple
 
 from moa_fairseq.analysis import attention_maps, expert_load, expert_tokens, gates, learning_curve
 from moa_fairseq.analysis.plots import save
@@ -23,8 +22,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
 from moa_fairseq.files import refuse_overwriting
 from moa_fairseq.json_files import write_json
-from moa_fairseq.recipes.checkpoints import trained_checkpoint
-from moa_fairseq.recipes.finetune import prepared_data
+from moa_fairseq.recipes.checkpoints import checkpoint_and_data
 
 # Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze, which returns an
 # Analysis: analyze(args) of logs, analyze(args, model, task) of a trained model.
@@ -74,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
             refuse_overwriting(path, inputs, f"--{name}")
     about = {}
     if of_model:
-        checkpoint, data = checkpoint_and_data(args.model, args.data, args.max_tokens)
+        warnings.filterwarnings("ignore", message=".*pin_memory")
+        if args.max_tokens < 1:
+            raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
+        checkpoint, data = checkpoint_and_data(args.model, args.data)
         about = {"checkpoint": str(checkpoint), "subset": args.subset}
         args.data = data
         found = args.analyze(args, *load_trained(checkpoint, data))
@@ -88,27 +89,3 @@ def run(args: argparse.Namespace) -> int:
     if any(written.values()):
         print(f"wrote {', '.join(str(path) for path in written.values() if path)}")
     return 0
-
-
-def checkpoint_and_data(
-    model: Path, data: Optional[Path] = None, max_tokens: int = 4096
-) -> Tuple[Path, Path]:
-    """A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on.
-
-    Raises UserError for a folder without a checkpoint, a checkpoint without data, or an empty batch.
-    """
-    warnings.filterwarnings("ignore", message=".*pin_memory")
-    if max_tokens < 1:
-        raise UserError(f"--max-tokens {max_tokens}: a batch holds at least one token.")
-    if model.is_dir():
-        checkpoint = trained_checkpoint(model)
-        if not checkpoint.is_file():
-            raise UserError(
-                f"{model} holds neither average.pt nor checkpoints/checkpoint_best.pt: train first."
-            )
-        return checkpoint, data or prepared_data(model) or Path()
-    if data is None:
-        raise UserError(
-            f"{model} is not a run folder, so --data must name the binarised data to run through it."
-        )
-    return model, data

@@ -15,7 +15,7 @@ from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.files import checksum
 from moa_fairseq.json_files import read_json
-from moa_fairseq.running.state import marks
+from moa_fairseq.running.make import marks
 
 MANIFEST = "manifest.json"
 TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")

@@ -20,9 +20,8 @@ from moa_fairseq.data_prep.parallel_text import Piece, find_file
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import checksum
 from moa_fairseq.json_files import saved_json, write_json
-from moa_fairseq.running.folder_lock import locked
-from moa_fairseq.running.make import Step, make
-from moa_fairseq.running.state import fingerprint_of, stamp
+from moa_fairseq.running.make import Step, fingerprint_of, make, stamp
+from moa_fairseq.running.process import locked
 
 MEMORY = "checked.json"  # checksums of files, so that gigabytes are not read twice
 OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"

@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from types import SimpleNamespace
-from typing import Any, Iterator, List, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from fairseq import options
@@ -109,10 +109,13 @@ def _without_bert_initialisation() -> Iterator[None]:
             module.init_bert_params = real
 
 
-def parse_training_flags(flags: List[str], refusal: str) -> argparse.Namespace:
+def parse_training_flags(
+    flags: List[str], refusal: str, parser: Optional[argparse.ArgumentParser] = None
+) -> argparse.Namespace:
     """The flags of fairseq-train as fairseq parses them, with the architecture's values.
 
     refusal: how the UserError begins where fairseq does not take them; fairseq's own complaint follows.
+    parser: of another program; afterwards it has the flags of the task, the model and the criterion.
     """
     complaint = io.StringIO()
     # fairseq looks for --user-dir in sys.argv while it builds the parser.
@@ -120,7 +123,7 @@ def parse_training_flags(flags: List[str], refusal: str) -> argparse.Namespace:
     try:
         # Its usage text is hundreds of lines long: only the last one says what is wrong.
         with quiet(), contextlib.redirect_stderr(complaint):
-            return options.parse_args_and_arch(options.get_training_parser(), flags)
+            return options.parse_args_and_arch(parser or options.get_training_parser(), flags)
     except SystemExit as error:
         lines = complaint.getvalue().strip().splitlines() or ["unknown flag"]
         reason = re.sub(

@@ -12,7 +12,7 @@ from moa_fairseq.data_prep.manifest import MANIFEST
 from moa_fairseq.data_prep.monolingual import MODEL
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import read_json
-from moa_fairseq.text.pipeline import Step, apply_steps
+from moa_fairseq.text import Step, apply_steps
 from moa_fairseq.text.tokenizer import detokenize
 
 

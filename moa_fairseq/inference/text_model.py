@@ -12,10 +12,10 @@ import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.hub_utils import GeneratorHubInterface
 
-from moa_fairseq.analysis.routed_model import checkpoint_and_data
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for
 from moa_fairseq.inference.text_codec import WordCodec, codec_of
+from moa_fairseq.recipes.checkpoints import checkpoint_and_data
 from moa_fairseq.text.workers import chunks
 
 BATCH = 64  # lines that are read before the first of them is answered, where nobody types them

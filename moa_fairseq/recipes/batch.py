@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import numpy
 
@@ -98,8 +98,8 @@ def fit(recipe: Recipe, hardware: Hardware, data: Optional[Path]) -> Tuple[Recip
     smaller = dataclasses.replace(world, size=most, here=most) if world and most > 1 else None
     fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
     assumed = "" if data else " (That length is assumed until the data is prepared.)"
-    left_out = f"{most} of {hardware.devices} devices are used: {why}. A smaller share would leave"
-    return recipe, fewer, f"{left_out} sentences out.{assumed}"
+    left_out = f"{most} of {hardware.devices} devices are used: {why}"
+    return recipe, fewer, f"{left_out}. A smaller share would leave sentences out.{assumed}"
 
 
 def _longest(recipe: Recipe, data: Optional[Path]) -> Optional[int]:
@@ -162,16 +162,13 @@ def training_set(recipe: Recipe, data: Optional[Path]) -> Optional[CorpusSize]:
 def known_size(recipe: Recipe) -> Optional[CorpusSize]:
     """The entry of corpus_sizes.json whose experiments the recipe belongs to, by the longest beginning."""
     names = (recipe.experiment, recipe.data.recipe)
-    found: List[Tuple[int, Dict[str, Any]]] = [
-        (len(beginning), entry)
+    found: Dict[str, Dict[str, Any]] = {
+        beginning: entry
         for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
-        for beginning in entry["experiments"]
+        for beginning in entry.pop("experiments")
         if any(name.startswith(beginning) for name in names)
-    ]
-    entry = max(found, key=lambda pair: pair[0], default=(0, {}))[1]
-    return (
-        CorpusSize(**{key: value for key, value in entry.items() if key != "experiments"}) if entry else None
-    )
+    }
+    return CorpusSize(**found[max(found, key=len)]) if found else None
 
 
 def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:

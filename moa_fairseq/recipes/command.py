@@ -16,67 +16,85 @@ so that one update has the recipe's number of tokens on any machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
+from typing import Any, Callable, Dict, Optional
+
+import yaml
 
 import moa_fairseq
-from moa_fairseq.data_prep.binarised import is_binarised
+from moa_fairseq.data_prep.binarised import Prepared, is_binarised
+from moa_fairseq.data_prep.obtain import require_source
+from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.finetune import prepared_data, resolve
-from moa_fairseq.recipes.flags import check_flags, check_plugin, check_sharding
-from moa_fairseq.recipes.hardware import DEVICES, assumed_hardware, choose_devices, detect_hardware
+from moa_fairseq.files import atomic_write
+from moa_fairseq.recipes.batch import fit, plan_batch, planned_updates, sentence_sizes, training_set
+from moa_fairseq.recipes.checkpoints import finetuned, prepare_facts, prepared_data
+from moa_fairseq.recipes.flags import check_flags, check_plugin, check_sharding, schedule_warning
+from moa_fairseq.recipes.hardware import (
+    DEVICES,
+    Hardware,
+    assumed_hardware,
+    choose_devices,
+    detect_hardware,
+    find_world,
+)
 from moa_fairseq.recipes.loading import find_recipe, load_recipe
-from moa_fairseq.recipes.runner import STAGES, Options, run_folder_of, run_recipe
-from moa_fairseq.recipes.world import find_world
+from moa_fairseq.recipes.result import data_differences, differences, record, settings
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.steps import Options, Run, steps
+from moa_fairseq.running.command_line import to_shell
+from moa_fairseq.running.make import COMMANDS, Step, changes, keep_command, make, put_mark
+from moa_fairseq.running.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt
 
+STAGES = ("prepare", "train", "average", "generate", "score")
+# Data recipes that need no --data: `moa-fairseq corpus` makes it.
+EMBEDDED = ("embedded", "embedded_gpt2bpe")
+# After a restart of torchrun, the program that kept the run folder before may take its time to go.
+HANDOVER_SECONDS = 60.0
+# What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
+BINARISED_KEYS = ("source", "target", "joined_dictionary")
 log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq recipe`."""
-    parser.add_argument(
-        "config", type=Path, help="the experiment's YAML file, or the name of one in configs/"
-    )
-    parser.add_argument(
-        "--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    parser.add_argument(
+    add = parser.add_argument
+    add("config", type=Path, help="the experiment's YAML file, or the name of one in configs/")
+    add("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
+    add("--dry-run", action="store_true", help="print the commands and do nothing")
+    add(
         "--plan",
         action="store_true",
         help="print parameters, MACs, updates, memory and rough hours for V100, A100, H100 and H200 (or "
         "--gpus N --device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
     )
-    parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)"
-    )
-    parser.add_argument(
+    add("--json", action="store_true", help="with --plan: print JSON")
+    add("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")
+    add(
         "--device-name",
         choices=sorted(DEVICES),
         help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
     )
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="how many machines train together (default: 1)"
-    )
-    parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
-    parser.add_argument("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
-    parser.add_argument(
+    add("--nodes", type=int, metavar="N", help="how many machines train together (default: 1)")
+    add("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
+    add("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
+    add(
         "--data",
         type=Path,
         metavar="DIR",
         help="raw data or archives as the recipe's data section wants them (what is public and lacking is "
         "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`",
     )
-    parser.add_argument(
-        "--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)"
-    )
-    parser.add_argument(
+    add("--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)")
+    add(
         "--set",
         action="append",
         default=[],
@@ -84,18 +102,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--user-dir",
         default=argparse.SUPPRESS,
         metavar="DIR",
         help="a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it",
     )
-    parser.add_argument(
+    add(
         "--restart",
         action="store_true",
         help="move an existing run folder aside and start from the beginning",
     )
-    parser.add_argument(
+    add(
         "--record",
         nargs="?",
         const="",
@@ -108,12 +126,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one recipe, or tell what it would do (--dry-run, --plan). Returns the exit status."""
     config = find_recipe(args.config)
-    recipe = resolve(load_recipe(config, args.overrides))
     # The row of a paper is that of the file, with whatever it is fine-tuned from.
-    published = load_recipe(config) if recipe.reproduces else None
-    if published and recipe.finetune:
-        published = dataclasses.replace(published, finetune=recipe.finetune, pretrained=recipe.pretrained)
-        published = resolve(published)
+    kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]
+    recipe, row = load_recipe(config, args.overrides), load_recipe(config, kept)
+    recipe, row = finetuned(recipe), finetuned(row)
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
     if args.device_name and not (args.dry_run or args.plan):
@@ -132,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     results = config.resolve().parent.parent / "results"
     installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
     kind = "throughput" if args.stage == "train" else "measured"
-    record = (Path("results") if installed else results) / kind / f"{args.record or config.stem}.json"
+    copy = (Path("results") if installed else results) / kind / f"{args.record or config.stem}.json"
     here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
     inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
@@ -141,22 +157,198 @@ def run(args: argparse.Namespace) -> int:
         save_dir=args.save_dir,
         restart=args.restart,
         user_dir=plugin,
-        record=None if args.record is None else record,
+        record=None if args.record is None else copy,
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
-        published=published,
+        published=row if recipe.reproduces else None,
         training=training,
     )
     if args.plan:
         from moa_fairseq.recipes import planner
 
-        data = options.data or prepared_data(run_folder_of(recipe, options))
+        data = options.data or prepared_data(_run_folder(recipe, options))
         machines = [hardware]
         if not hardware.gpus and args.gpus is None:  # none here, and no wish: every kind
             machines = [assumed_hardware(name, count) for name in DEVICES for count in planner.COUNTS]
-        report = planner.plan(recipe, data if data and is_binarised(data) else None, machines, results)
+        report = planner.plan(recipe, data, machines, results)
         head = f"{recipe.experiment}: {recipe.summary}"
         print(json.dumps(report, indent=1) if args.json else f"{head}\n{planner.as_text(report)}")
         return 0
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
     run_recipe(recipe, hardware, options, dry_run=args.dry_run)
     return 0
+
+
+def _run_folder(recipe: Recipe, options: Options) -> Path:
+    folder = options.save_dir or Path("runs") / recipe.experiment
+    if ":" in str(folder):
+        raise UserError(
+            f"--save-dir {folder} cannot be used: fairseq takes a ':' in the path of a model for the end of "
+            "one path and the beginning of the next. Give the folder another name, or another place."
+        )
+    return folder
+
+
+def run_recipe(
+    recipe: Recipe,
+    hardware: Hardware,
+    options: Options,
+    executor_class: Callable[..., Executor] = Executor,
+    dry_run: bool = False,
+) -> Optional[Path]:
+    """Carry out the wanted stages, or show their commands. Returns result.json when the recipe was scored.
+
+    Raises UserError; what was finished before stays and is not done again next time.
+    """
+    folder, executor = _run_folder(recipe, options), executor_class(hardware.environment)
+    run = Run(recipe, hardware, folder, options)
+    if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
+        why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
+        raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
+    if options.stage in STAGES[2:] and not getattr(recipe, options.stage):
+        log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
+
+    def wanted(step: Step) -> bool:
+        return options.wants(step.name.partition("-")[0])
+
+    if dry_run:
+        run = _fitted(run, _prepared(run, executor, dry_run=True))
+        executor.environment = run.hardware.environment
+        make(steps(run), folder, executor=executor, dry_run=True, wanted=wanted)
+        return None
+    if options.restart and folder.exists():
+        with locked(folder):  # nobody may be at work in it
+            pass
+        number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
+        log.info("%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}")))
+    if hardware.shared:
+        _check_shared(run)
+    started, patience = time.time(), HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
+    with terminate_as_interrupt(), locked(folder, patience) if hardware.leads else contextlib.nullcontext():
+        recall = not options.wants("prepare") and (options.data is None or hardware.shared)
+        run = _fitted(run, _recalled(run) if recall or not hardware.leads else _prepared(run, executor))
+        executor.environment.update(run.hardware.environment)
+        if recipe.training_flags.get("wandb-project"):
+            executor.environment["WANDB_DIR"] = str(folder)
+        if (world := hardware.world) and world.rank:  # of another program's run: writes nothing but a log
+            command, name = steps(run)[0].command, f"train.process{world.rank}"
+            log.info("$ %s", to_shell(command, executor.environment))
+            executor.run(command, folder / f"{name}.log")
+            log.info("%s is done; the machine of process 0 has the results", name)
+            return None
+        if not any(run.checkpoints.glob("*.pt")):  # the log of a training that left nothing to go on from
+            (folder / "train.jsonl").unlink(missing_ok=True)
+        if options.stage != "prepare":
+            make(steps(run), folder, executor=executor, wanted=wanted)
+        with atomic_write(folder / "recipe.yaml") as stream:
+            mapping = {**dataclasses.asdict(recipe), "reproduces": None}  # which result.json tells
+            yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
+        return record(run, started)
+
+
+def _fitted(run: Run, prepared: Prepared) -> Run:
+    """The run on its data, on as many devices as can share an update; says what follows from the data."""
+    known = prepared.folder if prepared.folder.is_dir() else None
+    recipe, hardware, fewer = fit(run.recipe, run.hardware, known)
+    run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
+    cell, options, sentences = recipe.reproduces, run.options, prepared.sentences
+    if not hardware.leads:
+        return run
+    if known and not sentences:
+        with contextlib.suppress(UserError):
+            sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
+    if known and cell and options.published:
+        row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
+        done, data = settings(recipe), data_differences(options.published, known, sentences)
+        if found := differences(options.published, done, data):
+            log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
+        else:
+            log.info("stands for %s", row)
+    if options.wants("train") and recipe.finetune != "noft":
+        if fewer:
+            log.warning(fewer)
+        batch = plan_batch(recipe.train, hardware.devices)
+        log.info(batch.describe())
+        if options.training:
+            size = training_set(recipe, known) if recipe.train.max_epoch else None
+            if warning := schedule_warning(options.training, planned_updates(recipe.train, batch, size)):
+                log.info(warning)
+        if world := hardware.world:
+            log.info("train: process %s of %s, meeting at %s", world.rank, world.size, world.init_method)
+    return run
+
+
+def _check_shared(run: Run) -> None:
+    """Several programs train together; anything else is for one of them alone. Raises UserError."""
+    folder, options = run.folder, run.options
+    if options.stage != "train":
+        raise UserError(
+            "Several machines (or torchrun's processes) can share the train stage only, not --stage "
+            f"{options.stage}: run --stage prepare on one of them first, then --stage train on all, then the "
+            "other stages on one. The scripts in scripts/launch/ do so."
+        )
+    if options.restart:
+        raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
+    known = prepare_facts(folder)
+    if not known:
+        raise UserError(
+            f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
+            "folder must be on a file system that all machines share."
+        )
+    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
+        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
+
+
+def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
+    """The prepare stage; what was done before is found again. dry_run: its commands are shown."""
+    options, commands, data = run.options, run.folder / COMMANDS, dataclasses.asdict(run.recipe.data)
+    before = prepare_facts(run.folder).get("source")
+    source = options.data or (Path(before) if before else None)
+    embedded = data["recipe"] in EMBEDDED and source in (None, options.corpus_root)
+    source = options.corpus_root if embedded else source
+    root, downloads = prepared_folder(data, source, options.data_root), options.data_root / "downloads"
+    places: Dict[str, Any] = {"downloads": downloads, "commands": commands, "unread": dry_run}
+    job = Preparation(data, run.recipe.splits, source, root, executor, **places)
+    corpus = ["moa-fairseq", "corpus", "--output", str(source)]
+    if dry_run:
+        if data["recipe"] == "binarised" or (source and is_binarised(source)):
+            return Prepared(source or Path("DATA-BIN"), {}, "")
+        if options.wants("prepare"):
+            first = [Step("corpus", options.corpus_root, corpus)] if embedded else []
+            make([*first, *job.steps()], root, executor=executor, dry_run=True)
+        done = None if options.data else prepared_data(run.folder)
+        return Prepared(done or root / "binarised", {}, "")
+    require_source(data, source)
+    if embedded:  # a second time that does nothing
+        shown = to_shell(corpus, executor.environment)
+        log.info("$ %s", shown)
+        keep_command(shown, commands)
+        said: Callable[[str], None] = lambda line: log.info("  %s", line)  # noqa: E731
+        executor.run(corpus, run.folder / "corpus.log", errors_too=True, on_line=said)
+    prepared = job.run()
+    facts = {
+        "folder": str(prepared.folder.resolve()),
+        "sentences": prepared.sentences,
+        "fingerprint": prepared.fingerprint,
+        "source": str(source.resolve()) if source else None,
+        "settings": {key: data[key] for key in (data if prepared.folder.parent == root else BINARISED_KEYS)},
+    }
+    put_mark(run.folder, "prepare", inputs={}, facts=facts)
+    return prepared
+
+
+def _recalled(run: Run) -> Prepared:
+    """The data that an earlier prepare stage made. Raises UserError when the recipe now asks for other."""
+    folder, known, now = run.folder, prepare_facts(run.folder), dataclasses.asdict(run.recipe.data)
+    place = prepared_data(folder)
+    if "sentences" not in known or place is None:
+        raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
+    settings, sentences = known.get("settings", {}), known["sentences"]
+    changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
+    found = [f"{key}: {change}" for key, change in changed.items()]
+    found += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
+    if found:
+        raise UserError(
+            f"The data of {folder} was prepared with other settings ({'; '.join(found)}): run "
+            "--stage prepare (or --stage all) with the new ones first."
+        )
+    return Prepared(place, sentences, known["fingerprint"])

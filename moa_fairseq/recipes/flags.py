@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import io
-import re
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import List, Optional
+from typing import Optional
 
 from fairseq import options
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import score
-from moa_fairseq.evaluation.skeleton import quiet
+from moa_fairseq.evaluation.skeleton import parse_training_flags, quiet
 from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.loading import did_you_mean
-from moa_fairseq.recipes.rules import SECTIONS, reserved
-from moa_fairseq.recipes.schema import CAUSAL_LM, Recipe
+from moa_fairseq.recipes.schema import CAUSAL_LM, SECTIONS, Recipe, reserved
 from moa_fairseq.running.command_line import flags
 from moa_fairseq.running.process import environment_of_a_child
 
@@ -52,10 +48,12 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     line = {**recipe.model.as_flags(), "criterion": recipe.train.criterion, **recipe.train.flags}
     line["tensorboard-logdir"] = None
     training, evaluation = options.get_training_parser(), options.get_generation_parser()
-    args = _parsed(training, ["DATA", *flags({**task, **line})])
     if recipe.kind == CAUSAL_LM:
         evaluation = options.get_eval_lm_parser()
-    _parsed(evaluation, ["DATA", "--path", "MODEL", *flags(task)])  # which adds the task's flags to it
+    refusal, words, asked = "fairseq does not accept the recipe's flags", flags({**task, **line}), flags(task)
+    args = parse_training_flags(["DATA", *words], refusal, training)
+    # which adds the task's flags to the parser
+    parse_training_flags(["DATA", "--path", "MODEL", *asked], refusal, evaluation)
     scoring = argparse.ArgumentParser()
     score.add_arguments(scoring)
     programs = {
@@ -80,24 +78,6 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
             f"(model.num_experts, where the recipe does not say it {args.arch}): lower K or raise E."
         )
     return args
-
-
-def _parsed(parser: argparse.ArgumentParser, words: List[str]) -> argparse.Namespace:
-    """The words as fairseq parses them; afterwards the parser has the flags of task, model and criterion."""
-    complaint = io.StringIO()
-    argv, sys.argv = sys.argv, ["fairseq"]  # where fairseq looks for --user-dir
-    try:
-        with quiet(), contextlib.redirect_stderr(complaint):
-            return options.parse_args_and_arch(parser, words)
-    except (SystemExit, ValueError, KeyError) as error:
-        # Its usage text is hundreds of lines long: only the last one says what is wrong.
-        lines = complaint.getvalue().strip().splitlines() or [str(error)]
-        reason = re.sub(
-            r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", lines[-1].split("error: ")[-1]
-        )
-        raise UserError(f"fairseq does not accept the recipe's flags: {reason}") from error
-    finally:
-        sys.argv = argv
 
 
 def check_sharding(recipe: Recipe, hardware: Hardware) -> None:

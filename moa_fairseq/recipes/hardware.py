@@ -1,4 +1,8 @@
-"""What the machine offers, and what follows from it: number of devices and numeric precision."""
+"""The devices of a training, of one machine or of several that train together, and the numeric precision.
+
+A process here is one GPU, or one machine's CPU. Everything is said to fairseq-train by its own flags, so
+that a printed command works without this program.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import argparse
 import dataclasses
 import os
 import platform
-from typing import Dict, List, NamedTuple, Optional, Tuple
+import re
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.schema import Model
-from moa_fairseq.recipes.world import World
+
+DEFAULT_PORT = 29500
+_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Device(NamedTuple):
@@ -20,10 +27,6 @@ class Device(NamedTuple):
     memory: int
     peak_half: float
     peak_single: float
-
-    def peak(self, precision: str) -> float:
-        """Operations a second in a precision."""
-        return self.peak_single if precision == "fp32" else self.peak_half
 
 
 # What --device-name may say. NVIDIA's data sheets of the SXM modules, without sparsity.
@@ -54,6 +57,34 @@ def device_kind(name: str) -> str:
 # (4K8E48D), and less until every shape was seen. Models that small train in minutes, and their float32 is the
 # same on CPUs without such units.
 _AMP_WIDTH = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Several machines (or torchrun's processes) that train one model.
+
+    size: processes of all machines together. rank: number of this machine's first process, 0 on the
+    machine that keeps the run folder. here: how many of them this program starts. init_method: where they
+    meet, as torch.distributed wants it. spawn: whether fairseq-train makes the processes here out of one.
+    device: the GPU of a process that fairseq-train does not spawn.
+    """
+
+    size: int
+    rank: int
+    here: int
+    init_method: str
+    spawn: bool
+    device: Optional[int] = None
+
+    def flags(self) -> Dict[str, Any]:
+        """The flags of fairseq-train that make it one of this world's processes."""
+        return {
+            "distributed-world-size": self.size,
+            "distributed-rank": self.rank,
+            "distributed-init-method": self.init_method,
+            "distributed-no-spawn": not self.spawn,
+            "device-id": self.device,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +179,51 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
     )
 
 
-def precision_flags(precision: str, hardware: Hardware, model: Optional[Model] = None) -> List[str]:
-    """fairseq's flag for a recipe's precision; none for fp32."""
-    name = precision_name(precision, hardware, model)
-    return [] if name == "fp32" else [f"--{name}"]
+def find_world(
+    gpus: int,
+    nodes: Optional[int] = None,
+    node_rank: Optional[int] = None,
+    master: Optional[str] = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Optional[World]:
+    """The world of this program, or None where it trains alone on one machine.
+
+    gpus: on each machine, 0 for its CPU. nodes, node_rank, master: what the command line says (number of
+    machines, this one's number, HOST or HOST:PORT of number 0). Without them, torchrun's environment
+    variables count. Raises UserError where they contradict each other.
+    """
+    if nodes is None and node_rank is None and master is None:
+        if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
+            size, rank, local, here = (int(environment[name]) for name in _TORCHRUN[:4])
+            if gpus and here > gpus:
+                what = f"torchrun started {here} processes on this machine for {gpus} GPU(s)"
+                raise UserError(f"{what}: --nproc-per-node {gpus}.")
+            return World(size, rank, 1, "env://", spawn=False, device=local if gpus else None)
+        job = environment.get("SLURM_JOB_ID", "")
+        if gpus < 2 or not job.isdigit():
+            return None
+        # Left alone, fairseq would take the job's other machines and tasks, whatever they are for, for
+        # processes of this training.
+        return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise UserError("torchrun knows --nodes, --node-rank and --master: leave them out under torchrun.")
+    nodes, node_rank, here = nodes or 1, node_rank or 0, max(1, gpus)
+    if not 0 <= node_rank < nodes:
+        numbers = f"{nodes} machine(s) have the numbers 0 to {nodes - 1} (--nodes)"
+        raise UserError(f"--node-rank {node_rank}: {numbers}.")
+    if master is None and nodes > 1:
+        raise UserError(
+            "--nodes needs --master HOST[:PORT]: the machine with --node-rank 0, as the others reach it."
+        )
+    if here * nodes == 1:
+        return None
+    # A port must be the same on all machines, so it is never chosen at random.
+    address = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1")
+    port = int(address.group(2) or DEFAULT_PORT) if address else 0
+    if not address or not 0 < port < 65536:
+        raise UserError(f"--master {master}: write HOST or HOST:PORT, for example --master node01:29500.")
+    meeting = f"tcp://{address.group(1)}:{port}"
+    return World(here * nodes, here * node_rank, here, meeting, spawn=gpus > 0)
 
 
 def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = None) -> str:

@@ -7,7 +7,7 @@ import difflib
 import reprlib
 import typing
 from pathlib import Path
-from typing import Any, Collection, Dict, List, Mapping, Sequence, Type, TypeVar, Union
+from typing import Any, Collection, Dict, Mapping, NoReturn, Sequence, Type, TypeVar, Union
 
 import yaml
 from omegaconf import OmegaConf, SCMode
@@ -15,8 +15,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import shipped
-from moa_fairseq.recipes.rules import check, fail
-from moa_fairseq.recipes.schema import FINETUNING, Recipe
+from moa_fairseq.recipes.schema import FINETUNING, Recipe, problems
 
 T = TypeVar("T")
 # Besides its own errors PyYAML lets through whatever a value raises that does not fit its tag
@@ -37,7 +36,7 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     path = Path(path)
     mapping = _read_yaml(path)
     names = mapping.pop("base", [])
-    layers: List[Mapping[str, Any]] = []
+    layers = []
     for name in names if isinstance(names, list) else [names]:
         inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
         if not inside or "\0" in name or not (path.parent / name).is_file():
@@ -46,7 +45,8 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
         if "base" in layers[-1]:
             fail(str(path), "base", f"{path.parent / name} has a base itself; only one level is allowed.")
     for text in overrides:
-        if not text.partition("=")[1] or not all(text.partition("=")[0].strip().split(".")):
+        key, equals, _ = text.partition("=")
+        if not equals or not all(key.strip().split(".")):
             raise UserError(f"--set {text}: write section.key=value, for example --set train.max_epoch=5.")
     try:
         said: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
@@ -60,7 +60,8 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     row, cell = FINETUNING.get(recipe.finetune or ""), recipe.reproduces
     if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
         recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
-    check(recipe, file)
+    for key, problem in problems(recipe):
+        fail(file, key, problem)
     return recipe
 
 
@@ -143,3 +144,8 @@ def _read_yaml(path: Path) -> Dict[str, Any]:
     if not isinstance(mapping, dict) or text.lstrip()[:1] in ("", "-"):
         raise UserError(f"{path} must hold a mapping of keys to values.")
     return mapping
+
+
+def fail(file: str, key: str, problem: str) -> NoReturn:
+    """Raise the UserError for one key of one file."""
+    raise UserError(f"{file}: {key if len(key) <= 100 else key[:97] + '...'}: {problem}")

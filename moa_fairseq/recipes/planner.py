@@ -18,9 +18,11 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,7 @@ from fairseq.data import Dictionary
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.evaluation.skeleton import build_skeleton
 from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updates, training_set
@@ -65,7 +68,7 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
     size = training_set(recipe, data)
     vocabulary = size.vocabulary if size else FALLBACK_VOCABULARY
-    model = build_skeleton(recipe.model.arch, vocabulary, "separate", _flags(recipe))
+    model = _skeleton(recipe, vocabulary)
     sample = recipe.training_flags.get("tokens-per-sample")
     lengths = [int(sample or 512)] * 2
     if not sample and size and size.sentences:
@@ -73,52 +76,65 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     return Workload(model, count(model, *lengths), vocabulary, lengths, size)
 
 
+def _skeleton(recipe: Recipe, vocabulary: int, weights: bool = False, **more: Any) -> Any:
+    line = command_line.flags({**recipe.model.as_flags(), **more, "arch": None})
+    return build_skeleton(recipe.model.arch, vocabulary, "separate", line, weights=weights)
+
+
 def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results: Path) -> Dict[str, Any]:
-    """The plan as plain data. machines: the hardware to plan for. results: the folder of recorded speeds."""
+    """The plan as plain data.
+
+    data: a binarised folder, or one that is not yet. machines: the hardware to plan for. results: where
+    recorded speeds are.
+    """
+    data = data if data and is_binarised(data) else None
     work = workload(recipe, data)
     precision = precision_name(recipe.train.precision, machines[0], recipe.model)
     kept = kept_per_token(recipe, work, precision, machines[0].gpus > 0)
-    speeds, to_plan = read_speeds(results), functools.partial(_plan_for, recipe, work, data, kept)
+    speeds = [row for row in read_speeds(results) if row["experiment"] == recipe.experiment]
     return {
-        **{"experiment": recipe.experiment, "parameters": work.cost.total_parameters},
-        **{"mean_lengths": work.lengths, "not_counted": work.cost.not_counted},
+        "experiment": recipe.experiment,
+        "parameters": work.cost.total_parameters,
+        "mean_lengths": work.lengths,
+        "not_counted": work.cost.not_counted,
         "macs_per_target_token": round(work.macs_per_target_token),
         "corpus": dataclasses.asdict(work.size) if work.size else None,
-        "hardware": [to_plan(speeds, machine) for machine in machines],
+        "hardware": [_plan_for(recipe, machine, data, work, kept, speeds) for machine in machines],
     }
 
 
 def _plan_for(
-    recipe: Recipe, work: Workload, data: Optional[Path], kept: float, speeds: List[Any], machine: Hardware
+    recipe: Recipe, machine: Hardware, data: Optional[Path], work: Workload, kept: float, speeds: List[Any]
 ) -> Dict[str, Any]:
-    asked, (recipe, machine, fewer) = machine.devices, fit(recipe, machine, data)
+    asked, (recipe, machine, left_out) = machine.devices, fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
-    kind = device_kind(machine.name) if machine.gpus else "CPU"
-    precision = precision_name(recipe.train.precision, machine, recipe.model)
-    device, logits, memory = DEVICES.get(kind), logits_per_token(recipe, work, data), None
-    if logits is not None:
-        memory = round((kept + 12 * logits) * batch.max_tokens) + (CUDA_BYTES if machine.gpus else 0)
-        a_parameter = parameter_bytes(recipe.training_flags, precision, machine.devices)
-        memory += work.cost.total_parameters * a_parameter
-    entry: Dict[str, Any] = {
-        **{"device": kind, "count": asked, "precision": precision, "left_out": fewer},
-        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective, "memory": memory},
-        "fits": memory <= device.memory if device and memory else None,
-    }
-    recorded = [row for row in speeds if (row["experiment"], row["device"]) == (recipe.experiment, kind)]
-    speed = None
-    if recorded:
-        row = min(recorded, key=lambda row: abs(row["count"] - batch.devices))
-        speed = row["tokens_per_second"] * batch.devices / row["count"]
-        entry["speed_origin"] = f"recorded in {row['file']} on {row['count']} {kind}"
-    elif device:
-        operations = OPERATIONS_PER_MAC * work.macs_per_target_token
-        speed = device.peak(precision) * UTILISATION / operations * batch.devices
-        entry["speed_origin"] = f"rough: {UTILISATION:.1%} of the peak, what a dense Transformer reached"
     updates = planned_updates(recipe.train, batch, work.size)
     per_epoch = work.size.updates_per_epoch(batch) if work.size else None
     epochs = updates // per_epoch if updates and per_epoch else None
-    entry["disk"] = disk(recipe, work.model, machine.gpus > 0, updates, epochs)
+    kind = device_kind(machine.name) if machine.gpus else "CPU"
+    precision = precision_name(recipe.train.precision, machine, recipe.model)
+    device, logits = DEVICES.get(kind), logits_per_token(recipe, work, data)
+    memory, speed, origin = None, None, {}
+    if logits is not None:
+        a_parameter = parameter_bytes(recipe.training_flags, precision, machine.devices)
+        memory = round((kept + 12 * logits) * batch.max_tokens) + work.cost.total_parameters * a_parameter
+        memory += CUDA_BYTES if machine.gpus else 0
+    recorded = [row for row in speeds if row["device"] == kind]
+    if recorded:
+        row = min(recorded, key=lambda row: abs(row["count"] - batch.devices))
+        speed = row["tokens_per_second"] * batch.devices / row["count"]
+        origin = {"speed_origin": f"recorded in {row['file']} on {row['count']} {kind}"}
+    elif device:
+        peak = device.peak_single if precision == "fp32" else device.peak_half
+        speed = peak * UTILISATION / (OPERATIONS_PER_MAC * work.macs_per_target_token) * batch.devices
+        origin = {"speed_origin": f"rough: {UTILISATION:.1%} of the peak, what a dense Transformer reached"}
+    entry = {
+        **{"device": kind, "count": asked, "precision": precision, "left_out": left_out},
+        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective, "memory": memory},
+        "fits": memory <= device.memory if device and memory else None,
+        **origin,
+        "disk": disk(recipe, work.model, machine.gpus > 0, updates, epochs),
+    }
     if work.size and updates and per_epoch:
         tokens = updates / per_epoch * work.size.target_tokens
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
@@ -174,21 +190,17 @@ def disk(
     if not flags.get("no-save-optimizer-state"):
         size += remembered * sum(parameter.numel() for parameter in own.values())
 
-    def number(most: Optional[int], done: Optional[int], interval: int) -> Optional[int]:
-        made = None if done is None else done // interval
-        return min((files for files in (most, made) if files is not None), default=None)
+    def number(most: float, done: Optional[int], interval: int) -> float:
+        return min(most, math.inf if done is None else done // interval)
 
     keep, interval = flags.get("keep-interval-updates", -1), flags.get("save-interval-updates")
     last_epochs = number(recipe.train.keep_last_epochs, epochs, flags.get("save-interval", 1))
-    kept = [
-        1,  # checkpoint_last.pt
-        0 if flags.get("disable-validation") else 1 + flags.get("keep-best-checkpoints", 0),
-        0 if flags.get("no-epoch-checkpoints") else last_epochs,
-        number(keep if keep > 0 else None, updates, interval) if interval else 0,
-    ]
-    known = [files for files in kept if files is not None]
+    kept = 1.0  # checkpoint_last.pt
+    kept += 0 if flags.get("disable-validation") else 1 + flags.get("keep-best-checkpoints", 0)
+    kept += 0 if flags.get("no-epoch-checkpoints") else last_epochs
+    kept += number(keep if keep > 0 else math.inf, updates, interval) if interval else 0
     saves = recipe.finetune != "noft" and not flags.get("no-save")
-    files = 0 if not saves else sum(known) if len(known) == len(kept) else None
+    files = 0 if not saves else None if kept == math.inf else int(kept)
     total = None if files is None else files * size + (weights if recipe.average else 0)
     return {"checkpoint": size, "files": files, "total": total}
 
@@ -212,9 +224,9 @@ def kept_per_token(recipe: Recipe, work: Workload, precision: str, on_gpu: bool)
     def kept(deeper: str = "", checkpointing: bool = recompute) -> int:
         layers = {f"{side}-layers": 1 + (side == deeper) for side, depth in depths.items() if depth}
         vocabulary = work.vocabulary if adaptive else _SYMBOLS  # what is kept does not depend on it
-        line = _flags(recipe, **{**more, "checkpoint-activations": checkpointing}, **layers)
+        changed = {**more, "checkpoint-activations": checkpointing, **layers}
         with torch.random.fork_rng(devices=[]):
-            model = build_skeleton(recipe.model.arch, vocabulary, "separate", line, weights=True).train()
+            model = _skeleton(recipe, vocabulary, weights=True, **changed).train()
             model = model.bfloat16() if precision in ("fp16", "bf16") else model
             gpu = _gpu_kernels() if on_gpu else contextlib.nullcontext()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"), gpu:
@@ -269,8 +281,6 @@ class _FusedAttention(torch.autograd.Function):
 @contextlib.contextmanager
 def _gpu_kernels() -> Iterator[None]:
     """A block in which attention and dropout keep on a CPU what they keep on a GPU."""
-    functional: Any = F
-    plain = F.scaled_dot_product_attention, F.dropout
 
     def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Optional[Tensor] = None, *_: Any, **__: Any):
         return _FusedAttention.apply(q, k, v, attn_mask)
@@ -278,15 +288,8 @@ def _gpu_kernels() -> Iterator[None]:
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(x, p, True)[0] if training and p else x
 
-    functional.scaled_dot_product_attention, functional.dropout = attention, dropout
-    try:
+    with mock.patch.multiple(F, scaled_dot_product_attention=attention, dropout=dropout):
         yield
-    finally:
-        functional.scaled_dot_product_attention, functional.dropout = plain
-
-
-def _flags(recipe: Recipe, **more: Any) -> List[str]:
-    return command_line.flags({**recipe.model.as_flags(), **more, "arch": None})
 
 
 def read_speeds(results: Path) -> List[Dict[str, Any]]:
@@ -296,12 +299,11 @@ def read_speeds(results: Path) -> List[Dict[str, Any]]:
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
             found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
-            if float(row["tokens_per_second"]) > 0:
-                kind = {
-                    "device": device_kind(found[2]) if found else "CPU",
-                    "count": int(found[1]) if found else 1,
-                }
-                rows.append({**row, **kind, "file": f"{path.parent.name}/{path.name}"})
+            count, kind = (int(found[1]), device_kind(found[2])) if found else (1, "CPU")
+            if float(row["tokens_per_second"]) > 0 and row["experiment"]:
+                rows.append(
+                    {**row, "device": kind, "count": count, "file": f"{path.parent.name}/{path.name}"}
+                )
         except (OSError, ValueError, TypeError, KeyError):
             continue
     return rows

@@ -1,67 +1,169 @@
-"""result.json: one measured number with everything that is needed to trust or repeat it."""
+"""result.json: a measured number, what is needed to repeat it, and whether it stands for a row of a paper.
+
+A run stands for its row of a paper with the row's settings, on the row's data: what the recipe file says, and
+what was done, are two dicts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
+import logging
+import math
 import os
-import re
 import subprocess
+import time
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
-from moa_fairseq.data_prep.manifest import tool_versions
+from moa_fairseq.data_prep.catalogue import datasets
+from moa_fairseq.data_prep.manifest import read_manifest, tool_versions
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json, write_json
-from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, Recipe, Score
+from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import is_number, write_json
+from moa_fairseq.recipes.batch import plan_batch
+from moa_fairseq.recipes.hardware import precision_name
+from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.scores import describe, flat_metrics, scores_in
+from moa_fairseq.recipes.steps import Run, steps
+from moa_fairseq.recipes.train_log import summarise
+from moa_fairseq.running.make import changes, marks
 
-_FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
-_PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
-_TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
-# Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
-_SETTINGS = (
-    *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
-    *("sample-break-mode", "softmax-batch"),
-)
-
-
-def scores_in(path: Path, recipe: Recipe) -> Dict[str, Any]:
-    """The scores that an evaluation of the recipe's kind wrote. Raises UserError for a damaged file."""
-    if recipe.kind == CAUSAL_LM:
-        return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe)
-    return read_scores(path)
+# What leaves the experiment the same; the user's own files, whose name does not tell what they hold.
+_FREE, _OWN = ("max_tokens", "headline", "seed"), ("parallel", "binarised")
+_TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
+log = logging.getLogger(__name__)
 
 
-def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
-    """fairseq-eval-lm's output as scores. Raises UserError if it holds no perplexity."""
-    found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
-    if not found:
-        raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
-    said = recipe.score.flags if recipe.score else {}
-    evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
-    if tokens:
-        evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
-    return {
-        "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
-        "lm_bits": {"score": float(found.group(1))},  # of a token, which is a byte of enwik8
-        "meta": {"evaluation": evaluation},
+def settings(recipe: Recipe) -> Dict[str, Any]:
+    """What a finished run of the recipe has done, whatever carried it out."""
+    section, count = recipe.generate or recipe.score, recipe.average.count if recipe.average else 1
+    return _done(recipe.training_inputs, recipe.goal, count, dataclasses.asdict(section) if section else {})
+
+
+def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
+    """The same, of the finished steps in a run folder that follow from each other."""
+    made, kind = marks(folder), "generate" if recipe.generate else "score"
+    train, average = made.get("train", {}), made.get("average", {})
+    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
+        said = made[f"{kind}-{recipe.subsets[0]}"]["inputs"]
+        if recipe.finetune == "noft":  # nothing is trained
+            return {**settings(recipe), "evaluation": _kept(said["settings"])}
+        averaged = said["made"][0] == average.get("fingerprint") is not None
+        origin = average["inputs"]["train"][0] if averaged else said["made"][0]
+        finished = origin is not None and origin == train.get("fingerprint")
+        count = average["inputs"]["count"] if averaged else 1
+        return _done(train["inputs"] if finished else {}, train.get("goal", {}), count, said["settings"])
+    return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
+
+
+def _done(said: Mapping[str, Any], goal: Mapping[str, Any], count: int, section: Any) -> Dict[str, Any]:
+    done = {"averaged": count, "evaluation": _kept(section)}
+    return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done} if said else done
+
+
+def _kept(values: Mapping[str, Any]) -> Dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in _FREE}
+
+
+def data_differences(published: Recipe, folder: Path, lines: Mapping[str, int]) -> Dict[str, str]:
+    """How binarised data, of so many lines, differs from that of the row, where both are known."""
+    manifest: Dict[str, Any] = {}
+    for place in (folder, folder.parent) if folder.name == "binarised" else (folder,):
+        with contextlib.suppress(OSError, UserError, TypeError, ValueError):
+            manifest = manifest or dict(read_manifest(place))
+    name, said = published.data.recipe, manifest.get("settings")
+    said, dataset = said if isinstance(said, dict) else {}, datasets().get(name)
+    made_by = said.get("recipe", manifest.get("recipe"))
+    found = {**{key: said.get(key) for key in _TEXT}, "recipe": None if made_by in _OWN else made_by}
+    row = {key: getattr(published.data, key) for key in (*_TEXT, "recipe")}
+    for split, number in dataset.expected.items() if dataset else ():
+        part = (published.data.train_fraction or 1) if split == "train" else 1
+        row[f"lines of {split}"] = max(1, math.ceil(number * part))
+    row.update({f"words of {split}": number for split, number in (dataset.words if dataset else {}).items()})
+    found.update({f"lines of {split}": number for split, number in lines.items()})
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest is no proof
+        for split, fact in manifest.get("splits", {}).items():
+            found[f"words of {split}"] = fact["words"] + fact["lines"]  # an end of line counts as one
+    known = {key for key in row if row[key] is not None and found.get(key) is not None}
+    if dataset and name not in _OWN and not known - {*_TEXT}:
+        return {"data.recipe": f"{name} → cannot be told: there is no manifest.json"}
+    return changes({key: row[key] for key in known}, {key: found[key] for key in known}, "data.")
+
+
+def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> List[str]:
+    """'key: row → run' of each; none where the run stands for the row."""
+    return [f"{key}: {what}" for key, what in {**data, **changes(settings(published), done)}.items()]
+
+
+def record(run: Run, started: float) -> Optional[Path]:
+    """Write result.json where the run scores, and its speed where that is to be recorded.
+
+    started: as time.time() gives it. Returns result.json, None where nothing was scored.
+    """
+    recipe, folder, options = run.recipe, run.folder, run.options
+    summary = summarise(folder / "train.jsonl")
+    trained: Dict[str, Any] = marks(folder).get("train", {}).get("facts") or {}
+    hardware = trained.get("hardware", run.hardware.describe())
+    if options.stage == "train" and options.record:
+        from moa_fairseq.recipes.planner import workload
+
+        batch = plan_batch(recipe.train, run.hardware.devices)
+        row = {
+            "experiment": recipe.experiment,
+            "hardware": hardware,
+            "precision": precision_name(recipe.train.precision, run.hardware, recipe.model),
+            "tokens_per_second": summary["tokens_per_second"],
+            "macs_per_target_token": round(workload(recipe, run.prepared.folder).macs_per_target_token),
+            "parameters": trained.get("parameters"),
+            "max_tokens": batch.max_tokens,
+            "update_freq": batch.update_freq,
+            "updates": summary["updates"],
+        }
+        write_record(options.record, row, options.command_line)
+        log.info("speed recorded as %s", options.record)
+    scored = [step for step in steps(run) if step.name.startswith("score-")]
+    if not options.wants("score") or not scored:
+        return None
+    scores = {step.name.removeprefix("score-"): scores_in(step.output, recipe) for step in scored}
+    metrics = {name: flat_metrics(values) for name, values in scores.items()}
+    subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
+    found: List[str] = []
+    if options.published and recipe.reproduces:
+        data = data_differences(options.published, run.prepared.folder, run.prepared.sentences)
+        found = differences(options.published, done, data)
+        cell = None if found else dataclasses.asdict(recipe.reproduces)
+    if "valid_ppl" in summary:
+        metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
+    updated = 0 if recipe.finetune == "noft" else trained.get("updated")
+    said = done["evaluation"]
+    values = {
+        "experiment": recipe.experiment,
+        "reproduces": cell,
+        **({"differences": found} if found else {}),
+        "headline": recipe.score.headline if recipe.score else None,
+        "metrics": metrics.pop(subset),
+        "subset": subset,
+        "other_subsets": metrics,
+        "parameters": trained.get("parameters"),
+        **({"updated_parameters": updated} if updated is not None else {}),
+        **summary,
+        "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
+        "checkpoints_averaged": done["averaged"],
+        "generation": {key: said.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
+        "evaluation": scores[subset].get("meta", {}).get("evaluation"),
+        "seed": recipe.train.seed,
+        "hardware": hardware,
     }
-
-
-def read_scores(path: Path) -> Dict[str, Any]:
-    """What `moa-fairseq score --json` printed. Raises UserError for a damaged file."""
-    remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
-    scores = read_json(path, remedy)
-    metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
-    check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
-    check_kinds(scores.get("meta") or {}, {"evaluation": MAPPING}, f"{path}: meta", remedy)
-    for name in metrics.keys() & scores.keys():
-        check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
-        for key in ("score", "sd"):  # that of a diverged model is a float, too, though no number
-            value = scores[name].get(key)
-            if not (value is None or isinstance(value, float) or is_number(value)):
-                raise UserError(f"{path}: {name}.{key} must be a number. {remedy}")
-    return scores
+    result = write_record(folder / "result.json", values, options.command_line)
+    paper = cell["value"] if cell and is_number(cell["value"]) else None
+    log.info("%s: %s (%.0f s)", result, describe(recipe, scores, paper), time.time() - started)
+    if options.record:
+        with atomic_write(options.record) as stream:
+            stream.write(result.read_text(encoding="utf-8"))
+        log.info("recorded as %s", options.record)
+    return result
 
 
 def write_record(path: Path, values: Dict[str, Any], command: str) -> Path:
@@ -69,33 +171,6 @@ def write_record(path: Path, values: Dict[str, Any], command: str) -> Path:
     made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
     write_json(path, {**values, **made_by, "command": command})
     return path
-
-
-def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
-    """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
-    metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
-    spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
-    # JSON knows neither infinity nor NaN, which a diverged model scores.
-    metrics = {name: value if is_number(value) else None for name, value in metrics.items()}
-    metrics.update({name: sd for name, sd in spreads.items() if is_number(sd)})
-    signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
-    if signature:
-        metrics["sacrebleu_signature"] = signature
-    return metrics
-
-
-def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], paper: Optional[float] = None) -> str:
-    """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
-
-    paper: the number of the row that the run stands for.
-    """
-    names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
-    names.insert(0, (recipe.score or Score()).headline)
-    parts = []
-    for subset, values in scores.items():
-        found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
-        parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
-    return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")
 
 
 def versions() -> Dict[str, Optional[str]]:

@@ -1,12 +1,17 @@
-"""What a recipe file may say: the sections, their keys and types."""
+"""What a recipe file may say: the sections, their keys and types, and the rules that tie keys together."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from typing import Any, Dict, List, Optional, Sequence
+import re
+import reprlib
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from moa_fairseq.data_prep.catalogue import CLASSIFICATION, MASKED_LM, TRANSLATION, datasets
 from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING as CAUSAL_LM
+from moa_fairseq.running.command_line import unsafe_value
 
 DATA_RECIPES = ("binarised", *(name for name, data in datasets().items() if data.encoder != "none"))
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
@@ -20,6 +25,35 @@ FINETUNING = {"noft": "NOFT", "ftg": "FTG", "ftg_plus": "FTG+", "ftall": "FTALL"
 # The kinds of recipes by the beginning of train.task; any other task is a translation.
 KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}
 
+# Models that are scored straight from their checkpoints: the beginning of their headline metrics, their name.
+_SCORED = {
+    MASKED_LM: ("masked_lm_", "a masked language model"),
+    CAUSAL_LM: ("lm_", "a causal language model"),
+    CLASSIFICATION: ("accuracy", "a classifier"),
+}
+# What no section may set: recipes are passed on, and the reader of one expects its run folder to be written.
+REFUSED = (
+    *("post-save-script", "use-plasma-view", "plasma-path"),
+    *("log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
+)
+# What the runner sets itself, and for whole sections: what their keys say.
+OWN = (
+    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm"),
+    *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
+    *("device-id", "joined-dictionary", "source-lang", "target-lang"),
+    *(f"distributed-{x}" for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")),
+)
+_INSTEAD = {
+    **dict.fromkeys(("fp16", "bf16", "amp"), "say train.precision"),
+    "update-freq": "it follows from train.effective_batch_tokens",
+    "gen-subset": "say generate.subsets",
+    "subset": "say score.subsets",
+}
+LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
+SECTIONS = ("data", "model", "train", "generate", "score")
+FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+FILE_NAME = re.compile(r"\w[\w.-]*")  # what stands in the names of files: a language, a subset
+Problems = Iterator[Tuple[str, str]]
 # What says how a training is carried out and not what it computes. A run may change it between two starts,
 # and with it still stands for its row of the paper: keys of `train`, and flags of fairseq-train.
 EXECUTION_KEYS = ("max_tokens", "min_tokens", "precision", "keep_last_epochs", "log_interval")
@@ -188,6 +222,22 @@ class Recipe:
         return EXECUTION_FLAGS if averages_updates else (*EXECUTION_FLAGS, *INTERVAL_FLAGS)
 
     @property
+    def training_inputs(self) -> Dict[str, Any]:
+        """What must not change between two starts of one training, its data aside."""
+        sections = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.train)}
+        for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
+            del sections["train"][key]
+        for section in sections.values():
+            said = section["flags"].items()
+            section["flags"] = {key: value for key, value in said if key not in self.execution_flags}
+        return sections
+
+    @property
+    def goal(self) -> Dict[str, Optional[int]]:
+        """How far the training goes."""
+        return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update}
+
+    @property
     def subsets(self) -> List[str]:
         """What is evaluated, the recipe's result first."""
         if self.generate:
@@ -198,3 +248,156 @@ class Recipe:
     def splits(self) -> List[str]:
         """Parts of the data that the recipe needs."""
         return list(dict.fromkeys(["train", "valid", *self.subsets]))
+
+
+def problems(recipe: Recipe) -> Problems:
+    """(key, what is wrong with it), where keys contradict each other or a value is not allowed."""
+    for rule in (_values, _average, _kind, _flags):
+        yield from rule(recipe)
+
+
+def reserved(section: str, flag: str) -> str:
+    """Why a section's free flags must not hold this one; "" if they may."""
+    flag, key = flag.replace("_", "-"), flag.replace("-", "_")
+    if flag in REFUSED:
+        why = "fairseq would run a program for it, or write outside of the run folder"
+        return f"{why}, which a recipe must not decide: leave it out."
+    owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
+    owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
+    instead = f"say {owner.__name__.lower()}.{key}" if owner else "the runner sets it"
+    free = flag not in OWN and not owner
+    return "" if free else f"is not a free flag; {_INSTEAD.get(flag, instead)}."
+
+
+def _values(recipe: Recipe) -> Problems:
+    data, train, model, score = recipe.data, recipe.train, recipe.model, recipe.score
+    for key, value, allowed in (
+        ("data.recipe", data.recipe, DATA_RECIPES),
+        ("train.precision", train.precision, PRECISIONS),
+        ("score.headline", score.headline if score else None, (*HEADLINE_METRICS, None)),
+    ):
+        if value not in allowed:
+            yield key, f"{reprlib.repr(value)} is not one of {', '.join(c for c in allowed if c)}."
+    if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
+        yield "experiment", "use lower-case letters, digits and underscores only (it names folders)."
+    for section in ("data", "model", "train", "average", "generate"):
+        values = getattr(recipe, section)
+        for name, value in vars(values).items() if values else ():
+            if isinstance(value, int) and not isinstance(value, bool):
+                if abs(value) > LARGEST:
+                    yield f"{section}.{name}", f"must not be above {LARGEST:,}."
+                if value < 1 and name != "seed":
+                    yield f"{section}.{name}", f"must be at least 1, not {value}."
+    names = [("data.source", data.source), ("data.target", data.target)]
+    for section in ("generate", "score"):
+        names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
+    for key, name in names:
+        if name in ("True", "False"):
+            yield key, "must be text: put it in quotes, as YAML takes no, yes, on and off for a truth value."
+        if name is not None and not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
+            said = reprlib.repr(name)
+            yield key, f"{said} is not a name: use letters, digits, '_', '-' and '.' (files bear it)."
+    if model.share_all_embeddings and not data.joined_dictionary:
+        remedy = "set data.joined_dictionary: true, or model.share_all_embeddings: false."
+        why = f"one embedding for both languages needs one dictionary for both: {remedy}"
+        yield "model.share_all_embeddings", why
+    if data.bpe and data.codes:
+        yield "data.codes", "the merges are learned (data.bpe) or given (data.codes), not both."
+    if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
+        yield "data.train_fraction", f"must lie above 0 and not above 1, not {data.train_fraction}."
+    if train.max_epoch is None and train.max_update is None:
+        yield "train.max_epoch", "is missing: say max_epoch or max_update, or training never ends."
+    if recipe.generate and not recipe.generate.subsets:
+        yield "generate.subsets", "is empty: name at least one subset, such as [test]."
+
+
+def _average(recipe: Recipe) -> Problems:
+    average, train = recipe.average, recipe.train
+    if average is None:
+        return
+    epochs, updates = average.epochs, average.updates
+    if (epochs is None) == (updates is None):
+        yield "average.epochs", "say either average.epochs or average.updates."
+    if average.count < 2:
+        remedy = "use 2 or more, or average: null to evaluate the best checkpoint."
+        key = f"average.{'epochs' if epochs else 'updates'}"
+        yield key, f"an average of one checkpoint is no average: {remedy}"
+    cannot = f"cannot average {epochs} epochs"
+    if epochs and epochs > train.keep_last_epochs:
+        yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
+    if epochs and train.max_epoch and epochs > train.max_epoch:
+        yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
+    kept: Any = train.flags.get("keep-interval-updates", updates)
+    if updates and ("save-interval-updates" not in train.flags or 0 <= kept < updates):
+        needs = "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
+        yield "average.updates", f"{needs} {updates}."
+
+
+def _kind(recipe: Recipe) -> Problems:
+    """What a translation needs and other models have no use for, and the other way round."""
+    data, score, task, method = recipe.data, recipe.score, recipe.train.task, recipe.finetune
+    kinds = (TRANSLATION, *KINDS)
+    if not task.startswith(kinds):
+        why = "is not a task of recipes: its name, also that of a task of your own, must begin with"
+        known = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        yield "train.task", f"{reprlib.repr(task)} {why} {known}. Use fairseq-train for others."
+    if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
+        yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
+    metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
+    if score and score.headline.startswith(metrics) != bool(name):
+        yield "score.headline", f"{score.headline!r} is no score of train.task {task!r}."
+    if name:
+        keys = ("source", "target", "bpe", "lowercase", "codes", "train_fraction")
+        unused = {f"data.{key}": getattr(data, key) for key in keys}
+        for key, value in {**unused, "generate": recipe.generate}.items():
+            if value:
+                yield key, f"has no meaning for {name}: leave it out."
+        if score and not score.subsets:
+            yield "score.subsets", "is empty: name at least one subset, such as [test]."
+    else:
+        for key in ("source", "target"):
+            if getattr(data, key) is None:
+                yield f"data.{key}", "is missing: name the language, such as en."
+        if data.source == data.target:
+            yield "data.target", f"source and target are both {data.source!r}."
+        if score and not recipe.generate:
+            yield "score", "needs a generate section."
+        if score and score.subsets:
+            yield "score.subsets", "say generate.subsets."
+    if (recipe.pretrained is None) != (method is None):
+        why = "is missing: `pretrained` names the model and `finetune` says how it is fine-tuned."
+        yield "finetune" if method is None else "pretrained", why
+    if method is not None and method not in FINETUNING:
+        yield "finetune", f"{method!r} is not one of {', '.join(FINETUNING)}."
+    if method is not None and not (task.endswith("_bcd") and recipe.kind == TRANSLATION):
+        yield "finetune", f"needs train.task translation_bcd, not {task}."
+
+
+def _flags(recipe: Recipe) -> Problems:
+    """What holds of any flag; moa_fairseq.recipes.flags asks the programs about their own."""
+    free = {section: values.flags for section in SECTIONS if (values := getattr(recipe, section))}
+    for section, name, value in ((s, name, value) for s in free for name, value in free[s].items()):
+        key = f"{section}.flags.{name}"
+        if not FLAG_NAME.fullmatch(name):
+            proper = name[:100].lower().replace("_", "-").lstrip("-")
+            yield key, f"write flags as on the command line, without the leading dashes: {proper}."
+        if value is not None and (why := reserved(section, name)):
+            yield key, why
+        if name == "model-overrides":
+            try:
+                dictionary = isinstance(ast.literal_eval(value), dict)
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                dictionary = False
+            if not dictionary:
+                yield key, f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
+        path = Path(value) if isinstance(value, str) else Path("/")
+        if name == "tensorboard-logdir" and (path.is_absolute() or ".." in path.parts):
+            yield key, f"{reprlib.repr(value)} is not a folder inside of the run folder, such as logs."
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int) and abs(item) > LARGEST:
+                yield key, f"must not be above {LARGEST:,}."
+            if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
+                kinds = "text, a number, true, false, null or a flat list of these"
+                yield key, f"a flag's value is {kinds}, not {reprlib.repr(item)}."
+        if problem := unsafe_value(value):
+            yield key, problem

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 import moa_fairseq
 from moa_fairseq.data_prep.binarised import Prepared
@@ -14,86 +14,109 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import last_checkpoints
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.checkpoints import LAST, checkpoint_to_resume, is_whole
-from moa_fairseq.recipes.finetune import check_pretrained, pretrained_checkpoint
-from moa_fairseq.recipes.hardware import Hardware, precision_flags
-from moa_fairseq.recipes.result import read_report, read_scores
+from moa_fairseq.recipes.checkpoints import (
+    LAST,
+    check_pretrained,
+    checkpoint_to_resume,
+    is_whole,
+    pretrained_checkpoint,
+)
+from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
     CLASSIFICATION,
-    EXECUTION_KEYS,
     TRANSLATION,
+    Average,
     Generate,
     Recipe,
     Score,
 )
+from moa_fairseq.recipes.scores import scores_in
 from moa_fairseq.recipes.train_log import TrainLog
 from moa_fairseq.running.command_line import flags, positional
-from moa_fairseq.running.make import OUT, Step, is_done
-from moa_fairseq.running.state import stamp
+from moa_fairseq.running.make import OUT, Step, stamp
 
+UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """One recipe on one binarised folder, in one run folder, on devices that can share its updates.
+class Options:
+    """What the command line says beside the recipe. command_line: for result.json.
 
-    user_dir: a plugin of the user's own, which imports this one.
+    user_dir: a plugin of the user's own, which imports this one. published: the recipe without any --set,
+    which may stand for a row of a paper. training: what fairseq makes of the training's flags, for a look at
+    its schedule.
     """
+
+    stage: str = "all"
+    data: Optional[Path] = None
+    save_dir: Optional[Path] = None
+    restart: bool = False
+    record: Optional[Path] = None
+    command_line: str = ""
+    user_dir: Optional[Path] = None
+    data_root: Path = Path("data")
+    corpus_root: Path = Path("data") / "embedded_en_de"
+    published: Optional[Recipe] = None
+    training: Any = None
+
+    def wants(self, stage: str) -> bool:
+        """True when --stage asks for this stage."""
+        return self.stage in (stage, "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One recipe in one run folder, on devices that can share its updates, and its binarised data."""
 
     recipe: Recipe
     hardware: Hardware
-    prepared: Prepared
     folder: Path
-    user_dir: Optional[Path] = None
+    options: Options
+    prepared: Prepared = UNKNOWN
 
     @property
     def checkpoints(self) -> Path:
         """fairseq's --save-dir."""
         return self.folder / "checkpoints"
 
-    def task_flags(self) -> Dict[str, Any]:
-        """The plugin, the task and its languages, as every fairseq command of the run gets them."""
+    @property
+    def model(self) -> Path:
+        """The checkpoint that is evaluated."""
+        if self.recipe.pretrained and self.recipe.finetune == "noft":
+            return pretrained_checkpoint(self.recipe.pretrained)
+        return self.folder / "average.pt" if self.recipe.average else self.checkpoints / "checkpoint_best.pt"
+
+    def command(self, program: str, values: Mapping[str, Any]) -> List[str]:
+        """A fairseq program on the data, with the plugin, the task, its languages, these flags."""
         task, data = self.recipe.train.task, self.recipe.data
-        pair = (
-            {"source-lang": data.source, "target-lang": data.target} if task.startswith("translation") else {}
-        )
-        plugin = self.user_dir or Path(moa_fairseq.__file__).parent
-        return {"user-dir": str(plugin), "task": task, **pair}
+        plugin = self.options.user_dir or Path(moa_fairseq.__file__).parent
+        said: Dict[str, Any] = {"user-dir": str(plugin), "task": task}
+        if task.startswith("translation"):
+            said.update({"source-lang": data.source, "target-lang": data.target})
+        line = flags({**said, **values, "cpu": not self.hardware.gpus})
+        return [program, positional(self.prepared.folder), *line]
 
 
 def steps(run: Run) -> List[Step]:
     """All steps of a run, in order: what --dry-run shows and what a run makes."""
     recipe = run.recipe
-    found = [] if recipe.finetune == "noft" else [_train(run)]
+    made = [] if recipe.finetune == "noft" else [_train(run)]
     if recipe.average:
-        found.append(_average(run, found[0]))
-    if recipe.kind == TRANSLATION and recipe.generate:
-        made = found[:2]
-        translations = [_generate(run, recipe.generate, subset, made) for subset in recipe.generate.subsets]
-        found += translations
-        found += [_score(run, recipe.score, step) for step in translations if recipe.score]
-    elif recipe.kind != TRANSLATION:
-        found += [_evaluate(run, recipe.score or Score(), subset, found[:2]) for subset in recipe.subsets]
-    return found
-
-
-def train_inputs(recipe: Recipe) -> Dict[str, Any]:
-    """What must not change between two starts of one training, its data aside."""
-    model, train = dataclasses.asdict(recipe.model), dataclasses.asdict(recipe.train)
-    for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
-        del train[key]
-    for section in (model, train):
-        said = section["flags"].items()
-        section["flags"] = {key: value for key, value in said if key not in recipe.execution_flags}
-    return {"model": model, "train": train}
+        made.append(_average(run, recipe.average, made[0]))
+    if recipe.kind != TRANSLATION:
+        return [*made, *(_evaluate(run, recipe.score or Score(), name, made) for name in recipe.subsets)]
+    if not recipe.generate:
+        return made
+    translations = [_generate(run, recipe.generate, name, made) for name in recipe.subsets]
+    return [*made, *translations, *(_score(run, recipe.score, step) for step in translations if recipe.score)]
 
 
 def _train(run: Run) -> Step:
     recipe, hardware = run.recipe, run.hardware
-    train, model, world = recipe.train, recipe.model, hardware.world
-    batch = plan_batch(train, hardware.devices)
+    train, world, batch = recipe.train, hardware.world, plan_batch(recipe.train, hardware.devices)
+    precision = precision_name(train.precision, hardware, recipe.model)
     # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
     # expert that no token chose has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
     # where the training's memory is large, every page that the training writes to is then copied.
@@ -102,28 +125,29 @@ def _train(run: Run) -> Step:
         on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
     logs = recipe.training_flags.get("tensorboard-logdir")
     values = {
-        **model.as_flags(),
+        **recipe.model.as_flags(),
         "criterion": train.criterion,
         **({} if hardware.gpus else on_cpus),
         **train.flags,
         **({"tensorboard-logdir": str(run.folder / logs)} if logs else {}),
         "max-tokens": batch.max_tokens,
         "update-freq": batch.update_freq,
-        **{name.replace("_", "-"): getattr(train, name) for name in ("max_epoch", "max_update", "seed")},
+        "max-epoch": train.max_epoch,
+        "max-update": train.max_update,
+        "seed": train.seed,
         "keep-last-epochs": train.keep_last_epochs,
         "save-dir": OUT,
         "log-format": "json",
         "log-interval": train.log_interval,
         **(world.flags() if world else {"distributed-world-size": hardware.devices}),
+        precision: precision != "fp32",
     }
-    line = ["fairseq-train", positional(run.prepared.folder), *flags(run.task_flags()), *flags(values)]
-    line += [*precision_flags(train.precision, hardware, model), *_device(run)]
     told = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
 
     def inputs() -> Dict[str, Any]:
         if recipe.finetune and not (run.checkpoints / LAST).exists():
             check_pretrained(recipe, run.prepared.folder)
-        return {"data": run.prepared.fingerprint, **train_inputs(recipe)}
+        return {"data": run.prepared.fingerprint, **recipe.training_inputs}
 
     def facts(checkpoints: Path) -> Dict[str, Any]:
         if not (checkpoints / LAST).is_file():
@@ -134,19 +158,19 @@ def _train(run: Run) -> Step:
         parameters = sum(told.parameters) or None
         return {"parameters": parameters, "updated": told.updated, "hardware": hardware.describe()}
 
-    goal = {"max_epoch": train.max_epoch, "max_update": train.max_update}
-    step = Step("train", run.checkpoints, line, inputs, "", told, facts, in_place=True, goal=goal)
-    if run.checkpoints.is_dir() and not is_done(step, run.folder):
-        resume = checkpoint_to_resume(run.checkpoints)
-        if resume and resume.name != LAST:
-            log.info("train: %s is damaged or missing; going on from %s", LAST, resume.name)
-            return dataclasses.replace(step, argv=[*line, "--restore-file", str(resume)])
-    return step
+    def resume() -> List[str]:
+        found = checkpoint_to_resume(run.checkpoints)
+        if not found or found.name == LAST:
+            return []
+        log.info("train: %s is damaged or missing; going on from %s", LAST, found.name)
+        return ["--restore-file", str(found)]
+
+    goes_on: Dict[str, Any] = {"in_place": True, "goal": recipe.goal, "resume": resume}
+    line = run.command("fairseq-train", values)
+    return Step("train", run.checkpoints, line, inputs, watch=told, finish=facts, **goes_on)
 
 
-def _average(run: Run, train: Step) -> Step:
-    average = run.recipe.average
-    assert average is not None
+def _average(run: Run, average: Average, train: Step) -> Step:
     by_updates, count = average.updates is not None, average.count
     values = {
         "inputs": str(run.checkpoints),
@@ -160,9 +184,8 @@ def _average(run: Run, train: Step) -> Step:
             last = last_checkpoints(run.checkpoints, count, by_updates)
         except UserError as error:
             key = "average.updates" if by_updates else "average.epochs"
-            raise UserError(
-                f"{key}: {error} For fewer: --set {key}=N, or none: --set average=null."
-            ) from error
+            fewer = f"For fewer: --set {key}=N, or none: --set average=null."
+            raise UserError(f"{key}: {error} {fewer}") from error
         damaged = next((path for path in last if not is_whole(path)), None)
         if damaged:
             raise UserError(
@@ -171,39 +194,28 @@ def _average(run: Run, train: Step) -> Step:
             )
         return {"train": train, "count": count, "checkpoints": [stamp(path) for path in last]}
 
-    return Step("average", run.folder / "average.pt", ["moa-fairseq", "average", *flags(values)], inputs)
+    return Step("average", run.model, ["moa-fairseq", "average", *flags(values)], inputs)
 
 
-def _model(run: Run, made: List[Step]) -> Path:
-    """The checkpoint that is evaluated. made: training and averaging, where the run has them."""
-    if run.recipe.pretrained and run.recipe.finetune == "noft":
-        return pretrained_checkpoint(run.recipe.pretrained)
-    return made[1].output if run.recipe.average else run.checkpoints / "checkpoint_best.pt"
-
-
-def _evaluated(run: Run, made: List[Step], settings: Any, **further: Any) -> Any:
+def _evaluated(run: Run, settings: Any, subset: str, made: List[Step]) -> Callable[[], Mapping[str, Any]]:
     """The inputs of a step that evaluates the checkpoint by a section of the recipe."""
 
     def inputs() -> Dict[str, Any]:
-        model = _model(run, made)
-        if not is_whole(model):
+        if not is_whole(run.model):
             missing = "average" if run.recipe.average else "train"
-            raise UserError(f"{model} is missing or cut off: run --stage {missing} first (or --stage all).")
-        said = {"settings": dataclasses.asdict(settings), "data": run.prepared.fingerprint, **further}
-        return {**said, "made": made[-1] if made else None, "model": model}
+            raise UserError(
+                f"{run.model} is missing or cut off: run --stage {missing} first (or --stage all)."
+            )
+        said = {"settings": dataclasses.asdict(settings), "data": run.prepared.fingerprint, "subset": subset}
+        return {**said, "made": made[-1] if made else None, "model": run.model}
 
     return inputs
-
-
-def _device(run: Run) -> List[str]:
-    return [] if run.hardware.gpus else ["--cpu"]
 
 
 def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Step:
     """The beam search, in fp32 so that scores do not depend on the hardware."""
     values = {
-        **run.task_flags(),
-        "path": str(_model(run, made)),
+        "path": str(run.model),
         "gen-subset": subset,
         "beam": section.beam,
         "lenpen": section.lenpen,
@@ -226,9 +238,9 @@ def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Ste
             where = f"see {run.folder / f'generate-{subset}.log'} and {made}"
             raise UserError(f"fairseq-generate translated nothing of subset {subset}; {where}.")
 
-    line = ["fairseq-generate", positional(run.prepared.folder), *flags(values), *_device(run)]
-    output, inputs = run.folder / f"generate-{subset}.txt", _evaluated(run, made, section, subset=subset)
-    return Step(output.stem, output, line, inputs, "out", watch, finish)
+    output, line = run.folder / f"generate-{subset}.txt", run.command("fairseq-generate", values)
+    inputs = _evaluated(run, section, subset, made)
+    return Step(output.stem, output, line, inputs, captured="out", watch=watch, finish=finish)
 
 
 def _score(run: Run, section: Score, generated: Step) -> Step:
@@ -239,27 +251,29 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     line = ["moa-fairseq", "score", positional(generated.output), *flags(values)]
     name = generated.name.replace("generate-", "score-", 1)
     inputs: Mapping[str, Any] = {"translations": generated, "settings": dataclasses.asdict(section)}
-    return Step(name, run.folder / f"{name}.json", line, inputs, "out", finish=_check_scores)
-
-
-def _check_scores(made: Path) -> None:
-    read_scores(made)
+    return _scored(run, name, f"{name}.json", line, inputs, "out")
 
 
 def _evaluate(run: Run, section: Score, subset: str, made: List[Step]) -> Step:
     """A language model's perplexity or a classifier's accuracy, in fp32 as translations are."""
-    name, model, data = f"score-{subset}", str(_model(run, made)), run.prepared.folder
-    inputs = _evaluated(run, made, section, subset=subset)
-    if run.recipe.kind == CAUSAL_LM:
-        values = {**run.task_flags(), "path": model, "gen-subset": subset, **section.flags}
-        line = ["fairseq-eval-lm", positional(data), *flags(values), *_device(run)]
-
-        def report(made: Path) -> None:
-            read_report(made.read_text(encoding="utf-8", errors="replace"), made, run.recipe)
-
+    kind, name, model = run.recipe.kind, f"score-{subset}", str(run.model)
+    inputs = _evaluated(run, section, subset, made)
+    if kind == CAUSAL_LM:
+        line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset, **section.flags})
         # Its log goes where whoever configured logging first wants it.
-        return Step(name, run.folder / f"eval-lm-{subset}.txt", line, inputs, "both", finish=report)
-    flag = "classifier" if run.recipe.kind == CLASSIFICATION else "masked-lm"
-    values = {flag: model, "data": str(data), "subset": subset, **section.flags, "json": True}
-    line = ["moa-fairseq", *flags({"user-dir": run.user_dir}), "score", *flags(values), *_device(run)]
-    return Step(name, run.folder / f"{name}.json", line, inputs, "out", finish=_check_scores)
+        return _scored(run, name, f"eval-lm-{subset}.txt", line, inputs, "both")
+    data, user_dir = str(run.prepared.folder), run.options.user_dir
+    flag = "classifier" if kind == CLASSIFICATION else "masked-lm"
+    values = {flag: model, "data": data, "subset": subset, **section.flags, "json": True}
+    line = ["moa-fairseq", *flags({"user-dir": user_dir}), "score"]
+    line += flags({**values, "cpu": not run.hardware.gpus})
+    return _scored(run, name, f"{name}.json", line, inputs, "out")
+
+
+def _scored(run: Run, name: str, file: str, line: List[str], inputs: Any, captured: str) -> Step:
+    """A step whose output must hold scores."""
+
+    def finish(made: Path) -> None:
+        scores_in(made, run.recipe)
+
+    return Step(name, run.folder / file, line, inputs, captured, finish=finish)

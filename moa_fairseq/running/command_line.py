@@ -18,8 +18,6 @@ MODULES = {
     "fairseq-validate": "fairseq_cli.validate",
     "moa-fairseq": "moa_fairseq.cli",
 }
-
-
 REDIRECT, ERRORS_TOO = ">", "2>&1"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 

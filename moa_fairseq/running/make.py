@@ -7,30 +7,22 @@ in, and its output is as it was then. An output gets its name when it is whole; 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import disk_errors
+from moa_fairseq.files import atomic_write, disk_errors, refuse_link
+from moa_fairseq.json_files import saved_json, write_json
 from moa_fairseq.running.command_line import ERRORS_TOO, REDIRECT, to_shell
-from moa_fairseq.running.folder_lock import PATIENCE_SECONDS, locked
-from moa_fairseq.running.process import Executor
-from moa_fairseq.running.state import (
-    changes,
-    fingerprint_of,
-    keep_command,
-    marks,
-    put_mark,
-    remove,
-    replace,
-    stamp,
-)
+from moa_fairseq.running.process import PATIENCE_SECONDS, Executor, locked
 
 OUT = "{out}"  # in a command: where it writes
-COMMANDS, PARTIAL = "commands.sh", ".partial"
+STATE, COMMANDS, PARTIAL = "state.json", "commands.sh", ".partial"
 log = logging.getLogger(__name__)
 Inputs = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
 
@@ -46,7 +38,8 @@ class Step:
     output. watch: gets each printed line. finish: checks or completes what a command made, and returns facts.
 
     in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints). Another
-    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost.
+    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost. resume:
+    further words of a command that goes on in a folder which holds something.
     """
 
     name: str
@@ -58,6 +51,12 @@ class Step:
     finish: Callable[[Path], Any] = lambda made: None
     in_place: bool = False
     goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    resume: Callable[[], Sequence[str]] = lambda: ()
+
+    @property
+    def begun(self) -> bool:
+        """True when the output is a folder that holds something."""
+        return self.output.is_dir() and any(self.output.iterdir())
 
     @property
     def command(self) -> List[str]:
@@ -65,8 +64,9 @@ class Step:
         if callable(self.argv):
             return []
         words = [word.replace(OUT, str(self.output)) for word in self.argv]
+        further = self.resume() if self.in_place and self.begun else []
         redirect = [REDIRECT, str(self.output)] if self.captured else []
-        return [*words, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
+        return [*words, *further, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
 
 
 def make(
@@ -77,28 +77,39 @@ def make(
     dry_run: bool = False,
     patience: float = PATIENCE_SECONDS,
     commands: Optional[Path] = None,
+    wanted: Callable[[Step], bool] = lambda step: True,
 ) -> Dict[str, Any]:
-    """Make every output that is not there yet, in order; returns name → facts.
+    """Make every wanted output that is not there yet, in order; returns name → facts.
 
     folder: keeps state.json and the logs; one program at a time makes something in it (patience: seconds to
     wait for another). dry_run: the commands are shown, and nothing is done. commands: the file that keeps
-    what was run. Raises UserError where a step fails; finished ones stay.
+    what was run. Raises UserError where a step fails, or one that is not wanted was begun in place from other
+    inputs; finished ones stay.
     """
-    executor = executor or Executor()
+    executor, facts = executor or Executor(), {}
     if dry_run:
-        for command in filter(None, (step.command for step in steps)):
+        for command in filter(None, (step.command for step in steps if wanted(step))):
             log.info("$ %s", to_shell(command, executor.environment))
         return {}
     with locked(folder, patience), disk_errors(folder):
-        return {step.name: _make_one(step, folder, executor, commands or folder / COMMANDS) for step in steps}
+        for step in steps:
+            if wanted(step):
+                facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS)
+            elif step.in_place:
+                known = marks(folder)
+                _refuse_others(step, known.get(step.name, {}), _resolved(step, known))
+    return facts
 
 
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> Any:
     known = marks(folder)
     inputs, mark = _resolved(step, known), known.get(step.name, {})
-    if _is_made(step, mark, inputs, folder):
-        log.info("%s: done before (%s)", step.name, step.output)
-        return mark["facts"]
+    fingerprint = fingerprint_of(inputs, dict(step.goal))
+    if mark.get("fingerprint") == fingerprint:
+        files = mark["files"]
+        if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
+            log.info("%s: done before (%s)", step.name, step.output)
+            return mark["facts"]
     if step.in_place:
         partial = step.output
         _refuse_others(step, mark, inputs)
@@ -111,11 +122,12 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
     if callable(step.argv):
         facts = step.argv(partial)
     else:
-        line = to_shell(step.command, executor.environment)
+        command = step.command
+        line = to_shell(command, executor.environment)
         log.info("$ %s", line)
         keep_command(line, commands)
         executor.run(
-            [word.replace(OUT, str(partial)) for word in step.argv],
+            command if step.in_place else [word.replace(OUT, str(partial)) for word in step.argv],
             folder / f"{step.name}.log",
             output=partial if step.captured else None,
             on_line=step.watch,
@@ -124,45 +136,22 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
         facts = step.finish(partial)
     if not partial.exists() or (partial.is_dir() and not any(partial.iterdir())):
         raise UserError(f"{step.name} ended without writing {step.output}; see {folder / step.name}.log.")
+    files = {}
     if step.in_place:
-        known = mark.get("facts") or {}
-        facts = {**known, **{key: value for key, value in (facts or {}).items() if value is not None}}
+        new = {key: value for key, value in (facts or {}).items() if value is not None}
+        facts = {**(mark.get("facts") or {}), **new}
     else:
         put_mark(folder, step.name)  # from here on the old output is gone
         replace(partial, step.output)
-    files = {} if step.in_place else _sizes(step.output, folder)
+        files = _sizes(step.output, folder)
     values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files}
-    put_mark(folder, step.name, fingerprint=fingerprint_of(inputs, dict(step.goal)), **values)
+    put_mark(folder, step.name, fingerprint=fingerprint, **values)
     return facts
-
-
-def is_done(step: Step, folder: Path) -> bool:
-    """Whether the step was made in this folder from the same inputs, and its output is as it was then."""
-    known = marks(folder)
-    return _is_made(step, known.get(step.name, {}), _resolved(step, known), folder)
-
-
-def refuse_other_inputs(step: Step, folder: Path) -> None:
-    """Raise UserError for an in-place output that was made from other inputs, naming the changes."""
-    known = marks(folder)
-    _refuse_others(step, known.get(step.name, {}), _resolved(step, known))
-
-
-def _is_made(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any], folder: Path) -> bool:
-    if mark.get("fingerprint") != fingerprint_of(inputs, dict(step.goal)):
-        return False
-    if step.in_place:
-        return _is_begun(step)
-    return bool(mark["files"]) and mark["files"].items() <= _sizes(step.output, folder).items()
-
-
-def _is_begun(step: Step) -> bool:
-    return step.output.is_dir() and any(step.output.iterdir())
 
 
 def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
     before = mark.get("inputs")
-    if before == inputs or not _is_begun(step):
+    if before == inputs or not step.begun:
         return
     remedy = "Use another --save-dir, or --restart to move this one aside and start again."
     if before is None:
@@ -177,10 +166,8 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> Dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Step):
             if not value.output.exists():
-                raise UserError(
-                    f"{value.output} is missing: run --stage {value.name.partition('-')[0]} first (or "
-                    "--stage all)."
-                )
+                stage = value.name.partition("-")[0]
+                raise UserError(f"{value.output} is missing: run --stage {stage} first (or --stage all).")
             made = known.get(value.name, {}).get("fingerprint")
             return [made, *(stamp(value.output) if value.output.is_file() else ())]
         if isinstance(value, Path):
@@ -198,3 +185,74 @@ def _sizes(output: Path, folder: Path) -> Dict[str, int]:
     paths = output.rglob("*") if output.is_dir() else [output]
     files = (path for path in paths if path.is_file() and path.suffix != ".log")
     return {os.path.relpath(path, folder): path.stat().st_size for path in files}
+
+
+def marks(folder: Path) -> Dict[str, Dict[str, Any]]:
+    """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
+    kinds = {"inputs": dict, "files": dict, "goal": dict}
+    return {
+        name: mark
+        for name, mark in saved_json(folder / STATE).items()
+        if isinstance(mark, dict)
+        and "inputs" in mark
+        and all(isinstance(mark.get(key, {}), kind) for key, kind in kinds.items())
+        and (mark.get("fingerprint") is None or {"files", "facts"} <= mark.keys())
+    }
+
+
+def put_mark(folder: Path, name: str, **mark: Any) -> None:
+    """Replace the entry of a step in state.json; an empty one is taken out."""
+    others = {key: value for key, value in marks(folder).items() if key != name}
+    write_json(folder / STATE, dict(sorted({**others, **({name: mark} if mark else {})}.items())))
+
+
+def keep_command(line: str, commands: Path) -> None:
+    """Add a command to the script of what was run (once: a resumed run repeats it)."""
+    refuse_link(commands)
+    kept = commands.read_text(encoding="utf-8").splitlines() if commands.is_file() else []
+    kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
+    if line not in kept:
+        with atomic_write(commands) as stream:
+            stream.write("\n".join([*kept, line]) + "\n")
+
+
+def fingerprint_of(*values: Any) -> str:
+    """16 hexadecimal digits that change when any of the JSON values does."""
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def stamp(path: Path) -> List[Any]:
+    """Name, size and time of a file: enough to tell that it was made again."""
+    stat = path.stat()
+    return [path.name, stat.st_size, stat.st_mtime_ns]
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Dict[str, str]:
+    """Dotted key → 'old → new' for every value that differs between two mappings of JSON values."""
+    found: Dict[str, str] = {}
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key, "not set"), now.get(key, "not set")
+        if isinstance(old, dict) and isinstance(new, dict):
+            found.update(changes(old, new, f"{prefix}{key}."))
+        elif old != new:
+            found[f"{prefix}{key}"] = f"{old} → {new}"
+    return found
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def replace(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
+    aside = old.with_name(old.name + ".old")
+    remove(aside)
+    if old.is_dir() or (new.is_dir() and old.exists()):
+        os.replace(old, aside)
+    os.replace(new, old)
+    remove(aside)

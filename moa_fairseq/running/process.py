@@ -1,9 +1,10 @@
-"""Running one command: its output kept in a log, Ctrl-C passed on, a failure told in one paragraph."""
+"""Running one command in a locked folder: its output in a log, Ctrl-C passed on, a failure told briefly."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -13,61 +14,43 @@ import threading
 from pathlib import Path
 from typing import IO, Any, Callable, Dict, Iterator, List, Optional
 
+import portalocker
+
 import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import disk_errors, refuse_link
 from moa_fairseq.running.command_line import to_argv, to_shell
-from moa_fairseq.running.folder_lock import held_locks
 
 TAIL_LINES = 12
 STOP_SECONDS = 10
-SAVE_SECONDS = (
-    240  # fairseq-train ends an update and saves a checkpoint; slurm.sh tells it 300 before the end
-)
+SAVE_SECONDS = 240  # fairseq-train ends an update and saves; slurm.sh tells it 300 before the end
+PATIENCE_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+_held: Dict[Path, IO[str]] = {}
+logger = logging.getLogger(__name__)
 
 # What fairseq's last lines mean, and what helps.
-HINTS = (
-    (
-        r"SIGTERM: saving a checkpoint",
-        "It was told to end and has saved a checkpoint: run the same command again to go on from it.",
-    ),
-    (
-        r"out of memory|OutOfMemory",
-        "The GPU's memory is full: lower the tokens per device, for example --set "
-        "train.max_tokens=2048; the effective batch stays the same.",
-    ),
-    (
-        r"No space left on device|Disk quota exceeded",
-        "The disk is full: free some space and run the same command "
-        "again; it goes on from the last whole checkpoint.",
-    ),
-    (
-        r"Minimum loss scale reached",
-        "fp16 training diverged: use --set train.precision=bf16 (Ampere or newer) or "
-        "fp32, or a lower learning rate.",
-    ),
-    (
-        r"no kernel image is available|not compatible with the current PyTorch",
-        "This torch was not built for this GPU: install a torch built for it (V100: CUDA 12.6 or older).",
-    ),
-    (
-        r"Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|NCCL (error|communicator)|"
-        r"Watchdog caught collective|ProcessExitedException|ProcessRaisedException|DistBackendError",
-        "Another process of this training stopped or could not be reached, so that this one stopped too. If "
-        "the lines below do not say why, the logs of the others do (train.log, train.process*.log). Start "
-        "the same command again on every machine; training goes on from the last whole checkpoint.",
-    ),
-    (
-        r"exceeds max_tokens",
-        "A sentence is longer than one device's batch: raise train.max_tokens, or leave long "
-        "sentences out of the data.",
-    ),
-    (
-        r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory",
-        "The machine's memory is full: close other programs or use --set train.flags.num-workers=0.",
-    ),
-)
+HINTS = {
+    r"SIGTERM: saving a checkpoint": "It was told to end and has saved a checkpoint: run the same command "
+    "again to go on from it.",
+    r"out of memory|OutOfMemory": "The GPU's memory is full: lower the tokens per device, for example --set "
+    "train.max_tokens=2048; the effective batch stays the same.",
+    r"No space left on device|Disk quota exceeded": "The disk is full: free some space and run the same "
+    "command again; it goes on from the last whole checkpoint.",
+    r"Minimum loss scale reached": "fp16 training diverged: use --set train.precision=bf16 (Ampere or newer) "
+    "or fp32, or a lower learning rate.",
+    r"no kernel image is available|not compatible with the current PyTorch": "This torch was not built for "
+    "this GPU: install a torch built for it (V100: CUDA 12.6 or older).",
+    r"Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|NCCL (error|communicator)|"
+    r"Watchdog caught collective|ProcessExitedException|ProcessRaisedException|DistBackendError": "Another "
+    "process of this training stopped or could not be reached, so that this one stopped too. If the lines "
+    "below do not say why, the logs of the others do (train.log, train.process*.log). Start the same command "
+    "again on every machine; training goes on from the last whole checkpoint.",
+    r"exceeds max_tokens": "A sentence is longer than one device's batch: raise train.max_tokens, or leave "
+    "long sentences out of the data.",
+    r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory": "The machine's memory is full: "
+    "close other programs or use --set train.flags.num-workers=0.",
+}
 
 
 def environment_of_a_child() -> Dict[str, str]:
@@ -81,6 +64,47 @@ def environment_of_a_child() -> Dict[str, str]:
     if not {"site-packages", "dist-packages"} & set(root.parts):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     return environment
+
+
+def held_locks() -> List[int]:
+    """File descriptors of the locks that this program holds: a child that inherits them holds them, too."""
+    return [stream.fileno() for stream in _held.values()]
+
+
+@contextlib.contextmanager
+def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
+    """Hold the folder's lock; inside of a block that holds it already, nothing more happens.
+
+    patience: seconds to wait for another holder: children of a run that was just killed take a moment to go.
+    Raises UserError when another run, or a child that outlived one, works in the folder.
+    """
+    file, key = folder / ".lock", folder.resolve()
+    if key in _held:
+        yield
+        return
+    refuse_link(file)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    lock = portalocker.Lock(file, "r+", timeout=patience, check_interval=0.1)
+    try:
+        stream = lock.acquire(fail_when_locked=True)
+    except portalocker.AlreadyLocked:
+        holder = f"Another run is at work in {folder} (process {file.read_text('utf-8').strip() or '?'})"
+        logger.info("%s; waiting for it to finish", holder)
+        try:
+            stream = lock.acquire(fail_when_locked=False)
+        except portalocker.LockException as error:
+            raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.") from error
+    with stream:  # closed, and not unlocked: a child that is still at work keeps the lock
+        _held[key] = stream
+        try:
+            with disk_errors(folder):
+                os.ftruncate(stream.fileno(), 0)
+                os.pwrite(stream.fileno(), str(os.getpid()).encode(), 0)
+            yield
+        finally:
+            del _held[key]
 
 
 class Executor:
@@ -123,17 +147,21 @@ class Executor:
             for lock in locks:  # the child keeps the lock if this program is killed
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(process.pid).encode(), 0)
-            with _ended_with_us(process, saves=command[0] == "fairseq-train") as lines:
+
+            def take(raw: bytes) -> None:
+                record.write(raw)
+                if on_line:
+                    on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
+
+            with _ended_with_us(process, take, saves=command[0] == "fairseq-train") as lines:
                 for raw in lines:
-                    record.write(raw)
-                    if on_line:
-                        on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
+                    take(raw)
                 status = process.wait()
         if not status:
             return
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         text = "\n".join(tail)
-        hint = next((f" {advice}" for pattern, advice in HINTS if re.search(pattern, text)), "")
+        hint = next((f" {advice}" for pattern, advice in HINTS.items() if re.search(pattern, text)), "")
         if status == -signal.SIGKILL and not hint:
             hint = " The system killed it, most often because the machine's memory was full."
         how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
@@ -184,10 +212,13 @@ def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes], saves: bool = False) -> Iterator[IO[bytes]]:
+def _ended_with_us(
+    process: subprocess.Popen[bytes], take: Callable[[bytes], None], saves: bool
+) -> Iterator[IO[bytes]]:
     """Whatever ends the block ends the child too: gently first, so that it can finish what it writes.
 
-    saves: the child saves its work when it gets SIGTERM. Gives the child's standard output.
+    take: gets the lines that it prints while it ends. saves: the child saves its work when it gets SIGTERM.
+    Gives the child's standard output.
     """
     assert process.stdout is not None, "the child was started without a pipe"
     try:
@@ -197,12 +228,14 @@ def _ended_with_us(process: subprocess.Popen[bytes], saves: bool = False) -> Ite
             # A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running.
             with _signals_handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
-                signals = [
-                    (number, STOP_SECONDS) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-                ]
-                for number, seconds in [(signal.SIGTERM, SAVE_SECONDS)] * saves + signals:
+                signals = [(signal.SIGTERM, SAVE_SECONDS)] * saves + [(signal.SIGINT, STOP_SECONDS)]
+                signals += [(signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)]
+                for number, seconds in signals:
                     process.send_signal(number)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(seconds)
                         break
+                os.set_blocking(process.stdout.fileno(), False)  # a child of the child may hold it open
+                for raw in (process.stdout.read() or b"").splitlines(keepends=True):
+                    take(raw)
         process.stdout.close()

@@ -12,8 +12,7 @@ import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import read_json
-from moa_fairseq.recipes.loading import build
-from moa_fairseq.recipes.rules import fail
+from moa_fairseq.recipes.loading import build, fail
 
 DIVERGED = "diverged"
 

@@ -5,7 +5,7 @@ import pytest
 from moa_fairseq.analysis.command import checkpoint_and_data
 from moa_fairseq.analysis.routed_model import by_kind
 from moa_fairseq.errors import UserError
-from moa_fairseq.running.state import put_mark
+from moa_fairseq.running.make import put_mark
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from moa_fairseq.data_prep import download
 from moa_fairseq.data_prep.catalogue import TRANSLATION, datasets, public_files
 from moa_fairseq.data_prep.manifest import read_manifest, summary
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.text import STEPS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes.train_log import read_records
 from moa_fairseq.running import process
-from moa_fairseq.running.state import marks
+from moa_fairseq.running.make import marks
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
@@ -41,6 +40,17 @@ SCONTROL = """#!/usr/bin/env bash
 case $1 in show) echo 127.0.0.1 ;; requeue) echo "requeued $2" ;; esac
 """
 EPOCHS = 16
+RECIPE = f"""
+experiment: small
+summary: a small recipe
+data: {{recipe: binarised, source: en, target: de}}
+model: {{arch: moa_transformer_tiny, num_experts: 4, experts_per_token: 2, expert_dim: 8,
+  share_all_embeddings: true, flags: {{encoder-layers: 1, encoder-embed-dim: 16, decoder-layers: 1,
+  decoder-embed-dim: 16}}}}
+train: {{effective_batch_tokens: 800, max_tokens: 400, max_epoch: {EPOCHS}, log_interval: 1,
+  criterion: label_smoothed_cross_entropy_with_routing,
+  flags: {{optimizer: adam, lr: 0.001, num-workers: 0}}}}
+"""
 # In place of Python: prepares, then trains as MODE says.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -64,41 +74,17 @@ def job(toy_data, tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    sizes = {
-        f"{side}-{what}": n
-        for side in ("encoder", "decoder")
-        for what, n in (("layers", 1), ("embed-dim", 16))
-    }
-    recipe = {
-        "experiment": "small",
-        "summary": "a small recipe",
-        "data": {"recipe": "binarised", "source": "en", "target": "de"},
-        "model": {"arch": "moa_transformer_tiny", "num_experts": 4, "experts_per_token": 2, "expert_dim": 8},
-        "train": {
-            "effective_batch_tokens": 800,
-            "max_tokens": 400,
-            "max_epoch": EPOCHS,
-            "log_interval": 1,
-            "criterion": "label_smoothed_cross_entropy_with_routing",
-            "flags": {"optimizer": "adam", "lr": 0.001, "num-workers": 0},
-        },
-    }
-    recipe["model"].update(share_all_embeddings=True, flags=sizes)
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    (tmp_path / "small.yaml").write_text(RECIPE, encoding="utf-8")
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment.update(SLURM_JOB_ID=str(os.getpid()), SLURM_NNODES="2", SLURM_JOB_NODELIST="two")
     environment.update(MOA_FAIRSEQ_ROOT=str(ROOT), VIRTUAL_ENV=sys.prefix, PYTHONWARNINGS="ignore")
     options = ["small.yaml", "--gpus", "0", "--data", str(toy_data), "--save-dir", "run"]
 
     def start(**more):
-        return subprocess.Popen(
-            ["bash", str(LAUNCH / "slurm.sh"), *options],
-            cwd=tmp_path,
-            env={**environment, **more},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        command = ["bash", str(LAUNCH / "slurm.sh"), *options]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        environment.update(more)
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
 
     return start
 

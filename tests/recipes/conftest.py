@@ -1,15 +1,18 @@
-"""A small valid recipe, as a mapping and as a file, for the tests to bend."""
+"""A small valid recipe, as a mapping and as a file, for the tests to bend; the shipped ones."""
 
 import copy
+import random
 import shlex
 import struct
+from pathlib import Path
 
 import pytest
 import yaml
 
 from moa_fairseq.cli import Console, reporting_to
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.runner import Options, run_recipe
+from moa_fairseq.recipes.loading import load_recipe
 
 SMALL = {
     "experiment": "small",
@@ -19,14 +22,10 @@ SMALL = {
         "arch": "transformer",
         "share_all_embeddings": True,
         "flags": {
-            "encoder-layers": 1,
-            "decoder-layers": 1,
-            "encoder-embed-dim": 16,
-            "decoder-embed-dim": 16,
-            "encoder-ffn-embed-dim": 16,
-            "decoder-ffn-embed-dim": 16,
-            "encoder-attention-heads": 2,
-            "decoder-attention-heads": 2,
+            **{f"{side}-layers": 1 for side in ("encoder", "decoder")},
+            **{f"{side}-embed-dim": 16 for side in ("encoder", "decoder")},
+            **{f"{side}-ffn-embed-dim": 16 for side in ("encoder", "decoder")},
+            **{f"{side}-attention-heads": 2 for side in ("encoder", "decoder")},
             "dropout": 0.0,
         },
     },
@@ -79,26 +78,33 @@ def write_config(tmp_path):
 
 
 @pytest.fixture
-def binarised(tmp_path, make_binarised):
-    return make_binarised(tmp_path / "bin")
+def shipped():
+    """shipped(name, *overrides) → the recipe configs/NAME.yaml."""
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    return lambda name, *overrides: load_recipe(configs / f"{name}.yaml", overrides)
 
 
 @pytest.fixture
-def make_binarised():
-    """A minimal folder in fairseq's mmap format: one sentence of two uint16 tokens in each subset."""
+def write_text():
+    """write_text(folder, letters, train, other): sentences whose translation spells each word backwards."""
 
-    def make(folder):
+    def write(folder, letters, train, other):
         folder.mkdir()
-        for language in ("en", "de"):
-            (folder / f"dict.{language}.txt").write_text("a 1\nb 1\n")
-            for subset in ("train", "valid", "test"):
-                stem = folder / f"{subset}.en-de.{language}"
-                (stem.with_name(stem.name + ".bin")).write_bytes(struct.pack("<HH", 4, 2))
-                index = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 8, 1) + struct.pack("<iq", 2, 0)
-                (stem.with_name(stem.name + ".idx")).write_bytes(index)
+        generator = random.Random(7)
+        words = [f"{a}{b}{c}" for a in letters for b in "aeo" for c in "rst"]
+        for split, count in (("train", train), ("valid", other), ("test", other)):
+            lines = [generator.choices(words, k=generator.randint(3, 8)) for _ in range(count)]
+            for language, turn in (("en", 1), ("de", -1)):
+                text = "".join(" ".join(word[::turn] for word in line) + "\n" for line in lines)
+                (folder / f"{split}.{language}").write_text(text)
         return folder
 
-    return make
+    return write
+
+
+@pytest.fixture
+def binarised(tmp_path, make_lines):
+    return make_lines(tmp_path / "bin", dict.fromkeys(("train", "valid", "test"), 1), "en-de")
 
 
 @pytest.fixture

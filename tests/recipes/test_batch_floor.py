@@ -2,27 +2,16 @@
 
 import dataclasses
 import json
-import random
-from pathlib import Path
 
 import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import fit, plan_batch
-from moa_fairseq.recipes.hardware import Hardware, assumed_hardware
+from moa_fairseq.recipes.command import Options, run_recipe
+from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, find_world
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.recipes.schema import Train
-from moa_fairseq.recipes.train_log import TrainLog
-from moa_fairseq.recipes.world import find_world
-from moa_fairseq.running.command_line import flags
-
-ROOT = Path(__file__).resolve().parents[2]
-SKIPPED = (
-    "2026-01-01 00:00:00 | WARNING | fairseq.tasks.fairseq_task | 12 samples have invalid sizes and will be "
-    "skipped, max_positions=(128, 128), first few sample ids=[3, 5]"
-)
 
 
 def gpus(count):
@@ -32,19 +21,12 @@ def gpus(count):
 @pytest.fixture
 def quick(small, write_config, tmp_path, preprocess):
     """(recipe, data): updates of 1,024 tokens as the quickstart's, a longest sentence of 141 tokens."""
-    generator, text = random.Random(3), tmp_path / "text"
-    text.mkdir()
-    words = [f"w{number}" for number in range(20)]
-    for split, count in (("train", 200), ("valid", 20), ("test", 10)):
-        lengths = [generator.randint(3, 20) for _ in range(count)]
-        lengths[0] = 140 if split == "valid" else 90
-        lines = ["".join(f"{generator.choice(words)} " for _ in range(length)) + "\n" for length in lengths]
+    data, values = tmp_path / "quick", {"source-lang": "en", "target-lang": "de", "joined-dictionary": True}
+    for split, longest in (("train", 90), ("valid", 140), ("test", 90)):
         for language in ("en", "de"):
-            (text / f"{split}.{language}").write_text("".join(lines))
-    names = {f"{split}pref": str(text / split) for split in ("train", "valid", "test")}
-    data = tmp_path / "quick"
-    languages = {"source-lang": "en", "target-lang": "de", "joined-dictionary": True}
-    preprocess.run(["fairseq-preprocess", *flags({**languages, **names, "destdir": str(data)})], None)
+            (tmp_path / f"{split}.{language}").write_text("".join("w " * n + "\n" for n in (longest, 7, 20)))
+        values[f"{split}pref"] = str(tmp_path / split)
+    preprocess({**values, "destdir": str(data)})
     small["data"]["recipe"] = "binarised"
     small["train"].update(effective_batch_tokens=1024, max_tokens=1024)
     return load_recipe(write_config(small)), data
@@ -99,11 +81,11 @@ def test_machines_that_train_together_are_told_how_many_may(quick):
 
 def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = ROOT / "configs" / "iwslt14_deen_base.yaml"
-    assert main(["recipe", str(path), "--dry-run", "--gpus", "32", "--device-name", "A100"]) == 0
+    line = ["recipe", "iwslt14_deen_base", "--gpus", "32", "--device-name", "A100"]
+    assert main([*line, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "WARNING: 16 of 32 devices" in out and "--max-tokens 256 " in out
-    assert main(["recipe", str(path), "--plan", "--gpus", "32", "--device-name", "A100", "--json"]) == 0
+    assert main([*line, "--plan", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["hardware"]
     assert (entry["count"], entry["batch"]["devices"], entry["batch"]["max_tokens"]) == (32, 16, 256)
 
@@ -112,8 +94,8 @@ def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_pat
     ("name", "devices", "used", "share"),
     [("quickstart_mlm", 32, 16, 32), ("wikitext103_lm_base", 32, 32, 2304), ("quickstart_mlm", 8, 8, 64)],
 )
-def test_no_sample_of_a_language_model_is_cut(name, devices, used, share):
-    recipe, hardware, _ = fit(load_recipe(ROOT / "configs" / f"{name}.yaml"), gpus(devices), None)
+def test_no_sample_of_a_language_model_is_cut(shipped, name, devices, used, share):
+    recipe, hardware, _ = fit(shipped(name), gpus(devices), None)
     assert hardware.devices == used
     assert plan_batch(recipe.train, used).max_tokens == share >= recipe.train.min_tokens
 
@@ -124,28 +106,13 @@ def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():
     assert (batch.update_freq, batch.max_tokens) == (1, 4000)
 
 
-def test_a_sentence_that_no_device_could_take_does_not_count(quick):
-    recipe = dataclasses.replace(quick[0], train=dataclasses.replace(quick[0].train, max_tokens=100))
-    assert (
-        fit(recipe, Hardware(), quick[1])[0].train.min_tokens == 91
-    )  # those of 141 are skipped on any machine
-
-
-def test_what_the_recipe_says_counts(quick):
-    recipe = dataclasses.replace(quick[0], train=dataclasses.replace(quick[0].train, min_tokens=64))
-    fitted, hardware, _ = fit(recipe, gpus(16), quick[1])
+def test_what_the_recipe_says_counts_and_what_no_device_could_take_does_not(quick):
+    recipe, data = quick
+    said, short = (
+        dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **values))
+        for values in ({"min_tokens": 64}, {"max_tokens": 100})
+    )
+    fitted, hardware, _ = fit(said, gpus(16), data)
     assert fitted.train.min_tokens == 64 and hardware.gpus == 16
-
-
-def test_a_cpu_stays_one_device(quick):
-    assert fit(quick[0], Hardware(), quick[1])[1:] == (Hardware(), "")
-
-
-def test_sentences_that_fairseq_skips_are_shown_once(tmp_path, capsys):
-    log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
-    for _ in range(3):
-        log(SKIPPED)
-        log("2026-01-01 00:00:00 | INFO | fairseq.trainer | AMP: skipping this batch.")
-    out = capsys.readouterr().out
-    assert out.count("12 samples have invalid sizes and will be skipped") == 1
-    assert out.count("skipping this batch") == 1
+    assert fit(short, Hardware(), data)[0].train.min_tokens == 91  # those of 141 are skipped anywhere
+    assert fit(recipe, Hardware(), data)[1:] == (Hardware(), "")  # a CPU stays one device

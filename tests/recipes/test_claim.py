@@ -6,16 +6,11 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.cli import main
-from moa_fairseq.recipes.claim import data_differences, differences, settings
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.result import data_differences, differences, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 IWSLT = {"train": 160239, "valid": 7283, "test": 6750}
 MULTI30K = {"train": 29000, "valid": 1014, "test": 1000}
-
-
-def recipe_of(name, *overrides):
-    return load_recipe(ROOT / "configs" / f"{name}.yaml", overrides)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +29,15 @@ def recipe_of(name, *overrides):
         ("average.epochs=5", "averaged"),
     ],
 )
-def test_settings_that_differ_are_named(override, key):
-    published = recipe_of("wmt14_ende_moa_base")
-    found = differences(published, settings(recipe_of("wmt14_ende_moa_base", override)), {})
+def test_settings_that_differ_are_named(override, key, shipped):
+    published = shipped("wmt14_ende_moa_base")
+    found = differences(published, settings(shipped("wmt14_ende_moa_base", override)), {})
     assert [line.partition(":")[0] for line in found] == ([key] if key else [])
 
 
-def test_checkpoints_that_are_averaged_are_a_part_of_the_experiment():
-    published = recipe_of("quickstart_moa")
-    other = recipe_of("quickstart_moa", "train.flags.save-interval-updates=7")
+def test_checkpoints_that_are_averaged_are_a_part_of_the_experiment(shipped):
+    published = shipped("quickstart_moa")
+    other = shipped("quickstart_moa", "train.flags.save-interval-updates=7")
     assert differences(published, settings(other), {})
 
 
@@ -64,34 +59,34 @@ def manifest(folder, **said):
         ({}, {}, "data.recipe"),  # of which nothing is known
     ],
 )
-def test_data_that_differs_is_named(tmp_path, said, lines, key):
+def test_data_that_differs_is_named(tmp_path, said, lines, key, shipped):
     data = tmp_path / "binarised"
     data.mkdir()
     manifest(tmp_path, settings=said)
-    found = data_differences(recipe_of("iwslt14_deen_mae7"), data, lines)
+    found = data_differences(shipped("iwslt14_deen_mae7"), data, lines)
     assert (key in found) if key else not found, found
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"settings": 3}', '{"splits": {"train": 3}, "recipe": []}'])
-def test_a_damaged_manifest_is_no_proof(tmp_path, text):
+def test_a_damaged_manifest_is_no_proof(tmp_path, text, shipped):
     (tmp_path / "manifest.json").write_text(text)
-    assert data_differences(recipe_of("iwslt14_deen_mae7"), tmp_path, MULTI30K)
+    assert data_differences(shipped("iwslt14_deen_mae7"), tmp_path, MULTI30K)
 
 
-def test_words_of_a_masked_lms_text_and_a_part_of_the_pairs(tmp_path):
+def test_words_of_a_masked_lms_text_and_a_part_of_the_pairs(tmp_path, shipped):
     for words, recipe, same in ((103227021, "103", True), (103227020, "103", False), (103227021, "2", False)):
         splits = {"train": {"words": words - 1801350, "lines": 1801350}}
         manifest(tmp_path, recipe=f"wikitext{recipe}_gpt2bpe", splits=splits)
-        found = data_differences(recipe_of("wikitext103_mlm_transformer"), tmp_path, {"train": 1801350})
+        found = data_differences(shipped("wikitext103_mlm_transformer"), tmp_path, {"train": 1801350})
         assert bool(found) != same
     (tmp_path / "manifest.json").unlink()
-    tenth = recipe_of("iwslt14_ende_mae7_scratch", "data.train_fraction=0.1")
+    tenth = shipped("iwslt14_ende_mae7_scratch", "data.train_fraction=0.1")
     assert not data_differences(tenth, tmp_path, {"train": 16024, "valid": 7283})
 
 
 def test_it_is_said_before_the_training(make_lines, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    line = ["recipe", str(ROOT / "configs" / "iwslt14_deen_mae7.yaml"), "--dry-run", "--data"]
+    line = ["recipe", "iwslt14_deen_mae7", "--dry-run", "--data"]
     for lines, word in (
         (MULTI30K, "WARNING: this run does not stand for mae, table 3"),
         (IWSLT, "\nstands for"),

@@ -1,19 +1,19 @@
-"""YAML → command lines: batch arithmetic, precision by hardware, flags."""
+"""YAML → command lines: batch arithmetic, precision by hardware, flags, processes that train together."""
 
-import dataclasses
+import contextlib
 import shlex
 
 import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
-from moa_fairseq.recipes.hardware import Hardware, choose_devices, precision_flags
+from moa_fairseq.recipes.command import Options, run_recipe
+from moa_fairseq.recipes.hardware import Hardware, World, choose_devices, find_world, precision_name
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options
 from moa_fairseq.recipes.schema import Model, Train
 from moa_fairseq.running import command_line
 
-CPU = Hardware()
+CPU, AMX = Hardware(), Hardware(bfloat16_units=True)
 V100 = Hardware(1, "V100", (7, 0), ("0",))
 A100 = Hardware(8, "A100", (8, 0), tuple("01234567"))
 
@@ -29,13 +29,7 @@ def plan(effective, max_tokens, devices):
         (262144, 8192, 1, 32, 8192),
         (262144, 8192, 8, 4, 8192),
         (262144, 8192, 32, 1, 8192),
-        (
-            262144,
-            8192,
-            64,
-            1,
-            4096,
-        ),  # more devices than the batch needs: smaller batches, not a bigger update
+        (262144, 8192, 64, 1, 4096),  # more devices than it needs: smaller batches, not a bigger update
         (262144, 8192, 3, 11, 7943),  # 3 does not divide: 10 steps would exceed max_tokens
         (8192, 4096, 1, 2, 4096),
         (2048, 4096, 1, 1, 2048),
@@ -50,73 +44,76 @@ def test_the_effective_batch_holds_on_any_number_of_devices(effective, max_token
         assert 0 <= effective - batch.effective < devices * freq
 
 
-def test_rounding_is_stated():
-    assert "by rounding" in plan(262144, 8192, 3).describe()
-    assert "rounding" not in plan(262144, 8192, 8).describe()
-    assert "= 262,144 tokens" in plan(262144, 8192, 8).describe()
+@pytest.mark.parametrize(
+    ("effective", "max_tokens", "devices", "begins", "words"),
+    [
+        (262144, 8192, 8, "batch:", "= 262,144 tokens per update"),
+        (262144, 8192, 3, "batch:", "by rounding"),
+        (40, 400, 7, "WARNING:", "-12.5"),
+    ],
+)
+def test_rounding_is_stated(effective, max_tokens, devices, begins, words):
+    line = plan(effective, max_tokens, devices).describe()
+    assert line.startswith(begins) and words in line
+    assert ("rounding" in line) == (effective % devices > 0)
 
 
 @pytest.mark.parametrize(
     ("precision", "hardware", "expected"),
     [
-        ("auto", CPU, []),
-        ("auto", V100, ["--fp16"]),
-        ("auto", A100, ["--bf16"]),
-        ("fp32", A100, []),
-        ("fp16", A100, ["--fp16"]),
-        ("auto", Hardware(1, "P100", (6, 0)), []),
+        ("auto", CPU, "fp32"),
+        ("auto", V100, "fp16"),
+        ("auto", A100, "bf16"),
+        ("fp32", A100, "fp32"),
+        ("fp16", A100, "fp16"),
+        ("auto", Hardware(1, "P100", (6, 0)), "fp32"),
+        ("fp16", CPU, None),
+        ("bf16", V100, None),
+        ("bf16", CPU, None),
     ],
 )
 def test_precision_follows_the_hardware(precision, hardware, expected):
-    assert precision_flags(precision, hardware) == expected
+    refused = contextlib.nullcontext() if expected else pytest.raises(UserError, match=r"train\.precision")
+    with refused:
+        assert precision_name(precision, hardware) == expected
 
 
 @pytest.mark.parametrize(
     ("arch", "flags", "expected"),
     [
-        ("moa_transformer_base", {}, ["--amp"]),
-        ("transformer_lm_gpt", {}, ["--amp"]),
-        ("moa_roberta_8k8e128d", {}, ["--amp"]),
-        ("transformer_tiny", {}, []),
-        ("transformer_tiny", {"encoder-embed-dim": 512}, ["--amp"]),
+        ("moa_transformer_base", {}, "amp"),
+        ("transformer_lm_gpt", {}, "amp"),
+        ("moa_roberta_8k8e128d", {}, "amp"),
+        ("transformer_tiny", {}, "fp32"),
+        ("transformer_tiny", {"encoder-embed-dim": 512}, "amp"),
     ],
 )
 def test_wide_models_train_in_bfloat16_on_cpus_that_have_units_for_it(arch, flags, expected):
     model = Model(arch=arch, flags=flags)
-    assert precision_flags("auto", dataclasses.replace(CPU, bfloat16_units=True), model) == expected
-    assert precision_flags("auto", CPU, model) == []
-    assert precision_flags("fp32", dataclasses.replace(CPU, bfloat16_units=True), model) == []
-    assert precision_flags("amp", CPU, model) == ["--amp"]
+    assert precision_name("auto", AMX, model) == expected
+    assert precision_name("auto", CPU, model) == precision_name("fp32", AMX, model) == "fp32"
+    assert precision_name("amp", CPU, model) == "amp"
 
 
 def test_adaptive_inputs_do_not_train_under_autocast():
     """fairseq writes the bands' bfloat16 into a float32 tensor."""
     model = Model(arch="transformer_lm_wiki103")
-    assert precision_flags("auto", dataclasses.replace(CPU, bfloat16_units=True), model) == []
+    assert precision_name("auto", AMX, model) == "fp32"
     with pytest.raises(UserError, match="adaptive inputs"):
-        precision_flags("amp", CPU, model)
-
-
-@pytest.mark.parametrize(("precision", "hardware"), [("fp16", CPU), ("bf16", V100), ("bf16", CPU)])
-def test_precision_that_the_hardware_lacks(precision, hardware):
-    with pytest.raises(UserError, match=r"train\.precision"):
-        precision_flags(precision, hardware)
+        precision_name("amp", CPU, model)
 
 
 def test_choice_of_devices():
     assert choose_devices(A100, None, False) == A100
-    assert choose_devices(A100, 2, False).gpus == 2
-    assert choose_devices(A100, 0, False).gpus == 0
+    two, none = choose_devices(A100, 2, False), choose_devices(A100, 0, False)
+    assert (two.gpus, none.gpus) == (2, 0)
+    assert two.environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert A100.environment == CPU.environment == none.environment == {}
     with pytest.raises(UserError, match="--gpus 2"):
         choose_devices(CPU, 2, False)
-    assert precision_flags("auto", choose_devices(CPU, 2, True)) == ["--fp16"]
+    assert precision_name("auto", choose_devices(CPU, 2, True)) == "fp16"
     with pytest.raises(UserError, match="--gpus -1"):
         choose_devices(CPU, -1, False)
-
-
-def test_fewer_gpus_than_present_restricts_what_fairseq_sees():
-    assert choose_devices(A100, 2, False).environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert A100.environment == CPU.environment == choose_devices(A100, 0, False).environment == {}
 
 
 def test_flags():
@@ -129,15 +126,6 @@ def test_the_printed_line_means_what_is_executed():
     assert shlex.split(command_line.to_shell(command)) == command
     assert command_line.to_shell(command, {"A": "1,2"}).startswith("A=1,2 fairseq-train")
     assert command_line.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
-
-
-def test_a_redirection_is_shown_and_the_runner_does_it_itself(small, write_config, tmp_path, shown):
-    folder = tmp_path / "my run"
-    options = Options(save_dir=folder)
-    generate, score = shown(load_recipe(write_config(small)), CPU, options)[-2:]
-    output = folder / "generate-test.txt"
-    assert command_line.to_shell(generate).endswith(f"--cpu > '{output}'")
-    assert command_line.to_shell(score).endswith(f"--json > '{folder / 'score-test.json'}'")
 
 
 def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, shown):
@@ -183,8 +171,90 @@ def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config,
 def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config, shown):
     small["data"]["recipe"] = "embedded"
     planned = shown(load_recipe(write_config(small)), CPU, Options())
-    assert [command[:2] for command in planned[:2]] == [
-        ["moa-fairseq", "corpus"],
-        ["fairseq-preprocess", "--source-lang"],
-    ]
+    assert [command[0] for command in planned[:2]] == ["moa-fairseq", "fairseq-preprocess"]
+    assert planned[0][1] == "corpus"
     assert planned[1][planned[1].index("--destdir") + 1] == planned[2][1]
+
+
+# --- several processes ----------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
+
+
+def test_machines_by_flags():
+    world = find_world(8, nodes=4, node_rank=2, master="node0", environment={})
+    assert world == World(32, 16, 8, "tcp://node0:29500", spawn=True)
+    assert Hardware(8, world=world).shared and not Hardware(8, world=world).leads
+    assert find_world(0, 2, 1, "tcp://node0:7", {}) == World(2, 1, 1, "tcp://node0:7", spawn=False)
+    assert find_world(8, environment={}) is None
+    assert find_world(1, nodes=1, node_rank=0, master="x", environment={}) is None
+
+
+def test_torchrun_is_one_process_of_many():
+    world = find_world(8, environment=TORCHRUN)
+    assert world == World(16, 9, 1, "env://", spawn=False, device=1)
+    assert find_world(0, environment=TORCHRUN).device is None
+    assert find_world(1, environment={**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}) is None
+
+
+def test_a_machine_inside_of_a_slurm_job_keeps_to_itself():
+    world = find_world(8, environment={"SLURM_JOB_ID": "123456"})
+    assert (
+        world == World(8, 0, 8, "tcp://127.0.0.1:33456", spawn=True) and not Hardware(8, world=world).shared
+    )
+    assert find_world(1, environment={"SLURM_JOB_ID": "123456"}) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ((8, 2, 2, "a"), {}, "--node-rank 2"),
+        ((8, 2, 0, None), {}, "needs --master"),
+        ((8, 2, 0, "a b"), {}, "write HOST or HOST:PORT"),
+        ((8, 2, 0, "a:99999"), {}, "write HOST or HOST:PORT"),
+        ((8, 2, 0, "a"), TORCHRUN, "leave them out"),
+        ((4, None, None, None), TORCHRUN, "--nproc-per-node 4"),
+    ],
+)
+def test_worlds_that_contradict_each_other(arguments, environment, message):
+    with pytest.raises(UserError, match=message):
+        find_world(*arguments, environment=environment)
+
+
+def test_the_papers_batch_on_any_world(small, write_config, tmp_path, shown):
+    small["train"].update(effective_batch_tokens=262144, max_tokens=8192)
+    recipe = load_recipe(write_config(small))
+    for nodes, gpus, steps in ((1, 1, 32), (1, 8, 4), (2, 8, 2), (4, 8, 1), (8, 8, 1)):
+        world = find_world(gpus, nodes, nodes - 1, "head", {})
+        hardware = Hardware(gpus, "V100", (7, 0), tuple("01234567")[:gpus], world)
+        batch = plan_batch(recipe.train, hardware.devices)
+        assert (batch.effective, batch.update_freq) == (262144, steps)
+        (line,) = shown(recipe, hardware, Options(stage="train"))
+        assert line[line.index("--distributed-world-size") + 1] == str(nodes * gpus)
+        if world:
+            assert line[line.index("--distributed-rank") + 1] == str((nodes - 1) * gpus)
+        assert "--ddp-backend" not in line and "--cpu" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": "all"}, "share the train stage only"),
+        ({"stage": "train", "restart": True}, "--stage prepare"),
+        ({"stage": "train"}, "No prepared data is known"),
+    ],
+)
+def test_what_several_programs_cannot_share(options, message, small, write_config, tmp_path):
+    hardware = Hardware(world=find_world(0, 2, 1, "head", {}))
+    with pytest.raises(UserError, match=message):
+        run_recipe(load_recipe(write_config(small)), hardware, Options(save_dir=tmp_path / "run", **options))
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_processes_on_one_cpu_do_not_multiply_its_cores():
+    """A record said "2 x 2 CPU cores" of two processes of torchrun on a machine with two cores."""
+    world = find_world(0, environment={**TORCHRUN, "WORLD_SIZE": "2", "RANK": "0"})
+    assert Hardware(name="2 CPU cores", world=world).describe() == "2 processes, 2 CPU cores on each machine"
+    assert Hardware(2, "V100", (7, 0), ("0", "1"), world).describe() == "2 x V100"
+    assert Hardware(name="2 CPU cores").describe() == "2 CPU cores"

@@ -1,4 +1,5 @@
-"""A tiny mixture through every stage for real; a killed training ends like an undisturbed one."""
+"""A tiny mixture through every stage for real; a killed training ends like an undisturbed one, and goes on
+from the newest checkpoint that is whole."""
 
 import json
 import os
@@ -10,15 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from moa_fairseq.recipes.finetune import prepared_data
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.checkpoints import checkpoint_to_resume, prepared_data
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 from moa_fairseq.recipes.train_log import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 12
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -33,61 +37,26 @@ def config(small, write_config):
     return write_config(small)
 
 
-@pytest.fixture
-def text(tmp_path):
-    """A hundred made-up sentences whose translation spells each word backwards."""
-    folder, generator = tmp_path / "text", random.Random(7)
-    folder.mkdir()
-    words = [f"{a}{b}{c}" for a in "klm" for b in "aeo" for c in "rst"]
-    for split, count in (("train", 100), ("valid", 10), ("test", 10)):
-        lines = [generator.choices(words, k=generator.randint(3, 8)) for _ in range(count)]
-        (folder / f"{split}.en").write_text("".join(" ".join(line) + "\n" for line in lines))
-        (folder / f"{split}.de").write_text(
-            "".join(" ".join(word[::-1] for word in line) + "\n" for line in lines)
-        )
-    return folder
-
-
 def last_valid(folder):
     return [record for record in read_records(folder / "train.jsonl") if "valid_loss" in record][-1]
 
 
-def kill_in_training(config, data, folder):
-    """Start the command line program and kill it, with all its children, after two epochs."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-m",
-        "moa_fairseq.cli",
-        "recipe",
-        str(config),
-        "--data",
-        str(data),
-        "--stage",
-        "train",
-        "--save-dir",
-        str(folder),
-        "--gpus",
-        "0",
-    ]
+def kill_in_training(number, records, command, folder):
+    """Start the command line program and send it a signal when so many records are in train.jsonl."""
     with open(folder.with_suffix(".out"), "wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        deadline = time.monotonic() + 60
-        while not (folder / "checkpoints" / "checkpoint2.pt").exists():
-            assert process.poll() is None and time.monotonic() < deadline, folder.with_suffix(
-                ".out"
-            ).read_text()
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)
+        deadline = time.monotonic() + 200
+        while len(list(read_records(folder / "train.jsonl"))) < records:
+            assert process.poll() is None and time.monotonic() < deadline, output.name
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(number)
         process.wait()
 
 
 @pytest.mark.slow
-def test_all_stages_and_kill_and_resume(config, text, tmp_path, monkeypatch):
+def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe, cpu = load_recipe(config), Hardware()
+    recipe, cpu, text = load_recipe(config), Hardware(), write_text(tmp_path / "text", "klm", 100, 10)
     undisturbed = tmp_path / "undisturbed"
     result = run_recipe(recipe, cpu, Options(data=text, save_dir=undisturbed))
     values = json.loads(result.read_text())
@@ -95,16 +64,54 @@ def test_all_stages_and_kill_and_resume(config, text, tmp_path, monkeypatch):
     assert values["metrics"]["multi_bleu"] >= 0 and values["tokens_per_second"] > 0
     assert "min_load" in next(read_records(undisturbed / "train.jsonl"))
 
-    killed = tmp_path / "killed"
-    data = prepared_data(undisturbed)
+    killed, chance = tmp_path / "killed", random.Random(3)
     # The same fingerprint of the data: both runs train on the one prepared folder.
-    kill_in_training(config, data, killed)
-    assert last_valid(killed)["epoch"] < EPOCHS
+    command = [sys.executable, "-m", "moa_fairseq.cli", "recipe", str(config), "--stage", "train"]
+    command += ["--gpus", "0", "--data", str(prepared_data(undisturbed)), "--save-dir", str(killed)]
+    for number, least in ((signal.SIGKILL, 8), (signal.SIGTERM, 20)):
+        kill_in_training(number, least + chance.randrange(12), command, killed)
+        assert last_valid(killed)["epoch"] < EPOCHS
     run_recipe(recipe, cpu, Options(save_dir=killed, stage="train"))
-    assert "Loaded checkpoint" in (killed / "train.log").read_text()
+    assert (killed / "train.log").read_text().count("Loaded checkpoint") == 2
     for key in ("epoch", "valid_loss", "valid_num_updates"):
         assert last_valid(killed)[key] == last_valid(undisturbed)[key]
-    updates = [
-        record["num_updates"] for record in read_records(killed / "train.jsonl") if "num_updates" in record
-    ]
+    records = read_records(killed / "train.jsonl")
+    updates = [record["num_updates"] for record in records if "num_updates" in record]
     assert len(updates) == len(set(updates))
+    last = (run / "checkpoints" / "checkpoint_last.pt" for run in (killed, undisturbed))
+    one, other = (torch.load(path, weights_only=False)["model"] for path in last)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def write_checkpoint(path, age=0):
+    torch.save({"weights": torch.zeros(4000)}, path)
+    os.utime(path, ns=(10**18 - age, 10**18 - age))
+
+
+def damage(path):
+    """One byte in the middle changes, as a failing disk does it; the file's end is whole."""
+    content, time = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    os.utime(path, ns=(time, time))
+
+
+def test_the_newest_readable_checkpoint_is_taken(tmp_path, said):
+    for age, name in enumerate(["_last", "_2_40", "2", "_1_20", "1"]):
+        write_checkpoint(tmp_path / f"checkpoint{name}.pt", age)
+    write_checkpoint(tmp_path / "checkpoint_best.pt")
+    assert checkpoint_to_resume(tmp_path).name == "checkpoint_last.pt"
+    for name in ("_last", "_2_40", "2"):
+        damage(tmp_path / f"checkpoint{name}.pt")
+    assert checkpoint_to_resume(tmp_path).name == "checkpoint_1_20.pt"
+    passed_over = [line.split("/")[-1].split()[0] for line in said]
+    assert passed_over == ["checkpoint_last.pt", "checkpoint_2_40.pt", "checkpoint2.pt"]
+    for name in ("_1_20", "1"):
+        damage(tmp_path / f"checkpoint{name}.pt")
+    assert checkpoint_to_resume(tmp_path).name == "checkpoint_best.pt"
+    (tmp_path / "checkpoint_best.pt").unlink()
+    with pytest.raises(UserError, match="No checkpoint"):
+        checkpoint_to_resume(tmp_path)
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
+    with pytest.raises(UserError, match="--restart"):
+        checkpoint_to_resume(tmp_path)

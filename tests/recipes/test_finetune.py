@@ -2,32 +2,17 @@
 
 import copy
 import json
-import random
-from pathlib import Path
 
 import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.finetune import check_pretrained, resolve
+from moa_fairseq.recipes.checkpoints import check_pretrained, finetuned
+from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.runner import Options, run_recipe
 
-TRANSFER = Path(__file__).resolve().parents[2] / "configs" / "iwslt14_ende_mae7_transfer.yaml"
-
-
-def write_text(folder, letters, train):
-    """Made-up sentences whose translation spells each word backwards."""
-    folder.mkdir()
-    generator = random.Random(7)
-    words = [f"{a}{b}{c}" for a in letters for b in "aeo" for c in "rst"]
-    for split, count in (("train", train), ("valid", 8), ("test", 8)):
-        lines = [generator.choices(words, k=generator.randint(3, 8)) for _ in range(count)]
-        for language, turn in (("en", 1), ("de", -1)):
-            text = "".join(" ".join(word[::turn] for word in line) + "\n" for line in lines)
-            (folder / f"{split}.{language}").write_text(text)
-    return folder
+TRANSFER = "iwslt14_ende_mae7_transfer"
 
 
 @pytest.fixture
@@ -48,28 +33,28 @@ def trained_once(tmp_path_factory):
 
 
 @pytest.fixture
-def pretrained(trained_once, mixture, write_config):
+def pretrained(trained_once, mixture, write_config, write_text):
     folder = trained_once["folder"]
     run_folder = folder / "run"
     if not run_folder.exists():
         config = write_config({**copy.deepcopy(mixture), "generate": None, "score": None})
         options = Options(
-            data=write_text(folder / "text", "klm", 60), save_dir=run_folder, data_root=folder / "data"
+            data=write_text(folder / "text", "klm", 60, 8), save_dir=run_folder, data_root=folder / "data"
         )
         run_recipe(load_recipe(config), Hardware(), options)
     return run_folder
 
 
 @pytest.fixture
-def transfer(mixture, pretrained, write_config, tmp_path):
+def transfer(mixture, pretrained, write_config, write_text, tmp_path):
     """transfer(method, **options) → the run folder of a fine-tuning on other text."""
-    new = write_text(tmp_path / "new", "kln", 40)
+    new = write_text(tmp_path / "new", "kln", 40, 8)
     del mixture["data"]["bpe"]
     mixture["data"]["train_fraction"] = 0.25
     config = write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftall"})
 
     def run(method, **options):
-        recipe = resolve(load_recipe(config, [f"finetune={method}"]))
+        recipe = finetuned(load_recipe(config, [f"finetune={method}"]))
         folder = tmp_path / method
         places = {"data": new, "save_dir": folder, "data_root": tmp_path / "data"}
         run_recipe(recipe, Hardware(), Options(**places, **options))
@@ -125,50 +110,35 @@ def test_no_fine_tuning_evaluates_the_pretrained_model(pretrained, transfer):
     assert f"--path {pretrained}/checkpoints/checkpoint_best.pt" in (folder / "commands.sh").read_text()
 
 
-def test_other_dictionaries_are_refused(mixture, pretrained, write_config, binarised):
-    recipe = load_recipe(write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"}))
-    with pytest.raises(UserError, match=r"dict\.en\.txt differs from the pretrained"):
-        check_pretrained(recipe, binarised)
-
-
-def test_a_missing_model_is_named(mixture, write_config, tmp_path):
-    missing = tmp_path / "nowhere"
-    recipe = load_recipe(write_config({**mixture, "pretrained": str(missing), "finetune": "ftg"}))
-    with pytest.raises(UserError, match=rf"pretrained: {missing}/average\.pt is missing"):
-        check_pretrained(recipe, tmp_path)
+def test_other_dictionaries_and_a_missing_model_are_refused(mixture, pretrained, write_config, binarised):
+    missing = binarised / "nowhere"
+    for place, words in (
+        (pretrained, r"dict\.en\.txt differs from the pretrained"),
+        (missing, rf"pretrained: {missing}/average\.pt is missing"),
+    ):
+        recipe = load_recipe(write_config({**mixture, "pretrained": str(place), "finetune": "ftg"}))
+        with pytest.raises(UserError, match=words):
+            check_pretrained(recipe, binarised)
 
 
 def test_what_cannot_be_checked_is_said(mixture, pretrained, write_config, binarised, said):
     checkpoint = pretrained / "checkpoints" / "checkpoint_best.pt"
     recipe = load_recipe(write_config({**mixture, "pretrained": str(checkpoint), "finetune": "ftg"}))
-    check_pretrained(resolve(recipe), binarised)
+    check_pretrained(finetuned(recipe), binarised)
     assert len(said) == 1 and "does not tell what it was trained on" in said[0]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"finetune": "ftg"}, "pretrained: is missing"),
-        ({"pretrained": "x.pt"}, "finetune: is missing"),
-        ({"pretrained": "x.pt", "finetune": "half"}, "finetune: 'half' is not one of noft, ftg, ftg_plus"),
-    ],
+    ("method", "row", "value"),
+    [("noft", "NOFT", None), ("ftg", "FTG", None), ("ftg_plus", "FTG+", 31.6), ("ftall", "FTALL", None)],
 )
-def test_contradictions(mixture, write_config, change, message):
-    with pytest.raises(UserError, match=message):
-        load_recipe(write_config({**mixture, **change}))
+def test_the_rows_of_the_paper(shipped, method, row, value):
+    cell = shipped(TRANSFER, f"finetune={method}").reproduces
+    assert (cell.row, cell.value) == (row, value)
 
 
-def test_the_rows_of_the_paper():
-    rows = {
-        method: load_recipe(TRANSFER, [f"finetune={method}"]).reproduces
-        for method in ("noft", "ftg", "ftg_plus", "ftall")
-    }
-    assert [row.row for row in rows.values()] == ["NOFT", "FTG", "FTG+", "FTALL"]
-    assert rows["ftg_plus"].value == 31.6 and rows["ftg"].value is None
-
-
-def test_gates_alone_are_updated_by_plain_sgd(shown):
-    recipe = resolve(load_recipe(TRANSFER, ["finetune=ftg"]))
+def test_gates_alone_are_updated_by_plain_sgd(shown, shipped):
+    recipe = finetuned(shipped(TRANSFER, "finetune=ftg"))
     train = next(c for c in shown(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
     line = " ".join(train)
     assert "--optimizer sgd --lr 1.0 --lr-scheduler fixed" in line and "--finetune ftg" in line

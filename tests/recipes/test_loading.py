@@ -1,22 +1,17 @@
 """Recipe files: what is accepted, what is refused, and that the message names file and key."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.loading import load_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_a_valid_recipe_keeps_its_values(small, write_config):
+    small["model"]["arch"] = "moa_transformer_tiny"  # an arch says its sizes itself
     recipe = load_recipe(write_config(small))
-    assert recipe.data.bpe == 50
-    assert recipe.data.joined_dictionary is True
-    assert recipe.train.flags["lr"] == 0.01
-    assert recipe.reproduces is None
+    assert (recipe.data.bpe, recipe.data.joined_dictionary, recipe.train.flags["lr"]) == (50, True, 0.01)
+    assert recipe.reproduces is None and recipe.model.num_experts is None
 
 
 @pytest.mark.parametrize(
@@ -40,6 +35,12 @@ def test_a_valid_recipe_keeps_its_values(small, write_config):
         ("generate", "subsets", [], ["generate.subsets", "empty"]),
         ("generate", "subsets", "test", ["generate.subsets", "list"]),
         ("score", "headline", "meteor", ["score.headline", "multi_bleu"]),
+        ("train", "max_epoch", None, ["train.max_epoch", "max_update"]),
+        ("train", "task", "audio_finetuning", ["train.task", "is not a task"]),
+        ("train", "task", "--user-dir=x", ["train.task", "is not a task"]),
+        *(("data", "source", name, ["data.source", "is not a name"]) for name in ("../../x", "-x")),
+        ("generate", "subsets", ["test", "../../x"], ["generate.subsets", "is not a name"]),
+        ("score", "subsets", ["../x"], ["score.subsets", "is not a name"]),
     ],
 )
 def test_bad_values_are_refused_by_name(small, write_config, section, key, value, words):
@@ -51,15 +52,18 @@ def test_bad_values_are_refused_by_name(small, write_config, section, key, value
         assert word in str(error.value)
 
 
-def test_an_arch_says_its_sizes_itself(small, write_config):
-    small["model"]["arch"] = "moa_transformer_tiny"
-    assert load_recipe(write_config(small)).model.num_experts is None
-
-
-def test_training_needs_an_end(small, write_config):
-    del small["train"]["max_epoch"]
-    with pytest.raises(UserError, match=r"train\.max_epoch"):
-        load_recipe(write_config(small))
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"finetune": "ftg"}, "pretrained: is missing"),
+        ({"pretrained": "x.pt"}, "finetune: is missing"),
+        ({"pretrained": "x.pt", "finetune": "half"}, "finetune: 'half' is not one of noft, ftg, ftg_plus"),
+        ({"pretrained": "x.pt", "finetune": "ftg"}, "needs train.task translation_bcd"),
+    ],
+)
+def test_fine_tuning_needs_a_model_and_a_method(small, write_config, said, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(write_config({**small, **said}))
 
 
 def test_averaging_updates_needs_update_checkpoints(small, write_config):
@@ -77,13 +81,8 @@ def test_the_experiment_is_the_file_name(small, write_config):
 
 def test_base_is_merged_key_by_key_and_null_takes_away(small, write_config):
     write_config(small)
-    child = {
-        "base": "small.yaml",
-        "experiment": "child",
-        "average": None,
-        "train": {"flags": {"lr": 0.5, "optimizer": None}},
-    }
-    recipe = load_recipe(write_config(child))
+    child = {"base": "small.yaml", "experiment": "child", "average": None}
+    recipe = load_recipe(write_config({**child, "train": {"flags": {"lr": 0.5, "optimizer": None}}}))
     assert recipe.train.flags == {"label-smoothing": 0.1, "lr": 0.5, "num-workers": 0, "optimizer": None}
     assert recipe.average is None
     assert recipe.data.bpe == 50
@@ -114,21 +113,10 @@ def test_base_of_a_base_is_refused(small, write_config):
 
 
 def test_set_overrides_by_dotted_key(small, write_config):
-    path = write_config(small)
-    recipe = load_recipe(
-        path,
-        [
-            "train.max_epoch=7",
-            "train.flags.clip-norm=0.5",
-            "average=null",
-            "data.bpe=null",
-            "generate.subsets=[test, test1]",
-        ],
-    )
-    assert recipe.train.max_epoch == 7
-    assert recipe.train.flags["clip-norm"] == 0.5
-    assert recipe.average is None
-    assert recipe.data.bpe is None
+    said = ["train.max_epoch=7", "train.flags.clip-norm=0.5", "average=null", "data.bpe=null"]
+    recipe = load_recipe(write_config(small), [*said, "generate.subsets=[test, test1]"])
+    assert (recipe.train.max_epoch, recipe.train.flags["clip-norm"]) == (7, 0.5)
+    assert recipe.average is None and recipe.data.bpe is None
     assert recipe.generate.subsets == ["test", "test1"]
 
 

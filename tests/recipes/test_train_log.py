@@ -8,6 +8,10 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.train_log import TrainLog, parse_record, prune, read_records, summarise
 
+SKIPPED = (
+    "2026-01-01 00:00:00 | WARNING | fairseq.tasks.fairseq_task | 12 samples have invalid sizes and will be "
+    "skipped, max_positions=(128, 128), first few sample ids=[3, 5]"
+)
 PREFIX = "2026-01-01 00:00:00 | INFO | train_inner | "
 
 
@@ -16,13 +20,8 @@ def inner(updates, loss="9.0"):
 
 
 def end_of_epoch(epoch, updates, wpb, wps="100"):
-    return {
-        "epoch": epoch,
-        "train_loss": "8",
-        "train_wps": wps,
-        "train_num_updates": str(updates),
-        "train_wpb": str(wpb),
-    }
+    numbers = {"train_num_updates": str(updates), "train_wpb": str(wpb)}
+    return {"epoch": epoch, "train_loss": "8", "train_wps": wps, **numbers}
 
 
 def valid(epoch, updates, ppl):
@@ -45,14 +44,10 @@ def test_records_and_parameters_are_collected(tmp_path, capsys):
     log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
     log("... | num. shared model params: 1,234,567 (num. trained: 1,234,567)")
     log("... | num. expert model params: 0 (num. trained: 0)")
-    for record in (inner(1), inner(2), valid(1, 2, "55.5"), end_of_epoch(1, 2, 3)):
+    records = [inner(1), inner(2), valid(1, 2, "55.5"), end_of_epoch(1, 2, 3)]
+    for record in records:
         log(PREFIX + json.dumps(record))
-    assert list(read_records(tmp_path / "train.jsonl")) == [
-        inner(1),
-        inner(2),
-        valid(1, 2, "55.5"),
-        end_of_epoch(1, 2, 3),
-    ]
+    assert list(read_records(tmp_path / "train.jsonl")) == records
     assert sum(log.parameters) == 1234567
     assert "valid ppl 55.5" in capsys.readouterr().out
 
@@ -76,16 +71,8 @@ def test_a_line_that_a_crash_cut_off_is_passed_over(tmp_path):
 
 def test_summary_weighs_speed_by_time(tmp_path):
     path = tmp_path / "train.jsonl"
-    write(
-        path,
-        [
-            end_of_epoch(1, 4, 250, "100"),
-            valid(1, 4, "50"),
-            end_of_epoch(2, 6, 5, "999"),
-            end_of_epoch(2, 8, 1500, "200"),
-            valid(2, 8, "40"),
-        ],
-    )
+    epochs = [end_of_epoch(*row) for row in ((1, 4, 250, "100"), (2, 6, 5, "999"), (2, 8, 1500, "200"))]
+    write(path, [epochs[0], valid(1, 4, "50"), *epochs[1:], valid(2, 8, "40")])
     assert summarise(path) == {
         "updates": 8,
         "epochs": 2,
@@ -103,3 +90,13 @@ def test_summary_of_nothing(tmp_path):
 def test_a_full_disk_names_the_log():
     with pytest.raises(UserError, match="disk is full while writing /dev/full"):
         TrainLog(Path("/dev/full"), 3, None)(PREFIX + "| " + json.dumps(inner(1)))
+
+
+def test_sentences_that_fairseq_skips_are_shown_once(tmp_path, capsys):
+    log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
+    for _ in range(3):
+        log(SKIPPED)
+        log("2026-01-01 00:00:00 | INFO | fairseq.trainer | AMP: skipping this batch.")
+    out = capsys.readouterr().out
+    assert out.count("12 samples have invalid sizes and will be skipped") == 1
+    assert out.count("skipping this batch") == 1

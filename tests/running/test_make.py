@@ -13,9 +13,8 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.running import process
-from moa_fairseq.running.folder_lock import held_locks, locked
-from moa_fairseq.running.make import OUT, Step, make
-from moa_fairseq.running.state import marks
+from moa_fairseq.running.make import OUT, Step, make, marks
+from moa_fairseq.running.process import held_locks, locked
 
 # Writes a file in small pieces, slowly enough to be killed in between.
 SLOW = """

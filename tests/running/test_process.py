@@ -70,23 +70,26 @@ def test_a_full_disk_names_the_file_that_was_written(monkeypatch, tmp_path, full
         process.Executor().run(["program", "print('x' * 100)"], **files)
 
 
-def test_an_interrupt_ends_the_child(execute, tmp_path):
-    code = f"""
-import pathlib, signal, time
+def test_an_interrupt_ends_the_child_and_takes_its_last_lines(execute):
+    code = """
+import signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     print("ready", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
-    pathlib.Path({str(tmp_path / "tidied")!r}).write_text("yes")
+    print("tidied", flush=True)
 """
+    lines = []
 
     def interrupt(line):
-        raise KeyboardInterrupt
+        lines.append(line)
+        if line == "ready":
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         execute(code, on_line=interrupt)
-    assert (tmp_path / "tidied").read_text() == "yes"
+    assert lines == ["ready", "tidied"]
 
 
 def test_the_child_dies_with_a_killed_parent(tmp_path):

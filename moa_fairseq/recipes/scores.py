@@ -1,0 +1,87 @@
+"""What the programs of an evaluation print: read, checked, and in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
+from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
+from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, Recipe, Score
+
+_FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
+_PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
+_TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
+# Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
+_SETTINGS = (
+    *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
+    *("sample-break-mode", "softmax-batch"),
+)
+
+
+def scores_in(path: Path, recipe: Recipe) -> Dict[str, Any]:
+    """The scores that an evaluation of the recipe's kind wrote. Raises UserError for a damaged file."""
+    if recipe.kind == CAUSAL_LM:
+        return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe)
+    return read_scores(path)
+
+
+def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
+    """fairseq-eval-lm's output as scores. Raises UserError if it holds no perplexity."""
+    found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
+    if not found:
+        raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
+    said = recipe.score.flags if recipe.score else {}
+    evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
+    if tokens:
+        evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
+    return {
+        "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
+        "lm_bits": {"score": float(found.group(1))},  # of a token, which is a byte of enwik8
+        "meta": {"evaluation": evaluation},
+    }
+
+
+def read_scores(path: Path) -> Dict[str, Any]:
+    """What `moa-fairseq score --json` printed. Raises UserError for a damaged file."""
+    remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
+    scores = read_json(path, remedy)
+    metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
+    check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    check_kinds(scores.get("meta") or {}, {"evaluation": MAPPING}, f"{path}: meta", remedy)
+    for name in metrics.keys() & scores.keys():
+        check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
+        for key in ("score", "sd"):  # that of a diverged model is a float, too, though no number
+            value = scores[name].get(key)
+            if not (value is None or isinstance(value, float) or is_number(value)):
+                raise UserError(f"{path}: {name}.{key} must be a number. {remedy}")
+    return scores
+
+
+def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
+    """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
+    metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
+    spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
+    # JSON knows neither infinity nor NaN, which a diverged model scores.
+    metrics = {name: value if is_number(value) else None for name, value in metrics.items()}
+    metrics.update({name: sd for name, sd in spreads.items() if is_number(sd)})
+    signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
+    if signature:
+        metrics["sacrebleu_signature"] = signature
+    return metrics
+
+
+def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], paper: Optional[float] = None) -> str:
+    """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
+
+    paper: the number of the row that the run stands for.
+    """
+    names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
+    names.insert(0, (recipe.score or Score()).headline)
+    parts = []
+    for subset, values in scores.items():
+        found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
+        parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
+    return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")
