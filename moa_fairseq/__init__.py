@@ -26,9 +26,11 @@ def register() -> None:
     import torch
 
     from moa_fairseq import criterions, host_memory, models, tasks  # noqa: F401
+    from moa_fairseq.attention.core import switch_off_cudnn
 
     root.setLevel(level)  # one of fairseq's modules sets it to DEBUG
     fairseq_compat.install()
+    switch_off_cudnn()
     if not torch.cuda.is_available():
         host_memory.keep_freed_memory()
         host_memory.keep_compiled_kernels()

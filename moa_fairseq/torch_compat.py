@@ -22,6 +22,15 @@ def full_precision(device_type: str) -> ContextManager:
     return torch.autocast(device_type, enabled=False)
 
 
+def without_cudnn_attention() -> ContextManager:
+    """A block in which F.scaled_dot_product_attention takes no kernel of cuDNN's."""
+    if not getattr(torch.backends.cuda, "cudnn_sdp_enabled", bool)():  # a torch without it, or switched off
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 @contextlib.contextmanager
 def without_fused_attention() -> Iterator[None]:
     """A block in which F.scaled_dot_product_attention on the CPU is plain matrix products.

@@ -17,10 +17,11 @@ from moa_fairseq.attention.cache import (
     extend_padding,
 )
 from moa_fairseq.attention.collector import carried_context, padding_of_queries, record
-from moa_fairseq.attention.core import attend
+from moa_fairseq.attention.core import attend, mark_causal
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
+from moa_fairseq.torch_compat import is_compiling
 
 
 def flag(default: Any, help: str, choices: Optional[Sequence[str]] = None) -> Any:
@@ -171,8 +172,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     def forward(
         self,
         query: Tensor,
-        key: Optional[Tensor],
-        value: Optional[Tensor],
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
         key_padding_mask: Optional[Tensor] = None,
         incremental_state: Optional[IncrementalState] = None,
         need_weights: bool = True,
@@ -180,8 +181,18 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         attn_mask: Optional[Tensor] = None,
         need_head_weights: bool = False,
         query_padding_mask: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
-        """fairseq's `MultiheadAttention.forward`, time first.
+        *,
+        mask: Optional[Tensor] = None,
+        padding: Optional[Tensor] = None,
+        causal: bool = False,
+    ) -> Any:
+        """A plain module, batch first, where only tensors are given; else fairseq's call, time first.
+
+        **Plain**: `attention(x)`, or `attention(x, memory)` for cross-attention: x [B, T, C], memory
+        [B, S, kdim] → [B, T, C]. padding [B, T] (of memory: [B, S]), True = padding; mask [T, S], additive
+        or bool, True = blocked; causal: no query sees later positions.
+
+        **fairseq's** `MultiheadAttention.forward`:
 
         query [T, B, C], key and value [S, B, kdim / vdim] (ignored in self-attention; may be None once
         static_kv keys are cached). key_padding_mask [B, S], True = padding; attn_mask [T, S] additive
@@ -192,6 +203,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         Returns (output [T, B, C], weights): weights is None, [B, T, S] averaged over the heads
         (need_weights), or [H, B, T, S] (need_head_weights).
         """
+        if value is None and incremental_state is None and not static_kv:
+            return self._plain(query, key, mask, padding, causal)
         tgt_len, batch, _ = query.shape
         cache = self.cache_in(incremental_state)
         own_keys = key_padding_mask if self.self_attention else None
@@ -245,6 +258,30 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out.transpose(0, 1), weights  # no copy: the residual sum reads any layout
+
+    def _plain(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor],
+        mask: Optional[Tensor],
+        padding: Optional[Tensor],
+        causal: bool,
+    ) -> Tensor:
+        if memory is not None and self.self_attention:
+            raise ValueError("this attention was built with self_attention=True, which reads no memory")
+        rows = x.transpose(0, 1)  # [B, T, C] → [T, B, C]
+        keys = rows if memory is None else memory.transpose(0, 1)
+        if causal:
+            later = torch.ones(len(rows), len(keys), dtype=torch.bool, device=x.device).triu(1)
+            if mask is None:
+                mask = later if is_compiling() else mark_causal(later)
+            else:
+                mask = mask | later if mask.dtype == torch.bool else mask.masked_fill(later, -torch.inf)
+        own = padding if memory is None else None
+        out: Tuple[Tensor, Optional[Tensor]] = self.forward(
+            rows, keys, keys, padding, need_weights=False, attn_mask=mask, query_padding_mask=own
+        )
+        return out[0].transpose(0, 1)
 
     @property
     def _dropout_now(self) -> float:

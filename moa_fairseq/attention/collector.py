@@ -5,7 +5,7 @@ and copy every layer above it, decisions travel beside the pass. Nothing stays o
 """
 
 import contextlib
-from contextvars import ContextVar
+import threading
 from typing import Generic, Iterator, List, Optional, Tuple, TypeVar
 
 import torch
@@ -17,33 +17,40 @@ NamedDecisions = List[Tuple[str, RoutingDecision]]
 Value = TypeVar("Value")
 
 
-class Declared(Generic[Value]):
-    """A value for every attention inside a `with declared(value):` block; `get` reads the innermost one."""
+class Declared(threading.local, Generic[Value]):
+    """A value for every attention of this thread inside a `with declared(value):` block; `get` reads it.
 
-    def __init__(self, name: str, default: Value):
-        self._variable: ContextVar[Value] = ContextVar(name, default=default)
-        self.get = self._variable.get
+    Blocks may be nested: the innermost one counts. A plain attribute, which torch.compile reads without a
+    break in the graph.
+    """
+
+    def __init__(self, default: Value):
+        self.value = default
+
+    def get(self) -> Value:
+        """The value of the innermost block."""
+        return self.value
 
     @contextlib.contextmanager
     def __call__(self, value: Value) -> Iterator[None]:
-        token = self._variable.set(value)
+        before, self.value = self.value, value
         try:
             yield
         finally:
-            self._variable.reset(token)
+            self.value = before
 
 
-_collectors: Declared[Tuple[NamedDecisions, ...]] = Declared("collectors", ())
+_collectors: Declared[Tuple[NamedDecisions, ...]] = Declared(())
 # The padding [B, T] of the queries, True = padding.
-query_padding: Declared[Optional[Tensor]] = Declared("query_padding", None)
+query_padding: Declared[Optional[Tensor]] = Declared(None)
 # The token ids [B, T] of the queries. A step of generation has the queries of the last ids alone.
-tokens_of_queries: Declared[Optional[Tensor]] = Declared("tokens_of_queries", None)
+tokens_of_queries: Declared[Optional[Tensor]] = Declared(None)
 # How many times in a row an encoder's output repeats each sentence.
-hypotheses: Declared[int] = Declared("hypotheses", 1)
+hypotheses: Declared[int] = Declared(1)
 # Inputs [M, B, C] of earlier chunks of a text, whose keys and values every self-attention puts before its
 # own. They are projected anew, so that the projections learn from them (Dai et al., arXiv 1901.02860, section
 # 3.2).
-carried_context: Declared[Optional[Tensor]] = Declared("carried_context", None)
+carried_context: Declared[Optional[Tensor]] = Declared(None)
 
 
 @contextlib.contextmanager
@@ -54,8 +61,12 @@ def collect_decisions() -> Iterator[NamedDecisions]:
     layer again in the backward pass, outside the block, so each layer is counted once.
     """
     decisions: NamedDecisions = []
-    with _collectors((*_collectors.get(), decisions)):
+    before = _collectors.value
+    _collectors.value = (*before, decisions)  # written out: torch.compile cannot enter `_collectors(…)`
+    try:
         yield decisions
+    finally:
+        _collectors.value = before
 
 
 def record(name: str, decision: RoutingDecision) -> None:

@@ -8,15 +8,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moa_fairseq.torch_compat import is_compiling
+from moa_fairseq.torch_compat import is_compiling, without_cudnn_attention
 
 _BLOCKED = -1e30  # a score that gets no weight, far from overflowing
 _KEY_BLOCK = 128  # keys of one program in a flash kernel's backward pass
 # cuDNN's attention, torch's first choice on Hopper since 2.11, gives NaN gradients with some masks, plans
-# anew for each of a corpus's many batch shapes, and is not deterministic: it is switched off.
+# anew for each of a corpus's many batch shapes, and is not deterministic: it is left out.
 CUDNN_VARIABLE = "MOA_FAIRSEQ_CUDNN_ATTENTION"
-if os.environ.get(CUDNN_VARIABLE, "0") != "1" and hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
-    torch.backends.cuda.enable_cudnn_sdp(False)
+_KEEPS_CUDNN = os.environ.get(CUDNN_VARIABLE, "0") == "1"
+
+
+def switch_off_cudnn() -> None:
+    """Leave cuDNN's attention out in the whole process, which saves doing so at each call."""
+    if not _KEEPS_CUDNN and hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout: float, is_causal: bool = False
+) -> Tensor:
+    """torch's `scaled_dot_product_attention` by any kernel but cuDNN's."""
+    if not q.is_cuda or _KEEPS_CUDNN:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+    with without_cudnn_attention():
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
 
 
 def merge_masks(
@@ -93,7 +108,7 @@ def attend(
         out = out.reshape(batch, heads, tgt_len, dim)
         return out, None if weights is None else weights.reshape(batch, heads, tgt_len, -1)
     if bias is None and not need_weights and _is_causal_only(q, attn_mask, key_padding_mask):
-        return F.scaled_dot_product_attention(q, *_copied(q, k, v), dropout_p=dropout, is_causal=True), None
+        return fused_attention(q, *_copied(q, k, v), None, dropout, is_causal=True), None
     mask: Optional[Tensor]
     blind: Optional[Tensor] = None
     if attn_mask is None and key_padding_mask is not None and not need_weights:
@@ -152,13 +167,13 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
     few = tgt_len >= _KEY_BLOCK and batch * groups * -(-k.size(2) // _KEY_BLOCK) < _processors(q)
     if copies or few:
         k, v = _copied(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return fused_attention(q, k, v, mask, dropout)
     if mask is not None and mask.size(2) > 1:
         mask = mask.repeat_interleave(sharing, dim=2)
     # [B, H, T, D] → [B, H / G, G, T, D] → [B, G, T·H / G, D], and back
     q = q.view(batch, sharing, groups, tgt_len, dim) if groups > 1 else q.unsqueeze(2)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, groups, tgt_len * sharing, dim)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    out = fused_attention(q, k, v, mask, dropout)
     out = out.reshape(batch, groups, tgt_len, sharing, dim).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, heads, tgt_len, dim)
 

@@ -29,7 +29,7 @@ class DenseSettings(FamilySettings):
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "DenseAttention":
         """causal is unused: masks hide the future."""
-        return DenseAttention(embed_dim, num_heads, self.attention_head_dim, self.dropped_heads, **role)
+        return DenseAttention(embed_dim, num_heads, **self.arguments(attention_head_dim="head_dim"), **role)
 
 
 class DenseHeadsAttention(MixtureAttention[Decision]):
@@ -100,6 +100,7 @@ class DenseAttention(DenseHeadsAttention[None]):
         self,
         embed_dim: int,
         num_heads: int,
+        *,
         head_dim: Optional[int] = None,
         dropped_heads: int = 0,
         **role: Any,

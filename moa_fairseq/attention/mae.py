@@ -98,6 +98,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
         self,
         embed_dim: int,
         num_heads: int,
+        *,
         dropped_heads: int = 1,
         gate: str = "learned",
         causal: bool = False,

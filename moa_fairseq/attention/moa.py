@@ -107,6 +107,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
     def __init__(
         self,
         embed_dim: int,
+        *,
         num_experts: int,
         experts_per_token: int,
         expert_dim: int,

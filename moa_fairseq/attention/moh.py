@@ -95,6 +95,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         self,
         embed_dim: int,
         num_heads: int,
+        *,
         shared_heads: int = 2,
         routed_per_token: int = 4,
         scaling: str = "paper",

@@ -3,10 +3,9 @@
 from typing import Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moa_fairseq.attention.core import merge_masks
+from moa_fairseq.attention.core import fused_attention, merge_masks
 from moa_fairseq.kernels import SlotOrder
 
 
@@ -60,7 +59,7 @@ def attend_selected(
                 own = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
             block = blocks[start:end].view(batch, 1, width, dim)  # [B·M, D] → [B, 1, M, D]
             keys, values = k[:, head : head + 1], v[:, head : head + 1]
-            out = F.scaled_dot_product_attention(block, keys, values, attn_mask=own, dropout_p=dropout)
+            out = fused_attention(block, keys, values, own, dropout)
             parts.append(out.reshape(-1, dim))
             start = end
     place_of_slot = torch.empty_like(place).index_copy_(0, order.order, place)

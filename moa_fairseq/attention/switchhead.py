@@ -81,6 +81,7 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         embed_dim: int,
         num_heads: int,
         head_dim: int,
+        *,
         num_experts: int = 1,
         experts_per_token: int = 1,
         experts: str = "vo",

@@ -139,11 +139,16 @@ def test_few_long_sentences_get_copies_of_shared_keys(monkeypatch):
     assert heads == [1, 1, 4]  # 2 sentences × 2 blocks of keys
 
 
-def test_cudnns_attention_is_off_unless_asked_for():
-    program = "import torch, moa_fairseq.attention.core; print(torch.backends.cuda.cudnn_sdp_enabled())"
+def test_cudnns_attention_is_left_out_unless_asked_for():
+    program = (
+        "import torch; from moa_fairseq.attention import core; on = torch.backends.cuda.cudnn_sdp_enabled;"
+        "before = on(); block = core.without_cudnn_attention(); block.__enter__(); within = on();"
+        "block.__exit__(None, None, None); after = on(); core.switch_off_cudnn();"
+        "print(before, within, after, on())"
+    )
     for asked, expected in (("", "False"), ("1", "True")):
         environment = {**os.environ, core.CUDNN_VARIABLE: asked}
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True
         )
-        assert done.stdout.split()[-1:] == [expected], done.stderr
+        assert done.stdout.split()[-4:] == ["True", "False", "True", expected], done.stderr

@@ -1,0 +1,105 @@
+"""Every attention as a plain module: batch first, compiled, exported; equal to fairseq's call."""
+
+import pytest
+import torch
+
+from moa_fairseq.attention import (
+    DenseAttention,
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    MixtureOfHeads,
+    SwitchHeadAttention,
+    collect_decisions,
+    load_balance_loss,
+)
+
+B, T, S, C = 3, 7, 5, 16
+FAMILIES = {
+    "dense": lambda **role: DenseAttention(C, 4, **role),
+    "MoA": lambda **role: MixtureOfAttention(C, num_experts=6, experts_per_token=2, expert_dim=8, **role),
+    "MAE": lambda **role: MixtureOfAttentiveExperts(C, 4, **role),
+    "MoH": lambda **role: MixtureOfHeads(C, 4, shared_heads=1, routed_per_token=2, **role),
+    "SwitchHead": lambda **role: SwitchHeadAttention(C, 2, 8, num_experts=4, experts_per_token=2, **role),
+}
+FUTURE = torch.ones(T, T).triu(1).bool()
+PADDING = torch.arange(T) >= torch.tensor([[T], [4], [0]])  # a whole row, a part, none; [B, T]
+
+
+@pytest.fixture(params=FAMILIES)
+def attention(request):
+    torch.manual_seed(1)
+    return FAMILIES[request.param](self_attention=True).eval()
+
+
+def fairseq_call(module, x, memory=None, padding=None, mask=None):
+    keys = (x if memory is None else memory).transpose(0, 1)
+    own = padding if memory is None else None
+    out, _ = module(
+        x.transpose(0, 1), keys, keys, padding, attn_mask=mask, need_weights=False, query_padding_mask=own
+    )
+    return out.transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize(
+    ("mask", "causal", "whole"),
+    [
+        (None, False, None),
+        (None, True, FUTURE),
+        (FUTURE.T, False, FUTURE.T),
+        (torch.eye(T).bool().roll(1), True, torch.eye(T).bool().roll(1) | FUTURE),
+        (torch.full((T, T), 0.5), True, torch.full((T, T), 0.5).masked_fill(FUTURE, -torch.inf)),
+    ],
+)
+def test_equal_to_fairseqs_call(attention, dtype, padding, mask, causal, whole):
+    x, module = torch.randn(B, T, C, dtype=dtype, requires_grad=True), attention.to(dtype)
+    out = module(x, mask=mask, padding=padding, causal=causal)
+    expected = fairseq_call(module, x, padding=padding, mask=whole)
+    assert out.shape == (B, T, C) and out.dtype == dtype
+    real = slice(None) if padding is None else ~padding
+    assert torch.equal(out[real], expected[real])
+    (gradient,) = torch.autograd.grad(out[real].square().sum(), x)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_memory_makes_cross_attention(family):
+    torch.manual_seed(2)
+    module = FAMILIES[family](encoder_decoder_attention=True).eval()
+    x, memory, padding = torch.randn(B, T, C), torch.randn(B, S, C), PADDING[:, :S]
+    out = module(x, memory, padding=padding)
+    assert torch.equal(out, fairseq_call(module, x, memory, padding))
+    with pytest.raises(ValueError, match="self_attention=True"):
+        FAMILIES[family](self_attention=True)(x, memory)
+
+
+def test_causal_queries_do_not_see_later_positions(attention):
+    x = torch.randn(B, T, C)
+    changed = torch.cat([x[:, :4], torch.randn(B, T - 4, C)], dim=1)
+    if not isinstance(attention, MixtureOfAttentiveExperts):  # its gate sees the whole sentence unless causal
+        one, other = attention(x, causal=True), attention(changed, causal=True)
+        torch.testing.assert_close(one[:, :4], other[:, :4])
+        assert not torch.allclose(one[:, 4:], other[:, 4:])
+
+
+def test_compiled_without_a_break_and_exported(attention):
+    x = torch.randn(B, T, C)
+    expected = attention(x, padding=PADDING, causal=True)
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, padding=PADDING, causal=True)[~PADDING], expected[~PADDING])
+    exported = torch.export.export(attention, (x,), {"padding": PADDING, "causal": True}).module()
+    assert torch.equal(exported(x, padding=PADDING, causal=True)[~PADDING], expected[~PADDING])
+
+
+def test_a_compiled_module_hands_out_its_decisions():
+    torch.manual_seed(3)
+    module, x = FAMILIES["MoA"](self_attention=True), torch.randn(B, T, C)
+    with collect_decisions() as eager:
+        module(x)
+    compiled = torch.compile(module, backend="aot_eager")
+    with collect_decisions() as decisions:
+        compiled(x)
+    ((_, one),), ((_, other),) = eager, decisions
+    assert torch.equal(one.expert_index, other.expert_index)
+    assert load_balance_loss(one) == load_balance_loss(other)
