@@ -22,7 +22,7 @@ from moa_fairseq.attention.positions import RotaryPositions
 from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.selected import attend_selected, skipping_pays
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.kernels import BACKENDS, project, resolve_backend
+from moa_fairseq.kernels import BACKENDS, SlotOrder, project, resolve_backend
 
 ROUTERS = ("learned", "query-norm")
 SKIPPING = ("auto", "always", "never")
@@ -135,7 +135,11 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         skips, skips_output = self._skips(x)
         if skips and not skips_output and queries is None:
             queries = self.q_proj(rows)
-        return replace(decision, plan=HeadPlan(queries, skips, skips_output))
+        shared, routed = self.shared_heads, None
+        if skips:
+            index = decision.expert_index[:, shared:] - shared
+            routed = SlotOrder(index, self.num_heads - shared, decision.chooses_all)
+        return replace(decision, plan=HeadPlan(queries, routed, skips_output))
 
     @property
     def _may_skip(self) -> bool:
@@ -153,8 +157,8 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
 
     def project_queries(self, x: Tensor, decision: HeadDecision) -> Tensor:
         """Queries [B, H, T, D], or where heads are skipped those of the slots, [B, h_s + K, T, D]."""
-        rows, queries = x.view(-1, self.embed_dim), decision.plan.queries
-        if not decision.plan.skips:
+        rows, queries, order = x.view(-1, self.embed_dim), decision.plan.queries, decision.plan.routed
+        if order is None:
             return self._split((self.q_proj(rows) if queries is None else queries).view_as(x))
         if queries is not None:  # [N, H·D] → [N, H, D] → [N, h_s + K, D]
             index = decision.expert_index.unsqueeze(-1).expand(-1, -1, self.head_dim)
@@ -163,7 +167,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
             width, bias = self.shared_heads * self.head_dim, self.q_proj.bias
             routed = project(
                 rows,
-                decision.routed_order,
+                order,
                 self._by_head(self.q_proj.weight),
                 into="experts",
                 slots_per_row=self.routed_per_token,
@@ -188,18 +192,18 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         bias: Optional[Tensor],
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """[B, H, T, D], or slots like q, [B, h_s + K, T, D], where heads are skipped; weights of slots."""
-        dropout, shared = self._dropout_now, self.shared_heads
+        dropout, shared, order = self._dropout_now, self.shared_heads, decision.plan.routed
         batch, _, tgt_len, dim = q.shape
         index = decision.expert_index.view(batch, tgt_len, self.active_heads, 1).transpose(1, 2)
-        if decision.plan.skips and (need_weights or k.size(0) != batch):
+        if order is not None and (need_weights or k.size(0) != batch):
             # Returned weights, and keys that a beam shares, need all heads. Then there are few tokens.
             every = q.new_zeros(batch, self.num_heads, tgt_len, dim)
             every = every.scatter(1, index.expand(-1, -1, -1, dim), q)
             out, weights = attend(every, k, v, attn_mask, key_padding_mask, dropout, need_weights, bias)
             out = out.gather(1, index.expand(-1, -1, -1, dim))
-        elif decision.plan.skips:
+        elif order is not None:
             masks, weights = (attn_mask, key_padding_mask, dropout), None
-            routed = attend_selected(q, decision.routed_order, k[:, shared:], v[:, shared:], *masks)
+            routed = attend_selected(q, order, k[:, shared:], v[:, shared:], *masks)
             out = routed.view(batch, tgt_len, -1, dim).transpose(1, 2)
             if shared:
                 always, _ = attend(q[:, :shared], k[:, :shared], v[:, :shared], *masks)
@@ -213,8 +217,9 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
     def project_output(self, heads: Tensor, decision: HeadDecision) -> Tensor:
         """Σ_i g_i · H^i · W_O^i, and the bias: [B, H or h_s + K, T, D] → [B, T, C]."""
         batch, _, tgt_len, _ = heads.shape
+        order = decision.plan.routed
         rows = heads.transpose(1, 2)  # [B, T, H or h_s + K, D]
-        if not decision.plan.skips:
+        if order is None:
             weight = decision.head_weight.to(rows.dtype).view(batch, tgt_len, self.num_heads, 1)
             out: Tensor = self.out_proj((rows * weight).reshape(batch, tgt_len, self.embed_dim))
             return out
@@ -229,7 +234,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         always = (rows[:, :, :shared] * gate[:, :, :shared].to(rows.dtype)).reshape(batch, tgt_len, width)
         routed = project(
             rows[:, :, shared:].reshape(-1, self.head_dim),  # [B, T, K, D] → [N·K, D]
-            decision.routed_order,
+            order,
             self._by_head(self.out_proj.weight.t()),
             into="model",
             slots_per_row=1,

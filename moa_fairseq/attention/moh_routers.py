@@ -1,8 +1,7 @@
 """MoH's routers: some heads always work, K of the others are chosen (arXiv 2410.11842)."""
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import List, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,34 +18,31 @@ SCALINGS = ("paper", "released")
 _INIT_STD = 0.02
 
 
-@dataclass(frozen=True)
-class HeadPlan:
+class HeadPlan(NamedTuple):
     """How a layer computes the heads of a decision.
 
     queries [N, H·D]  of every head, if they are there already
-    skips             whether heads that were not chosen are left out of the attention, or computed and
-                      weighted by zero
+    routed            the slots of the routed heads alone, N·K of them (expert 0 is the first routed head),
+                      where heads that were not chosen are left out of the attention; None where they are
+                      computed and weighted by zero
     skips_output      whether they are left out of the product with W_O, too
     """
 
     queries: Optional[Tensor] = None
-    skips: bool = False
+    routed: Optional[SlotOrder] = None
     skips_output: bool = False
+
+
+_EVERY_HEAD = HeadPlan()
 
 
 @dataclass(frozen=True)
 class HeadDecision(RoutingDecision):
     """Which heads work for a token: experts are heads, and the first `shared` slots are the shared ones."""
 
-    plan: HeadPlan = HeadPlan()
+    plan: HeadPlan = _EVERY_HEAD
 
-    @cached_property
-    def routed_order(self) -> SlotOrder:
-        """The slots of the routed heads alone, N·K of them; expert 0 is the first routed head."""
-        index = self.expert_index[:, self.shared :] - self.shared
-        return SlotOrder(index, self.num_experts - self.shared, self.chooses_all)
-
-    @cached_property
+    @property
     def head_weight(self) -> Tensor:
         """The gates by head, [N, H], zero for heads that were not chosen."""
         return torch.zeros_like(self.probs).scatter(1, self.expert_index, self.gate)
