@@ -117,7 +117,15 @@ def main(argv: Optional[List[str]] = None) -> int:
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
-    args = build_parser(argv).parse_args(argv)
+    try:
+        args = build_parser(argv).parse_args(argv)
+    except ImportError as error:  # the attention needs torch alone, the commands need more
+        remedy = "bash scripts/setup.sh, or pip install '.[recipes,fairseq]' in the repository"
+        print(
+            f"moa-fairseq: error: {str(error).rstrip('.')}. To install what it needs: {remedy}.",
+            file=sys.stderr,
+        )
+        return 2
     logging.getLogger().setLevel(logging.WARNING)  # fairseq turns it up to DEBUG
     # With --json the standard output holds the JSON alone.
     stream = sys.stderr if getattr(args, "json", None) is True else sys.stdout

@@ -68,7 +68,7 @@ fi
 
 if has fairseq && ! "$python" -m pip show -q ve-fairseq 2>/dev/null; then
   echo "setup.sh: keeping the fairseq that is there; installing only what the plugin lacks"
-  install setuptools && install --no-build-isolation -e "$root[test]"
+  install setuptools && install --no-build-isolation -e "$root[recipes,test]"
 else
   echo "setup.sh: installing fairseq (ve-fairseq) and the other requirements, pinned and hashed"
   install --no-deps --require-hashes -r "$root/scripts/requirements.txt" \

@@ -160,21 +160,23 @@ def test_dry_run_lines_print_commands():
 
 
 def test_the_python_examples_train():
-    for document, rows in (("README.md", 80), ("docs/own-models.md", 80)):
-        namespace = {}
-        (example,) = blocks(document, "python")
-        exec(example, namespace)
-        ((_, decision),) = namespace["decisions"]
-        assert decision.expert_index.shape == (rows, 8) and decision.num_experts == 32
-        namespace["loss"].backward()
+    namespace = {}
+    (example,) = blocks("README.md", "python")
+    exec(example, namespace)
+    assert namespace["y"].shape == namespace["x"].shape
+    (example,) = blocks("docs/own-models.md", "python")
+    exec(example, namespace)
+    ((_, decision),) = namespace["decisions"]
+    assert decision.expert_index.shape == (80, 8) and decision.num_experts == 32
+    namespace["loss"].backward()
     block = namespace["Block"](32)
-    x = torch.randn(5, 2, 32)
+    x = torch.randn(2, 5, 32)
     assert block(x, torch.zeros(2, 5, dtype=torch.bool)).shape == x.shape
 
 
 def test_the_readme_is_short():
     lines = DOCUMENTS["README.md"].splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 130
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
 
 

@@ -54,7 +54,7 @@ class Cell:
 
 @dataclass
 class Row:
-    """One line of a table. arch: the one that is counted; headline: what its score measures, in README.md."""
+    """One line of a table. arch: the one that is counted; headline: the task, in README.md's table."""
 
     row: str
     arch: Optional[str]

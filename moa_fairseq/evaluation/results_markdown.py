@@ -75,21 +75,19 @@ def render(comparison: Comparison) -> str:
 
 
 def render_headlines(comparison: Comparison) -> str:
-    """One table: the papers' rows that results/papers calls headlines."""
+    """One table of sizes: the papers' rows that results/papers calls headlines."""
     lines = []
     for table in comparison.tables:
         for row in (row for row in table.rows if row.headline):
-            score = next(cell for cell in row.cells if cell.status != COMPUTED)
             counts = [_count_fields(cell) for cell in row.cells if cell.quantity == "parameters"]
             parameters = counts[0] if counts else {}
+            paper = f"{PAPERS.get(table.paper, table.paper)}, Table {table.table}"
             lines.append(
                 {
-                    "Model": f"{row.row} ({PAPERS.get(table.paper, table.paper)}, Table {table.table})",
-                    "Measure": row.headline or "",
-                    "Paper": str(score.paper),
-                    "Here": _ours(score),
-                    "Parameters: paper": parameters.get("paper", ""),
-                    "here": parameters.get("ours", ""),
+                    "Model": f"{row.row}, {row.headline} ({paper})",
+                    "Architecture": f"`{row.arch}`",
+                    "Parameters printed": parameters.get("paper", ""),
+                    "counted": parameters.get("ours", ""),
                 }
             )
     return grid(lines, left=2)

@@ -161,10 +161,10 @@ def test_named_run_folders_are_shown_alone(results, tmp_path, capsys):
 
 def test_a_row_with_a_headline_stands_in_the_short_table(results):
     paper = json.loads(json.dumps(PAPER))
-    paper["tables"][0]["rows"][0]["headline"] = "BLEU, a test set"
+    paper["tables"][0]["rows"][0]["headline"] = "a task"
     (results / "papers" / "p.json").write_text(json.dumps(paper))
     *_, row = render_headlines(record(results, run(), run("quickstart_moa", None))).splitlines()
-    assert row.startswith("| Ours (p, Table 1) | BLEU, a test set | 20.0 | 21.25 | 1M | ")
+    assert row.startswith("| Ours, a task (p, Table 1) | `moa_transformer_tiny` | 1M | ")
 
 
 def test_json(results, capsys):
