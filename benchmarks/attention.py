@@ -81,12 +81,17 @@ def candidate(module: nn.Module, shape: "tuple[int, int]", args: Any) -> Dict[st
     return {"forward": forward, "step": step, "module": module}
 
 
+def _moa(experts: int, per_token: int, dim: int) -> MixtureOfAttention:
+    sizes = {"num_experts": experts, "experts_per_token": per_token, "expert_dim": dim}
+    return MixtureOfAttention(C, **sizes, self_attention=True)
+
+
 def compile_size(args: Any, shape: "tuple[int, int]", size: "tuple[int, int, int]") -> None:
     """The kernels of one mixture's step, for one of many processes."""
     from moa_fairseq.kernels.triton import table
 
     per_token, experts, dim = size
-    module = MixtureOfAttention(C, experts, per_token, dim, self_attention=True)
+    module = _moa(experts, per_token, dim)
     with table.compiling():
         candidate(module, shape, args)["step"]()
 
@@ -99,7 +104,7 @@ def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
     found["fairseq dense (8 heads of 64)"] = MultiheadAttention(C, 8, self_attention=True)
     macs["fairseq dense (8 heads of 64)"] = tokens * C * (4 * C + 2 * keys)
     for name, (per_token, experts, dim) in SIZES.items():
-        found[name] = MixtureOfAttention(C, experts, per_token, dim, self_attention=True)
+        found[name] = _moa(experts, per_token, dim)
         macs[name] = mixture_macs(tokens, keys, per_token, experts, dim)
         found[f"dense of {name}"], macs[f"dense of {name}"] = dense_twin(tokens, keys, macs[name])
     found = {name: candidate(module, shape, args) for name, module in found.items()}
@@ -136,10 +141,7 @@ def sweep_experts(args: Any, per_token: int, dim: int) -> Dict[str, float]:
     """Seconds of a step against E, at fixed K and D and 8,192 tokens."""
     shape = SMALL_SHAPE if args.miniature else SWEEP_SHAPE
     calls = {
-        str(experts): candidate(
-            MixtureOfAttention(C, experts, per_token, dim, self_attention=True), shape, args
-        )["step"]
-        for experts in EXPERTS
+        str(experts): candidate(_moa(experts, per_token, dim), shape, args)["step"] for experts in EXPERTS
     }
     return take_turns(calls, args.rounds, args.device)
 

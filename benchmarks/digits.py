@@ -45,7 +45,9 @@ class Block(nn.Module):
             self.attention = nn.MultiheadAttention(width, num_heads)
         else:
             shared, routed = heads
-            self.attention = MixtureOfHeads(width, num_heads, shared, routed, self_attention=True)
+            self.attention = MixtureOfHeads(
+                width, num_heads, shared_heads=shared, routed_per_token=routed, self_attention=True
+            )
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ def build(name: str) -> nn.Module:
         return dense_twin(LENGTH * BATCH, LENGTH, macs)[0]
     backend = "grouped" if name.endswith("grouped") else "triton"
     options = dict(bias="biases" in name, self_attention=True, backend=backend)
-    return MixtureOfAttention(C, experts, per_token, dim, **options)
+    return MixtureOfAttention(C, num_experts=experts, experts_per_token=per_token, expert_dim=dim, **options)
 
 
 def measure(name: str) -> Dict[str, Any]:

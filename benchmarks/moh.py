@@ -57,7 +57,15 @@ def measure(length: int, causal: bool, args: Any) -> List[Dict[str, Any]]:
     found = {DENSE: calls(MultiheadAttention(C, HEADS, self_attention=True), length, causal, args)}
     for share, routed in SHARES.items():
         for skip in SKIPPING:
-            module = MixtureOfHeads(C, HEADS, SHARED, routed, skip=skip, causal=causal, self_attention=True)
+            module = MixtureOfHeads(
+                C,
+                HEADS,
+                shared_heads=SHARED,
+                routed_per_token=routed,
+                skip=skip,
+                causal=causal,
+                self_attention=True,
+            )
             found[f"{share} {skip}"] = calls(module, length, causal, args)
     rows = []
     for kind in ("inference", "training"):

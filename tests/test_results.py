@@ -12,7 +12,7 @@ from moa_fairseq.recipes.loading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-PAGE = (RESULTS / "README.md").read_text(encoding="utf-8")
+PAGE = (RESULTS / "small-runs.md").read_text(encoding="utf-8")
 DENSE, SECOND = "multi30k_ende_transformer_tiny", "multi30k_ende_transformer_tiny_seed2"
 MIXTURES = [f"multi30k_ende_moa_tiny{name}" for name in ("_4k4e64d", "", "_release")]
 SETS = {"test_2016_flickr": "test", "test_2017_flickr": "test1", "test_2017_mscoco": "test2"}

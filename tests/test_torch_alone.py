@@ -23,10 +23,10 @@ from moa_fairseq.kernels import SlotOrder, project
 torch.manual_seed(0)
 x = torch.randn(6, 2, 16, requires_grad=True)
 for attention in (
-    MixtureOfAttention(16, 4, 2, 8, self_attention=True),
+    MixtureOfAttention(16, num_experts=4, experts_per_token=2, expert_dim=8, self_attention=True),
     MixtureOfAttentiveExperts(16, 4, self_attention=True, causal=True),
-    SwitchHeadAttention(16, 2, 8, 3, 2, self_attention=True, positions="xl"),
-    MixtureOfHeads(16, 4, 1, 2, skip="always", self_attention=True),
+    SwitchHeadAttention(16, 2, 8, num_experts=3, experts_per_token=2, self_attention=True, positions="xl"),
+    MixtureOfHeads(16, 4, shared_heads=1, routed_per_token=2, skip="always", self_attention=True),
 ):
     with collect_decisions() as decisions, drawing_experts(ExpertDraw(torch.arange(2), 1, 1)):
         out, _ = attention(x, x, x, need_weights=False)

@@ -92,6 +92,8 @@ def make(
             log.info("$ %s", to_shell(command, executor.environment))
         return {}
     with locked(folder, patience), disk_errors(folder):
+        for left in folder.glob(".*.tmp"):  # by a process that was killed while it wrote (atomic_write)
+            left.unlink()
         for step in steps:
             if wanted(step):
                 facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS)

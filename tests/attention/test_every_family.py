@@ -40,13 +40,19 @@ BUILD = {
         WIDTH, **SWITCHHEAD, shared_selection=True, **role
     ),
     "switchhead, dense": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, experts="none", **role),
-    "moh": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, **role),
-    "moh, skipping": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, skip="always", **role),
-    "moh, norms": lambda **role: MixtureOfHeads(WIDTH, 4, 1, 2, router="query-norm", **role),
-    "moh, norms, skipping": lambda **role: MixtureOfHeads(
-        WIDTH, 4, 1, 2, router="query-norm", skip="always", **role
+    "moh": lambda **role: MixtureOfHeads(WIDTH, 4, shared_heads=1, routed_per_token=2, **role),
+    "moh, skipping": lambda **role: MixtureOfHeads(
+        WIDTH, 4, shared_heads=1, routed_per_token=2, skip="always", **role
     ),
-    "moh, released": lambda **role: MixtureOfHeads(WIDTH, 4, 2, 1, scaling="released", **role),
+    "moh, norms": lambda **role: MixtureOfHeads(
+        WIDTH, 4, shared_heads=1, routed_per_token=2, router="query-norm", **role
+    ),
+    "moh, norms, skipping": lambda **role: MixtureOfHeads(
+        WIDTH, 4, shared_heads=1, routed_per_token=2, router="query-norm", skip="always", **role
+    ),
+    "moh, released": lambda **role: MixtureOfHeads(
+        WIDTH, 4, shared_heads=2, routed_per_token=1, scaling="released", **role
+    ),
 }
 POSITIONS = [None, "rope", "xl"]
 PADDING = torch.arange(5) >= torch.tensor([[5], [3], [0]])  # [B, T]: full, part, nothing but padding

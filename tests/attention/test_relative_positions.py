@@ -95,12 +95,14 @@ def test_half_precision_keeps_the_distances():
 
 ATTENTIONS = {
     "dense": lambda **role: SwitchHeadAttention(C, 2, D, experts="none", **role),
-    "SwitchHead": lambda **role: SwitchHeadAttention(C, 2, D, 3, 2, **role),
+    "SwitchHead": lambda **role: SwitchHeadAttention(C, 2, D, num_experts=3, experts_per_token=2, **role),
     "SwitchHead, shared selection": lambda **role: SwitchHeadAttention(
-        C, 2, D, 3, 2, experts="vkqo", shared_selection=True, **role
+        C, 2, D, num_experts=3, experts_per_token=2, experts="vkqo", shared_selection=True, **role
     ),
-    "MoA": lambda **role: MixtureOfAttention(C, 4, 2, D, **role),
-    "MoA, two heads per expert": lambda **role: MixtureOfAttention(C, 4, 2, D, heads_per_expert=2, **role),
+    "MoA": lambda **role: MixtureOfAttention(C, num_experts=4, experts_per_token=2, expert_dim=D, **role),
+    "MoA, two heads per expert": lambda **role: MixtureOfAttention(
+        C, num_experts=4, experts_per_token=2, expert_dim=D, heads_per_expert=2, **role
+    ),
 }
 
 

@@ -119,6 +119,6 @@ def test_settings_that_do_not_go_together_are_refused(settings, message):
 
 def test_moh_refuses_what_cannot_be_frozen_or_hashed():
     with pytest.raises(UserError, match="--moh-router query-norm"):
-        MixtureOfHeads(C, 6, 2, 2, router="query-norm", router_choice="frozen")
+        MixtureOfHeads(C, 6, shared_heads=2, routed_per_token=2, router="query-norm", router_choice="frozen")
     with pytest.raises(UserError, match="nothing to choose"):
-        MixtureOfHeads(C, 6, 2, 4, router_choice="hash")
+        MixtureOfHeads(C, 6, shared_heads=2, routed_per_token=4, router_choice="hash")

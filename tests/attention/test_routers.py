@@ -52,7 +52,9 @@ def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arith
     """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""
     per_token, experts, dim = sizes
     width, length, batch = 512, 32, 8
-    module = MixtureOfAttention(width, experts, per_token, dim, self_attention=True).bfloat16()
+    module = MixtureOfAttention(
+        width, num_experts=experts, experts_per_token=per_token, expert_dim=dim, self_attention=True
+    ).bfloat16()
     x = torch.randn(length, batch, width, dtype=torch.bfloat16, requires_grad=True)
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept = {}

@@ -106,7 +106,9 @@ def test_impossible_settings_are_refused(settings, words):
 def test_initial_weights_are_the_papers():
     torch.manual_seed(0)
     scale, width = 0.5, 256
-    module = SwitchHeadAttention(width, 2, 32, 5, 2, self_attention=True, positions="xl")
+    module = SwitchHeadAttention(
+        width, 2, 32, num_experts=5, experts_per_token=2, self_attention=True, positions="xl"
+    )
     draw_by_fan_in(module, scale)
     for weight in (module.q_proj.weight, module.v_proj.weight, module.positions.projection.weight):
         assert weight.std().item() == pytest.approx(scale / math.sqrt(width), rel=0.03)

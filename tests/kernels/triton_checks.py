@@ -322,7 +322,15 @@ def test_a_whole_attention_in_data_parallel_equals_the_reference_backend(bias, t
     try:
         for backend in ("reference", "triton"):
             torch.manual_seed(2)
-            module = MixtureOfAttention(20, 5, 2, 12, bias=bias, self_attention=True, backend=backend)
+            module = MixtureOfAttention(
+                20,
+                num_experts=5,
+                experts_per_token=2,
+                expert_dim=12,
+                bias=bias,
+                self_attention=True,
+                backend=backend,
+            )
             inputs = x.clone().requires_grad_()
             wrapped = torch.nn.parallel.DistributedDataParallel(module.to(DEVICE))
             out, _ = wrapped(inputs, inputs, inputs, key_padding_mask=padding, need_weights=False)
