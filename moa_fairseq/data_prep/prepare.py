@@ -51,9 +51,8 @@ from moa_fairseq.data_prep.text_stages import Split, Treatment, write_splits
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import write_json
-from moa_fairseq.running.command_line import flags
 from moa_fairseq.running.make import OUT, Step, fingerprint_of, make, marks
-from moa_fairseq.running.process import Executor
+from moa_fairseq.running.process import Executor, flags
 from moa_fairseq.text.workers import default_workers
 
 CODES = "codes"
