@@ -23,10 +23,9 @@ from typing import Any, Callable, Dict, List
 
 from subword_nmt.apply_bpe import BPE
 
-from moa_fairseq.data_prep.bpe import learn_codes, load_codes
 from moa_fairseq.data_prep.catalogue import Cleaning
 from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
-from moa_fairseq.data_prep.text_stages import Split, Treatment, write_splits
+from moa_fairseq.data_prep.text_stages import Split, Treatment, learn_codes, load_codes, write_splits
 from moa_fairseq.text import apply_steps
 
 ROOT = Path(__file__).resolve().parents[1]

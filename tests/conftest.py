@@ -20,8 +20,7 @@ from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.data_prep import prepare
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
 from moa_fairseq.data_prep.prepare import Preparation
-from moa_fairseq.running.command_line import flags
-from moa_fairseq.running.process import Executor
+from moa_fairseq.running.process import Executor, flags
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
 ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")

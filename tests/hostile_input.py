@@ -19,7 +19,7 @@ import yaml
 
 from moa_fairseq.analysis.learning_curve import read_learning_curve
 from moa_fairseq.data_prep.archives import extract
-from moa_fairseq.data_prep.bpe import load_codes
+from moa_fairseq.data_prep.text_stages import load_codes
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.evaluation.results import load_comparison

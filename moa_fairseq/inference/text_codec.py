@@ -6,10 +6,10 @@ import functools
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
 
-from moa_fairseq.data_prep.bpe import load_codes
 from moa_fairseq.data_prep.catalogue import TRANSLATION, Dataset, datasets
 from moa_fairseq.data_prep.manifest import MANIFEST
 from moa_fairseq.data_prep.monolingual import MODEL
+from moa_fairseq.data_prep.text_stages import load_codes
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import read_json
 from moa_fairseq.text import Step, apply_steps

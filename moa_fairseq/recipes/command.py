@@ -50,9 +50,8 @@ from moa_fairseq.recipes.loading import find_recipe, load_recipe
 from moa_fairseq.recipes.result import data_differences, differences, record, settings
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.steps import Options, Run, steps
-from moa_fairseq.running.command_line import to_shell
 from moa_fairseq.running.make import COMMANDS, Step, changes, keep_command, make, put_mark
-from moa_fairseq.running.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt
+from moa_fairseq.running.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
 
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.

@@ -18,8 +18,7 @@ from moa_fairseq.evaluation.skeleton import parse_training_flags, quiet
 from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.loading import did_you_mean
 from moa_fairseq.recipes.schema import CAUSAL_LM, SECTIONS, Recipe, reserved
-from moa_fairseq.running.command_line import flags
-from moa_fairseq.running.process import environment_of_a_child
+from moa_fairseq.running.process import environment_of_a_child, flags
 
 # Of the way from the minimum to the peak: more than this at the last update is worth a warning.
 FAR_FROM_MINIMUM = 0.1

@@ -67,9 +67,11 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
 
 def find_recipe(path: Path) -> Path:
     """The file itself where there is one, else the shipped recipe of that name: NAME or configs/NAME.yaml."""
-    named = shipped("configs") / f"{path.stem}.yaml"
     bare = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml")
-    return named if bare and not path.is_file() and named.is_file() else path
+    if path.is_file() or not bare:
+        return path
+    named = shipped("configs") / f"{path.stem}.yaml"
+    return named if named.is_file() else path
 
 
 def build(cls: Type[T], mapping: Any, file: str, prefix: str = "") -> T:

@@ -36,7 +36,7 @@ from moa_fairseq.evaluation.skeleton import build_skeleton
 from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
 from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe
-from moa_fairseq.running import command_line
+from moa_fairseq.running import process
 
 COUNTS = (1, 8, 32)
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
@@ -77,7 +77,7 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
 
 
 def _skeleton(recipe: Recipe, vocabulary: int, weights: bool = False, **more: Any) -> Any:
-    line = command_line.flags({**recipe.model.as_flags(), **more, "arch": None})
+    line = process.flags({**recipe.model.as_flags(), **more, "arch": None})
     return build_skeleton(recipe.model.arch, vocabulary, "separate", line, weights=weights)
 
 

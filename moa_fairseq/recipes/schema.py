@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from moa_fairseq.data_prep.catalogue import CLASSIFICATION, MASKED_LM, TRANSLATION, datasets
 from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING as CAUSAL_LM
-from moa_fairseq.running.command_line import unsafe_value
+from moa_fairseq.running.process import unsafe_value
 
 DATA_RECIPES = ("binarised", *(name for name, data in datasets().items() if data.encoder != "none"))
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")

@@ -33,8 +33,8 @@ from moa_fairseq.recipes.schema import (
 )
 from moa_fairseq.recipes.scores import scores_in
 from moa_fairseq.recipes.train_log import TrainLog
-from moa_fairseq.running.command_line import flags, positional
 from moa_fairseq.running.make import OUT, Step, stamp
+from moa_fairseq.running.process import flags, positional
 
 UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ it N times; the records are therefore taken from the standard output of `--log-f
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -115,16 +116,18 @@ def summarise(path: Path) -> Dict[str, Any]:
     return summary
 
 
+@dataclasses.dataclass
 class TrainLog:
     """Receives the lines of a running fairseq-train: keeps the records and shows where it is."""
 
-    def __init__(self, path: Path, max_epoch: Optional[int], max_update: Optional[int]) -> None:
-        self.path = path
-        self.goal = (max_epoch, max_update)
-        self.parameters: List[int] = []
-        self.updated: Optional[int] = None  # of them, where the task says it
-        self.started: Optional[Tuple[float, float]] = None  # when, and which part of the training was done
-        self.skipped: Set[str] = set()  # what was said about it: fairseq says it again in every epoch
+    path: Path
+    max_epoch: Optional[int]
+    max_update: Optional[int]
+    parameters: List[int] = dataclasses.field(default_factory=list)
+    updated: Optional[int] = None  # of them, where the task says it
+    started: Optional[Tuple[float, float]] = None  # when, and which part of the training was done
+    # What was said about left-out sentences: fairseq says it again in every epoch.
+    skipped: Set[str] = dataclasses.field(default_factory=set)
 
     def __call__(self, line: str) -> None:
         """Take one line of standard output."""
@@ -160,8 +163,7 @@ class TrainLog:
             speed = record.get("train_wps", "?")
             self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)
         else:
-            max_epoch, max_update = self.goal
-            end = f" of {max_update:,}" if max_update else f" (of {max_epoch} epochs)"
+            end = f" of {self.max_update:,}" if self.max_update else f" (of {self.max_epoch} epochs)"
             state = f"loss {record.get('loss', '?')}, {record.get('wps', '?')} tokens/s"
             left = self._time_left(finite(record.get("update", epoch - 1)) or 0.0, updates)
             self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{left}", last=False)
@@ -169,7 +171,8 @@ class TrainLog:
     def _time_left(self, epochs: float, updates: int) -> str:
         """The time that is left at the pace of this session, once there is one."""
         now = time.monotonic()
-        done = max((n / goal for n, goal in zip((epochs, updates), self.goal) if goal), default=0.0)
+        goals = ((epochs, self.max_epoch), (updates, self.max_update))
+        done = max((number / goal for number, goal in goals if goal), default=0.0)
         self.started = self.started or (now, done)
         began, before = self.started
         if done <= before:

@@ -18,8 +18,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, disk_errors, refuse_link
 from moa_fairseq.json_files import saved_json, write_json
-from moa_fairseq.running.command_line import ERRORS_TOO, REDIRECT, to_shell
-from moa_fairseq.running.process import PATIENCE_SECONDS, Executor, locked
+from moa_fairseq.running.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
 
 OUT = "{out}"  # in a command: where it writes
 STATE, COMMANDS, PARTIAL = "state.json", "commands.sh", ".partial"

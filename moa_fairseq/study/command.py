@@ -27,8 +27,7 @@ from moa_fairseq.analysis.plots import save
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import write_json
-from moa_fairseq.running.command_line import to_argv
-from moa_fairseq.running.process import terminate_as_interrupt
+from moa_fairseq.running.process import terminate_as_interrupt, to_argv
 from moa_fairseq.study.design import load_study, runs_of
 from moa_fairseq.study.report import as_markdown, draw, report
 from moa_fairseq.study.running import Place, open_runs, work

@@ -15,7 +15,7 @@ from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
 from moa_fairseq.recipes.flags import check_flags
 from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.running.command_line import flags
+from moa_fairseq.running.process import flags
 from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
 
 # Label, colour, differences of single seeds, and their mean with its interval, of one row of a picture.

@@ -19,9 +19,8 @@ from moa_fairseq.json_files import saved_json, write_json
 from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
 from moa_fairseq.recipes.result import commit, versions
 from moa_fairseq.recipes.train_log import finite, read_records, summarise, updates_of
-from moa_fairseq.running.command_line import flags, to_shell
 from moa_fairseq.running.make import marks
-from moa_fairseq.running.process import Executor, terminate_as_interrupt
+from moa_fairseq.running.process import Executor, flags, terminate_as_interrupt, to_shell
 from moa_fairseq.study.design import DIVERGED, Run, Study, read_record
 
 log = logging.getLogger(__name__)

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
+from moa_fairseq.corpus.build import MAX_TEST_SHARE, SourcedPair, split_pairs, unique_pairs
 from moa_fairseq.corpus.clean import matching_key
-from moa_fairseq.corpus.split import MAX_TEST_SHARE, SourcedPair, split_pairs, unique_pairs
 
 
 def random_pairs(seed, count=4000):

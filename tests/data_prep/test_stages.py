@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from moa_fairseq.data_prep import archives, bpe, monolingual, text_stages
+from moa_fairseq.data_prep import archives, monolingual, text_stages
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.obtain import require_source
 from moa_fairseq.data_prep.prepare import prepared_folder
@@ -200,8 +200,8 @@ def test_data_without_a_known_file_is_no_reason_to_download(tmp_path, recipe, ri
 POINTS = [
     ("wmt14_en_de", archives, "atomic_write", (1, 2)),
     ("wmt14_en_de", text_stages, "_treat", (1, 77, 120, 232)),
-    ("wmt14_en_de", bpe, "get_vocabulary", (1,)),
-    ("wmt14_en_de", bpe, "learn_bpe", (1,)),
+    ("wmt14_en_de", text_stages, "get_vocabulary", (1,)),
+    ("wmt14_en_de", text_stages, "learn_bpe", (1,)),
     ("wmt14_en_de", make, "replace", (1, 4, 6, 7, 8)),
     ("wmt14_en_de", make, "put_mark", (1, 5, 12, 16)),
     ("wikitext103_sp8k", monolingual, "atomic_write", (1, 2)),

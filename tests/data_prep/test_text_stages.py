@@ -12,12 +12,19 @@ import pytest
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-from moa_fairseq.data_prep import bpe
-from moa_fairseq.data_prep.bpe import learn_codes, load_codes
+from moa_fairseq.data_prep import text_stages
 from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut, datasets
 from moa_fairseq.data_prep.parallel_text import BAD, Piece, read_lines, read_pairs
 from moa_fairseq.data_prep.prepare import sample_pairs
-from moa_fairseq.data_prep.text_stages import Split, Treatment, clean, treat, write_splits
+from moa_fairseq.data_prep.text_stages import (
+    Split,
+    Treatment,
+    clean,
+    learn_codes,
+    load_codes,
+    treat,
+    write_splits,
+)
 from moa_fairseq.errors import UserError
 
 TREATMENT = Treatment(cleaning=Cleaning())
@@ -206,7 +213,7 @@ def test_the_same_codes_and_subwords_as_subword_nmt(texts, tmp_path, made):
 
 def test_the_memory_of_words_has_an_end(texts, tmp_path, monkeypatch):
     learn_codes(texts, 50, tmp_path / "codes")
-    monkeypatch.setattr(bpe, "REMEMBERED", 10)
+    monkeypatch.setattr(text_stages, "REMEMBERED", 10)
     lines = [f"Straße{number} Haus" for number in range(40)]
     segmented = [load_codes(str(tmp_path / "codes")).segment(line) for line in lines]
     assert len(load_codes(str(tmp_path / "codes")).cache) <= 12

@@ -11,7 +11,7 @@ from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware, World, choose_devices, find_world, precision_name
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.schema import Model, Train
-from moa_fairseq.running import command_line
+from moa_fairseq.running import process
 
 CPU, AMX = Hardware(), Hardware(bfloat16_units=True)
 V100 = Hardware(1, "V100", (7, 0), ("0",))
@@ -118,14 +118,14 @@ def test_choice_of_devices():
 
 def test_flags():
     values = {"a": 1, "b": True, "c": False, "d": None, "e": [1, 2], "f": -1, "g": "(0.9, 0.98)"}
-    assert command_line.flags(values) == ["--a", "1", "--b", "--e", "1", "2", "--f=-1", "--g", "(0.9, 0.98)"]
+    assert process.flags(values) == ["--a", "1", "--b", "--e", "1", "2", "--f=-1", "--g", "(0.9, 0.98)"]
 
 
 def test_the_printed_line_means_what_is_executed():
     command = ["fairseq-train", "a folder", "--adam-betas", "(0.9, 0.98)"]
-    assert shlex.split(command_line.to_shell(command)) == command
-    assert command_line.to_shell(command, {"A": "1,2"}).startswith("A=1,2 fairseq-train")
-    assert command_line.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
+    assert shlex.split(process.to_shell(command)) == command
+    assert process.to_shell(command, {"A": "1,2"}).startswith("A=1,2 fairseq-train")
+    assert process.to_argv(command)[1:] == ["-u", "-m", "fairseq_cli.train", *command[1:]]
 
 
 def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, shown):
@@ -133,7 +133,7 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, sh
 
     def line(*overrides):
         (command,) = shown(load_recipe(path, overrides), CPU, Options(stage="score"))
-        return command_line.to_shell(command)
+        return process.to_shell(command)
 
     assert "--also" not in line() and "--also" not in line("score.headline=sacrebleu")
     assert "--also moa-release --json" in line("score.headline=moa_release_bleu")
@@ -143,7 +143,7 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, sh
 def test_train_command_of_a_mixture(small, write_config, tmp_path, shown):
     small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
     recipe, options = load_recipe(write_config(small)), Options(stage="train")
-    line = command_line.to_shell(shown(recipe, CPU, options)[0])
+    line = process.to_shell(shown(recipe, CPU, options)[0])
     assert "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
     assert line.endswith("--distributed-world-size 1 --cpu")
     assert "--cpu" not in shown(recipe, A100, options)[0]

@@ -22,7 +22,7 @@ from moa_fairseq.recipes.flags import check_flags, check_sharding, schedule_warn
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, find_world
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.schema import OWN, REFUSED, SECTIONS
-from moa_fairseq.running import command_line
+from moa_fairseq.running import process
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -150,10 +150,10 @@ def test_no_way_into_a_recipe_runs_a_planted_flag(small, write_config, toy_data,
 
 def test_values_that_look_like_flags_stay_values(small, write_config):
     small["train"]["flags"].update({"lr": [-1, "-2.5", "-1e-3", "0.5"], "adam-betas": "(0.9, 0.98)"})
-    line = command_line.flags(load_recipe(write_config(small)).train.flags)
+    line = process.flags(load_recipe(write_config(small)).train.flags)
     assert line[line.index("--lr") + 1 :][:4] == ["-1", "-2.5", "-0.001", "0.5"]
     with pytest.raises(UserError, match=r"--lr.*'--user-dir'"):
-        command_line.flags({"lr": ["--user-dir", "x"]})
+        process.flags({"lr": ["--user-dir", "x"]})
 
 
 # --- traps of scale -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from moa_fairseq.recipes.planner import (
     plan,
     read_speeds,
 )
-from moa_fairseq.running.command_line import flags
+from moa_fairseq.running.process import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = (
