@@ -274,8 +274,8 @@ def _translation(job: Preparation) -> List[Step]:
         taken = not data.steps and not data.codes and settings.get("tokenize") is None
         if taken and is_raw(itertools.chain(*sample)):
             raise UserError(
-                f"{pairs('train')[0][0].path} looks like raw text: the last full stops hang on words. Tokenise it "
-                "here with --tokenize (in a recipe: --set data.recipe=parallel --set data.tokenize=true). To "
+                f"{pairs('train')[0][0].path} looks like raw text: full stops hang on words. Tokenise it "
+                "here with --tokenize (in a recipe: --set data.recipe=parallel --set data.tokenize=true); to "
                 "train on it as it stands, say --no-tokenize (data.tokenize=false)."
             )
         return write_splits(tokenised(), languages, new, job.workers)
