@@ -17,6 +17,7 @@ TRANSLATION, LANGUAGE_MODELING = "translation", "language_modeling"
 MASKED_LM, CLASSIFICATION = "masked_lm", "classification"
 # What files of the source and of the target language are called in WMT's sets.
 SIDES = ("src", "ref")
+# Line functions that know languages, which are also what raw text of one's own goes through with `tokenize`.
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
 
@@ -142,10 +143,16 @@ class Dataset:
             names.insert(1, self.hold_out.split)
         return names
 
-    def steps_for(self, split: str, language: str) -> Tuple[Step, ...]:
-        """The line functions for one language of a split, as moa_fairseq.text.apply_steps takes them."""
+    def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> Tuple[Step, ...]:
+        """The line functions for one language of a split, as moa_fairseq.text.apply_steps takes them.
+
+        settings: of a recipe's data section, whose `lowercase` and `tokenize` add to those of the table.
+        """
         rows = self.steps.get(split, self.steps.get("other", ()))
+        rows = [*rows, *(_WITH_LANGUAGE if settings.get("tokenize") else ())]
         named = [(row, {}) if isinstance(row, str) else next(iter(row.items())) for row in rows]
+        if settings.get("lowercase") and not any(name == "lowercase" for name, _ in named):
+            named.insert(0, ("lowercase", {}))
         return tuple(
             (name, {**options, "lang": language} if name in _WITH_LANGUAGE else dict(options))
             for name, options in named

@@ -5,7 +5,9 @@
   moa-fairseq prepare wmt14_en_de --flavour vaswani_rebuilt  # its text, from public archives
   moa-fairseq prepare iwslt14_de_en --source en --target de OUT
   moa-fairseq prepare multi30k --target fr --from multi30k/data/task1/raw --offline
-  moa-fairseq prepare text_gpt2bpe OUT --from my_text       # train.txt, valid.txt and test.txt
+  moa-fairseq prepare parallel OUT --from my_pairs --source fr --target en --tokenize --bpe 8000
+  moa-fairseq prepare text_sp OUT --from my_text --bpe 4000  # train.txt, valid.txt and test.txt
+  moa-fairseq prepare text_gpt2bpe OUT --from my_text
   moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
 
 Every stage is a folder in OUT that appears when it is whole: run the same line again after an interruption
@@ -41,12 +43,8 @@ ANY_ORDER = True
 
 
 def names() -> Dict[str, Dataset]:
-    """The data sets that can be prepared: from public files, from none, or from running text."""
-    return {
-        name: dataset
-        for name, dataset in datasets().items()
-        if dataset.downloadable or dataset.kind == MASKED_LM
-    }
+    """The data sets that can be prepared: from public files, from none, or from the user's text."""
+    return {name: dataset for name, dataset in datasets().items() if dataset.downloadable or dataset.bring}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--flavour", metavar="NAME", help=editions)
     add("--source", metavar="LANG", help="source language, to turn a pair round")
     add("--target", metavar="LANG", help="target language")
+    merges = "joint merges to learn, 0 for none (default: the data set's); of text_sp: SentencePiece pieces"
+    add("--bpe", type=int, metavar="N", help=merges)
+    raw = "of parallel: whether its text is raw, and gets Moses' tokeniser here (default: raw is an error)"
+    add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
     drawn = parser.add_argument_group("data that is drawn (listops)")
     defaults = datasets()["listops"].generated
     sizes = f"how many expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
@@ -117,7 +119,8 @@ def _dataset(args: argparse.Namespace) -> Dataset:
 
 
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
-    name, one_language = dataset.name, not dataset.languages
+    name, one_language = dataset.name, dataset.kind != TRANSLATION
+    segmented = name != "text_sp" and (one_language or dataset.codes is not None)
     drawn = bool(names()[name].generated)
     refusals = [
         (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
@@ -130,6 +133,16 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
         (
             one_language and (args.source or args.target),
             f"{name} has one language: leave --source and --target out",
+        ),
+        (
+            not (one_language or dataset.languages) and not (args.source and args.target),
+            f"{name} is text in languages of your own: name them with --source and --target",
+        ),
+        (segmented and args.bpe is not None, f"{name} has a segmentation of its own: leave --bpe out"),
+        ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
+        (
+            name != "parallel" and args.tokenize is not None,
+            f"{name} is tokenised as its source is: leave --tokenize and --no-tokenize out",
         ),
         (
             not drawn and (args.sizes or args.seed is not None),
@@ -145,8 +158,8 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
 def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
     """The data section of a recipe that uses the data set as its table row says."""
     if dataset.kind != TRANSLATION:
-        return {"recipe": dataset.name, "flags": {}}
-    first, second = dataset.languages[:2]
+        return {"recipe": dataset.name, "bpe": args.bpe, "flags": {}}
+    first, second = dataset.languages[:2] or (args.source, args.target)
     # One that is named turns the pair round where it stands on the other side.
     source = args.source or (second if args.target == first else first)
     target = args.target or (first if args.source == second else second)
@@ -156,8 +169,9 @@ def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
         "recipe": dataset.name,
         "source": source,
         "target": target,
-        "bpe": dataset.merges,
+        "bpe": dataset.merges if args.bpe is None else args.bpe or None,
         "joined_dictionary": dataset.joined_dictionary,
         "lowercase": False,
+        "tokenize": args.tokenize,
         "flags": {},
     }

@@ -63,7 +63,8 @@ def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, 
             )
         except RuntimeError as error:
             raise UserError(
-                f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}. Is the text whole?"
+                f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}. "
+                "Is the text whole? Of your own text, --bpe N (in a recipe: --set data.bpe=N) says how many."
             ) from error
     return {"pieces": count}
 

@@ -58,6 +58,17 @@ class Store:
                 f"of {', '.join(dataset.languages)}."
             )
         parts, missing = dataset.parts(languages), []
+        plain = {split: [part for part in some if not part.archive] for split, some in parts.items()}
+        train, valid = (
+            [path for part in plain.get(s, ()) if (path := self._find(part))] for s in ("train", "valid")
+        )
+        unpacked, lacks = [path.name for path in train if path.suffix != ".gz"], plain.get("valid")
+        if unpacked and lacks and lacks[0].source and not valid:  # else one half would be downloaded
+            raise UserError(
+                f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}. Is "
+                f"it text of your own, and not {dataset.name}? Then say data.recipe=parallel (moa-fairseq "
+                "prepare parallel)."
+            )
         for split, some in list(parts.items()) if self.at_hand else ():
             absent = [part for part in some if not part.archive and not self._find(part)]
             if absent and split not in required:

@@ -7,7 +7,7 @@ import itertools
 import re
 import zlib
 from pathlib import Path
-from typing import Callable, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from moa_fairseq.errors import UserError
 
@@ -17,6 +17,7 @@ MAX_LINE_BYTES = 1_000_000
 BAD = "\0"
 BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
+_GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
 _TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
 _TED_TAGS = re.compile("</?(?:title|description)>")
 
@@ -96,6 +97,13 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
             yield source, target
         if not count:
             raise UserError(f"{one.path} and {other.path} hold no line of text.")
+
+
+def is_raw(lines: Iterable[str]) -> bool:
+    """True where the marks that end sentences hang on words, as no tokeniser leaves them."""
+    ends = [line.rstrip()[-3:] for line in lines]
+    glued, apart = (sum(bool(re.search(mark, end)) for end in ends) for mark in (_GLUED, _APART))
+    return glued > max(apart, len(ends) / 10)
 
 
 def find_file(folder: Optional[Path], name: str) -> Optional[Path]:

@@ -45,7 +45,7 @@ from moa_fairseq.data_prep.gpt2_files import (
 from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.data_prep.manifest import MANIFEST, manifest_of
 from moa_fairseq.data_prep.obtain import MEMORY, Store, known_checksum
-from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, find_file, read_lines, read_pairs
+from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, find_file, is_raw, read_lines, read_pairs
 from moa_fairseq.data_prep.text_stages import Split, Treatment, learn_codes, write_splits
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
@@ -55,7 +55,7 @@ from moa_fairseq.running.process import Executor, flags
 from moa_fairseq.text.workers import default_workers
 
 CODES = "codes"
-SHOWN = 3
+SHOWN, SAMPLE = 3, 1000  # pairs of the training text that are shown, that are looked at
 log = logging.getLogger(__name__)
 
 
@@ -254,9 +254,7 @@ def _translation(job: Preparation) -> List[Step]:
     def tokenised() -> List[Split]:
         found = []
         for split in job.parts:
-            steps = [data.steps_for(split, language) for language in languages]
-            if settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps[0]):
-                steps = [(("lowercase", {}), *side) for side in steps]
+            steps = [data.steps_for(split, language, settings) for language in languages]
             treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
             train = split == "train"
             found.append(Split(split, pairs(split), treatment, data.hold_out if train else None, train))
@@ -267,9 +265,17 @@ def _translation(job: Preparation) -> List[Step]:
         return {"languages": languages, "texts": job.read(), "splits": treated}
 
     def tokenise(new: Path) -> Dict[str, Any]:
+        sample = [*itertools.islice(read_pairs(pairs("train"), mark_bad=True), SAMPLE)]
         # For people, who see whether the sides belong together, and whether the text is segmented already.
-        for sides in itertools.islice(read_pairs(pairs("train"), mark_bad=True), SHOWN):
+        for sides in sample[:SHOWN]:
             log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
+        taken = not data.steps and not data.codes and settings.get("tokenize") is None
+        if taken and is_raw(itertools.chain(*sample)):
+            raise UserError(
+                f"{pairs('train')[0][0].path} looks like raw text: full stops hang on words. Tokenise it "
+                "here with --tokenize (in a recipe: --set data.recipe=parallel --set data.tokenize=true); to "
+                "train on it as it stands, say --no-tokenize (data.tokenize=false)."
+            )
         return write_splits(tokenised(), languages, new, job.workers)
 
     def segment(new: Path) -> Dict[str, Any]:
@@ -332,13 +338,14 @@ def _language_modeling(job: Preparation) -> List[Step]:
     """Text in a vocabulary of its own: (model →) text (→ binarised)."""
     data, folder = job.data, job.root / "model"
     steps: List[Step] = []
+    pieces = job.settings.get("bpe") or data.pieces
 
     def read() -> Dict[str, Any]:
         return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
 
     def learn(new: Path) -> Dict[str, int]:
-        log.info("learning %s SentencePiece pieces", f"{data.pieces:,}")
-        return monolingual.train_pieces(job.texts["train"], data.pieces, new)
+        log.info("learning %s SentencePiece pieces", f"{pieces:,}")
+        return monolingual.train_pieces(job.texts["train"], pieces, new)
 
     def write(new: Path) -> Dict[str, Any]:
         if data.encoder == "bytes":
@@ -352,7 +359,7 @@ def _language_modeling(job: Preparation) -> List[Step]:
         return facts
 
     if data.encoder == "sentencepiece":
-        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": data.pieces}))
+        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": pieces}))
     model = {"model": steps[0]} if steps else {}
     steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}))
     if data.encoder != "none":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, NamedTuple, Tuple
 
 from moa_fairseq.data_prep.catalogue import TRANSLATION, Dataset, datasets
 from moa_fairseq.data_prep.manifest import MANIFEST
@@ -98,11 +98,9 @@ def codec_of(data: Path, kind: str) -> Any:
 
 
 def _translation(root: Path, settings: Dict[str, Any], dataset: Dataset) -> TranslationCodec:
-    steps: List[Step] = list(dataset.steps_for("test", settings["source"]))
-    if settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps):
-        steps.insert(0, ("lowercase", {}))
+    steps = dataset.steps_for("test", settings["source"], settings)
     found = [path for path in (root / "bpe" / "codes", root / "codes") if path.is_file()]
-    return TranslationCodec(tuple(steps), str(found[0]) if found else "", settings["target"])
+    return TranslationCodec(steps, str(found[0]) if found else "", settings["target"])
 
 
 def _running_text(root: Path, dataset: Dataset) -> Any:

@@ -88,8 +88,9 @@ class Data:
     """Which text, and how it becomes a binarised folder.
 
     source, target: languages; left out for language models and classifiers. bpe: number of joint merges to
-    learn on the training text, or None when the text is segmented already, or by `codes`: a file of merges
-    learned elsewhere. train_fraction: the part of the training pairs that is used, a sample by
+    learn on the training text (of text_sp: of pieces), or None when the text is segmented already, or by
+    `codes`: a file of merges learned elsewhere. tokenize: whether the text of `parallel` is raw; unless said,
+    raw text is an error. train_fraction: the part of the training pairs that is used, a sample by
     train_fraction_seed; a smaller one is part of a larger. flags: passed on to fairseq-preprocess.
     """
 
@@ -100,6 +101,7 @@ class Data:
     codes: Optional[str] = None
     joined_dictionary: bool = True
     lowercase: bool = False
+    tokenize: Optional[bool] = None
     train_fraction: Optional[float] = None
     train_fraction_seed: int = 1
     flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -301,6 +303,8 @@ def _values(recipe: Recipe) -> Problems:
         remedy = "set data.joined_dictionary: true, or model.share_all_embeddings: false."
         why = f"one embedding for both languages needs one dictionary for both: {remedy}"
         yield "model.share_all_embeddings", why
+    if data.tokenize and data.recipe != "parallel":
+        yield "data.tokenize", f"is for data.recipe parallel: {data.recipe} is tokenised as it is published."
     if data.bpe and data.codes:
         yield "data.codes", "the merges are learned (data.bpe) or given (data.codes), not both."
     if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
@@ -347,7 +351,8 @@ def _kind(recipe: Recipe) -> Problems:
     if score and score.headline.startswith(metrics) != bool(name):
         yield "score.headline", f"{score.headline!r} is no score of train.task {task!r}."
     if name:
-        keys = ("source", "target", "bpe", "lowercase", "codes", "train_fraction")
+        keys = ("source", "target", "bpe", "lowercase", "tokenize", "codes", "train_fraction")
+        keys = tuple(key for key in keys if (key, data.recipe) != ("bpe", "text_sp"))
         unused = {f"data.{key}": getattr(data, key) for key in keys}
         for key, value in {**unused, "generate": recipe.generate}.items():
             if value:

@@ -228,7 +228,8 @@ def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
         if row.kind == TRANSLATION:
             languages = dict(zip(("source", "target"), row.languages or ("en", "de")))
             bpe = 20 if row.merges or not row.downloadable else None
-            values.update(languages, bpe=bpe, joined_dictionary=row.joined_dictionary, lowercase=False)
+            joined = row.joined_dictionary
+            values.update(languages, bpe=bpe, joined_dictionary=joined, lowercase=False, tokenize=False)
         folders = (at_hand, tmp_path / out, preprocess, tmp_path / out / "downloads")
         job = Preparation({**values, **settings}, subsets, *folders, offline=True, workers=workers)
         return job.run(), tmp_path / out

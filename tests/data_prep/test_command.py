@@ -14,6 +14,7 @@ import pytest
 from moa_fairseq.cli import build_parser, main
 from moa_fairseq.data_prep import command
 from moa_fairseq.data_prep import prepare as prepare_module
+from moa_fairseq.data_prep.parallel_text import is_raw
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "data-prep" / "README.md").read_text("utf-8")
@@ -74,6 +75,35 @@ def test_running_text_in_gpt2s_encoding(prepare, miniature, toy_wiki, tmp_path):
     assert status == 0 and report["recipe"] == "text_gpt2bpe" and report["splits"]["test"]["lines"] == 40
 
 
+def test_raw_pairs_of_ones_own(prepare, own_text, tmp_path):
+    words = ["parallel", "out", "--from", own_text, "--source", "de", "--target", "en", "--bpe", 30]
+    status, said, complaint = prepare(*words)
+    assert status == 2 and "--tokenize" in complaint and "data.tokenize=true" in complaint
+    assert said.count("  de: ") == 3 and " | en: " in said  # pairs, for who has swapped the files
+    status, said, _ = prepare(*words, "--tokenize")
+    assert status == 0 and " --source-lang de --target-lang en " in said
+    tokens = (tmp_path / "out" / "tokens" / "train.de").read_text("utf-8").splitlines()
+    raw = (own_text / "train.de").read_text("utf-8").splitlines()
+    assert len(tokens) == 30 and tokens[0].endswith(" Haus .") and raw[0].endswith(" Haus.")
+    assert len((tmp_path / "out" / "bpe" / "codes").read_text("utf-8").splitlines()) == 31
+    status, *_ = prepare(*words, "--no-tokenize")
+    assert status == 0 and (tmp_path / "out" / "tokens" / "train.de").read_text("utf-8").splitlines() == raw
+
+
+@pytest.mark.parametrize(
+    ("lines", "raw"),
+    [
+        (["A dog runs .", "It is 5 p.m.", "Yes !"], False),
+        (["A dog runs.", "“Yes!”", "no end"], True),
+        (["他走了。", "是吗？"], True),
+        (["Hundehaus", "zum Beispiel"] * 9 + ["usw."], False),
+        ([], False),
+    ],
+)
+def test_raw_text_is_told_from_tokenised(lines, raw):
+    assert is_raw(lines) == raw
+
+
 @pytest.mark.parametrize(
     ("words", "story"),
     [
@@ -88,6 +118,12 @@ def test_running_text_in_gpt2s_encoding(prepare, miniature, toy_wiki, tmp_path):
         (["listops", "--sizes", 0, 5, 5], "each must be at least 1"),
         (["listops", "--from", "."], "made of no files"),
         (["text_gpt2bpe"], "name its folder with --from"),
+        (["parallel", "--from", ".", "--source", "fr"], "name them with --source and --target"),
+        (["parallel", "--source", "fr", "--target", "en"], "name its folder with --from"),
+        (["multi30k", "--tokenize"], "leave --tokenize and --no-tokenize out"),
+        (["multi30k", "--bpe", -1], "--bpe -1"),
+        (["enwik8", "--bpe", 100], "leave --bpe out"),
+        (["wmt14_en_de", "--flavour", "vaswani", "--bpe", 100], "leave --bpe out"),
         (["wmt14_en_fr"], "training-parallel-europarl-v7.tgz is not in"),
         (["wikitext103_gpt2bpe", "--from", "."], "wikitext-103-raw-v1.zip is not in"),
     ],
@@ -102,7 +138,7 @@ def test_what_cannot_be_done_is_said_in_a_line(prepare, words, story):
     [(None, None, "de en"), ("en", None, "en de"), (None, "de", "en de"), ("de", "en", "de en")],
 )
 def test_a_pair_can_be_turned_round(source, target, pair):
-    named = argparse.Namespace(source=source, target=target)
+    named = argparse.Namespace(source=source, target=target, bpe=None, tokenize=None)
     settings = command._settings(command.names()["iwslt14_de_en"], named)
     assert f"{settings['source']} {settings['target']}" == pair
 
@@ -110,7 +146,7 @@ def test_a_pair_can_be_turned_round(source, target, pair):
 def test_each_data_set_has_its_script_and_its_row():
     names = {path.stem for path in SCRIPTS}
     flavours = {"wmt14_en_de_vaswani", "wmt14_en_de_vaswani_rebuilt", "iwslt14_de_en_cased", "listops_depth3"}
-    own = {"text_gpt2bpe", "embedded_gpt2bpe"}
+    own = {"text_gpt2bpe", "embedded_gpt2bpe", "text_sp", "parallel", "embedded", "tatoeba"}
     assert names | flavours | own | {"wikitext103_raw", "wikitext2_raw"} == set(command.names())
     assert set(re.findall(r"^\| `data-prep/(\w+)\.sh` \|", README, re.MULTILINE)) == names
     for path in SCRIPTS:

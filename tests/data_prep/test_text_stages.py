@@ -160,7 +160,7 @@ def test_every_third_line_is_held_out(run, tmp_path, said):
 
 def test_blanks_stay_as_moses_prints_them(run, tmp_path):
     """Line 16,217 of Multi30k's train.en: two blanks before the full stop, one at the end, after BPE too."""
-    steps = datasets()["multi30k"].steps_for("train", "en")
+    steps = datasets()["multi30k"].steps_for("train", "en", {})
     raw = "A man and a woman on a motorcycle .`\n"
     facts, sides = run(raw, "x\n", treatment=Treatment((steps, ())))
     assert sides[0] == ["a man and a woman on a motorcycle  . &apos; "]
