@@ -7,7 +7,7 @@ import difflib
 import reprlib
 import typing
 from pathlib import Path
-from typing import Any, Collection, Dict, Mapping, NoReturn, Sequence, Type, TypeVar, Union
+from typing import Any, Collection, Dict, List, Mapping, NoReturn, Sequence, Type, TypeVar, Union
 
 import yaml
 from omegaconf import OmegaConf, SCMode
@@ -28,22 +28,13 @@ _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", st
 def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe:
     """Read, merge and check one recipe file; nothing else makes a Recipe of a file.
 
-    path: a YAML file; its `base:` (a file beside it, or a list of them, which may have no base themselves)
-    is merged under it key by key, a later base over an earlier one. overrides: `section.key=value` strings,
-    the value in YAML, applied last. A null stands for a key that is not said. Raises UserError naming file
-    and key.
+    path: a YAML file; its `base:` is merged under it key by key: a path from its own folder, else the name of
+    a shipped recipe, or a list of them, a later one over an earlier one. A base may have bases. overrides:
+    `section.key=value` strings, the value in YAML, applied last. A null stands for a key that is not said.
+    Raises UserError naming file and key.
     """
     path = Path(path)
-    mapping = _read_yaml(path)
-    names = mapping.pop("base", [])
-    layers = []
-    for name in names if isinstance(names, list) else [names]:
-        inside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
-        if not inside or "\0" in name or not (path.parent / name).is_file():
-            fail(str(path), "base", f"there is no file {reprlib.repr(name)} beside it.")
-        layers.append(_read_yaml(path.parent / name))
-        if "base" in layers[-1]:
-            fail(str(path), "base", f"{path.parent / name} has a base itself; only one level is allowed.")
+    layers = _layers(path)
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not all(key.strip().split(".")):
@@ -53,7 +44,7 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     except _NOT_YAML as error:
         raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
-    recipe = _built(Recipe, [*layers, mapping, said], file)
+    recipe = _built(Recipe, [*layers, said], file)
     if recipe.experiment != path.stem:
         given = reprlib.repr(recipe.experiment)
         fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
@@ -63,6 +54,23 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     for key, problem in problems(recipe):
         fail(file, key, problem)
     return recipe
+
+
+def _layers(path: Path, above: Sequence[Path] = ()) -> List[Dict[str, Any]]:
+    """The mappings of a recipe file: those of its bases, lowest first, then its own."""
+    mapping, layers = _read_yaml(path), []
+    names = mapping.pop("base", [])
+    for name in names if isinstance(names, list) else [names]:
+        if not isinstance(name, str) or "\0" in name:
+            fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
+        places = [folder / name for folder in (path.parent, shipped("configs"))]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            fail(str(path), "base", f"{places[0].resolve()} is not a file, nor {name!r} a shipped recipe.")
+        if found.resolve() in (path.resolve(), *above):
+            fail(str(path), "base", f"{found} is built on this file itself.")
+        layers += _layers(found, (path.resolve(), *above))
+    return [*layers, mapping]
 
 
 def find_recipe(path: Path) -> Path:

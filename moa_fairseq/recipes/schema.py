@@ -351,8 +351,8 @@ def _kind(recipe: Recipe) -> Problems:
     if score and score.headline.startswith(metrics) != bool(name):
         yield "score.headline", f"{score.headline!r} is no score of train.task {task!r}."
     if name:
-        keys = ("source", "target", "bpe", "lowercase", "tokenize", "codes", "train_fraction")
-        keys = tuple(key for key in keys if (key, data.recipe) != ("bpe", "text_sp"))
+        keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
+        keys += [] if data.recipe == "text_sp" else ["bpe"]
         unused = {f"data.{key}": getattr(data, key) for key in keys}
         for key, value in {**unused, "generate": recipe.generate}.items():
             if value:
