@@ -100,11 +100,11 @@ def training_of_machine(number, folder):
     """The process id of a machine's fairseq-train, from what the system says about all processes."""
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = entry.read_bytes().decode(errors="replace").split("\0")
+            command = entry.read_bytes().decode(errors="replace")
         except OSError:
             continue
-        wanted = ["fairseq_cli.train", "--distributed-rank", str(number)]
-        if all(word in words for word in wanted) and os.readlink(entry.parent / "cwd") == str(folder):
+        wanted = ("fairseq_cli.train\0", f"--distributed-rank\0{number}\0")
+        if all(words in command for words in wanted) and os.readlink(entry.parent / "cwd") == str(folder):
             return int(entry.parent.name)
     return None
 
