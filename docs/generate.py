@@ -12,9 +12,9 @@ import argparse
 import dataclasses
 import enum
 import json
-import re
 import sys
-from collections import defaultdict
+import textwrap
+import typing
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
@@ -27,11 +27,12 @@ from moa_fairseq.cli import VERBS
 from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig
 from moa_fairseq.evaluation.results import load_comparison
-from moa_fairseq.evaluation.results_markdown import PAPERS, SCORES, render, render_headlines
+from moa_fairseq.evaluation.results_markdown import PAPERS, render, render_headlines
 from moa_fairseq.fairseq_compat import PATCHES
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 from moa_fairseq.transformer.families import FAMILIES
 from moa_fairseq.transformer.model import BRANCH, POSITIONS
@@ -44,23 +45,15 @@ DOCUMENTS = (
     "configs/README.md",
     "docs/flags.md",
     "docs/fairseq.md",
+    "docs/recipe.yaml",
 )
 
-# The experiments of a name that begins so, under one heading.
-GROUPS = {
-    "quickstart": "The quickstart: the embedded English-German corpus",
-    "multi30k": "Multi30k English-German",
-    "iwslt14": "IWSLT14",
-    "wmt14_ende": "WMT14 English-German",
-    "wmt14_enfr": "WMT14 English-French",
-    "wikitext103_mlm": "WikiText-103, masked language models",
-    "wikitext103_lm": "WikiText-103, causal language models",
-    "wikitext2_mlm": "WikiText-2, masked language models",
-    "wikitext2_lm": "WikiText-2, causal language models",
-    "enwik8": "enwik8, language models of characters",
-    "listops": "ListOps, classification",
-    "": "Others",
-}
+# The paper of a recipe that stands for no row of one, by the beginning of its architecture's name.
+FAMILY_PAPERS = {"moa": "moa", "mae": "mae", "switch": "switchhead", "moh": "moh"}
+
+RECIPE_HEAD = """# Every key of a recipe, with its meaning, choices and default. Written by docs/generate.py.
+# `base: NAME.yaml`, a path from this file's folder or a recipe of configs/, or a list of them, lies under it.
+"""
 
 
 def parts() -> Dict[str, str]:
@@ -75,6 +68,7 @@ def parts() -> Dict[str, str]:
         "architectures": architectures(),
         "verbs": verbs(),
         "patches": patch_table(),
+        "docs/recipe.yaml": RECIPE_HEAD + "\n".join(recipe_keys()) + "\n",
     }
 
 
@@ -107,61 +101,47 @@ def grid(head: List[str], lines: List[List[str]]) -> str:
 
 
 def experiments() -> str:
-    """A row per configs/*.yaml: what it is, its command, machine, time and result."""
-    runs = defaultdict(list)
-    for path in sorted((ROOT / "results" / "measured").glob("*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        runs[run["experiment"]].append((path, run))
-    groups: Dict[str, List[List[str]]] = {title: [] for title in GROUPS.values()}
+    """A line per configs/*.yaml, by paper: what it trains, and the row of the paper that it stands for."""
+    groups: Dict[str, List[List[str]]] = {paper: [] for paper in [*FAMILY_PAPERS.values(), "dense"]}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
-        title = next(title for prefix, title in GROUPS.items() if path.stem.startswith(prefix))
-        groups[title].append(_experiment(path, runs[path.stem]))
-    head = ["Experiment", "What it trains", "Command", "Machine", "Time", "Result"]
-    return "\n\n".join(f"### {title}\n\n{grid(head, lines)}" for title, lines in groups.items() if lines)
+        recipe = load_recipe(path)
+        families = (paper for name, paper in FAMILY_PAPERS.items() if recipe.model.arch.startswith(name))
+        paper, printed, row = next(families, "dense"), recipe.reproduces, ""
+        if printed:
+            source = printed.table if printed.table.startswith("README") else f"Table {printed.table}"
+            paper, row = (printed.paper if printed.paper in groups else paper), f"{source}: {printed.value}"
+        groups[paper].append([f"[{path.stem}]({path.name})", recipe.summary, row])
+    titles = {**PAPERS, "dense": "Dense models to compare with"}
+    head = ["Experiment", "What it trains", "Printed"]
+    return "\n\n".join(f"### {titles[paper]}\n\n{grid(head, lines)}" for paper, lines in groups.items())
 
 
-def _experiment(path: Path, runs: List[Tuple[Path, dict]]) -> List[str]:
-    recipe = load_recipe(path, [])
-    machine, time = machine_and_time(path)
-    if runs:
-        machine = "; ".join(dict.fromkeys(run["hardware"] for _, run in runs))
-        time = "; ".join(f"{run['train_seconds'] / 60:.0f} min" for _, run in runs)
-    results = [_result(file, run) for file, run in runs]
-    printed = recipe.reproduces
-    if printed:
-        paper = PAPERS.get(printed.paper, printed.paper)
-        source = printed.table if printed.table.startswith("README") else f"Table {printed.table}"
-        results = [f"paper: {printed.value} ({paper}, {source})", *(results or ["not run"])]
-    script = f"`bash scripts/{path.stem}.sh`"
-    name = f"[{path.stem}]({path.name})"
-    return [name, recipe.summary, script, machine, time, "; ".join(results) or "not run"]
+def recipe_keys(section: Any = Recipe, indent: str = "") -> Iterator[str]:
+    """The lines of a recipe that says every key: a comment (meaning, choices, default), then a value."""
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        kinds = typing.get_args(hints[field.name]) or [hints[field.name]]
+        kind = next(kind for kind in kinds if kind is not type(None))
+        said = field.metadata
+        if dataclasses.is_dataclass(kind):
+            if field.name != "reproduces":  # which is for rows of papers alone
+                yield from ("", f"# {kind.__doc__}", f"{field.name}:", *recipe_keys(kind, "  "))
+            continue
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        default = None if required else field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = said["example"] if said["example"] is not None else default
+        about = [said["text"]] if said["text"] else []
+        about += [f"one of {', '.join(said['choices'])}"] if said["choices"] else []
+        about += ["required" if required else f"default: {_yaml(default)}"]
+        yield from (f"{indent}# {line}" for line in textwrap.wrap("; ".join(about), 100))
+        yield f"{indent}{field.name}: {_yaml(value)}"
 
 
-def _result(file: Path, run: dict) -> str:
-    metric = run["headline"]
-    name = SCORES.get(metric, metric)
-    budget = f" after {run['epochs']} epochs" if not run.get("reproduces") else ""
-    changed = re.findall(r"--set model\.(?:flags\.)?(\S+)", run["command"])
-    budget += f" with {' and '.join(changed)}" if changed else ""
-    seed = f", seed {run['seed']}" if run["seed"] != 1 else ""
-    return f"[{run['metrics'][metric]:.2f}](../results/measured/{file.name}) {name}{budget}{seed}"
-
-
-def machine_and_time(path: Path) -> Tuple[str, str]:
-    """What the comment at the top of a recipe says of both; "as NAME" is looked up there."""
-    comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8")).group()
-    found = re.search(r"# Hardware( and time)?: (.*(?:\n#   .*)*)", comment)
-    if not found:
-        return "", "not measured"
-    text = re.sub(r"\n#\s*", " ", found.group(2))
-    if found.group(1):
-        return text.rstrip("."), ""
-    machine, _, time = text.partition(" Time")
-    machine = machine.strip().rstrip(".")
-    other = re.fullmatch(r"as (\w+)", machine)
-    if other:
-        machine = machine_and_time(path.with_name(f"{other.group(1)}.yaml"))[0]
-    return machine, time.partition(": ")[2].rstrip(".")
+def _yaml(value: Any) -> str:
+    line = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return line.removesuffix("...\n").strip()
 
 
 def flags() -> str:
@@ -282,8 +262,8 @@ def main() -> int:
     made, stale = parts(), []
     for name in DOCUMENTS:
         path = ROOT / name
-        text = path.read_text(encoding="utf-8")
-        fresh = fill(text, made)
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        fresh = fill(text, made) if path.suffix == ".md" else made[name]
         if fresh != text:
             stale.append(name)
             if not args.check:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import reprlib
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from moa_fairseq.data_prep.catalogue import CLASSIFICATION, MASKED_LM, TRANSLATION, datasets
 from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING as CAUSAL_LM
@@ -72,51 +72,62 @@ EXECUTION_FLAGS = (
 INTERVAL_FLAGS = ("save-interval-updates", "keep-interval-updates")
 
 
+def _key(text: str, example: Any = None, choices: Iterable[str] = (), **default: Any) -> Any:
+    """A key of a section. text, choices: what docs/recipe.yaml says of it; example: its value there."""
+    metadata = {"text": text, "example": example, "choices": tuple(choices)}
+    return dataclasses.field(metadata=metadata, **default)
+
+
 @dataclasses.dataclass
 class Reproduces:
     """The published number that the recipe stands for: which cell of which table of which paper."""
 
-    paper: str
-    table: str
-    row: str
-    column: str
-    value: Optional[float] = None
+    paper: str = _key("file of results/papers/", "moa")
+    table: str = _key("its number there", "1")
+    row: str = _key("the row's name", "MoA Base (8K8E128D)")
+    column: str = _key("the column's name", "WMT14 EnDe BLEU")
+    value: Optional[float] = _key("the printed number", 28.4, default=None)
 
 
 @dataclasses.dataclass
 class Data:
-    """Which text, and how it becomes a binarised folder.
+    """Which text, and how it becomes a binarised folder."""
 
-    source, target: languages; left out for language models and classifiers. bpe: number of joint merges to
-    learn on the training text (of text_sp: of pieces), or None when the text is segmented already, or by
-    `codes`: a file of merges learned elsewhere. tokenize: whether the text of `parallel` is raw; unless said,
-    raw text is an error. train_fraction: the part of the training pairs that is used, a sample by
-    train_fraction_seed; a smaller one is part of a larger. flags: passed on to fairseq-preprocess.
-    """
-
-    recipe: str
-    source: Optional[str] = None
-    target: Optional[str] = None
-    bpe: Optional[int] = None
-    codes: Optional[str] = None
-    joined_dictionary: bool = True
-    lowercase: bool = False
-    tokenize: Optional[bool] = None
-    train_fraction: Optional[float] = None
-    train_fraction_seed: int = 1
-    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    recipe: str = _key("where the text comes from", "parallel", DATA_RECIPES)
+    source: Optional[str] = _key("language; not for language models and classifiers", "fr", default=None)
+    target: Optional[str] = _key("language; not for language models and classifiers", "en", default=None)
+    bpe: Optional[int] = _key(
+        "joint merges to learn on the training text (of text_sp: pieces); null where it is segmented already",
+        8000,
+        default=None,
+    )
+    codes: Optional[str] = _key("a file of merges learned elsewhere, in place of bpe", default=None)
+    joined_dictionary: bool = _key("one dictionary for both languages", default=True)
+    lowercase: bool = _key("the text in lower case", default=False)
+    tokenize: Optional[bool] = _key(
+        "of parallel: whether the text is raw; unless said, raw text is an error", True, default=None
+    )
+    train_fraction: Optional[float] = _key(
+        "part of the training pairs that is used, in (0, 1]; a smaller part lies in a larger", default=None
+    )
+    train_fraction_seed: int = _key("draws the part", default=1)
+    flags: Dict[str, Any] = _key("flags of fairseq-preprocess", {"workers": 2}, default_factory=dict)
 
 
 @dataclasses.dataclass
 class Model:
-    """The arch and, for mixtures of attention heads, E, K and D. flags: passed on to fairseq-train."""
+    """The architecture and, for mixtures of attention heads, their sizes."""
 
-    arch: str
-    num_experts: Optional[int] = None
-    experts_per_token: Optional[int] = None
-    expert_dim: Optional[int] = None
-    share_all_embeddings: bool = False
-    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    arch: str = _key(
+        "fairseq-train's --arch: docs/fairseq.md lists those of this package", "moa_transformer_tiny"
+    )
+    num_experts: Optional[int] = _key("E: experts of a layer", 8, default=None)
+    experts_per_token: Optional[int] = _key("K: experts chosen for a token", 4, default=None)
+    expert_dim: Optional[int] = _key("D: width of an expert's head", 48, default=None)
+    share_all_embeddings: bool = _key("one embedding for encoder, decoder and output", True, default=False)
+    flags: Dict[str, Any] = _key(
+        "flags of fairseq-train (docs/flags.md)", {"dropout": 0.3}, default_factory=dict
+    )
 
     def as_flags(self) -> Dict[str, Any]:
         """All of it as flags of fairseq-train."""
@@ -126,34 +137,36 @@ class Model:
 
 @dataclasses.dataclass
 class Train:
-    """Optimisation.
+    """Optimisation."""
 
-    effective_batch_tokens: tokens of one update, over all devices and accumulation steps, padding
-    included (fairseq's --max-tokens counts so). max_tokens: at most so many at once on one device;
-    min_tokens: at least so many, by default as many as the longest sentence or sample has.
-    flags: passed on to fairseq-train (optimizer, lr, regularisation, ...).
-    """
-
-    max_tokens: int
-    criterion: str
-    task: str = "translation"
-    effective_batch_tokens: Optional[int] = None
-    min_tokens: Optional[int] = None
-    max_epoch: Optional[int] = None
-    max_update: Optional[int] = None
-    seed: int = 1
-    precision: str = "auto"
-    keep_last_epochs: int = 10
-    log_interval: int = 100
-    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    max_tokens: int = _key("most tokens on one device at once, padding included", 4096)
+    criterion: str = _key("fairseq-train's --criterion", "label_smoothed_cross_entropy_with_routing")
+    task: str = _key("fairseq-train's --task", default="translation")
+    effective_batch_tokens: Optional[int] = _key(
+        "tokens of one update over all devices and accumulation steps, padding included", 4096, default=None
+    )
+    min_tokens: Optional[int] = _key(
+        "fewest tokens on one device at once; null: as many as the longest sentence has", default=None
+    )
+    max_epoch: Optional[int] = _key("where the training ends; at least one of the two", default=None)
+    max_update: Optional[int] = _key("where the training ends; at least one of the two", 4000, default=None)
+    seed: int = _key("of initial values, order and dropout", default=1)
+    precision: str = _key("auto: what suits the hardware", choices=PRECISIONS, default="auto")
+    keep_last_epochs: int = _key("checkpoints that stay", default=10)
+    log_interval: int = _key("updates between two lines of the log", default=100)
+    flags: Dict[str, Any] = _key(
+        "flags of fairseq-train",
+        {"optimizer": "adam", "lr": 0.001, "label-smoothing": 0.1},
+        default_factory=dict,
+    )
 
 
 @dataclasses.dataclass
 class Average:
-    """How many of the last checkpoints are averaged: of epochs, or of train.flags.save-interval-updates."""
+    """Which checkpoints are averaged, the last ones; null as the whole section: the best one is used."""
 
-    epochs: Optional[int] = None
-    updates: Optional[int] = None
+    epochs: Optional[int] = _key("how many of epochs", 5, default=None)
+    updates: Optional[int] = _key("or how many of train.flags.save-interval-updates", default=None)
 
     @property
     def count(self) -> int:
@@ -163,48 +176,45 @@ class Average:
 
 @dataclasses.dataclass
 class Generate:
-    """Beam search. subsets: the first one is the recipe's result. flags: passed on to fairseq-generate."""
+    """Beam search; for translations only."""
 
-    subsets: List[str]
-    beam: int
-    lenpen: float = 1.0
-    max_tokens: int = 4096
-    remove_bpe: bool = True
-    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    subsets: List[str] = _key("what is translated; the first is the recipe's result", ["test"])
+    beam: int = _key("hypotheses kept a sentence", 5)
+    lenpen: float = _key("exponent of the length that a score is divided by", default=1.0)
+    max_tokens: int = _key("most tokens at once", default=4096)
+    remove_bpe: bool = _key("whether sub-words are joined", default=True)
+    flags: Dict[str, Any] = _key("flags of fairseq-generate", default_factory=dict)
 
 
 @dataclasses.dataclass
 class Score:
-    """headline: the metric that is compared with the paper. flags: passed on to moa-fairseq score, or for a
-    causal language model to fairseq-eval-lm.
+    """What is compared with the paper."""
 
-    subsets: what a language model or a classifier is scored on, the first one being the recipe's result;
-    translations are scored on generate.subsets.
-    """
-
-    headline: str = "multi_bleu"
-    subsets: List[str] = dataclasses.field(default_factory=list)
-    flags: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    headline: str = _key("the metric", choices=HEADLINE_METRICS, default="multi_bleu")
+    subsets: List[str] = _key(
+        "of a language model or classifier: what is scored, the first being the recipe's result",
+        default_factory=list,
+    )
+    flags: Dict[str, Any] = _key(
+        "flags of moa-fairseq score; for lm_*: of fairseq-eval-lm", default_factory=dict
+    )
 
 
 @dataclasses.dataclass
 class Recipe:
-    """One experiment, from data to score. A section that is None is a stage left out.
+    """One experiment, from data to score. A section that is null is a stage left out."""
 
-    finetune: how (one of FINETUNING) the model of `pretrained`, a run folder or a checkpoint, is fine-tuned.
-    """
-
-    experiment: str
-    summary: str
-    data: Data
-    model: Model
-    train: Train
-    reproduces: Optional[Reproduces] = None
-    pretrained: Optional[str] = None
-    finetune: Optional[str] = None
-    average: Optional[Average] = None
-    generate: Optional[Generate] = None
-    score: Optional[Score] = None
+    experiment: str = _key("the file's own name; runs/ has a folder of that name", "recipe")
+    summary: str = _key("one line that a reader sees", "every key of a recipe")
+    data: Data = _key("")
+    model: Model = _key("")
+    train: Train = _key("")
+    reproduces: Optional[Reproduces] = _key("", default=None)
+    pretrained: Optional[str] = _key("a run folder or a checkpoint to fine-tune", default=None)
+    finetune: Optional[str] = _key("how it is fine-tuned (MAE, Table 7)", choices=FINETUNING, default=None)
+    average: Optional[Average] = _key("", default=None)
+    generate: Optional[Generate] = _key("", default=None)
+    score: Optional[Score] = _key("", default=None)
 
     @property
     def kind(self) -> str:

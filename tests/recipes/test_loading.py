@@ -1,10 +1,14 @@
 """Recipe files: what is accepted, what is refused, and that the message names file and key."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.flags import check_flags
 from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.schema import Data, Generate, Model, Recipe, Train
 
 
 def test_a_valid_recipe_keeps_its_values(small, write_config):
@@ -119,6 +123,15 @@ def test_a_base_may_have_a_base_and_lie_anywhere(small, write_config, tmp_path):
     own.write_text("base: mine.yaml\nexperiment: mine\n")
     with pytest.raises(UserError, match="base"):
         load_recipe(own)
+
+
+def test_the_reference_is_a_recipe_that_says_every_key():
+    reference = Path(__file__).parents[2] / "docs" / "recipe.yaml"
+    check_flags(load_recipe(reference))
+    said = yaml.safe_load(reference.read_text(encoding="utf-8"))
+    assert {*said, "reproduces"} == set(Recipe.__dataclass_fields__)
+    for section, cls in (("data", Data), ("model", Model), ("train", Train), ("generate", Generate)):
+        assert set(said[section]) == set(cls.__dataclass_fields__), section
 
 
 def test_set_overrides_by_dotted_key(small, write_config):
