@@ -22,10 +22,11 @@ import json
 import logging
 import os
 import shlex
+import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import yaml
 
@@ -102,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
     )
     add(
+        "--seeds",
+        metavar="N,N,...",
+        help="one run after another, each with its seed (train.seed) and a folder and record of its own",
+    )
+    add(
         "--user-dir",
         default=argparse.SUPPRESS,
         metavar="DIR",
@@ -123,7 +129,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one recipe, or tell what it would do (--dry-run, --plan). Returns the exit status."""
+    """Run one recipe, with each of --seeds, or tell what it would do. Returns the exit status."""
+    words = sys.argv[1:]
+    if args.seeds is None:
+        return _run_once(args, words)
+    try:
+        seeds = list(dict.fromkeys(int(seed) for seed in args.seeds.split(",")))
+    except ValueError:
+        raise UserError(f"--seeds {args.seeds}: write whole numbers with commas, such as 1,2,3.") from None
+    if args.plan or args.stage != "all":
+        raise UserError("--seeds goes through all stages: leave --plan and --stage out.")
+    folder = args.save_dir or Path("runs") / find_recipe(args.config).stem
+    for place, word in enumerate(words):  # the command of a record is that of its own seed
+        if word.partition("=")[0] == "--seeds":
+            del words[place : place + 2 - ("=" in word)]
+            break
+    headlines = []
+    for seed in seeds:
+        own = argparse.Namespace(**vars(args))
+        own.overrides, own.save_dir = [*args.overrides, f"train.seed={seed}"], Path(f"{folder}_seed{seed}")
+        said = ["--set", own.overrides[-1], "--save-dir", str(own.save_dir)]
+        if args.record is not None:
+            own.record = f"{args.record or find_recipe(args.config).stem}_seed{seed}"
+            said += ["--record", own.record]
+        _run_once(own, [*words, *said])
+        if (result := own.save_dir / "result.json").is_file() and not args.dry_run:
+            values = json.loads(result.read_text(encoding="utf-8"))
+            headlines.append(values["metrics"][values["headline"]])
+    if len(headlines) > 1:
+        mean, deviation = statistics.mean(headlines), statistics.stdev(headlines)
+        log.info("seeds %s: %.2f, standard deviation %.2f", args.seeds, mean, deviation)
+    return 0
+
+
+def _run_once(args: argparse.Namespace, words: Sequence[str]) -> int:
     config = find_recipe(args.config)
     # The row of a paper is that of the file, with whatever it is fine-tuned from.
     kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]

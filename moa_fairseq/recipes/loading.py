@@ -45,6 +45,8 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
         raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
     recipe = _built(Recipe, [*layers, said], file)
+    if "recipe" in (said.get("data") or ()):
+        recipe.summary += f", on other data ({recipe.data.recipe})"
     if recipe.experiment != path.stem:
         given = reprlib.repr(recipe.experiment)
         fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
@@ -70,6 +72,8 @@ def _layers(path: Path, above: Sequence[Path] = ()) -> List[Dict[str, Any]]:
         if found.resolve() in (path.resolve(), *above):
             fail(str(path), "base", f"{found} is built on this file itself.")
         layers += _layers(found, (path.resolve(), *above))
+    if names:  # whose summary tells of another experiment
+        mapping.setdefault("summary", path.stem.replace("_", " "))
     return [*layers, mapping]
 
 
