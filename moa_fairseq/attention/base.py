@@ -18,9 +18,10 @@ from moa_fairseq.attention.cache import (
 )
 from moa_fairseq.attention.collector import carried_context, padding_of_queries, record
 from moa_fairseq.attention.core import attend, mark_causal
+from moa_fairseq.attention.head_gate import HEAD_GATES, HeadGate
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.torch_compat import is_compiling
 
 
@@ -61,7 +62,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     encoder_decoder_attention: of an encoder's output, given as `key`. dropout: probability with which
     attention weights are dropped, or a module that has it as `p` (fairseq's FairseqDropout).
     positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings. num_heads,
-    head_dim: H and D of the attention itself; key_heads: G, if it is not H.
+    head_dim: H and D of the attention itself; key_heads: G, if it is not H. head_gate: a sigmoid gate on
+    each head's output, one of HEAD_GATES; own_heads: how many heads have parameters of their own, if not H.
     """
 
     def __init__(
@@ -74,14 +76,20 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         dropout: Union[float, nn.Module] = 0.0,
         positions: Optional[str] = None,
         key_heads: Optional[int] = None,
+        head_gate: str = "none",
+        own_heads: Optional[int] = None,
     ):
         super().__init__()
+        check_choice("--head-gate", head_gate, HEAD_GATES)
         self._path: Optional[str] = None
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.key_heads = key_heads or num_heads
         self.self_attention = self_attention
         self.encoder_decoder_attention = encoder_decoder_attention
         self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
+        self.head_gate: Optional[HeadGate] = None
+        if head_gate != "none":
+            self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
         self.positions: Optional[Positions] = None
         if self_attention and positions in POSITIONS_IN_ATTENTION:
             kind = POSITIONS_IN_ATTENTION[positions]
@@ -130,6 +138,10 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         """`core.attend`; a family whose decision determines which queries there are overrides it."""
         return attend(q, k, v, attn_mask, key_padding_mask, self._dropout_now, need_weights, bias)
 
+    def head_index(self, decision: Decision) -> Optional[Tensor]:
+        """Which head stands in each place of a token, [B·T, H]; None: head i in place i."""
+        return None
+
     @abc.abstractmethod
     def project_output(self, heads: Tensor, decision: Decision) -> Tensor:
         """Attention results [B, H, T, D] → [B, T, C]."""
@@ -144,6 +156,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
             **self.projection_macs(queries, keys),
             "scores": 2 * queries * keys * self.num_heads * self.head_dim,
         }
+        if self.head_gate is not None:
+            macs["projections"] += queries * self.head_gate.projection.weight.numel()
         if self.positions is not None:
             for part, count in self.positions.macs(queries, keys, self.num_heads).items():
                 macs[part] += count
@@ -254,6 +268,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         heads, weights = self.attend_heads(
             q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias
         )
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, x, self.head_index(decision))
         out = self.project_output(heads, decision)
         if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)

@@ -138,7 +138,12 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
             )
         key_heads = heads_per_expert * (num_experts if keys_values == "own" else 1)
         super().__init__(
-            embed_dim, experts_per_token * heads_per_expert, expert_dim, key_heads=key_heads, **role
+            embed_dim,
+            experts_per_token * heads_per_expert,
+            expert_dim,
+            key_heads=key_heads,
+            own_heads=num_experts * heads_per_expert,
+            **role,
         )
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.expert_dim, self.heads_per_expert = expert_dim, heads_per_expert
@@ -199,6 +204,11 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         else:
             k, v = self.k_proj(key).view(shape), self.v_proj(value).view(shape)
         return k.transpose(1, 2), v.transpose(1, 2)
+
+    def head_index(self, decision: RoutingDecision) -> Tensor:
+        """[N, K·P]: the P heads of each chosen expert."""
+        within = torch.arange(self.heads_per_expert, device=decision.expert_index.device)
+        return (decision.expert_index.unsqueeze(-1) * self.heads_per_expert + within).flatten(1)
 
     def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
         batch, _, tgt_len, _ = heads.shape

@@ -214,6 +214,10 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
             weights = weights.gather(1, index.expand(-1, -1, -1, weights.size(-1)))
         return out, weights
 
+    def head_index(self, decision: HeadDecision) -> Optional[Tensor]:
+        """Those of the slots, [N, h_s + K], where heads are skipped."""
+        return None if decision.plan.routed is None else decision.expert_index
+
     def project_output(self, heads: Tensor, decision: HeadDecision) -> Tensor:
         """Σ_i g_i · H^i · W_O^i, and the bias: [B, H or h_s + K, T, D] → [B, T, C]."""
         batch, _, tgt_len, _ = heads.shape
@@ -261,7 +265,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         if not self._may_skip:
             return super().macs(queries, keys)
         scores = 2 * queries * keys * self.active_heads * self.head_dim
-        return {**self.projection_macs(queries, keys), "scores": scores}
+        return {**super().macs(queries, keys), "scores": scores}
 
     def _by_head(self, weight: Tensor) -> Tensor:
         """[H·D] or [H·D, C] → the routed heads', [h − h_s, D] or [h − h_s, D, C]."""

@@ -33,7 +33,7 @@ BODIES = {
     "masked LM": (RobertaModel, "roberta", MixtureRobertaModel),
     "causal LM": (TransformerLanguageModel, "transformer_lm", MixtureLanguageModel),
 }
-_OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale"}
+_OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale", "head_gate"}
 
 
 @dataclasses.dataclass
@@ -129,7 +129,7 @@ def settings_for(
         positions = getattr(settings, "positions", None)
         if job == "causal LM" and positions is None:  # an architecture may have others
             positions = "learned" if common.get("decoder_learned_pos") else "sinusoidal"
-        common["positions"] = positions
+        common.update(positions=positions, head_gate=getattr(settings, "head_gate", None))
     return argparse.Namespace(**{**common, **values, "arch": name, "_name": name})
 
 

@@ -107,6 +107,8 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
         raise UserError(
             f"--positions {positions}: fairseq's own Transformer has no positions inside its attention."
         )
+    if (gates := getattr(settings, "head_gate", None) or "none") != "none":
+        raise UserError(f"--head-gate {gates}: fairseq's own attention has no gates.")
     if experts := getattr(settings, "sigma_moe_num_experts", 0):
         raise UserError(
             f"--sigma-moe-num-experts {experts}: the feed-forwards of fairseq's own Transformer have no "

@@ -95,6 +95,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any
         causal=decoder,
         dropout=dropout,
         positions=getattr(cfg, "positions", None),
+        head_gate=getattr(cfg, "head_gate", None) or "none",
         **role,
     )
     dropout.module_name = type(attention).__name__  # for --retain-dropout-modules

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from moa_fairseq.attention.base import name_attentions
+from moa_fairseq.attention.head_gate import HEAD_GATES
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.errors import UserError, check_choice
@@ -77,6 +78,13 @@ class MixtureModel(Extended):
             help="how positions are encoded: learned or sinusoidal embeddings, rotated queries and keys in "
             "every self-attention (rope; rope-half rotates half of their numbers), or Transformer-XL's "
             "learned function of the distance in every self-attention (xl); default: the architecture's",
+        )
+        parser.add_argument(
+            "--head-gate",
+            choices=HEAD_GATES,
+            default=argparse.SUPPRESS,
+            help="multiply the output of every attention head by a sigmoid gate of the query's input; nothing "
+            "is selected (arXiv 2505.06708): one gate a head, or one an element of it (none)",
         )
         parser.add_argument("--attention-branch-scale", type=float, default=argparse.SUPPRESS, help=BRANCH)
 

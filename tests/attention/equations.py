@@ -39,6 +39,16 @@ def attend(q, k, v, mask, padding):
     return weights @ v, weights
 
 
+def gated(module, results, x, heads=slice(None)):
+    """Results [B, H, T, D] times σ(x W_θ) of these heads (arXiv 2505.06708)."""
+    if module.head_gate is None:
+        return results
+    weight = module.head_gate.projection.weight.unflatten(
+        0, (module.head_gate.heads, -1)
+    )  # [heads, 1 or D, C]
+    return results * torch.sigmoid(torch.einsum("btc,hdc->bhtd", x, weight[heads]))
+
+
 def into_heads(x, weight, bias, heads):
     """x [B, T, C], weight [H·D, C] → [B, H, T, D]"""
     rows = x @ weight.t() if bias is None else x @ weight.t() + bias
@@ -85,6 +95,7 @@ def moa_with_weights(module, x, y, mask, padding, ids):
         k, v = (into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads) for n, bias in zip("kv", biases))
         bias = p["q_experts.bias"][i] if "q_experts.bias" in p else None
         results, weight = attend(into_heads(x, p["q_experts.weight"][i], bias, heads), k, v, mask, padding)
+        results = gated(module, results, x, slice(i * heads, (i + 1) * heads))
         out = results.transpose(1, 2).flatten(2) @ p["out_experts.weight"][i]
         out = out + p["out_experts.bias"][i] if "out_experts.bias" in p else out
         total = total + gate[..., i : i + 1] * out
@@ -118,7 +129,7 @@ def switchhead(module, x, y, mask, padding, ids):
         )  # Eq. 9
 
     q, k, v = into("q", x, destination), into("k", y, source), into("v", y, source)
-    results, _ = attend(q, k, v, mask, padding)
+    results = gated(module, attend(q, k, v, mask, padding)[0], x)
     if "o" not in module.experts:
         return results.transpose(1, 2).flatten(2) @ p["out_proj.weight"].t()
     weight = p["out_proj.weight"].view(heads, experts, dim, -1)
@@ -159,7 +170,6 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     """fairseq's attention, its heads times weight [B, T or 1, H]."""
     p = {name: getattr(module, f"{name}_proj") for name in ("q", "k", "v", "out")}
     q, k, v = (into_heads(z, p[n].weight, p[n].bias, module.num_heads) for n, z in zip("qkv", (x, y, y)))
-    results, _ = attend(q, k, v, mask, padding)
-    results = results.transpose(1, 2)  # [B, T, H, D]
+    results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(1, 2)  # [B, T, H, D]
     results = results if weight is None else results * weight.unsqueeze(-1)
     return p["out"](results.flatten(2))

@@ -280,7 +280,13 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
     assert not (tmp_path / "mae.pt").exists()
 
 
-def test_the_plugins_dense_models_become_mixtures(fairseq, toy_data, tmp_path, convert):
-    flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--attention-branch-scale", 0.25)
+@pytest.mark.parametrize("control", [("--attention-branch-scale", 0.25), ("--head-gate", "head")])
+def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tmp_path, convert):
+    flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, *control)
     fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
-    assert "exact" in convert(tmp_path / "checkpoint_last.pt", tmp_path / "mae.pt", "--to", "mae")
+    mixture = tmp_path / "mae.pt"
+    assert "exact" in convert(
+        tmp_path / "checkpoint_last.pt", mixture, "--to", "mae", "--mae-gate", "uniform"
+    )
+    if "--head-gate" in control:
+        assert "--head-gate" in convert(mixture, tmp_path / "dense.pt", "--to", "dense", status=2)

@@ -25,6 +25,9 @@ CASES = [
     ("switchhead_lm_tiny", CONTROLS["frozen"]),
     *[(arch, ()) for arch in ("moa_transformer_tiny", "switchhead_lm_tiny", "switchall_lm_tiny")],
     *[(arch, ()) for arch in ("transformer_xl_lm_tiny", "moa_lm_tiny")],
+    ("moa_transformer_tiny", ("--head-gate", "element")),
+    ("moh_transformer_tiny", ("--head-gate", "head", "--moh-skip", "always")),
+    ("dense_transformer_lm_base", ("--head-gate", "element")),
     *[(arch, DENSE) for arch in ("dense_transformer_tiny", "dense_transformer_lm_base")],
 ]
 
@@ -84,6 +87,9 @@ def test_checkpointed_layers_know_the_tokens_in_their_second_run(arch):
         ("moa_lm_tiny", CONTROLS["straight-through"]),
         ("switchhead_roberta_listops", CONTROLS["frozen"]),
         ("dense_roberta_tiny", ("--dropped-heads", 1, "--attention-head-dim", 12)),
+        ("dense_transformer_tiny", ("--head-gate", "element")),
+        ("mae_transformer_base", ("--head-gate", "head")),
+        ("switchhead_lm_tiny", ("--head-gate", "element")),
         ("dense_transformer_tiny", ("--dropped-heads", 1, "--attention-branch-scale", 0.25)),
     ],
 )
