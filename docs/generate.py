@@ -23,6 +23,7 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY
 
 import moa_fairseq
 from moa_fairseq.analysis.command import KINDS
+from moa_fairseq.attention.head_gate import HEAD_GATES
 from moa_fairseq.cli import VERBS
 from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig
@@ -35,7 +36,7 @@ from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 from moa_fairseq.transformer.families import FAMILIES
-from moa_fairseq.transformer.model import BRANCH, POSITIONS
+from moa_fairseq.transformer.model import BRANCH, HEAD_GATE, POSITIONS
 
 ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -160,7 +161,8 @@ def flags() -> str:
     tables = [f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections]
     positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; how tokens know where they stand"]
     branch = ["`--attention-branch-scale`", "–", BRANCH]
-    return "\n\n".join([*tables, f"### Every architecture here\n\n{grid(head, [positions, branch])}"])
+    gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE}"]
+    return "\n\n".join([*tables, f"### Every architecture here\n\n{grid(head, [positions, branch, gates])}"])
 
 
 def _flags(settings: Any) -> Iterator[List[str]]:

@@ -24,6 +24,10 @@ BRANCH = (
     "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
     "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
 )
+HEAD_GATE = (
+    "multiply the output of every attention head by a sigmoid gate of the query's input (arXiv 2505.06708): one "
+    "gate a head, or one an element of it"
+)
 _HINTS = {"offload_activations": " (--checkpoint-activations works)"}
 
 
@@ -83,8 +87,7 @@ class MixtureModel(Extended):
             "--head-gate",
             choices=HEAD_GATES,
             default=argparse.SUPPRESS,
-            help="multiply the output of every attention head by a sigmoid gate of the query's input; nothing "
-            "is selected (arXiv 2505.06708): one gate a head, or one an element of it (none)",
+            help=HEAD_GATE,
         )
         parser.add_argument("--attention-branch-scale", type=float, default=argparse.SUPPRESS, help=BRANCH)
 
