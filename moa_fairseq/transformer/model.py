@@ -25,8 +25,8 @@ BRANCH = (
     "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
 )
 HEAD_GATE = (
-    "multiply the output of every attention head by a sigmoid gate of the query's input (arXiv 2505.06708): one "
-    "gate a head, or one an element of it"
+    "multiply the output of every attention head by a sigmoid gate of the query's input (arXiv 2505.06708): "
+    "one gate a head, or one an element of it"
 )
 _HINTS = {"offload_activations": " (--checkpoint-activations works)"}
 
