@@ -30,16 +30,27 @@ register_models(
         "moh_roberta_tiny": {**TINY_ROBERTA, **_heads(2, 1)},
     },
 )
-# LLM-S of MoH's Table C (section 4.3)
-SMALL_LM = {
-    "decoder_layers": 12,
-    "decoder_embed_dim": 768,
-    "decoder_ffn_embed_dim": 2048,
-    "decoder_attention_heads": 12,
-    "positions": "rope",
-}
+
+
+def _llm(layers: int, embed_dim: int, ffn_embed_dim: int, heads: int) -> dict:
+    """A causal language model of MoH's Table C (section 4.3), without its attention."""
+    return {
+        "decoder_layers": layers,
+        "decoder_embed_dim": embed_dim,
+        "decoder_ffn_embed_dim": ffn_embed_dim,
+        "decoder_attention_heads": heads,
+        "positions": "rope",
+        "gated_feed_forward": True,
+        "rms_norm": True,
+    }
+
+
 register_models(
     "moh",
     "moh_transformer_lm",
-    {"moh_transformer_lm_base": _heads(2, 4), "moh_transformer_lm_small": {**SMALL_LM, **_heads(4, 5)}},
+    {
+        "moh_transformer_lm_base": _heads(2, 4),
+        "moh_transformer_lm_small": {**_llm(12, 768, 2048, 12), **_heads(4, 5)},  # LLM-S
+        "moh_transformer_lm_large": {**_llm(24, 1536, 4096, 16), **_heads(6, 6)},  # LLM-B
+    },
 )

@@ -10,6 +10,12 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from moa_fairseq.transformer.layers import MixtureDecoder
 from moa_fairseq.transformer.model import MixtureModel
 
+SWITCHES = {
+    "--gated-feed-forward": "SwiGLU in place of the feed-forward: silu(x W_1) ⊙ (x W_3), three matrices of "
+    "--decoder-ffn-embed-dim",
+    "--rms-norm": "RMSNorm in place of the layers' and the decoder's layer norms",
+}
+
 
 class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
     """fairseq's Transformer language model with a mixture in place of every self-attention."""
@@ -25,6 +31,8 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
             default=argparse.SUPPRESS,
             help="dropout of the last layer's output; default: the architecture's, or 0",
         )
+        for flag, text in SWITCHES.items():
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureLanguageModel":

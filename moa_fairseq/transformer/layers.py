@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
@@ -38,10 +39,24 @@ else:
     Extended = object
 
 
+def swiglu(inner: Tensor) -> Tensor:
+    """silu(x W_1) ⊙ (x W_3) of both side by side (arXiv 2002.05202): [..., 2·F] → [..., F]."""
+    gate, value = inner.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def use_rms_norms(module: nn.Module, cfg: Any) -> None:
+    """--rms-norm: put RMSNorm (arXiv 1910.07467) in the place of the layer norms of `module` itself."""
+    for name, norm in list(module.named_children()):
+        if getattr(cfg, "rms_norm", False) and name.endswith("layer_norm"):
+            setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
+
+
 class MixtureFeedForward(Extended):
-    """A layer whose feed-forward may be a mixture of experts. Precedes a layer of fairseq's.
+    """A layer whose feed-forward may be gated, or a mixture of experts. Precedes a layer of fairseq's.
 
     A mixture takes the place of fc1; fc2, and what fairseq's layer does between the two, then do nothing.
+    A gated feed-forward has an fc1 of twice the width, whose halves the activation multiplies, and no biases.
     """
 
     activation_fn: Any
@@ -49,6 +64,15 @@ class MixtureFeedForward(Extended):
     @own_random_numbers()
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
+        gated = getattr(self.mixture_cfg, "gated_feed_forward", False)
+        if gated and mixture is not None:
+            raise UserError(
+                "--gated-feed-forward and --sigma-moe-num-experts both replace the feed-forward: leave one "
+                "of the two out."
+            )
+        if gated:
+            self.activation_fn = swiglu
+            return nn.Linear(input_dim, 2 * output_dim, bias=False)
         if mixture is None:
             return super().build_fc1(input_dim, output_dim, *quant_noise)
         if getattr(self, "ffn_layernorm", None) is not None:
@@ -62,6 +86,8 @@ class MixtureFeedForward(Extended):
     def build_fc2(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         if isinstance(self.fc1, SigmaMoE):
             return nn.Identity()
+        if self.activation_fn is swiglu:
+            return nn.Linear(input_dim, output_dim, bias=False)
         return super().build_fc2(input_dim, output_dim, *quant_noise)
 
 
@@ -123,6 +149,7 @@ def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     Checkpointing is torch's non-reentrant one: fairseq's runs the first forward pass without a graph,
     and the auxiliary losses of that pass would reach no router.
     """
+    use_rms_norms(layer, cfg)
     initialize(layer, cfg, layers)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
@@ -206,6 +233,7 @@ class MixtureDecoder(TransformerDecoderBase):
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
+        use_rms_norms(self, cfg)
         dropout = getattr(cfg, "output_dropout", None) or 0.0
         self.output_dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
         self._draws_by_depth = getattr(cfg, "initialization", None) == "depth-scaled"

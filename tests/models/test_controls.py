@@ -27,7 +27,7 @@ CASES = [
     *[(arch, ()) for arch in ("transformer_xl_lm_tiny", "moa_lm_tiny")],
     ("moa_transformer_tiny", ("--head-gate", "element")),
     ("moh_transformer_tiny", ("--head-gate", "head", "--moh-skip", "always")),
-    ("dense_transformer_lm_base", ("--head-gate", "element")),
+    ("dense_transformer_lm_base", ("--head-gate", "element", "--gated-feed-forward", "--rms-norm")),
     *[(arch, DENSE) for arch in ("dense_transformer_tiny", "dense_transformer_lm_base")],
 ]
 

@@ -36,6 +36,31 @@ def test_it_is_fairseqs_model_by_its_weights(arch, fairseqs, flags, size):
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
+def test_gated_feed_forwards_and_rms_norms():
+    flags = (*SMALL_LM, "--gated-feed-forward", "--rms-norm")
+    model = build("dense_transformer_lm_base", *flags).double().eval()
+    assert not any("layer_norm" in name and name.endswith("bias") for name, _ in model.named_parameters())
+    layer, x = model.decoder.layers[0], torch.randn(5, 2, 32, dtype=torch.float64)
+    for norm in (layer.self_attn_layer_norm, layer.final_layer_norm, model.decoder.layer_norm):
+        torch.nn.init.normal_(norm.weight)
+        exact = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        torch.testing.assert_close(norm(x), exact)
+    w1, w3 = layer.fc1.weight.split(64)
+    seen = []
+    layer.fc2.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+    layer.final_layer_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    model(**batch("transformer_lm_gpt"))
+    normed, (inner, out) = seen
+    gate, value = normed @ w1.t(), normed @ w3.t()
+    torch.testing.assert_close(inner, gate * torch.sigmoid(gate) * value)
+    torch.testing.assert_close(out, inner @ layer.fc2.weight.t())
+
+
+def test_a_gated_mixture_of_feed_forwards_is_refused():
+    with pytest.raises(UserError, match="--gated-feed-forward and --sigma-moe-num-experts"):
+        build("switchall_lm_tiny", "--gated-feed-forward")
+
+
 def branch_of(attention):
     module = attention.out_experts if hasattr(attention, "out_experts") else attention.out_proj
     return [parameter.detach() for parameter in module.parameters()]

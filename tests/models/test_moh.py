@@ -13,17 +13,21 @@ ARCHS = {
     "moh_transformer_big": ("transformer_vaswani_wmt_en_de_big", 16),
     "moh_transformer_iwslt_de_en": ("transformer", 8),
     "moh_roberta_medium": ("roberta_medium_wt103", 8),
-    "moh_transformer_lm_small": ("mae_transformer_lm_base", 12),
+    "moh_transformer_lm_small": ("dense_transformer_lm_base", 12),
+    "moh_transformer_lm_large": ("dense_transformer_lm_base", 16),
 }
 SAME = {
     "moh_transformer_tiny": ["--encoder-layers", "4", "--decoder-layers", "4", "--encoder-embed-dim", "128"],
     "moh_transformer_iwslt_de_en": ["--encoder-ffn-embed-dim", "1024", "--decoder-ffn-embed-dim", "1024"],
     "moh_transformer_lm_small": ["--decoder-layers", "12", "--decoder-embed-dim", "768"],
+    "moh_transformer_lm_large": ["--decoder-layers", "24", "--decoder-embed-dim", "1536"],
 }
 SAME["moh_transformer_tiny"] += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256"]
 SAME["moh_transformer_tiny"] += ["--decoder-embed-dim", "128"]
-SAME["moh_transformer_lm_small"] += ["--mae-gate", "uniform"]  # dense attention
-SAME["moh_transformer_lm_small"] += ["--no-token-positional-embeddings", "--decoder-attention-heads", "12"]
+SAME["moh_transformer_lm_small"] += ["--decoder-ffn-embed-dim", "2048", "--decoder-attention-heads", "12"]
+SAME["moh_transformer_lm_large"] += ["--decoder-ffn-embed-dim", "4096", "--decoder-attention-heads", "16"]
+for _name in ("moh_transformer_lm_small", "moh_transformer_lm_large"):
+    SAME[_name] += ["--positions", "rope", "--gated-feed-forward", "--rms-norm"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
