@@ -51,7 +51,7 @@ def arguments(
         parser.add_argument(flag, **options)
     args = parser.parse_args()
     if args.miniature and args.output == RESULTS:
-        parser.error("--miniature needs --output DIR: its numbers are no results")
+        parser.error("--miniature needs --output DIR: its numbers are not results")
     default = "bfloat16" if args.device == "cuda" else "float32"
     args.dtype = args.dtype or default
     args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)

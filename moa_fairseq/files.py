@@ -91,7 +91,7 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
 
 
 def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
-    """Raises UserError if `output` exists, without `force`, or is no ordinary file: before the work begins.
+    """Before the work begins: UserError if `output` exists, without `force`, or is not an ordinary file.
 
     flag: which one names it.
     """

@@ -115,8 +115,8 @@ IN_CODES = (
     (b"#version: 0.3\na b\n", "line 1"),
     (b"#version:\n", "line 1"),
     (b"#version: " + b".0" * 500_000 + b"x\na b\n", "line 1"),
-    (b"#version: 0.2\na b\na b c\n", "line 3: 'a b c' is no merge"),
-    (b"a b\n\nc d\n", "line 2: '' is no merge"),
+    (b"#version: 0.2\na b\na b c\n", "line 3: 'a b c' is not a merge"),
+    (b"a b\n\nc d\n", "line 2: '' is not a merge"),
     (b"#version: 0.2\n", "holds no merges"),
     (b"", "holds no merges"),
     (b"\xff\xfe\n", "line 1"),
@@ -156,7 +156,7 @@ TARS = (
 
 
 def log_with(key, number):
-    """A training log whose second line has a number that is none."""
+    """A training log whose second line has something that is not a number."""
     record = {"epoch": "1", "valid_num_updates": "3", key: number, "valid_loss": '"1"'}
     if key == "num_updates":
         del record["valid_num_updates"]

@@ -112,7 +112,7 @@ def extend_padding(
     A step may come without a mask before or after one with it: missing steps are unpadded.
     """
     previous = cache.get("prev_key_padding_mask")
-    if static and "prev_key_padding_mask" in cache:  # the keys are the same, so is their padding
+    if static and "prev_key_padding_mask" in cache:  # the keys and their padding are the same
         return previous
     if previous is not None:
         step = length - previous.size(1)

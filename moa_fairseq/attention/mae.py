@@ -37,10 +37,10 @@ class MAESettings(FamilySettings):
     )
     gate_norm: str = flag(
         "earlier",
-        "batch normalisation of a gate's input while the gate is updated. earlier: by the running statistics "
-        "of earlier updates, which departs from the paper so that nothing leaks; batch: by the batch's own, "
-        "as in the paper (encoders only: in decoders they would leak later tokens to a gate, so gates there "
-        "always use earlier). Experts are always drawn, and models evaluated, with running statistics",
+        "which statistics normalise a gate's input while the gate is updated. earlier: those of earlier "
+        "updates, which is not what the paper does. batch: those of the batch, as in the paper. Gates of "
+        "decoders always use earlier, because a batch's statistics would tell them about later tokens. In F "
+        "steps and in evaluation all gates use earlier",
         NORMS,
     )
     mae_evaluate_with: str = flag(
@@ -194,7 +194,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
     ) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
         """g and its logits, [B, T, E] for a causal gate and [B, 1, E] for others; which rows are real."""
         batch, tgt_len, width = x.shape
-        if padding is None and not tgt_len:  # a sequence without tokens is no row of a gate's statistics
+        if padding is None and not tgt_len:  # a sequence without tokens is not a row of a gate's statistics
             padding = x.new_zeros(batch, 0, dtype=torch.bool)
         if self.gate is None:
             logits = self.dropped.new_zeros(batch, 1, self.num_experts)

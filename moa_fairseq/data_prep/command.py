@@ -146,7 +146,7 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
         ),
         (
             not drawn and (args.sizes or args.seed is not None),
-            f"{name} is no data that is drawn: leave --sizes and --seed out",
+            f"{name} is not drawn by a seed: leave --sizes and --seed out",
         ),
         (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
     ]

@@ -71,7 +71,7 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
         opens = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind)
         good = opens(path) if opens else bool(head)
     if not good:
-        return f"is no {kind} file"
+        return f"is not a {kind} file"
     for algorithm in ("sha256", "md5"):
         expected = getattr(source, algorithm)
         if expected:

@@ -29,7 +29,7 @@ DICTIONARIES = {
     OTHER_DICTIONARY: "as data.flags.srcdict says (null: of the training text)",
 }
 CHUNK = 10_000
-# Words of WikiText's tokenisation that are no words of the language; they are encoded like any other.
+# Words of WikiText's tokenisation that are not words of the language; they are encoded like any other.
 MARKS = {"unk": "<unk>", "hyphen": "@-@"}
 log = logging.getLogger(__name__)
 

@@ -228,7 +228,7 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optio
         raise UserError(f"--data {source} is not a folder.")
     if dataset.generated:
         raise UserError(
-            f"--data {source} is no binarised {dataset.name}: name the folder `binarised` in that which "
+            f"--data {source} is not a binarised {dataset.name}: name the folder `binarised` in that which "
             f"moa-fairseq prepare {dataset.name} made, or leave --data away, so that it is made."
         )
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]

@@ -11,7 +11,7 @@ from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Seq
 
 from moa_fairseq.errors import UserError
 
-# Longer lines are no sentences; they come from broken files and make tokenizers crawl.
+# Longer lines are not sentences; they come from broken files and make tokenizers crawl.
 MAX_LINE_BYTES = 1_000_000
 # Begins what read_lines gives for a line that cannot be used; no good line holds a NUL.
 BAD = "\0"
@@ -34,9 +34,9 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
             for number, raw in enumerate(stream, start=1):
                 if len(raw) > MAX_LINE_BYTES:
-                    reason, story = LONG, f"{len(raw):,} bytes long; that is no sentence. Check the file."
+                    reason, story = LONG, f"{len(raw):,} bytes long; that is not a sentence. Check the file."
                 elif b"\0" in raw:
-                    reason, story = NUL, "holds a NUL byte; this is no UTF-8 text file."
+                    reason, story = NUL, "holds a NUL byte; this is not a UTF-8 text file."
                 else:
                     try:
                         yield raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")

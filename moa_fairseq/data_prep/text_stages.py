@@ -27,7 +27,7 @@ from moa_fairseq.text.workers import chunks, ordered_map
 
 Pair = Tuple[str, str]
 CHUNK = 2000
-# More unusable lines than this are no accident: the file has another encoding, or is no text.
+# More unusable lines than this are not an accident: the file has another encoding, or is not text.
 MOST_BAD = 0.01
 # fairseq parts tokens at any white space, BPE at blanks only. Blanks themselves stay as Moses prints them.
 _NOT_BLANK = re.compile(r"[^\S ]")
@@ -51,7 +51,7 @@ class Treatment(NamedTuple):
 class Split(NamedTuple):
     """One split: its files and their treatment. hold_out: lines that go to another split.
 
-    lenient: lines that are no text are dropped and counted; else they are an error.
+    lenient: lines that are not text are dropped and counted; else they are an error.
     """
 
     name: str
@@ -83,7 +83,7 @@ def write_splits(
     """Write `<split>.<language>` into `folder` for each split, and for those that are held out.
 
     Returns split → {"lines", "tokens_<language>", and of a split that was read "read" and "dropped": reason →
-    pairs}. Raises UserError for files that are no aligned text, or when nothing is left of a split.
+    pairs}. Raises UserError for files that are not aligned text, or when nothing is left of a split.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts: Dict[str, Dict[str, Any]] = {}
@@ -124,7 +124,7 @@ def _write_split(
     if sum(bad.values()) > MOST_BAD * read:
         stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
         raise UserError(
-            f"{files}: of {read:,} pairs of lines too many are no text ({stories}). Is the file whole, and "
+            f"{files}: of {read:,} pairs of lines too many are not text ({stories}). Is the file whole, and "
             "UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
         )
     if not counts[split.name]["lines"]:
@@ -169,7 +169,7 @@ def clean(source: str, target: str, rules: Cleaning) -> Union[Pair, str]:
 def load_codes(path: str) -> BPE:
     """The codes of a file, read once per process unless the file changes.
 
-    Raises UserError, naming the line, for a file that is none of subword-nmt's.
+    Raises UserError, naming the line, for a file that subword-nmt did not write.
     """
     stat = os.stat(path)
     codes = _load(path, stat.st_size, stat.st_mtime_ns)
@@ -192,7 +192,7 @@ def _load(path: str, size: int, time: int) -> BPE:
     for number, line in enumerate(lines[header:], header + 1):
         if len(line.strip("\r ").split(" ")) != 2:
             raise UserError(
-                f"{path}, line {number}: {reprlib.repr(line)} is no merge, which is two subwords with one "
+                f"{path}, line {number}: {reprlib.repr(line)} is not a merge, which is two subwords with one "
                 f"space between them. {_REMEDY}"
             )
     return BPE(io.StringIO("\n".join(lines) + "\n"))

@@ -48,9 +48,9 @@ training (--mask-prob and so on stand in the checkpoint), fixed by seed and plac
                       a convention, no likelihood of the text: it makes different subwords comparable, and
                       it is not comparable with a left-to-right model's perplexity
 
-The text is scored as it stands in the files: WikiText's `@-@`, `@,@` and `@.@` are words like any other,
-and so is `<unk>` of its .tokens files (three subwords that are easy to guess: prefer the .raw files, which
-have none). How often both occur is counted when the text is prepared, and stands in --json.
+The text is scored as it stands in the files: WikiText's `@-@`, `@,@` and `@.@` are words like any other.
+The same holds for `<unk>` of its .tokens files (three subwords that are easy to guess: prefer the .raw
+files, which have none). How often both occur is counted when the text is prepared, and stands in --json.
 
 A classifier of sentences (--classifier) is scored by its accuracy in percent, as a whole and for each
 column of DIR/groups/SUBSET.tsv, where the data has such a file: ListOps' tells dependency depth, depth

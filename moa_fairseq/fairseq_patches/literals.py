@@ -42,7 +42,7 @@ def literal(text: Any, *_: Any) -> Any:
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
         shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise UserError(
-            f"The setting {_setting_name(text)} is refused: {shown!r} is no plain value. "
+            f"The setting {_setting_name(text)} is refused: {shown!r} is not a plain value. "
             "fairseq would run it as Python code, and it may come from a checkpoint that somebody else "
             "made, so nothing was run. Allowed are numbers, texts, lists, tuples, dictionaries, and sums "
             "and repetitions such as [(512, 3)] * 20."

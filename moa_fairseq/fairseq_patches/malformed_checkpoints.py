@@ -55,7 +55,7 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
         refuse(f"its settings (args) are of the type {type(args).__name__}")
     if cfg is not None:
         if not isinstance(cfg, dict) or not all(isinstance(key, str) for key in cfg):
-            refuse(f"its settings (cfg) are of the type {type(cfg).__name__}, or have names that are no text")
+            refuse(f"its settings (cfg) are of the type {type(cfg).__name__}, or a name in them is not text")
         for group in ("model", "task"):
             if not isinstance(cfg.get(group, {}), (dict, argparse.Namespace)):
                 refuse(f"cfg.{group} is of the type {type(cfg[group]).__name__}")

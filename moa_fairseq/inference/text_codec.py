@@ -58,7 +58,7 @@ class ByteCodec(NamedTuple):
         return " ".join(str(byte) for byte in line.encode("utf-8"))
 
     def decode(self, symbols: str) -> str:
-        """Numbers as text; bytes that are no UTF-8 are shown as such."""
+        """Numbers as text; bytes that are not UTF-8 are shown as such."""
         found = [int(symbol) for symbol in symbols.split() if symbol.isdigit()]
         return bytes(byte for byte in found if byte < 256).decode("utf-8", errors="replace")
 

@@ -33,7 +33,7 @@ def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: i
 def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "xl") -> dict:
     """A causal language model of SwitchHead's Table 9, without its attention.
 
-    Input and output embeddings are two matrices there: only so do the printed parameters come out. The
+    Input and output embeddings are two matrices there: with one the printed parameters do not come out. The
     dropout of embeddings, residuals and output, and how weights start, are those of the authors' settings
     and code; that of a feed-forward's inner units (App. A.5) has no effect on sigma-MoE.
     """

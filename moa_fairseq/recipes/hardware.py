@@ -256,7 +256,7 @@ def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = 
         raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
     if precision == "bf16" and capability < (8, 0):
         raise UserError(
-            f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is none: use fp16."
+            f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is not one: use fp16."
         )
     return precision
 

@@ -83,7 +83,7 @@ def data_differences(published: Recipe, folder: Path, lines: Mapping[str, int]) 
         row[f"lines of {split}"] = max(1, math.ceil(number * part))
     row.update({f"words of {split}": number for split, number in (dataset.words if dataset else {}).items()})
     found.update({f"lines of {split}": number for split, number in lines.items()})
-    with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest is no proof
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest proves nothing
         for split, fact in manifest.get("splits", {}).items():
             found[f"words of {split}"] = fact["words"] + fact["lines"]  # an end of line counts as one
     known = {key for key in row if row[key] is not None and found.get(key) is not None}

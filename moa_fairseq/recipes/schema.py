@@ -335,7 +335,7 @@ def _average(recipe: Recipe) -> Problems:
     if average.count < 2:
         remedy = "use 2 or more, or average: null to evaluate the best checkpoint."
         key = f"average.{'epochs' if epochs else 'updates'}"
-        yield key, f"an average of one checkpoint is no average: {remedy}"
+        yield key, f"one checkpoint is not an average: {remedy}"
     cannot = f"cannot average {epochs} epochs"
     if epochs and epochs > train.keep_last_epochs:
         yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
@@ -359,7 +359,7 @@ def _kind(recipe: Recipe) -> Problems:
         yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
     metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
     if score and score.headline.startswith(metrics) != bool(name):
-        yield "score.headline", f"{score.headline!r} is no score of train.task {task!r}."
+        yield "score.headline", f"{score.headline!r} is not a score of train.task {task!r}."
     if name:
         keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
         keys += [] if data.recipe == "text_sp" else ["bpe"]

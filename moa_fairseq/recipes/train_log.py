@@ -43,7 +43,7 @@ def parse_record(line: str) -> Optional[Dict[str, Any]]:
 
 
 def wrong_number(record: Dict[str, Any]) -> Optional[str]:
-    """The key of an epoch or of a number of updates that is none, or None where all is well."""
+    """The key of an epoch or of a number of updates that is not a number, or None where all is well."""
     return next((key for key in _NUMBERS if key in record and finite(record[key]) is None), None)
 
 

@@ -96,7 +96,7 @@ def unsafe_value(value: Any) -> Optional[str]:
     flag = next((i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None)
     if flag is not None:
         return f"{flag!r} in a list of values would be taken for a flag: a list holds values only."
-    return f"{REDIRECT!r} is no value." if REDIRECT in (items or [value]) else None
+    return f"{REDIRECT!r} is not a value." if REDIRECT in (items or [value]) else None
 
 
 def to_argv(command: Sequence[str]) -> List[str]:

@@ -25,7 +25,7 @@ from moa_fairseq.study.design import DIVERGED, Run, Study, read_record
 
 log = logging.getLogger(__name__)
 
-# What fairseq says when a loss or a gradient is no number any more.
+# What fairseq says when a loss or a gradient is not a number any more.
 _NOT_FINITE = re.compile(r"Nan/Inf|Nan or Inf|Loss is (infinite|nan)|Minimum loss scale", re.IGNORECASE)
 
 

@@ -22,9 +22,9 @@ class CarriedContext:
 
     As in Transformer-XL (Dai et al., arXiv 1901.02860, §3.2): h̃ = [SG(h_τ) ∘ h_{τ+1}] makes keys and values.
     Training and evaluation have separate contexts, so a validation in the middle of an epoch disturbs
-    nothing. So have parts of the texts that take turns, as the micro-batches of an update do. A context is
-    not part of the model's state. The task saves those of the training (`of_training`) with a checkpoint, as
-    they cannot be computed again: earlier updates had other weights and other dropout.
+    nothing. Parts of the texts that take turns, as the micro-batches of an update do, have separate contexts
+    too. A context is not part of the model's state. The task saves those of the training (`of_training`) with
+    a checkpoint, as they cannot be computed again: earlier updates had other weights and other dropout.
     """
 
     def __init__(self, layers: Sequence[nn.Module], chunks: int):

@@ -156,7 +156,7 @@ def test_pieces_and_words_of_gpt2(toy_gpt2):
     symbols = [None, *map(str, spelling.encoder.encode(line)), None]
     listed = [text for text, _ in spelling.pieces(symbols)]
     assert listed[:4] == ["t", "he", " cat", " "] and "sa" in listed
-    assert r"\xe2" in listed and r"\x93" in listed  # bytes that are no character by themselves
+    assert r"\xe2" in listed and r"\x93" in listed  # bytes that are not characters by themselves
     found = list(spelling.words(symbols))
     assert [word for word, _ in found] == line.split()
     assert [position for _, positions in found for position in positions] == [*range(1, len(symbols) - 1)]

@@ -73,7 +73,7 @@ def test_stock_fairseq_serves_what_came_back(dense, convert, fairseq, tmp_path):
         env = {"PYTHONPATH": "", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
         out = fairseq(*command, env=env).stdout
         lines.append([line for line in out.splitlines() if line.startswith(("H-", "T-"))])
-    # it drops the last sentences, since 12 are no multiple of 8
+    # it drops the last sentences, since 12 is not a multiple of 8
     assert len(lines[0]) >= 16 and lines[0] == lines[1]
 
 

@@ -240,7 +240,7 @@ def test_what_is_not_the_file_is_refused(server, tmp_path, names, pins, words, r
 def test_formats(server, tmp_path, name, kind):
     server.content = b"something else"
     wrong = source(server, sha256=None)._replace(name=name)
-    with pytest.raises(UserError, match=f"is no {kind} file"):
+    with pytest.raises(UserError, match=f"is not a {kind} file"):
         download(wrong, tmp_path)
 
 

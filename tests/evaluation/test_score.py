@@ -42,7 +42,7 @@ def test_log_has_the_three_scores(tmp_path, capsys):
     for key in ("multi_bleu", "compound_split_bleu", "sacrebleu"):
         assert {"score", "precisions", "bp", "hyp_len", "ref_len"} <= set(scores[key])
     assert scores["multi_bleu"]["hyp_len"] == 18
-    # a-b-Frau becomes three tokens, and so does the hyphen that the tokenizer has already split.
+    # a-b-Frau becomes three tokens, and the same for the hyphen that the tokenizer has already split.
     assert scores["compound_split_bleu"]["hyp_len"] == 18 + 2 + 2
     assert any("@-@" in warning for warning in scores["meta"]["warnings"])
     expected = sacrebleu.corpus_bleu(RAW_OUTPUTS, [RAW_TARGETS])
@@ -285,7 +285,7 @@ def test_an_unknown_word_is_one_word_for_sacrebleu(tmp_path, score):
     exact = score(*files_of(tmp_path, OUTPUT, TOKENS))
     for chain in ("sacrebleu", "multi_bleu"):
         assert {**scores[chain], "chain": 0} == {**exact[chain], "chain": 0}
-    # what the model does not know either is no match, and one word, too
+    # what the model does not know either is not a match, and one word, too
     outputs = [line.replace("<<unk>>", "<unk>") for line in targets]
     assert (
         score(write_log(tmp_path / "log", targets, outputs))["sacrebleu"]["hyp_len"]

@@ -250,7 +250,7 @@ CASES = {
         f"last_optimizer_state is {what}": put("last_optimizer_state", value)
         for what, value in VALUES.items()
     },
-    "optimizer state is none": put("last_optimizer_state/state", None),
+    "optimizer state is None": put("last_optimizer_state/state", None),
     "optimizer has no groups": put("last_optimizer_state/param_groups", []),
     "optimizer has text for lr": put("last_optimizer_state/param_groups/0/lr", "x"),
     "optimizer has text for betas": put("last_optimizer_state/param_groups/0/betas", "x"),

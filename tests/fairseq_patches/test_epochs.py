@@ -31,7 +31,7 @@ def distributed(**values):
 
 
 def test_independent_copies_are_refused(torchrun, monkeypatch):
-    """torchrun works on CPUs with the right flags; one process alone is no world."""
+    """torchrun works on CPUs with the right flags; one process alone is not a world."""
     with pytest.raises(UserError, match=r"2 independent models.*--distributed-world-size 2 .*gloo"):
         distributed_utils.infer_init_method(distributed())
     with pytest.raises(UserError, match="need --distributed-backend gloo --ddp-backend legacy_ddp"):

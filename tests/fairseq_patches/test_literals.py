@@ -128,7 +128,7 @@ def test_the_name_is_found_behind_fairseqs_helpers():
         cutoffs(Namespace(arch="x", adaptive_softmax_cutoff="open('x')"))
     assert cutoffs(Namespace(adaptive_softmax_cutoff="[10, 20]")) == [10, 20]
     assert utils.eval_bool("True") is True and utils.eval_bool(None, default=True) is True
-    assert utils.eval_bool(True, default=False) is False  # as before: what is no text is the default
+    assert utils.eval_bool(True, default=False) is False  # as before: what is not text is the default
     assert LightConvModel
 
 

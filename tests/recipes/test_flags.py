@@ -30,7 +30,7 @@ NAMES_A_FILE = re.compile(
     "path|dir|file|script|save|log|repo|dict|yaml|config|pref|suffix|from|checkpoint|model|root|vocab|json|codes|"
     "lexicon|args|detok|tokenizer|bpe|hash|stats|plasma|wandb"
 )
-# Flags of such a name that read files, or are no names of files; each was looked up in fairseq's source.
+# Flags of such a name that read files, or are not names of files; each was looked up in fairseq's source.
 READ = """
     align-suffix alignfile baseline-model decoder-embed-path encoder-embed-path ema-seed-model
     fixed-dictionary finetune-from-model label-dir lang-dict lm-path

@@ -79,7 +79,7 @@ class FakeExecutor:
 
 
 ALL = ["fairseq-train", "moa-fairseq average", "fairseq-generate", "moa-fairseq score"]
-# Small recipes of the kinds that are no translations.
+# Small recipes of the kinds that are not translations.
 SMALL = yaml.safe_load("""
 masked:
   experiment: masked
@@ -236,7 +236,7 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
         ("average.epochs=3", ALL[1:]),
         ("score.headline=sacrebleu", ALL[3:]),
         ("train.max_epoch=5", ALL),  # going on for longer is the same training
-        ("train.max_tokens=100", []),  # so is another machine
+        ("train.max_tokens=100", []),  # the same for another machine
         ("train.flags.ddp-backend=legacy_ddp", []),
     ],
 )

@@ -110,10 +110,10 @@ def test_a_new_goal_is_gone_on_to_and_other_inputs_are_refused(tmp_path):
 
 def test_a_failure_leaves_nothing_under_the_final_name(tmp_path):
     def fail(made):
-        raise UserError("is no result")
+        raise UserError("is not a result")
 
     step = Step("x", tmp_path / "x.txt", ["python", "print(1)"], captured="out", finish=fail)
-    with pytest.raises(UserError, match="no result"):
+    with pytest.raises(UserError, match="not a result"):
         make([step], tmp_path)
     with pytest.raises(UserError, match="status 3"):
         make([Step("x", tmp_path / "x.txt", ["python", "print(1); exit(3)"], captured="out")], tmp_path)
