@@ -35,6 +35,7 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
+from moa_fairseq.transformer.causal_lm import SWITCHES
 from moa_fairseq.transformer.families import FAMILIES
 from moa_fairseq.transformer.model import BRANCH, HEAD_GATE, POSITIONS
 
@@ -162,7 +163,13 @@ def flags() -> str:
     positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; how tokens know where they stand"]
     branch = ["`--attention-branch-scale`", "–", BRANCH]
     gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE}"]
-    return "\n\n".join([*tables, f"### Every architecture here\n\n{grid(head, [positions, branch, gates])}"])
+    switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
+    for title, lines in (
+        ("Every architecture here", [positions, branch, gates]),
+        ("Causal language models", switches),
+    ):
+        tables.append(f"### {title}\n\n{grid(head, lines)}")
+    return "\n\n".join(tables)
 
 
 def _flags(settings: Any) -> Iterator[List[str]]:

@@ -47,8 +47,9 @@ def swiglu(inner: Tensor) -> Tensor:
 
 def use_rms_norms(module: nn.Module, cfg: Any) -> None:
     """--rms-norm: put RMSNorm (arXiv 1910.07467) in the place of the layer norms of `module` itself."""
-    for name, norm in list(module.named_children()):
-        if getattr(cfg, "rms_norm", False) and name.endswith("layer_norm"):
+    parts: Dict[str, Any] = dict(module.named_children())
+    for name, norm in parts.items():
+        if getattr(cfg, "rms_norm", False) and name.endswith("layer_norm"):  # torch's, or apex's
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
 
 
