@@ -267,6 +267,11 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
     return text
 
 
+def fresh(name: str, parts: Mapping[str, str]) -> str:
+    """The text of a document with these parts; a file that is a part is generated as a whole."""
+    return parts[name] if name in parts else fill((ROOT / name).read_text(encoding="utf-8"), parts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -277,12 +282,12 @@ def main() -> int:
     for name in DOCUMENTS:
         path = ROOT / name
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        fresh = fill(text, made) if path.suffix == ".md" else made[name]
-        if fresh != text:
+        wanted = fresh(name, made)
+        if wanted != text:
             stale.append(name)
             if not args.check:
                 with atomic_write(path) as stream:
-                    stream.write(fresh)
+                    stream.write(wanted)
     print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
     return 1 if args.check and stale else 0
 

@@ -41,7 +41,7 @@ class Table(NamedTuple):
         rows = list(zip(*(cells[number] for number in kept)))
         if not rows:
             return ""
-        lines = [[column.head for column in columns], *rows]
+        lines: List[List[str]] = [[column.head for column in columns], *map(list, rows)]
         if markdown:
             lines.insert(1, ["--:" if column.form else "---" for column in columns])
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -7,8 +7,8 @@
   moa-fairseq analyze expert-tokens runs/C --words
   moa-fairseq analyze attention-maps runs/D --sentence 3 --layer 2 --output heads.png
 
-A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on; so does the
---save-dir of a plain fairseq-train, or the folder around it.
+A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on; so does
+the --save-dir of a plain fairseq-train, or the folder around it.
 """
 
 from __future__ import annotations

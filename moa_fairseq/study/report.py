@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -119,7 +119,7 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
         }
         for row in content["contrasts"]
     ]
-    blocks = [
+    blocks: List[Union[str, Table]] = [
         f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, mean of "
         f"the last {study.last} validations. Tokens/s: the fastest of the seeds, since the machine had other "
         "work, too.",
