@@ -49,7 +49,6 @@ setup(
             "matplotlib>=3.7,<4",
             "polib>=1.2,<2",
             "portalocker>=2.8,<5",
-            "tabulate>=0.9,<1",
             "requests>=2.31,<3",
             "scipy>=1.11,<2",
             "tqdm>=4.60,<5",

@@ -27,13 +27,13 @@ from moa_fairseq.attention.head_gate import HEAD_GATES
 from moa_fairseq.cli import VERBS
 from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig
-from moa_fairseq.evaluation.results import load_comparison
-from moa_fairseq.evaluation.results_markdown import PAPERS, render, render_headlines
+from moa_fairseq.evaluation.compare import Comparison, lines_of, load_comparison, render
 from moa_fairseq.fairseq_compat import PATCHES
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.tables import Column, Table
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 from moa_fairseq.transformer.causal_lm import SWITCHES
 from moa_fairseq.transformer.families import FAMILIES
@@ -62,16 +62,29 @@ def parts() -> Dict[str, str]:
     """Every generated part by its name, as Markdown."""
     comparison = load_comparison(ROOT / "results")
     return {
-        "results": render(comparison),
-        "headlines": render_headlines(comparison),
+        "results": render(comparison, markdown=True),
+        "headlines": headlines(comparison),
         "claims": claims(),
-        "experiments": experiments(),
+        "experiments": experiments(comparison),
         "flags": flags(),
         "architectures": architectures(),
         "verbs": verbs(),
         "patches": patch_table(),
         "docs/recipe.yaml": RECIPE_HEAD + "\n".join(recipe_keys()) + "\n",
     }
+
+
+def headlines(comparison: Comparison) -> str:
+    """The sizes of the models in the papers' rows that results/papers calls headlines."""
+    lines = []
+    for table in comparison.tables:
+        for row in (row for row in table.rows if row.headline):
+            size = next(lines_of(row, cell)[0] for cell in row.cells if cell.quantity == "parameters")
+            model = f"{row.row}, {row.headline} ({table.name}, Table {table.table})"
+            lines.append({**size, "model": model, "arch": f"`{row.arch}`"})
+    columns = [Column("model", "Model"), Column("arch", "Architecture")]
+    columns += [Column("paper", "Parameters printed", ">"), Column("ours", "counted", ">")]
+    return Table(columns, lines).text(markdown=True)
 
 
 def claims() -> str:
@@ -98,11 +111,11 @@ def claims() -> str:
 
 
 def grid(head: List[str], lines: List[List[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    columns = [Column(str(place), text) for place, text in enumerate(head)]
+    return Table(columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]).text(markdown=True)
 
 
-def experiments() -> str:
+def experiments(comparison: Comparison) -> str:
     """A line per configs/*.yaml, by paper: what it trains, and the row of the paper that it stands for."""
     groups: Dict[str, List[List[str]]] = {paper: [] for paper in [*FAMILY_PAPERS.values(), "dense"]}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -113,7 +126,8 @@ def experiments() -> str:
             source = printed.table if printed.table.startswith("README") else f"Table {printed.table}"
             paper, row = (printed.paper if printed.paper in groups else paper), f"{source}: {printed.value}"
         groups[paper].append([f"[{path.stem}]({path.name})", recipe.summary, row])
-    titles = {**PAPERS, "dense": "Dense models to compare with"}
+    titles = {table.paper: table.name for table in comparison.tables}
+    titles["dense"] = "Dense models to compare with"
     head = ["Experiment", "What it trains", "Printed"]
     return "\n\n".join(f"### {titles[paper]}\n\n{grid(head, lines)}" for paper, lines in groups.items())
 
@@ -262,6 +276,11 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
     return text
 
 
+def fresh(name: str, parts: Mapping[str, str]) -> str:
+    """The text of a document with these parts; a file that is a part is generated as a whole."""
+    return parts[name] if name in parts else fill((ROOT / name).read_text(encoding="utf-8"), parts)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -272,12 +291,12 @@ def main() -> int:
     for name in DOCUMENTS:
         path = ROOT / name
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        fresh = fill(text, made) if path.suffix == ".md" else made[name]
-        if fresh != text:
+        wanted = fresh(name, made)
+        if wanted != text:
             stale.append(name)
             if not args.check:
                 with atomic_write(path) as stream:
-                    stream.write(fresh)
+                    stream.write(wanted)
     print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
     return 1 if args.check and stale else 0
 

@@ -21,9 +21,8 @@ from moa_fairseq.analysis.learning_curve import read_learning_curve
 from moa_fairseq.data_prep.archives import extract
 from moa_fairseq.data_prep.text_stages import load_codes
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.compare import load_comparison, render
 from moa_fairseq.evaluation.generate_log import read_generate_log
-from moa_fairseq.evaluation.results import load_comparison
-from moa_fairseq.evaluation.results_markdown import render
 from moa_fairseq.recipes import result
 from moa_fairseq.recipes.checkpoints import prepared_data
 from moa_fairseq.recipes.loading import build, load_recipe

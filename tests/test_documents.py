@@ -7,11 +7,15 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import torch
 from fairseq import options
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_REGISTRY
+from fairseq.tasks import TASK_REGISTRY
 
 from moa_fairseq.analysis.command import KINDS
 from moa_fairseq.cli import VERBS, build_parser, main
@@ -42,22 +46,24 @@ def shell_lines():
                     yield pytest.param(document, words, id=f"{document}: {' '.join(words)}"[:110])
 
 
+REGISTRIES = {"model": MODEL_REGISTRY, "task": TASK_REGISTRY, "criterion": CRITERION_REGISTRY}
+
+
 @functools.cache
 def known_flags():
     """Every flag of fairseq's commands with the plugin, of moa-fairseq's verbs, and of the scripts."""
     known = set(OTHERS_FLAGS)
-    trainings = (
-        ("moa_transformer_base", "translation", "label_smoothed_cross_entropy_with_routing"),
-        ("mae_transformer_base", "translation_bcd", "label_smoothed_cross_entropy"),
-        ("mae_transformer_lm_wiki103", "language_modeling_bcd", "adaptive_loss_with_routing"),
-        ("moh_transformer_base", "translation", "cross_entropy_with_routing"),
-        ("dense_transformer_base", "translation", "label_smoothed_cross_entropy"),
-        ("moa_roberta_8k8e128d", "masked_lm", "masked_lm_with_routing"),
-        ("switchhead_lm_47m", "language_modeling_truncated_bptt", "cross_entropy_with_routing"),
-    )
+    own = {
+        kind: [name for name, entry in registry.items() if entry.__module__.startswith("moa_fairseq.")]
+        for kind, registry in REGISTRIES.items()
+    }
+    # Each model, task and criterion once; they need not fit together, since nothing is built.
+    kinds = zip_longest(own["model"], own["task"], own["criterion"])
     names = set()
-    for arch, task, criterion in trainings:
-        words = ["data", "--arch", arch, "--task", task, "--criterion", criterion]
+    for model, task, criterion in kinds:
+        arch = next(iter(ARCH_MODEL_INV_REGISTRY[model or own["model"][0]]))
+        words = ["data", "--arch", arch, "--task", task or "translation"]
+        words += ["--criterion", criterion or "label_smoothed_cross_entropy"]
         for optimizer in (["--optimizer", "adam"], ["--optimizer", "sgd", "--lr-scheduler", "inverse_sqrt"]):
             names |= set(vars(options.parse_args_and_arch(options.get_training_parser(), words + optimizer)))
     generation = [
@@ -72,7 +78,8 @@ def known_flags():
             known |= {flag for flag in action.option_strings if flag.startswith("--")}
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
-    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*.py")]
+    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.py")]
+    scripts += ROOT.glob("moa_fairseq/transformer/*.py")  # flags without a default leave no name
     for script in scripts:
         known |= set(re.findall(r"--[a-z][\w-]*", script.read_text(encoding="utf-8")))
     flags = {name.replace("_", "-") for name in names}
@@ -210,12 +217,13 @@ def test_what_is_generated_is_fresh():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     marked = {name for name, text in DOCUMENTS.items() if ":begin -->" in text}
-    whole = set(generate.DOCUMENTS) - marked  # no Markdown: generated from the first line to the last
+    assert marked == {name for name in generate.DOCUMENTS if name.endswith(".md")}
     parts = generate.parts()
-    stale = [name for name in marked if generate.fill(DOCUMENTS[name], parts) != DOCUMENTS[name]]
-    stale += [name for name in whole if (ROOT / name).read_text(encoding="utf-8") != parts.pop(name)]
-    assert not stale and marked < set(generate.DOCUMENTS), "out of date: run python docs/generate.py"
-    for part in parts:
+    stale = [
+        name for name in generate.DOCUMENTS if generate.fresh(name, parts) != (ROOT / name).read_text("utf-8")
+    ]
+    assert not stale, "out of date: run python docs/generate.py"
+    for part in parts.keys() - {*generate.DOCUMENTS}:
         assert sum(f"<!-- {part}:begin -->" in text for text in DOCUMENTS.values()) == 1
 
 

@@ -7,7 +7,8 @@
   moa-fairseq analyze expert-tokens runs/C --words
   moa-fairseq analyze attention-maps runs/D --sentence 3 --layer 2 --output heads.png
 
-A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on.
+A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on; so does
+the --save-dir of a plain fairseq-train, or the folder around it.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
         checkpoint, data = checkpoint_and_data(args.model, args.data)
         about = {"checkpoint": str(checkpoint), "subset": args.subset}
-        args.data = data
-        found = args.analyze(args, *load_trained(checkpoint, data))
+        model, task = load_trained(checkpoint, data)
+        args.data = data or Path(task.cfg.data)
+        found = args.analyze(args, model, task)
     else:
         found = args.analyze(args)
     if args.output:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, Sequence
 
 import torch
 from matplotlib.figure import Figure
@@ -16,9 +16,23 @@ from torch import nn
 
 from moa_fairseq.analysis.plots import COLOURS, GREY, Analysis, style
 from moa_fairseq.analysis.routed_model import RouterUse, by_kind, forward_passes, router_uses
+from moa_fairseq.tables import Column, Table
 
 NAME = "expert-load"
 SUMMARY = "how evenly a model uses its experts (MoA Figs. 3 and 4)"
+
+
+# Of a router: the even share 1/E, its experts' largest and smallest, their entropy as a fraction of log E.
+COLUMNS = (
+    Column("name", "router"),
+    Column("tokens", "tokens", ","),
+    Column("sizes", "K of E", ">"),
+    Column("even", "even", ".1%"),
+    Column("max_load", "most", ".1%"),
+    Column("min_load", "least", ".1%"),
+    Column("evenness", "entropy", ".1%"),
+    Column("dead_experts", "dead", "d"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +44,15 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
     summaries = [summary(use) for use in uses]
     figure = draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}")
-    return Analysis(_table(summaries), figure, {"modules": summaries})
+    rows = [
+        {
+            **row,
+            "sizes": f"{row['experts_per_token']} of {row['num_experts']}",
+            "even": 1 / row["num_experts"],
+        }
+        for row in summaries
+    ]
+    return Analysis([Table(COLUMNS, rows).text()], figure, {"modules": summaries})
 
 
 def summary(use: RouterUse) -> Dict[str, Any]:
@@ -54,20 +76,6 @@ def summary(use: RouterUse) -> Dict[str, Any]:
         "load": load.tolist(),
         "gate_share": (use.gate_mass / use.gate_mass.sum()).tolist(),
     }
-
-
-def _table(summaries: List[Dict[str, Any]]) -> List[str]:
-    """One line per router: even share 1/E, largest and smallest share, entropy as a fraction of log E."""
-    lines = [
-        f"{'router':32}{'tokens':>10}{'K of E':>10}{'even':>8}{'most':>8}{'least':>8}{'entropy':>9}  dead"
-    ]
-    for row in summaries:
-        sizes = f"{row['experts_per_token']} of {row['num_experts']}"
-        even = 1 / row["num_experts"]
-        shares = "".join(f"{share:8.1%}" for share in (even, row["max_load"], row["min_load"]))
-        entropy = f"{row['evenness']:9.1%}{row['dead_experts']:6}"
-        lines.append(f"{row['name']:32}{row['tokens']:10,}{sizes:>10}{shares}{entropy}")
-    return lines
 
 
 def draw_expert_load(summaries: Sequence[Dict[str, Any]], title: str = "") -> Figure:

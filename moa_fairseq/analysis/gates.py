@@ -24,6 +24,7 @@ from moa_fairseq.analysis.routed_model import RouterUse, by_kind, forward_passes
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.errors import UserError
+from moa_fairseq.tables import Column, Table
 
 NAME = "gates"
 SUMMARY = "entropy of MAE's gates and the experts they prefer (MAE §5.1, Table 8)"
@@ -56,7 +57,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     summaries = [summary(use, learned[use.name]) for use in uses]
     means = mean_entropies(summaries)
     kind = "Gates" if args.untrained is None else "Untrained gates"
-    lines = _table(summaries, means)
+    lines = _tables(summaries, means)
     if args.untrained is not None:
         lines.append(
             f"The gates' weights were drawn anew with seed {args.untrained}: these gates are untrained."
@@ -99,22 +100,24 @@ def mean_entropies(summaries: Sequence[Dict[str, Any]]) -> Dict[str, Dict[str, f
     }
 
 
-def _table(summaries: List[Dict[str, Any]], means: Dict[str, Dict[str, float]]) -> List[str]:
+def _tables(summaries: List[Dict[str, Any]], means: Dict[str, Dict[str, float]]) -> List[str]:
     """A line per gate, and then the paper's number: H(g) averaged over the layers."""
-    lines = [f"{'gate':32}{'instances':>20}{'entropy':>9}{'ln E':>7}  share of each expert in %"]
+    rows = []
     for row in summaries:
-        instances = f"{row['instances']:,} {row['instance']}s"
         shares, shown = row["shares"], "(uniform)"
         if shares and len(shares) <= FEW:
-            shown = "".join(f"{100 * share:6.1f}" for share in shares)
+            shown = " ".join(f"{100 * share:.1f}" for share in shares)
         elif shares:
             shown = f"{len(shares)} experts, {100 * min(shares):.1f} to {100 * max(shares):.1f}"
-        numbers = f"{row['entropy']:9.4f}{row['uniform_entropy']:7.3f}"
-        lines.append(f"{row['name']:32}{instances:>20}{numbers}  {shown}")
-    lines.append(f"{'mean over gates of':32}{'gates':>20}{'entropy':>9}{'ln E':>7}")
-    for label, mean in means.items():
-        lines.append(f"{label:32}{mean['modules']:20}{mean['entropy']:9.4f}{mean['uniform_entropy']:7.3f}")
-    return lines
+        rows.append({**row, "instances": f"{row['instances']:,} {row['instance']}s", "shares": shown})
+    entropies = [Column("entropy", "entropy", ".4f"), Column("uniform_entropy", "ln E", ".3f")]
+    of_gates = [Column("name", "gate"), Column("instances", "instances", ">"), *entropies]
+    of_kinds = [Column("kind", "mean over gates of"), Column("modules", "gates", "d"), *entropies]
+    return [
+        Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text(),
+        "",
+        Table(of_kinds, [{"kind": kind, **mean} for kind, mean in means.items()]).text(),
+    ]
 
 
 def draw_gates(summaries: Sequence[Dict[str, Any]], title: str = "") -> Figure:

@@ -95,7 +95,10 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     """
     file = path / "train.jsonl" if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"{file} does not exist: name a run folder with a train.jsonl, or a JSON log.")
+        raise UserError(
+            f"{file} does not exist: name a run folder of a recipe, or a log in JSON. A plain fairseq-train "
+            "keeps none: save what it prints with --log-format json, or have it written with --log-file, too."
+        )
     curve = LearningCurve(_place(path).name)
     epochs: List[Point] = []  # means of whole epochs
     now: Optional[float] = None  # seconds of training up to the record

@@ -15,11 +15,10 @@ import time
 from pathlib import Path
 from typing import Dict
 
-from tabulate import tabulate
-
 from moa_fairseq.corpus.build import build, load_packages
 from moa_fairseq.data_prep.download import default_cache
 from moa_fairseq.errors import UserError
+from moa_fairseq.tables import Column, Table
 
 DEFAULT_OUTPUT = Path("data/embedded_en_de")
 
@@ -49,9 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
 def summary_text(summary: Dict) -> str:
     """The summary for people: pairs per package, then splits with pairs and words."""
-    packages = tabulate(summary["pairs"].items(), ["package", "pairs"], "plain")
-    splits = [[split, *size.values()] for split, size in summary["splits"].items()]
-    sizes = tabulate(splits, ["split", "pairs", "English words", "German words"], "plain", intfmt=",")
+    pairs = [{"package": package, "pairs": number} for package, number in summary["pairs"].items()]
+    packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text()
+    heads = ["pairs", "English words", "German words"]
+    splits = [
+        {"split": split, **dict(zip(heads, size.values()))} for split, size in summary["splits"].items()
+    ]
+    sizes = Table([Column("split", "split"), *(Column(head, head, ",") for head in heads)], splits).text()
     total = sum(size["pairs"] for size in summary["splits"].values())
     state = "built" if summary["built"] else "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"

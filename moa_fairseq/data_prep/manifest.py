@@ -8,14 +8,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
-from tabulate import tabulate
-
 import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.files import checksum
 from moa_fairseq.json_files import read_json
 from moa_fairseq.running.make import marks
+from moa_fairseq.tables import Column, Table
 
 MANIFEST = "manifest.json"
 TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
@@ -90,9 +89,9 @@ def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
     rows = []
     for split, (found, expected) in lines.items():
         published = "the same" if expected == found else f"{expected:,}!" if expected is not None else ""
-        rows.append([split, f"{found:,}", published])
-    heads, sides = ("split", "lines", "published"), ("left", "right", "left")
-    out = tabulate(rows, heads, "plain", disable_numparse=True, colalign=sides).splitlines()
+        rows.append({"split": split, "lines": found, "published": published})
+    columns = [Column("split", "split"), Column("lines", "lines", ","), Column("published", "published")]
+    out = Table(columns, rows).text().splitlines()
     for stage, facts in manifest["stages"].items():
         for split, fact in facts.items():
             drops = fact.get("dropped", {}) if isinstance(fact, dict) else {}

@@ -38,6 +38,7 @@ from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.tables import Column, Table
 
 PARTS = {
     "embedding": "embedding",
@@ -240,19 +241,24 @@ def as_text(title: str, cost: Cost) -> str:
         ("  of it attention in all", report["attention_parameters"], report["attention_macs"]),
         ("  without the output layer", *rest),
     ]
-    lines = [title, "", f"{'part':28}{'parameters':>16}{'MACs':>18}"]
-    lines += [f"{label:28}{count:>16,}{macs:>18,}" for label, count, macs in rows if count or macs]
+    table = [
+        {"part": label, "parameters": parameters, "macs": macs}
+        for label, parameters, macs in rows
+        if parameters or macs
+    ]
     notes = {
-        "papers convention": ("macs_paper_convention", "   (no attention scores and values)"),
-        "attention twice": ("macs_attention_twice", "   (MoA's Table 2; see --help)"),
-        "SwitchHead layer": ("switchhead_layer_macs", "   (its paper's formula; see --help)"),
+        "papers' convention": ("macs_paper_convention", "no attention scores and values"),
+        "attention twice": ("macs_attention_twice", "MoA's Table 2; see --help"),
+        "SwitchHead's layer": ("switchhead_layer_macs", "its paper's formula; see --help"),
         "  every product once": ("switchhead_layer_plain_macs", ""),
         "  numbers stored": ("switchhead_layer_floats", ""),
     }
     for label, (key, note) in notes.items():
-        lines += [f"{label:44}{report[key]:>18,}{note}"] if key in report else []
+        table += [{"part": label, "macs": report[key], "note": note}] if key in report else []
     for method, parameters in cost.updated.items():
-        lines.append(f"{f'updated by --finetune {method}':34}{parameters:>10,}")
+        table.append({"part": f"updated by --finetune {method}", "parameters": parameters})
+    columns = [Column("part", "part"), Column("parameters", "parameters", ","), Column("macs", "MACs", ",")]
+    lines = [title, "", Table([*columns, Column("note", "")], table).text()]
     if cost.not_counted:
         lines.append(f"MACs of these modules are not counted: {', '.join(cost.not_counted)}")
     return "\n".join(lines)

@@ -63,8 +63,6 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from tabulate import tabulate
-
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import classification, masked_lm
 from moa_fairseq.evaluation.against import against
@@ -80,6 +78,7 @@ from moa_fairseq.evaluation.chains import (
 )
 from moa_fairseq.evaluation.generate_log import read_generate_log, read_lines
 from moa_fairseq.evaluation.text_marks import RUNNING, doubts, subword_kind
+from moa_fairseq.tables import Column, Table
 
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
 
@@ -170,10 +169,9 @@ def _compare(first: List[RunningText], second: List[RunningText], as_json: bool)
     if as_json:
         print(json.dumps(content, indent=2))
     else:
-        keys = ("metric", "first", "second", "difference", "p")
-        rows = [[row[key] for key in keys] for row in content["metrics"]]
-        heads = ["", "first", "second", "first − second", "p, two-sided"]
-        print(tabulate(rows, heads, floatfmt=("", ".2f", ".2f", "+.2f", ".4f")))
+        columns = [Column("metric", "metric"), Column("first", "first", ".2f")]
+        columns += [Column("second", "second", ".2f"), Column("difference", "first − second", "+.2f")]
+        print(Table([*columns, Column("p", "p, two-sided", ".4f")], content["metrics"]).text())
         print(*(row["signature"] for row in content["metrics"]), sep="\n")
         counts = f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs"
         print(f"{counts}; {first[0].chain}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Dict, Iterable, Optional, Tuple
 
@@ -24,9 +25,16 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
     overrides = {} if data is None else {"data": str(data)}
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [str(checkpoint)], arg_overrides=overrides
-    )
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
+    settings = getattr(state.get("cfg"), "task", None) or state.get("args")  # an old checkpoint has "args"
+    folder = str(getattr(settings, "data", None) or "").split(os.pathsep)[0]
+    if data is None and folder and not os.path.isdir(folder):
+        raise UserError(
+            f"{checkpoint} was trained on the binarised data in {folder}, which is not there"
+            f"{'' if os.path.isabs(folder) else ' as seen from this folder'}: name that data, or other data "
+            "with the same dictionaries, with --data DATA_BIN. All other settings are in the checkpoint."
+        )
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], state=state)
     return models[0], task
 
 

@@ -52,8 +52,10 @@ class TextModel(GeneratorHubInterface):
 def load(args: argparse.Namespace, kind: str) -> TextModel:
     """The model of `add_arguments`. kind: of its data set. Raises UserError where something is missing."""
     checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
-    if not data.is_dir() or data == Path():
-        gone = f"--data {args.data} is not a folder" if args.data else f"The data of {args.run_dir} is gone"
+    if data is None or not data.is_dir():
+        gone = (
+            f"--data {args.data} is not a folder" if args.data else f"{args.run_dir} does not tell its data"
+        )
         raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
     codec = WordCodec() if args.segmented else codec_of(data.resolve(), kind)
     overrides = {"data": str(data)}

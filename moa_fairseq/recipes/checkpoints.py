@@ -21,9 +21,12 @@ log = logging.getLogger(__name__)
 
 
 def trained_checkpoint(folder: Path) -> Path:
-    """What a run folder stands for: its averaged checkpoint, else its best; average.pt where neither is."""
-    average, best = folder / "average.pt", folder / "checkpoints" / "checkpoint_best.pt"
-    return best if best.is_file() and not average.is_file() else average
+    """What a run folder stands for: its averaged checkpoint, else its best; average.pt where neither is.
+
+    A --save-dir of fairseq-train stands for its best checkpoint, too.
+    """
+    names = ("average.pt", "checkpoints/checkpoint_best.pt", "checkpoint_best.pt")
+    return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
 
 
 def pretrained_checkpoint(pretrained: str) -> Path:
@@ -71,23 +74,21 @@ def prepared_data(run_folder: Path) -> Optional[Path]:
     return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
 
 
-def checkpoint_and_data(model: Path, data: Optional[Path] = None) -> Tuple[Path, Path]:
-    """A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on.
+def checkpoint_and_data(model: Path, data: Optional[Path] = None) -> Tuple[Path, Optional[Path]]:
+    """The checkpoint that a run folder, a --save-dir or a file stands for, and the data that goes with it.
 
-    Raises UserError for a folder without a checkpoint and for a checkpoint without data.
+    The data is `data`, else what the run folder says; None where it does not, as after plain fairseq-train.
+    Raises UserError for a folder without a checkpoint.
     """
-    if model.is_dir():
-        checkpoint = trained_checkpoint(model)
-        if not checkpoint.is_file():
-            raise UserError(
-                f"{model} holds neither average.pt nor checkpoints/checkpoint_best.pt: train first."
-            )
-        return checkpoint, data or prepared_data(model) or Path()
-    if data is None:
+    if not model.is_dir():
+        return model, data
+    checkpoint = trained_checkpoint(model)
+    if not checkpoint.is_file():
         raise UserError(
-            f"{model} is not a run folder, so --data must name the binarised data to run through it."
+            f"{model} holds neither average.pt nor a checkpoint_best.pt, in checkpoints/ or by itself: train "
+            "first, or name a checkpoint file (such as checkpoint_last.pt, of a training without validation)."
         )
-    return model, data
+    return checkpoint, data or prepared_data(model)
 
 
 def prepare_facts(run_folder: Path) -> Dict[str, Any]:

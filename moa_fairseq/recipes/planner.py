@@ -27,7 +27,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from fairseq.data import Dictionary
-from tabulate import tabulate
 from torch import Tensor, nn
 
 from moa_fairseq.data_prep.binarised import is_binarised
@@ -37,6 +36,7 @@ from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updat
 from moa_fairseq.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
 from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe
 from moa_fairseq.running import process
+from moa_fairseq.tables import Column, Table
 
 COUNTS = (1, 8, 32)
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
@@ -337,7 +337,7 @@ def as_text(report: Dict[str, Any]) -> str:
             f"parameters    {report['parameters']:,}",
             f"MACs          {macs}{missing}",
             f"training set  {size}",
-            tabulate(table, "keys", "plain", disable_numparse=True),
+            Table([Column(key, key, ">" * (key != "devices")) for key in table[0]], table).text(),
             *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
             *(f"{e['count']} {e['device']}: {e['left_out']}" for e in entries if e["left_out"]),
             f"! does not fit. A checkpoint has {_gigabytes(entries[0]['disk']['checkpoint'])} GB.",

@@ -29,7 +29,7 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import write_json
 from moa_fairseq.running.process import terminate_as_interrupt, to_argv
 from moa_fairseq.study.design import load_study, runs_of
-from moa_fairseq.study.report import as_markdown, draw, report
+from moa_fairseq.study.report import as_text, draw, report
 from moa_fairseq.study.running import Place, open_runs, work
 
 log = logging.getLogger(__name__)
@@ -58,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     runs = runs_of(study, args.study.parent, root)
     if args.report:
         content = report(study, runs)
-        text, folder = as_markdown(study, content), root / study.study
+        folder = root / study.study
         write_json(folder / "report.json", content)
         with atomic_write(folder / "report.md") as stream:
-            stream.write(text)
+            stream.write(as_text(study, content, markdown=True))
         for name, figure in draw(study, content).items():
             save(figure, folder / f"{name}.png")
-        print(json.dumps(content, indent=1) if args.json else text)
+        print(json.dumps(content, indent=1) if args.json else as_text(study, content))
         return 0
     if args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} says how many workers there are: give at least 1.")

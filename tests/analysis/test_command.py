@@ -1,17 +1,8 @@
-"""The verb: every kind of analysis has its help, and a picture must be a PNG where there is one."""
+"""The verb: a picture must be a PNG, and nothing that a run made is overwritten."""
 
 import pytest
 
-from moa_fairseq.analysis.command import KINDS
 from moa_fairseq.cli import main
-
-
-@pytest.mark.parametrize("kind", [kind.NAME for kind in KINDS])
-def test_each_kind_explains_itself(kind, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["analyze", kind, "--help"])
-    printed = capsys.readouterr().out
-    assert stop.value.code == 0 and f"moa-fairseq analyze {kind} " in printed.split("options:")[0]
 
 
 def test_what_cannot_be_drawn_is_said_before_anything_runs(tmp_path, capsys):

@@ -112,7 +112,7 @@ def test_command_writes_picture_and_numbers(mae, toy_data, make_run, analyze, tm
     printed = capsys.readouterr().out
     assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG")
     assert report["subset"] == "valid" and [row["name"] for row in report["modules"]] == MODULES
-    assert f"{report['means']['all']['entropy']:9.4f}" in printed and "20 sequences" in printed
+    assert f"{report['means']['all']['entropy']:.4f}" in printed and "20 sequences" in printed
 
 
 def test_a_model_without_such_gates_is_told_so(toy_checkpoint, toy_data, tmp_path, capsys):

@@ -169,12 +169,6 @@ def test_bad_input_ends_with_status_2(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_help_calls_compound_splitting_inflated(capsys):
-    with pytest.raises(SystemExit):
-        main(["score", "--help"])
-    assert "INFLATED" in capsys.readouterr().out
-
-
 def test_one_stray_lower_one_eighth_block_is_text():
     assert subword_kind(["a b c", "f g \u2581 i"]) == "none"
     assert subword_kind(["\u2581a b \u2581c", "\u2581d", ""]) == "sentencepiece"

@@ -29,10 +29,6 @@ LM_SCHEDULE = {"warmup-updates": 240000, "lr-period-updates": 46000}
 V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
-def test_count():
-    assert len(CONFIGS) == 89
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("hardware", [Hardware(), V100S], ids=["cpu", "8gpu"])
 def test_fairseq_accepts_the_training_line(path, hardware, shown):

@@ -1,0 +1,126 @@
+"""Tables and the text around them, for a terminal as wide as it is or as Markdown."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from itertools import zip_longest
+from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Union
+
+_BREAKABLE = 12  # a word that is longer may be broken where nothing else makes a table fit
+
+
+class Column(NamedTuple):
+    """A column: the rows' key, its heading, and the format of its values, such as ",", ".1%" or ".2f".
+
+    A column with a format stands on the right; ">" is for texts that shall. A value that is a text is not
+    formatted. once: on a terminal, what stands in the line above already is left out.
+    """
+
+    key: str
+    head: str
+    form: str = ""
+    once: bool = False
+
+
+class Table(NamedTuple):
+    """Rows map a column's key to its value; what a row lacks, or None, is empty."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+
+    def text(self, markdown: bool = False, width: Optional[int] = None) -> str:
+        """The table, or "" without rows; a column without any value is left out.
+
+        On a terminal cells are wrapped until a line has at most `width` characters (None: the terminal's),
+        if words and numbers allow it.
+        """
+        cells = [[_written(row.get(column.key), column.form) for row in self.rows] for column in self.columns]
+        kept = [number for number, texts in enumerate(cells) if any(texts)]
+        columns = [self.columns[number] for number in kept]
+        rows = list(zip(*(cells[number] for number in kept)))
+        if not rows:
+            return ""
+        lines: List[List[str]] = [[column.head for column in columns], *map(list, rows)]
+        if markdown:
+            lines.insert(1, ["--:" if column.form else "---" for column in columns])
+            return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines = [[plain(text) for text in line] for line in lines]
+        for line, above in zip(lines[:1:-1], lines[-2:0:-1]):
+            for place, column in enumerate(columns):
+                if column.once and line[place] == above[place]:
+                    line[place] = ""
+        widths, gap = _widths(columns, lines, width or shutil.get_terminal_size().columns)
+        shown = []
+        for line in lines:
+            of_head = line is lines[0]
+            wrapped = [
+                textwrap.wrap(text, size, break_on_hyphens=of_head) for text, size in zip(line, widths)
+            ]
+            for parts in zip_longest(*wrapped, fillvalue=""):
+                padded = [
+                    text.rjust(size) if column.form else text.ljust(size)
+                    for text, size, column in zip(parts, widths, columns)
+                ]
+                shown.append(gap.join(padded).rstrip())
+            if of_head:
+                shown.append(gap.join("-" * size for size in widths))
+        return "\n".join(shown)
+
+
+def page(blocks: Iterable[Union[str, Table]], markdown: bool = False, width: Optional[int] = None) -> str:
+    """Tables and Markdown's paragraphs, headings and lists with an empty line between; "" is left out.
+
+    For a terminal (not markdown) headings are underlined and lines wrapped at `width` (None: the terminal's).
+    """
+    room, parts = width or shutil.get_terminal_size().columns, []
+    for block in blocks:
+        if isinstance(block, Table):
+            parts.append(block.text(markdown, width))
+        elif markdown:
+            parts.append(block)
+        elif block.startswith("#"):
+            heading = textwrap.fill(plain(block.lstrip("# ")), room)
+            parts.append(f"{heading}\n{'=' * len(heading.splitlines()[-1])}")
+        else:
+            lines = [plain(line) for line in block.splitlines()]
+            indents = ["  " if line.startswith("- ") else "" for line in lines]
+            parts.append(
+                "\n".join(
+                    textwrap.fill(line, room, subsequent_indent=indent, break_on_hyphens=False)
+                    for line, indent in zip(lines, indents)
+                )
+            )
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def plain(text: str) -> str:
+    """Markdown without its marks for code and bold type."""
+    return text.replace("`", "").replace("**", "")
+
+
+def _written(value: Any, form: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return format(value, form)
+
+
+def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> tuple[List[int], str]:
+    """The columns' widths, and what stands between them: the widest column gives way until a line fits."""
+    widths = [max(map(len, texts)) for texts in zip(*lines)]
+    heads = [text.replace("-", "- ") for text in lines[0]]  # where they may be broken
+    texts_of = list(zip(heads, *lines[1:]))
+    words = [max((len(word) for text in texts for word in text.split()), default=1) for texts in texts_of]
+    # Numbers stay on one line as long as wrapping headings and texts is enough.
+    whole = [
+        max(word, *map(len, texts[1:])) if column.form else word
+        for word, texts, column in zip(words, texts_of, columns)
+    ]
+    broken = [word if column.form else min(word, _BREAKABLE) for word, column in zip(words, columns)]
+    for gap, least in (("  ", whole), (" ", whole), (" ", words), (" ", broken)):
+        room = width - len(gap) * (len(widths) - 1)
+        while sum(widths) > room and (wide := [n for n, size in enumerate(widths) if size > least[n]]):
+            widths[max(wide, key=widths.__getitem__)] -= 1
+        if sum(widths) <= room:
+            break
+    return widths, gap

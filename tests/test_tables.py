@@ -1,0 +1,52 @@
+"""Tables: widths, wrapping, and the same as Markdown."""
+
+import pytest
+
+from moa_fairseq.tables import Column, Table, page
+
+TABLE = Table(
+    [
+        Column("name", "Name", once=True),
+        Column("share", "share", ".1%"),
+        Column("count", "how-many tokens", ","),
+        Column("never", "never"),
+        Column("what", "What"),
+    ],
+    [
+        {"name": "a_name", "share": 0.125, "count": 12345, "what": "`code` and more words than fit"},
+        {"name": "a_name", "count": 7, "what": "-"},
+    ],
+)
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 100])
+def test_cells_are_wrapped_until_they_fit(width):
+    lines = TABLE.text(width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    words = [word for line in lines for word in line.split()]
+    for whole in ("12.5%", "12,345", "a_name", "code"):
+        assert words.count(whole) == 1
+    assert "never" not in words and len({line.find("-") for line in lines[-1:]}) == 1
+
+
+def test_numbers_stand_on_the_right():
+    first, second = TABLE.text(width=100).splitlines()[2:]
+    assert first.index("12,345") + len("12,345") == second.index(" 7") + 2
+
+
+def test_markdown_is_as_written():
+    assert TABLE.text(markdown=True).splitlines() == [
+        "| Name | share | how-many tokens | What |",
+        "| --- | --: | --: | --- |",
+        "| a_name | 12.5% | 12,345 | `code` and more words than fit |",
+        "| a_name |  | 7 | - |",
+    ]
+
+
+def test_a_page_is_text_for_people_or_markdown():
+    blocks = ["### Head", "Some **bold** words", "", "- one of `several`\n- two", TABLE, Table([], [])]
+    assert page(blocks, markdown=True).startswith(
+        "### Head\n\nSome **bold** words\n\n- one of `several`\n- two"
+    )
+    text = page(blocks, width=12).splitlines()
+    assert text[:9] == ["Head", "====", "", "Some bold", "words", "", "- one of", "  several", "- two"]
