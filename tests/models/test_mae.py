@@ -8,7 +8,6 @@ from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import random_expert
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 
 
@@ -39,8 +38,6 @@ def test_flags_choose_the_experts_and_the_gate():
     assert (attention.num_experts, attention.gate_window) == (28, 3)
     assert attention.gate.fc1.weight.shape == (7, 128)
     assert not gates_of(build("mae_transformer_tiny", "--mae-gate", "uniform"))
-    with pytest.raises(UserError, match="--mae-dropped-heads 9"):
-        build("mae_transformer_tiny", "--mae-dropped-heads", 9)
 
 
 def test_a_dense_checkpoint_fits_and_gives_the_same_output():
