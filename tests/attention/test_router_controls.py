@@ -20,11 +20,7 @@ IDS = torch.tensor([[7, 4, 7, 9], [4, 8, 11, 7]])
 def moa(dtype=torch.float64, **settings):
     torch.manual_seed(0)
     sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": 4, **settings}
-    module = MixtureOfAttention(C, **sizes, self_attention=True)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
-    return module.to(dtype)
+    return equations.drawn(MixtureOfAttention(C, **sizes, self_attention=True)).to(dtype)
 
 
 def rows():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from equations import drawn
 
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.initialization import draw_by_fan_in
@@ -17,11 +18,7 @@ C, H, D, E, K = 12, 2, 6, 4, 2
 def build(seed=0, dtype=torch.float32, **settings):
     torch.manual_seed(seed)
     sizes = {"num_heads": H, "head_dim": D, "num_experts": E, "experts_per_token": K, **settings}
-    module = SwitchHeadAttention(C, **sizes)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.5)
-    return module.to(dtype).eval()
+    return drawn(SwitchHeadAttention(C, **sizes), 0.5).to(dtype).eval()
 
 
 def test_no_experts_is_dense_attention_without_any_decision():
