@@ -10,7 +10,6 @@ from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.errors import UserError
 
 C, E, K, D = 24, 6, 3, 8
 
@@ -56,27 +55,6 @@ def test_ambient_query_padding_reaches_a_cross_attention():
         out, _ = module(query, memory, memory)
     assert torch.equal(decisions[0][1].padding_mask, padding.reshape(-1))
     assert (out[2, 0] == 0).all() and (out[2, 1] != 0).any()
-
-
-@pytest.mark.parametrize(
-    "settings, flag",
-    [
-        ({"experts_per_token": 7}, "--experts-per-token 7"),
-        ({"experts_per_token": 0}, "--experts-per-token 0"),
-        ({"expert_dim": 0}, "--expert-dim"),
-        ({"expert_dim": None}, "--expert-dim"),
-        ({"renormalize": "sometimes"}, "--router-renormalize sometimes"),
-        ({"backend": "turbo"}, "--expert-backend turbo"),
-        ({"keys_values": "own"}, "--expert-keys-values own"),
-        ({"keys_values": "mine"}, "--expert-keys-values mine"),
-        ({"heads_per_expert": 0}, "--heads-per-expert"),
-        ({"activation": "relu"}, "--router-activation relu"),
-        ({"experts_per_token": E, "routing_bias_rate": 0.1}, "--routing-bias-rate 0.1"),
-    ],
-)
-def test_impossible_settings_name_the_flag(settings, flag):
-    with pytest.raises(UserError, match=flag):
-        build(**settings)
 
 
 def compare_compiled(module, layer, x, **options):
