@@ -81,13 +81,6 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
     compare_compiled(module, layer, torch.randn(3, 7, C, requires_grad=True), fullgraph=True)
 
 
-def test_torch_compile_takes_chosen_experts_in_parts():
-    """Where K < E the slots' places are made once and kept, which no graph of a Function may do."""
-    module = build(experts_per_token=K, backend="grouped", self_attention=True)
-    layer = lambda x: module(x, x, x, need_weights=False)[0]  # noqa: E731
-    compare_compiled(module, layer, torch.randn(7, 3, C, requires_grad=True))
-
-
 def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
     module = build(self_attention=True, dtype=torch.float64)
     x = torch.randn(5, 2, C, dtype=torch.float64, requires_grad=True)
