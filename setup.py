@@ -56,7 +56,7 @@ setup(
         ],
         # A working fairseq of your own serves as well: see docs/fairseq.md.
         "fairseq": ["ve-fairseq==0.12.3"],
-        "triton": ["triton>=2.1; platform_system == 'Linux'"],
+        "triton": ["triton>=3.1; platform_system == 'Linux'"],
         "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
     },
     entry_points={"console_scripts": ["moa-fairseq=moa_fairseq.cli:main"]},

@@ -141,8 +141,8 @@ def as_user_error(error: OSError, path: Path) -> Exception:
     """What to raise instead of an OSError met while writing `path`: a UserError where the user can help."""
     if error.errno in DISK_FULL:
         return UserError(
-            f"The disk is full while writing {path}: nothing was left half-written. Free some space "
-            f"(or choose another folder) and run the same command again."
+            f"The disk is full while writing {path}. Free some space, or choose another folder, and run the "
+            "same command again: what is finished is kept, and no half file stands under a final name."
         )
     if error.errno in NOT_WRITABLE:
         return UserError(f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to.")
@@ -155,14 +155,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in DISK_FULL:
-            raise UserError(
-                f"The disk is full while writing {folder}. Free some space and run the same command "
-                "again: finished stages are kept."
-            ) from error
-        if error.errno in NOT_WRITABLE:
-            raise UserError(f"Cannot write {folder}: {error.strerror}. Choose another folder.") from error
-        raise
+        raise as_user_error(error, folder) from error
 
 
 def checksum(path: PathLike, algorithm: str = "sha256") -> str:

@@ -54,15 +54,8 @@ class Command:
         before = {key: os.environ.get(key) for key in _ENVIRONMENT}
         os.environ.update(_ENVIRONMENT)  # for the process that is forked
         try:
-            own = (
-                name,
-                words,
-                stdin,
-                self.folder.name,
-                str(cwd or os.getcwd()),
-                {**os.environ, **(env or {})},
-            )
-            self.process = _FORKS.Process(target=command, args=own)
+            place = (self.folder.name, str(cwd or os.getcwd()), {**os.environ, **(env or {})})
+            self.process = _FORKS.Process(target=command, args=(name, words, stdin, *place))
             self.process.start()
         finally:
             for key, value in before.items():

@@ -7,6 +7,7 @@ from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar,
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from moa_fairseq.attention.cache import (
     Cache,
@@ -22,7 +23,6 @@ from moa_fairseq.attention.head_gate import HEAD_GATES, HeadGate
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.torch_compat import is_compiling
 
 
 def flag(default: Any, help: str, choices: Optional[Sequence[str]] = None) -> Any:

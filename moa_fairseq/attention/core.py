@@ -7,8 +7,9 @@ from typing import Optional, Tuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from moa_fairseq.torch_compat import is_compiling, without_cudnn_attention
+from moa_fairseq.torch_compat import without_cudnn_attention
 
 _BLOCKED = -1e30  # a score that gets no weight, far from overflowing
 _KEY_BLOCK = 128  # keys of one program in a flash kernel's backward pass
@@ -20,7 +21,7 @@ _KEEPS_CUDNN = os.environ.get(CUDNN_VARIABLE, "0") == "1"
 
 def switch_off_cudnn() -> None:
     """Leave cuDNN's attention out in the whole process, which saves doing so at each call."""
-    if not _KEEPS_CUDNN and hasattr(torch.backends.cuda, "enable_cudnn_sdp"):
+    if not _KEEPS_CUDNN:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 

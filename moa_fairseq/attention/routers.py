@@ -55,7 +55,6 @@ class TopKRouter(Observer):
         experts_per_token: int,
         renormalize: str = "detached",
         noise: bool = False,
-        bias: bool = False,
         activation: str = "softmax",
         bias_rate: float = 0.0,
         backend: str = "auto",
@@ -92,7 +91,7 @@ class TopKRouter(Observer):
         self.activation, self.bias_rate, self.backend = activation, bias_rate, resolve_backend(backend)
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.renormalize, self.gates = renormalize, gates
-        self.projection = nn.Linear(model_dim, num_experts, bias=bias)
+        self.projection = nn.Linear(model_dim, num_experts, bias=False)
         self.noise_projection = nn.Linear(model_dim, num_experts, bias=False) if noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
         if choice == "frozen":
@@ -106,8 +105,6 @@ class TopKRouter(Observer):
     def reset_parameters(self) -> None:
         """Small random logits: with all-zero ones every token would tie, and choose the same K experts."""
         nn.init.normal_(self.projection.weight, std=_INIT_STD)
-        if self.projection.bias is not None:
-            nn.init.zeros_(self.projection.bias)
         if self.noise_projection is not None:
             nn.init.zeros_(self.noise_projection.weight)
         if self.token_hash is not None:
@@ -120,7 +117,7 @@ class TopKRouter(Observer):
             if routed is not None:
                 logits, probs, gate, expert_index = routed
             else:
-                logits = wide_linear(x, self.projection.weight, self.projection.bias)
+                logits = wide_linear(x, self.projection.weight)
                 if self.noise_projection is not None and self.training:
                     spread = F.softplus(wide_linear(x, self.noise_projection.weight))
                     logits = logits + torch.randn_like(logits) * spread
@@ -153,9 +150,8 @@ class TopKRouter(Observer):
     def _in_one_kernel(self, x: Tensor, padding_mask: Optional[Tensor]) -> Optional[Routed]:
         """(logits, probs, gate, index), or None where the kernel does not do all that is asked for."""
         is_noisy = self.noise_projection is not None and self.training
-        is_biased = bool(self.bias_rate) or self.projection.bias is not None
         is_controlled = self.token_hash is not None or self.gates != "learned"
-        if self.activation != "softmax" or is_biased or is_noisy or is_controlled:
+        if self.activation != "softmax" or self.bias_rate or is_noisy or is_controlled:
             return None
         weight, per_token = self.projection.weight, self.experts_per_token
         routed = top_k_routing(x, weight, per_token, self.renormalize, padding_mask, self.backend)

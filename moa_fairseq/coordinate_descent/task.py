@@ -1,27 +1,16 @@
 """MAE's block coordinate descent: gates in G steps, everything else in F steps (MAE §3, Algorithms 1-3).
 
-How it works within fairseq:
+* An F step is fairseq's own update inside `drawing_experts`. The gates do not require gradients in it, so
+  fairseq's optimizer, all-reduce, schedule and clipping do not touch them, and a restart finds the same
+  optimizer again.
+* A G step comes before it (`GStep`). fairseq hands a task one micro-batch at a time, but the first one must
+  draw from gates that all of them have updated: so the plugin has the trainer announce each update
+  (`before_update`).
+* Only the parameters and the gates' running statistics have to be saved: SGD has no state, epochs are
+  fairseq's, and a draw is a function of seed, update number, sentence, module and gate.
 
-* An F step is fairseq's own update. The gates do not require gradients in it, so fairseq's optimizer,
-  gradient all-reduce, schedule, weight decay and clipping do not touch them, and a restart finds the same
-  optimizer again. The task opens `drawing_experts` around forward and backward pass, and every attention
-  computes with one drawn expert per sequence (in decoders: see `expert_draw`).
-* A G step comes before it. fairseq hands a task one micro-batch at a time, which is too late: the F step of
-  the first micro-batch must draw from gates that all micro-batches have updated. So the plugin has the
-  trainer announce each update with all of its micro-batches (`before_update`), and the G step is carried out
-  there: forward passes with mixed experts, gradients with respect to the gates alone (`torch.autograd.grad`:
-  no expert's .grad is touched, and Adam takes no part), summed over micro-batches and workers, divided by the
-  sample size, one plain SGD step.
-* Only the parameters and the gates' running statistics have to be saved, and G and F steps add to the latter:
-  SGD has no state, epochs are fairseq's, and a draw is a function of seed, update number, sentence, module
-  and gate.
-
-Joint training (`--bcd none`: NOBCD) updates gates and experts by the gradients of the same backward passes:
-the gates by plain SGD (see `JointStep`), the rest by fairseq's optimizer. With `--gate-optimizer fairseq`
-that optimizer updates both.
-
-Fine-tuning (MAE §5.2) freezes parameters and is otherwise the same. FTG updates gates only: it has no F
-steps, and its G steps are ordinary updates with mixed experts by fairseq's own optimizer, `--optimizer sgd`.
+Joint training (NOBCD) takes the gates' step along with fairseq's (`JointStep`). FTG (§5.2) has no F steps:
+its G steps are ordinary updates by fairseq's optimizer.
 """
 
 import contextlib

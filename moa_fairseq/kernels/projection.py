@@ -7,12 +7,13 @@ from typing import Optional, Tuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import grouped, reference, triton, validation
 from moa_fairseq.kernels.grouped import dense
 from moa_fairseq.kernels.slot_order import Fan, SlotOrder
-from moa_fairseq.torch_compat import autocast_dtype, is_compiling
+from moa_fairseq.torch_compat import autocast_dtype
 
 logger = logging.getLogger(__name__)
 

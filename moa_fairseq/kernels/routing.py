@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from moa_fairseq.kernels import triton
-from moa_fairseq.torch_compat import is_compiling
 
 _HALF = (torch.float16, torch.bfloat16)
 _HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
@@ -47,13 +47,10 @@ def _product_grads(
     return grad_x, grad_weight
 
 
-def wide_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-    """F.linear in float32 or wider, whatever the dtypes: x [N, C], weight [E, C], bias [E] → [N, E]."""
-    if x.dtype in _HALF:
-        logits: Tensor = _WideProduct.apply(x, weight)
-        return logits if bias is None else logits + bias.float()
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return F.linear(x, weight, bias)
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear in float32 or wider, whatever the dtypes: x [N, C], weight [E, C] → [N, E]."""
+    logits: Tensor = _WideProduct.apply(x, weight) if x.dtype in _HALF else F.linear(x, weight.to(x.dtype))
+    return logits
 
 
 class _Route(Function):

@@ -11,6 +11,14 @@ import torch
 HASH_BITS = 2**64
 
 
+def drawn(module, scale=0.4):
+    """The module with normal weights: biases, gates and small routers matter, too."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * scale)
+    return module
+
+
 def splitmix(number):
     """splitmix64 in Python's unbounded integers; the sign is the leading bit."""
     number = (number + 0x9E3779B97F4A7C15) % HASH_BITS

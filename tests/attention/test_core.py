@@ -51,9 +51,11 @@ def test_attend(groups, bias_shape, padded):
 
 def test_attend_reads_keys_once_for_a_beam():
     q, k, v = random(6, 4, 1, 8), random(2, 2, 5, 8), random(2, 2, 5, 8, seed=1)
-    bias = random(6, 4, 1, 5)
-    expected, _ = literal(q, k.repeat_interleave(3, 0), v.repeat_interleave(3, 0), bias, None)
-    torch.testing.assert_close(attend(q, k, v, bias=bias)[0], expected)
+    bias, padding = random(6, 4, 1, 5), torch.arange(5)[None] >= torch.tensor([[5], [3]])
+    copies = [t.repeat_interleave(3, 0) for t in (k, v, padding)]
+    expected = literal(q, *copies[:2], bias, copies[2])
+    torch.testing.assert_close(attend(q, k, v, None, padding, bias=bias)[0], expected[0])
+    torch.testing.assert_close(attend(q, k, v, None, padding, need_weights=True, bias=bias), expected)
 
 
 def test_rope_is_the_literal_rotation():

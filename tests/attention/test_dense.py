@@ -12,11 +12,7 @@ C, H = 12, 3
 
 def build():
     torch.manual_seed(0)
-    module = DenseAttention(C, H, dropped_heads=1, self_attention=True)
-    with torch.no_grad():
-        for parameter in module.parameters():  # biases too must matter
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return module.double().train()
+    return equations.drawn(DenseAttention(C, H, dropped_heads=1, self_attention=True)).double().train()
 
 
 def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():

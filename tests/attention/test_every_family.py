@@ -1,9 +1,11 @@
 """What every family does alike: generation, causality, padding that holds NaN, batches without rows."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from equations import drawn
 
 from moa_fairseq.attention.collector import collect_decisions, hypotheses
 from moa_fairseq.attention.load_statistics import load_statistics
@@ -15,44 +17,31 @@ from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 
-WIDTH, EXPERTS = 16, dict(num_experts=4, expert_dim=4)
-SWITCHHEAD = dict(num_heads=2, head_dim=4, num_experts=3, experts_per_token=2)
+WIDTH = 16
+MOA = partial(MixtureOfAttention, WIDTH, num_experts=4, expert_dim=4)
+MAE = partial(MixtureOfAttentiveExperts, WIDTH, 4)
+SWITCHHEAD = partial(SwitchHeadAttention, WIDTH, num_heads=2, head_dim=4, num_experts=3, experts_per_token=2)
+MOH = partial(MixtureOfHeads, WIDTH, 4, shared_heads=1, routed_per_token=2)
 BUILD = {
-    "moa": lambda **role: MixtureOfAttention(WIDTH, **EXPERTS, experts_per_token=2, bias=True, **role),
-    "moa, all experts": lambda **role: MixtureOfAttention(WIDTH, **EXPERTS, experts_per_token=4, **role),
-    "moa, biased choice": lambda **role: MixtureOfAttention(
-        WIDTH, **EXPERTS, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True, **role
-    ),
-    "mae": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, **role),
-    "mae, batch statistics": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, gate_norm="batch", **role),
-    "mae, causal": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, causal=True, **role),
-    "mae, window": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, causal=True, gate_window=3, **role),
-    "mae, one expert": lambda **role: MixtureOfAttentiveExperts(
-        WIDTH, 4, causal=True, gate_window=4, evaluate_with="top-expert", **role
-    ),
-    "mae, random expert": lambda **role: MixtureOfAttentiveExperts(
-        WIDTH, 4, causal=True, evaluate_with="random-expert", **role
-    ),
-    "mae, uniform": lambda **role: MixtureOfAttentiveExperts(WIDTH, 4, gate="uniform", **role),
-    "switchhead": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, **role),
-    "switchhead, vkqo": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, experts="vkqo", **role),
-    "switchhead, shared": lambda **role: SwitchHeadAttention(
-        WIDTH, **SWITCHHEAD, shared_selection=True, **role
-    ),
-    "switchhead, dense": lambda **role: SwitchHeadAttention(WIDTH, **SWITCHHEAD, experts="none", **role),
-    "moh": lambda **role: MixtureOfHeads(WIDTH, 4, shared_heads=1, routed_per_token=2, **role),
-    "moh, skipping": lambda **role: MixtureOfHeads(
-        WIDTH, 4, shared_heads=1, routed_per_token=2, skip="always", **role
-    ),
-    "moh, norms": lambda **role: MixtureOfHeads(
-        WIDTH, 4, shared_heads=1, routed_per_token=2, router="query-norm", **role
-    ),
-    "moh, norms, skipping": lambda **role: MixtureOfHeads(
-        WIDTH, 4, shared_heads=1, routed_per_token=2, router="query-norm", skip="always", **role
-    ),
-    "moh, released": lambda **role: MixtureOfHeads(
-        WIDTH, 4, shared_heads=2, routed_per_token=1, scaling="released", **role
-    ),
+    "moa": partial(MOA, experts_per_token=2, bias=True),
+    "moa, all experts": partial(MOA, experts_per_token=4),
+    "moa, biased choice": partial(MOA, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True),
+    "mae": MAE,
+    "mae, batch statistics": partial(MAE, gate_norm="batch"),
+    "mae, causal": partial(MAE, causal=True),
+    "mae, window": partial(MAE, causal=True, gate_window=3),
+    "mae, one expert": partial(MAE, causal=True, gate_window=4, evaluate_with="top-expert"),
+    "mae, random expert": partial(MAE, causal=True, evaluate_with="random-expert"),
+    "mae, uniform": partial(MAE, gate="uniform"),
+    "switchhead": SWITCHHEAD,
+    "switchhead, vkqo": partial(SWITCHHEAD, experts="vkqo"),
+    "switchhead, shared": partial(SWITCHHEAD, shared_selection=True),
+    "switchhead, dense": partial(SWITCHHEAD, experts="none"),
+    "moh": MOH,
+    "moh, skipping": partial(MOH, skip="always"),
+    "moh, norms": partial(MOH, router="query-norm"),
+    "moh, norms, skipping": partial(MOH, router="query-norm", skip="always"),
+    "moh, released": partial(MOH, shared_heads=2, routed_per_token=1, scaling="released"),
 }
 POSITIONS = [None, "rope", "xl"]
 PADDING = torch.arange(5) >= torch.tensor([[5], [3], [0]])  # [B, T]: full, part, nothing but padding
@@ -65,11 +54,7 @@ def future(length):
 def build(family, **role):
     """In float64, with weights that make biases, gates and routers matter."""
     torch.manual_seed(3)
-    module = BUILD[family](**role).double().eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
-    return module
+    return drawn(BUILD[family](**role).double().eval())
 
 
 # Those that decide about each query by itself, as a decoder must.

@@ -74,22 +74,17 @@ def test_a_memory_makes_cross_attention(family):
         FAMILIES[family](self_attention=True)(x, memory)
 
 
-def test_causal_queries_do_not_see_later_positions(attention):
-    x = torch.randn(B, T, C)
-    changed = torch.cat([x[:, :4], torch.randn(B, T - 4, C)], dim=1)
-    if not isinstance(attention, MixtureOfAttentiveExperts):  # its gate sees the whole sentence unless causal
-        one, other = attention(x, causal=True), attention(changed, causal=True)
-        torch.testing.assert_close(one[:, :4], other[:, :4])
-        assert not torch.allclose(one[:, 4:], other[:, 4:])
-
-
 def test_compiled_without_a_break_and_exported(attention):
-    x = torch.randn(B, T, C)
-    expected = attention(x, padding=PADDING, causal=True)
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x, padding=PADDING, causal=True)[~PADDING], expected[~PADDING])
-    exported = torch.export.export(attention, (x,), {"padding": PADDING, "causal": True}).module()
-    assert torch.equal(exported(x, padding=PADDING, causal=True)[~PADDING], expected[~PADDING])
+    """Forward and backward: fullgraph raises at the first break."""
+    x, options = torch.randn(B, T, C, requires_grad=True), {"padding": PADDING, "causal": True}
+    expected = attention(x, **options)[~PADDING]
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(x, **options)[~PADDING]
+    exported = torch.export.export(attention, (x,), options).module()
+    assert torch.equal(compiled, expected) and torch.equal(exported(x, **options)[~PADDING], expected)
+    leaves, upstream = [x, *attention.parameters()], torch.randn_like(expected)
+    grads = (torch.autograd.grad(out, leaves, upstream, allow_unused=True) for out in (compiled, expected))
+    for one, other in zip(*grads):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_compiled_module_hands_out_its_decisions():

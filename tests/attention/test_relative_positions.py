@@ -1,9 +1,11 @@
 """Transformer-XL's positions against a loop over all pairs, and a context that is carried along."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from equations import drawn
 
 from moa_fairseq.attention.collector import carried_context
 from moa_fairseq.attention.moa import MixtureOfAttention
@@ -15,11 +17,7 @@ C, D = 10, 4
 
 def positions(groups, seed=0):
     torch.manual_seed(seed)
-    found = RelativePositions(C, groups, D)
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.normal_()
-    return found
+    return drawn(RelativePositions(C, groups, D), 1.0)
 
 
 def sinusoid(distance):
@@ -27,14 +25,6 @@ def sinusoid(distance):
     return torch.tensor(
         [math.sin(distance * s) for s in speed] + [math.cos(distance * s) for s in speed], dtype=torch.float64
     )
-
-
-def test_a_model_of_float64_has_positions_of_float64():
-    found = positions(2).double()
-    q = torch.randn(1, 2, 3, D, dtype=torch.float64)
-    k = torch.zeros(1, 2, 5, D, dtype=torch.float64)
-    expected = loop(found, q, k, 2)  # (b) and (d): keys of zero leave nothing of (a) and (c)
-    torch.testing.assert_close(found.bias(q, 5, 2), expected, rtol=1e-12, atol=1e-12)
 
 
 def loop(found, q, k, first_query):
@@ -59,11 +49,12 @@ def loop(found, q, k, first_query):
     ("tgt_len", "keys", "heads", "groups"),
     [(5, 5, 2, 2), (3, 8, 2, 2), (1, 6, 4, 2), (1, 1, 1, 1), (2, 2, 3, 1), (4, 9, 6, 3)],
 )
-def test_scores_and_gradients_equal_a_loop_over_all_pairs(tgt_len, keys, heads, groups):
-    found = positions(groups)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scores_and_gradients_equal_a_loop_over_all_pairs(tgt_len, keys, heads, groups, dtype):
+    found = positions(groups).to(dtype)
     g = torch.Generator().manual_seed(keys)
-    q = torch.randn(2, heads, tgt_len, D, generator=g, requires_grad=True)
-    k = torch.randn(2, groups, keys, D, generator=g, requires_grad=True)
+    q = torch.randn(2, heads, tgt_len, D, generator=g, dtype=dtype, requires_grad=True)
+    k = torch.randn(2, groups, keys, D, generator=g, dtype=dtype, requires_grad=True)
     first = keys - tgt_len
     bias = found.bias(q, keys, first)
     assert bias.shape == (2, heads, tgt_len, keys)
@@ -72,13 +63,13 @@ def test_scores_and_gradients_equal_a_loop_over_all_pairs(tgt_len, keys, heads, 
     of_head = [h % groups for h in range(heads)]
     scores = rotated @ k[:, of_head].transpose(-1, -2) / math.sqrt(D) + bias
     exact = loop(found, q, k, first)
-    torch.testing.assert_close(scores.double(), exact, rtol=1e-4, atol=1e-5)
-    upstream = torch.randn(scores.shape, generator=g)
-    inputs = [q, k, *found.parameters()]
-    grads = torch.autograd.grad(scores, inputs, upstream)
-    exact_grads = torch.autograd.grad(exact, inputs, upstream.double())
-    for grad, exact_grad in zip(grads, exact_grads):
-        torch.testing.assert_close(grad, exact_grad.to(grad.dtype), rtol=1e-3, atol=1e-4)
+    close = dict(rtol=1e-3, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(scores, exact.to(dtype), **close)
+    inputs, upstream = [q, k, *found.parameters()], torch.randn(scores.shape, generator=g, dtype=dtype)
+    for grad, exact_grad in zip(
+        torch.autograd.grad(scores, inputs, upstream), torch.autograd.grad(exact, inputs, upstream.double())
+    ):
+        torch.testing.assert_close(grad, exact_grad.to(dtype), **close)
 
 
 def test_half_precision_keeps_the_distances():
@@ -93,16 +84,15 @@ def test_half_precision_keeps_the_distances():
     torch.testing.assert_close(found.bias(q, 3000, 2997).float(), near, rtol=0.05, atol=0.1)
 
 
+SWITCHHEAD = partial(SwitchHeadAttention, C, 2, D)
+EXPERTS = dict(num_experts=3, experts_per_token=2)
+MOA = partial(MixtureOfAttention, C, num_experts=4, experts_per_token=2, expert_dim=D)
 ATTENTIONS = {
-    "dense": lambda **role: SwitchHeadAttention(C, 2, D, experts="none", **role),
-    "SwitchHead": lambda **role: SwitchHeadAttention(C, 2, D, num_experts=3, experts_per_token=2, **role),
-    "SwitchHead, shared selection": lambda **role: SwitchHeadAttention(
-        C, 2, D, num_experts=3, experts_per_token=2, experts="vkqo", shared_selection=True, **role
-    ),
-    "MoA": lambda **role: MixtureOfAttention(C, num_experts=4, experts_per_token=2, expert_dim=D, **role),
-    "MoA, two heads per expert": lambda **role: MixtureOfAttention(
-        C, num_experts=4, experts_per_token=2, expert_dim=D, heads_per_expert=2, **role
-    ),
+    "dense": partial(SWITCHHEAD, experts="none"),
+    "SwitchHead": partial(SWITCHHEAD, **EXPERTS),
+    "SwitchHead, shared selection": partial(SWITCHHEAD, **EXPERTS, experts="vkqo", shared_selection=True),
+    "MoA": MOA,
+    "MoA, two heads per expert": partial(MOA, heads_per_expert=2),
 }
 
 
@@ -110,11 +100,7 @@ ATTENTIONS = {
 def attention(request):
     def build(positions):
         torch.manual_seed(3)
-        module = ATTENTIONS[request.param](self_attention=True, positions=positions)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.normal_(std=0.5)
-        return module.eval()
+        return drawn(ATTENTIONS[request.param](self_attention=True, positions=positions), 0.5).eval()
 
     return build
 

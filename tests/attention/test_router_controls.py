@@ -9,7 +9,6 @@ import torch
 from moa_fairseq.attention.collector import collect_decisions, tokens_of_queries
 from moa_fairseq.attention.expert_draw import scramble
 from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.errors import UserError
 
@@ -20,11 +19,7 @@ IDS = torch.tensor([[7, 4, 7, 9], [4, 8, 11, 7]])
 def moa(dtype=torch.float64, **settings):
     torch.manual_seed(0)
     sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": 4, **settings}
-    module = MixtureOfAttention(C, **sizes, self_attention=True)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.4)
-    return module.to(dtype)
+    return equations.drawn(MixtureOfAttention(C, **sizes, self_attention=True)).to(dtype)
 
 
 def rows():
@@ -100,25 +95,3 @@ def test_a_hash_needs_the_ids():
         pytest.raises(UserError, match="--router-choice hash"),
     ):
         module(x, x, x)
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"choice": "hash", "experts_per_token": E}, "--router-choice hash .*nothing to choose"),
-        ({"choice": "hash", "bias_rate": 0.1}, "--routing-bias-rate 0.1"),
-        ({"choice": "frozen", "noise": True}, "--routing-noise"),
-        ({"choice": "fixed"}, "--router-choice fixed is unknown"),
-        ({"gates": "even"}, "--router-gates even is unknown"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings, message):
-    with pytest.raises(UserError, match=message):
-        TopKRouter(C, E, settings.pop("experts_per_token", K), **settings)
-
-
-def test_moh_refuses_what_cannot_be_frozen_or_hashed():
-    with pytest.raises(UserError, match="--moh-router query-norm"):
-        MixtureOfHeads(C, 6, shared_heads=2, routed_per_token=2, router="query-norm", router_choice="frozen")
-    with pytest.raises(UserError, match="nothing to choose"):
-        MixtureOfHeads(C, 6, shared_heads=2, routed_per_token=4, router_choice="hash")

@@ -1,8 +1,11 @@
+"""Routers: noise, padding, precision, and what a layer keeps for its backward pass."""
+
 import pytest
 import torch
 
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.kernels import wide_linear
 
 
@@ -47,15 +50,8 @@ def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
     assert torch.bincount(decision.expert_index.reshape(-1), minlength=8).min() > 20
 
 
-@pytest.mark.parametrize("sizes", [(8, 8, 128), (8, 32, 128), (16, 32, 256)], ids=str)
-def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arithmetic(sizes):
-    """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""
-    per_token, experts, dim = sizes
-    width, length, batch = 512, 32, 8
-    module = MixtureOfAttention(
-        width, num_experts=experts, experts_per_token=per_token, expert_dim=dim, self_attention=True
-    ).bfloat16()
-    x = torch.randn(length, batch, width, dtype=torch.bfloat16, requires_grad=True)
+def kept_bytes(module, x):
+    """What a forward pass keeps for the backward pass, beside the module's own parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept = {}
 
@@ -66,14 +62,33 @@ def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arith
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x, x, x, need_weights=False)
-    tokens = length * batch
+        module(*[x.requires_grad_()] * 3, need_weights=False)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 128), (8, 32, 128), (16, 32, 256)], ids=str)
+def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arithmetic(sizes):
+    """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""
+    per_token, experts, dim = sizes
+    width, length, batch = 512, 32, 8
+    module = MixtureOfAttention(
+        width, num_experts=experts, experts_per_token=per_token, expert_dim=dim, self_attention=True
+    ).bfloat16()
+    x = torch.randn(length, batch, width, dtype=torch.bfloat16, requires_grad=True)
+    kept, tokens = kept_bytes(module, x), length * batch
     macs = 2 * (per_token + 1) * dim * width + experts * width + 2 * length * per_token * dim
-    inner = macs / (
-        4 * width + 2 * length
-    )  # of dense attention with as many: keeps its input, q, k, v, result
+    inner = macs / (4 * width + 2 * length)  # dense attention with as many keeps its input, q, k, v, result
     dense = 2 * (width + 4 * inner)
-    assert sum(kept.values()) / tokens <= 1.05 * dense
+    assert kept / tokens <= 1.05 * dense
+
+
+def test_what_switchhead_keeps_does_not_grow_with_k():
+    """Never a row of width C per slot: indices (8 bytes) and gates (a few floats) for each head and side."""
+    width, heads, tokens, kept = 12, 2, 128, {}
+    for k in (2, 6):
+        sizes = dict(num_experts=8, experts_per_token=k, self_attention=True)
+        kept[k] = kept_bytes(SwitchHeadAttention(width, heads, 6, **sizes), torch.randn(64, 2, width))
+    assert kept[6] - kept[2] < tokens * 4 * heads * min(2 * 64, width * 4 * 2)
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
@@ -90,3 +105,24 @@ def test_logits_of_half_precision_are_those_of_float64(weights):
     )
     for got, truth in grads:
         torch.testing.assert_close(got.double(), truth, atol=0.05, rtol=0.02)
+
+
+def balanced(rate=0.001):
+    sizes = dict(num_experts=4, experts_per_token=2, expert_dim=4, self_attention=True)
+    return MixtureOfAttention(8, **sizes, routing_bias_rate=rate)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_observers_keep_over_updates_stays_in_float32(dtype):
+    """Small steps of a selection bias add up; every token of an accumulated update counts."""
+    attention = balanced().to(dtype)
+    router = attention.router
+    assert router.projection.weight.dtype == dtype
+    for _ in range(600):
+        router.update(torch.tensor([1000.0, 1.0, 1.0, 1.0]))
+    torch.testing.assert_close(router.selection_bias, torch.tensor([-0.6, 0.6, 0.6, 0.6]))
+    for _ in range(40):
+        attention(torch.randn(101, 7, 8, dtype=dtype), None, None)
+    assert router.pending.sum().item() == 40 * 101 * 7 * 2
+    moved = balanced().to("meta", dtype).router.selection_bias
+    assert moved.device.type == "meta" and moved.dtype == torch.float32

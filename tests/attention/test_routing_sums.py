@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, mutual_information_loss, z_loss
+from moa_fairseq.attention.routers import ACTIVATIONS, TopKRouter
 from moa_fairseq.attention.routing import RoutingDecision, RoutingSums
 
 
@@ -141,6 +142,49 @@ def test_sums_are_exact_under_autocast():
     assert counts.sum() == 597 and values["z_loss"].dtype == torch.float32
     for key, value in computed(decision).items():
         assert torch.equal(values[key], value), key
+
+
+def test_z_loss_survives_large_logits():
+    logits = torch.full((2, 3), 1e4)
+    assert z_loss(RoutingDecision(torch.tensor([[0], [1]]), logits, logits, logits, 3)).isfinite()
+
+
+@pytest.mark.parametrize("content", [0.5, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "loss", [*(BALANCE_LOSSES[name] for name in BALANCE_LOSSES if name != "none"), z_loss]
+)
+def test_padding_is_ignored_whatever_it_contains(loss, content):
+    plain = decide(6, seed=3)
+    decisions, leaves = [], []
+    for padding in (None, torch.arange(9) > 5):
+        rows = (x.detach() for x in (plain.expert_index, plain.gate, plain.probs, plain.logits))
+        if padding is not None:
+            rows = (torch.cat([x, x[:3] if x.dtype == torch.int64 else x[:3] * 0 + content]) for x in rows)
+        index, gate, *ours = rows
+        leaves.append([x.clone().requires_grad_() for x in ours])
+        decisions.append(RoutingDecision(index, gate, *leaves[-1], 4, padding_mask=padding))
+    assert torch.equal(*(decision.expert_counts for decision in decisions))
+    torch.testing.assert_close(*(loss(decision) for decision in decisions))
+    grads = (torch.autograd.grad(loss(d), x, allow_unused=True) for d, x in zip(decisions, leaves))
+    for one, other in zip(*grads):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other[:6], one)
+            assert (other[6:] == 0).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("padding", [None, [True, True, True], [False, False, True]])
+def test_probabilities_of_zero_leave_finite_gradients(activation, padding):
+    """Of the mutual information: its slope must not become infinite times zero."""
+    torch.manual_seed(0)
+    router = TopKRouter(4, num_experts=3, experts_per_token=2, activation=activation)
+    x = torch.randn(3, 4)
+    x[2] *= 1e6  # its probabilities are 0 and 1 in float32
+    x.requires_grad_()
+    loss = mutual_information_loss(router(x, None if padding is None else torch.tensor(padding)))
+    loss.backward()
+    assert loss.isfinite() and x.grad.isfinite().all() and router.projection.weight.grad.isfinite().all()
 
 
 # What an operation of torch starts on a GPU, where that is not one kernel.

@@ -21,22 +21,15 @@ NAN = float("nan")
 HUGE = 10**12
 
 
-def at(holder, key):
-    """(the container, the key or index) of that name."""
-    return (
-        (vars(holder), key)
-        if isinstance(holder, Namespace)
-        else (holder, int(key) if isinstance(holder, list) else key)
-    )
-
-
 def place(state, path):
     """Where a path such as "cfg/model/arch" leads (a dot is part of a weight's name): (container, key)."""
-    *parents, last = path.split("/")
-    for name in parents:
-        container, key = at(state, name)
-        state = container[key]
-    return at(state, last)
+    names = path.split("/")
+    for number, name in enumerate(names, 1):
+        state = vars(state) if isinstance(state, Namespace) else state
+        key = int(name) if isinstance(state, list) else name
+        if number == len(names):
+            return state, key
+        state = state[key]
 
 
 def put(path, value):
@@ -103,17 +96,36 @@ def optimizer(key, value):
 
 SMALL = torch.ones(2, 3)
 VALUES = {"none": None, "text": "x", "empty": {}}
+
+
+def kinds(path, name=None):
+    """Cases: what a path leads to is of another kind."""
+    name = name or path.rpartition("/")[2]
+    return {f"{name} is {what}": put(path, value) for what, value in VALUES.items()}
+
+
+def each(path, values, name=""):
+    """Cases: a setting below a path has another value; values: {setting: values}."""
+    return {
+        f"{name}{key} is {value!r}": put(f"{path}/{key}", value)
+        for key, chosen in values.items()
+        for value in chosen
+    }
+
+
+LIMITS = ("x", -1, HUGE)
+COUNTS = (None, "x", -1, 1.5, HUGE)
 CASES = {
     **{f"the whole is {what}": whole(value) for what, value in VALUES.items()},
     "the whole is a tensor": whole(SMALL),
     "the whole is a namespace": whole(Namespace(model={})),
     # the weights
     "model missing": drop("model"),
-    **{f"model is {what}": put("model", value) for what, value in VALUES.items()},
+    **kinds("model"),
     "model has a number for a name": lambda state: state["model"].update({7: SMALL}),
     "model has the empty name": put("model/", SMALL),
     "model has a long name": put("model/" + "x." * 20_000, SMALL),
-    **{f"weight is {what}": put(f"model/{WEIGHT}", value) for what, value in VALUES.items()},
+    **kinds(f"model/{WEIGHT}", "weight"),
     "weight is a namespace": put(f"model/{WEIGHT}", Namespace(shape=(2, 3))),
     "weight missing": drop(f"model/{WEIGHT}"),
     "weight too many": put("model/encoder.layers.9.fc1.weight", SMALL),
@@ -127,14 +139,12 @@ CASES = {
     "embedding of one row": put("model/encoder.embed_tokens.weight", torch.ones(1, 64)),
     "weights of integers": weights(lambda value: value.to(torch.int64)),
     "weights of NaN": weights(lambda value: value * NAN if value.is_floating_point() else value),
-    **{
-        f"{kind} NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(kind))
-        for kind in (torch.complex64, torch.float8_e4m3fn)
-    },
+    "torch.complex64 NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(torch.complex64)),
+    "torch.float8_e4m3fn NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(torch.float8_e4m3fn)),
     "weights transposed": weights(lambda value: value.t() if value.dim() == 2 else value),
     # the configuration
     "cfg missing": drop("cfg"),
-    **{f"cfg is {what}": put("cfg", value) for what, value in VALUES.items()},
+    **kinds("cfg"),
     "cfg is a namespace": lambda state: put("cfg", Namespace(**state["cfg"]))(state),
     "cfg holds a tensor": put("cfg/task/data", SMALL),
     "cfg holds itself": itself,
@@ -143,26 +153,22 @@ CASES = {
     "cfg interpolates nothing": put("cfg/task/data", "${nowhere.x}"),
     "cfg interpolates half": put("cfg/task/data", "${model"),
     "cfg leaves a value out": put("cfg/task/source_lang", "???"),
-    **{f"args is {what}": put("args", value) for what, value in VALUES.items() if value is not None},
+    "args is text": put("args", "x"),
+    "args is empty": put("args", {}),
     "args is an empty namespace": put("args", Namespace()),
     **{
         f"cfg.{group} missing": drop(f"cfg/{group}")
         for group in ("model", "task", "criterion", "optimizer", "lr_scheduler", "common", "dataset")
     },
-    **{
-        f"cfg.{group} is {what}": put(f"cfg/{group}", value)
-        for group in ("model", "task", "criterion")
-        for what, value in VALUES.items()
-    },
+    **kinds("cfg/model", "cfg.model"),
+    **kinds("cfg/task", "cfg.task"),
+    **kinds("cfg/criterion", "cfg.criterion"),
     # the model's settings
-    **{
-        f"arch is {value!r:.20}": put("cfg/model/arch", value)
-        for value in (None, "nope", 3, [], "transformer")
-    },
-    **{f"model._name is {value!r}": put("cfg/model/_name", value) for value in (None, "nope", 3, [], "lstm")},
-    **{
-        f"{name} is {value!r}": put(f"cfg/model/{name}", value)
-        for name, values in {
+    **each("cfg/model", {"arch": (None, "nope", 3, [], "transformer")}),
+    **each("cfg/model", {"_name": (None, "nope", 3, [], "lstm")}, "model."),
+    **each(
+        "cfg/model",
+        {
             "encoder_layers": (None, "x", -1, 0, 1.5, HUGE, 10**30),
             "encoder_embed_dim": ("x", HUGE),
             "encoder_ffn_embed_dim": ("x", 0, 3, HUGE),
@@ -170,17 +176,7 @@ CASES = {
             "num_experts": ("x", -1, 0, HUGE),
             "experts_per_token": ("x", -1, 999),
             "expert_dim": ("x", 0, HUGE),
-        }.items()
-        for value in values
-    },
-    **{
-        f"{name} is {value!r}": put(f"cfg/model/{name}", value)
-        for name in ("max_source_positions", "max_target_positions")
-        for value in ("x", -1, HUGE)
-    },
-    **{
-        f"{name} is {value!r}": put(f"cfg/model/{name}", value)
-        for name, values in {
+            **{"max_source_positions": LIMITS, "max_target_positions": LIMITS},
             "dropout": ("x", 2.0, -1, NAN, None),
             "activation_fn": ("nope", 3, None),
             "expert_backend": ("nope", None, 3),
@@ -196,17 +192,16 @@ CASES = {
             "base_layers": (2, HUGE),
             "decoder_input_dim": (7,),
             "decoder_layers": (2, 10**6, HUGE),
-        }.items()
-        for value in values
-    },
+        },
+    ),
     "encoder_layers missing": drop("cfg/model/encoder_layers"),
     "10^12 small layers": lambda state: vars(state["cfg"]["model"]).update(
         encoder_layers=HUGE, encoder_ffn_embed_dim=0
     ),
     # the task, and what it says for validation
-    **{
-        f"task.{name} is {value!r}": put(f"cfg/task/{name}", value)
-        for name, values in {
+    **each(
+        "cfg/task",
+        {
             "_name": (None, "nope", 3, "masked_lm"),
             "data": (None, 3, "/nowhere", "/dev/zero", "/dev/fd", []),
             "source_lang": (None, 3, "xx", "../en"),
@@ -215,19 +210,19 @@ CASES = {
             "eval_bleu": (True, "x"),
             "dataset_impl": ("nope", "raw"),
             "load_alignments": (True,),
-        }.items()
-        for value in values
-    },
-    **{
-        f"criterion.{name} is {value!r}": put(f"cfg/criterion/{name}", value)
-        for name, values in {
+        },
+        "task.",
+    ),
+    **each(
+        "cfg/criterion",
+        {
             "_name": (None, "nope", 3),
             "label_smoothing": ("x", None, NAN),
             "sentence_avg": ("x",),
             "ignore_prefix_size": ("x", -5),
-        }.items()
-        for value in values
-    },
+        },
+        "criterion.",
+    ),
     # old checkpoints
     "old": flat(),
     "old with an unknown arch": flat(arch="nope"),
@@ -235,21 +230,13 @@ CASES = {
     "old with HUGE layers": flat(encoder_layers=HUGE),
     # what a training goes on from
     "optimizer_history missing": drop("optimizer_history"),
-    **{f"optimizer_history is {what}": put("optimizer_history", value) for what, value in VALUES.items()},
+    **kinds("optimizer_history"),
     "optimizer_history holds an empty entry": put("optimizer_history", [{}]),
-    **{
-        f"num_updates is {value!r}": put("optimizer_history/0/num_updates", value)
-        for value in (None, "x", NAN, -1, 10**30)
-    },
+    **each("optimizer_history/0", {"num_updates": (None, "x", NAN, -1, 10**30)}),
     "another criterion": put("optimizer_history/0/criterion_name", "Nope"),
-    **{
-        f"lr_scheduler_state is {what}": put("optimizer_history/0/lr_scheduler_state", value)
-        for what, value in {**VALUES, "of text": {"best": "x"}}.items()
-    },
-    **{
-        f"last_optimizer_state is {what}": put("last_optimizer_state", value)
-        for what, value in VALUES.items()
-    },
+    **kinds("optimizer_history/0/lr_scheduler_state"),
+    "lr_scheduler_state is of text": put("optimizer_history/0/lr_scheduler_state", {"best": "x"}),
+    **kinds("last_optimizer_state"),
     "optimizer state is None": put("last_optimizer_state/state", None),
     "optimizer has no groups": put("last_optimizer_state/param_groups", []),
     "optimizer has text for lr": put("last_optimizer_state/param_groups/0/lr", "x"),
@@ -261,28 +248,17 @@ CASES = {
     "moments on meta": optimizer("exp_avg", torch.empty(10**7, 10**7, device="meta")),
     "steps are text": optimizer("step", "x"),
     "extra_state missing": drop("extra_state"),
-    **{f"extra_state is {what}": put("extra_state", value) for what, value in VALUES.items()},
-    **{
-        f"train_iterator is {what}": put("extra_state/train_iterator", value)
-        for what, value in VALUES.items()
-    },
-    **{
-        f"{name} is {value!r}": put(f"extra_state/train_iterator/{name}", value)
-        for name in ("epoch", "iterations_in_epoch")
-        for value in (None, "x", -1, 1.5, HUGE)
-    },
+    **kinds("extra_state"),
+    **kinds("extra_state/train_iterator"),
+    **each("extra_state/train_iterator", {"epoch": COUNTS, "iterations_in_epoch": COUNTS}),
     "shuffle is text": put("extra_state/train_iterator/shuffle", "x"),
-    **{f"best is {value!r}": put("extra_state/best", value) for value in ("x", [], NAN)},
-    **{
-        f"previous_training_time is {value!r}": put("extra_state/previous_training_time", value)
-        for value in ("x", [])
-    },
-    **{f"metrics is {what}": put("extra_state/metrics", value) for what, value in VALUES.items()},
+    **each("extra_state", {"best": ("x", [], NAN), "previous_training_time": ("x", [])}),
+    **kinds("extra_state/metrics"),
     "a meter is unknown": put("extra_state/metrics/default", [(1, "x", "Nope", {})]),
     "a meter is text": put(
         "extra_state/metrics/default", [(1, "loss", "AverageMeter", {"val": "x", "sum": "x"})]
     ),
-    **{f"task_state is {what}": put("task_state", value) for what, value in VALUES.items()},
+    **kinds("task_state"),
     "shards": put("fsdp_metadata", "x"),
 }
 CASES = {name.replace("/", "_"): change for name, change in CASES.items()}

@@ -26,7 +26,6 @@ if not INTERPRETED and not torch.cuda.is_available():
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HAS_BF16 = INTERPRETED or torch.cuda.get_device_capability() >= (8, 0)
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_BF16
-HAS_OPERATORS = hasattr(torch.library, "custom_op")
 
 SHAPES = {
     **SHAPES,
@@ -239,7 +238,6 @@ def _arguments(tokens=9, model_dim=20, num_experts=4, k=2, dim=12, dtype=torch.f
     return [*tensors, choose(tokens, num_experts, k, 2, "random", g).to(DEVICE), experts]
 
 
-@pytest.mark.skipif(not HAS_OPERATORS, reason="torch < 2.4 has no custom operators")
 @pytest.mark.parametrize("use", USES)
 def test_operators_keep_the_contract_of_torch(use):
     for case in variants((9, 20, 4, 2, 12, 2, "random"), use):
@@ -263,7 +261,6 @@ def test_eager_code_calls_no_operator_of_torch(monkeypatch):
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.skipif(not HAS_OPERATORS, reason="torch < 2.4 has no custom operators")
 @pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[-1]], ids=str)
 def test_compiles_into_one_graph_for_any_number_of_tokens(dtype):
     compiled = torch.compile(_both, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -5,6 +5,7 @@ import torch
 from whole_models import assert_incremental_equals_full, batch, build
 
 from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.losses import load_balance_loss
 
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2)
 CONTROLS = {
@@ -65,15 +66,18 @@ def test_one_token_has_the_same_experts_wherever_it_stands(arch):
 
 
 @pytest.mark.parametrize("arch", ["moa_transformer_tiny", "moh_transformer_tiny", "moa_lm_tiny"])
-def test_checkpointed_layers_know_the_tokens_in_their_second_run(arch):
-    gradients = []
+@pytest.mark.parametrize("choice", ["learned", "hash"])
+def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted_once(arch, choice):
+    gradients, counts = [], []
+    still = ("--dropout", 0, "--attention-dropout", 0, "--router-choice", choice)
     for more in ((), ("--checkpoint-activations",)):
-        model = build(
-            arch, "--dropout", 0, "--attention-dropout", 0, "--router-choice", "hash", *more
-        ).train()
-        model(**batch(arch))[0].square().mean().backward()
+        model = build(arch, *still, *more).train()
+        with collect_decisions() as decisions:
+            loss = model(**batch(arch))[0].square().mean()
+        (loss + sum(load_balance_loss(decision) for _, decision in decisions)).backward()
         gradients.append([p.grad for p in model.parameters()])
-    assert sum(g is not None for g in gradients[0]) > 20
+        counts.append(len(decisions))
+    assert counts[0] == counts[1] and sum(g is not None for g in gradients[0]) > 20
     for plain, checkpointed in zip(*gradients):
         torch.testing.assert_close(plain, checkpointed, rtol=1e-4, atol=1e-6)
 

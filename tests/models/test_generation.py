@@ -9,7 +9,7 @@ from whole_models import build, dictionary
 from moa_fairseq.attention import base
 from moa_fairseq.attention.cache import extend_cache
 from moa_fairseq.attention.collector import hypotheses
-from moa_fairseq.attention.core import attend, is_causal, mark_causal
+from moa_fairseq.attention.core import is_causal, mark_causal
 from moa_fairseq.transformer.layers import MixtureEncoder
 
 WORDS = dictionary(symbols=34)
@@ -94,23 +94,6 @@ def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
     assert torch.equal(attention._get_input_buffer(state)["prev_key"], before)
     attention.reorder_incremental_state(state, torch.tensor([0, 0, 5, 4]))
     assert torch.equal(attention._get_input_buffer(state)["prev_key"], before[[0, 2]])
-
-
-def test_more_queries_than_keys_are_hypotheses_of_one_sentence():
-    q, k, v = torch.randn(6, 3, 1, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
-    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    out, weights = attend(q, k, v, None, padding, need_weights=True)
-    fast, _ = attend(q, k, v, None, padding)
-    exact, exact_weights = attend(
-        q,
-        *(t.repeat_interleave(3, 0) for t in (k, v)),
-        None,
-        padding.repeat_interleave(3, 0),
-        need_weights=True,
-    )
-    torch.testing.assert_close(out, exact)
-    torch.testing.assert_close(fast, exact)
-    torch.testing.assert_close(weights, exact_weights)
 
 
 def test_the_decoder_says_that_its_mask_is_causal():

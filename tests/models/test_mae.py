@@ -8,7 +8,6 @@ from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import random_expert
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 
 
@@ -39,8 +38,6 @@ def test_flags_choose_the_experts_and_the_gate():
     assert (attention.num_experts, attention.gate_window) == (28, 3)
     assert attention.gate.fc1.weight.shape == (7, 128)
     assert not gates_of(build("mae_transformer_tiny", "--mae-gate", "uniform"))
-    with pytest.raises(UserError, match="--mae-dropped-heads 9"):
-        build("mae_transformer_tiny", "--mae-dropped-heads", 9)
 
 
 def test_a_dense_checkpoint_fits_and_gives_the_same_output():
@@ -55,36 +52,15 @@ def test_a_dense_checkpoint_fits_and_gives_the_same_output():
     torch.testing.assert_close(model(**batch)[0][real], dense(**batch)[0][real], rtol=1e-4, atol=1e-4)
 
 
-# (arch, vocabulary, embeddings) → millions of parameters without and with gates, as in MAE's Tables 2-4
-PRINTED = {
-    ("mae_transformer_base", 32768, "shared"): (61, 63),
-    ("mae_transformer_iwslt_de_en", 7740, "decoder"): (39, 41),
-    ("mae_transformer_lm_wiki103", 267744, "shared"): (247, 249),
-}
-
-
-@pytest.mark.parametrize("case", PRINTED, ids=lambda case: case[0])
-def test_parameters_of_tables_2_to_4(case):
-    arch, vocabulary, embeddings = case
-    without, with_gates = PRINTED[case]
-    flags = ["--gate-hidden-dim", "128"] if "lm" in arch else []  # Appendix A's 256 give 251.2M
-    uniform = complexity(arch, vocabulary, embeddings=embeddings, model_flags=["--mae-gate", "uniform"])
-    learned = complexity(arch, vocabulary, embeddings=embeddings, model_flags=flags)
-    assert abs(uniform.total_parameters / 1e6 - without) < 0.5
-    assert abs(learned.total_parameters / 1e6 - with_gates) < 0.9
-    gates = learned.total_parameters - uniform.total_parameters
-    assert gates == learned.parameters["router"]
-    if "lm" not in arch:
-        assert 0.03 < gates / learned.total_parameters < 0.06
-    assert learned.not_counted == []
-
-
 def test_a_gate_costs_an_encoder_one_row_and_a_decoder_one_per_token():
     cost = complexity("mae_transformer_base", 100, 9, 5)
     gate = 512 * 256 + 256 * 8
     assert cost.macs["router"] == 6 * gate + 12 * 5 * gate
     dense = complexity("transformer_wmt_en_de", 100, 9, 5)
     assert cost.total_macs - cost.macs["router"] == dense.total_macs
+    uniform = complexity("mae_transformer_base", 100, model_flags=["--mae-gate", "uniform"])
+    assert cost.total_parameters - uniform.total_parameters == cost.parameters["router"]
+    assert cost.not_counted == []
 
 
 def with_sure_gates(model):

@@ -7,33 +7,29 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.evaluation.complexity import complexity
 
+
+def llm(layers, width, feed_forward, heads):
+    sizes = {"layers": layers, "embed-dim": width, "ffn-embed-dim": feed_forward, "attention-heads": heads}
+    flags = [word for name, size in sizes.items() for word in (f"--decoder-{name}", str(size))]
+    return [*flags, "--positions", "rope", "--gated-feed-forward", "--rms-norm"]
+
+
+# arch → a dense model of the same sizes, its heads, its flags
 ARCHS = {
-    "moh_transformer_tiny": ("transformer", 4),
-    "moh_transformer_base": ("transformer", 8),
-    "moh_transformer_big": ("transformer_vaswani_wmt_en_de_big", 16),
-    "moh_transformer_iwslt_de_en": ("transformer", 8),
-    "moh_roberta_medium": ("roberta_medium_wt103", 8),
-    "moh_transformer_lm_small": ("dense_transformer_lm_base", 12),
-    "moh_transformer_lm_large": ("dense_transformer_lm_base", 16),
+    "moh_transformer_tiny": ("dense_transformer_tiny", 4, []),
+    "moh_transformer_base": ("transformer", 8, []),
+    "moh_transformer_big": ("transformer_vaswani_wmt_en_de_big", 16, []),
+    "moh_transformer_iwslt_de_en": ("dense_transformer_iwslt_de_en", 8, []),
+    "moh_roberta_medium": ("roberta_medium_wt103", 8, []),
+    "moh_transformer_lm_small": ("dense_transformer_lm_base", 12, llm(12, 768, 2048, 12)),
+    "moh_transformer_lm_large": ("dense_transformer_lm_base", 16, llm(24, 1536, 4096, 16)),
 }
-SAME = {
-    "moh_transformer_tiny": ["--encoder-layers", "4", "--decoder-layers", "4", "--encoder-embed-dim", "128"],
-    "moh_transformer_iwslt_de_en": ["--encoder-ffn-embed-dim", "1024", "--decoder-ffn-embed-dim", "1024"],
-    "moh_transformer_lm_small": ["--decoder-layers", "12", "--decoder-embed-dim", "768"],
-    "moh_transformer_lm_large": ["--decoder-layers", "24", "--decoder-embed-dim", "1536"],
-}
-SAME["moh_transformer_tiny"] += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256"]
-SAME["moh_transformer_tiny"] += ["--decoder-embed-dim", "128"]
-SAME["moh_transformer_lm_small"] += ["--decoder-ffn-embed-dim", "2048", "--decoder-attention-heads", "12"]
-SAME["moh_transformer_lm_large"] += ["--decoder-ffn-embed-dim", "4096", "--decoder-attention-heads", "16"]
-for _name in ("moh_transformer_lm_small", "moh_transformer_lm_large"):
-    SAME[_name] += ["--positions", "rope", "--gated-feed-forward", "--rms-norm"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_dense_models_parameters_and_a_router(arch):
-    dense, heads = ARCHS[arch]
-    ours, theirs = complexity(arch, 1000), complexity(dense, 1000, model_flags=SAME.get(arch, ()))
+    dense, heads, flags = ARCHS[arch]
+    ours, theirs = complexity(arch, 1000), complexity(dense, 1000, model_flags=flags)
     assert ours.total_parameters - ours.parameters["router"] == theirs.total_parameters
     # three quarters of the heads have queries, outputs and rows of attention
     assert ours.macs["attention_matmul"] * 4 == theirs.macs["attention_matmul"] * 3

@@ -10,16 +10,8 @@ from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
 
 # 17 chunks of 24 texts, twelve in a micro-batch: epochs of 17 updates. Validated and saved in mid-epoch.
 LONG, STOPS = 22, (6, 19)
-HABITS = (
-    "--batch-size",
-    12,
-    "--update-freq",
-    2,
-    "--validate-interval-updates",
-    4,
-    "--save-interval-updates",
-    4,
-)
+HABITS = ("--batch-size", 12, "--update-freq", 2)
+HABITS += ("--validate-interval-updates", 4, "--save-interval-updates", 4)
 HEADS = ("--decoder-attention-heads", 8, "--positions", "rope")
 CASES = {
     "dense, bfloat16": ("transformer_xl_lm_tiny", ("--amp",)),

@@ -194,11 +194,6 @@ def test_future_tokens_change_nothing_before_them():
     assert torch.equal(before[:, :2], after[:, :2]) and not torch.allclose(before[:, 2:], after[:, 2:])
 
 
-def test_embedded_positions_are_refused():
-    with pytest.raises(UserError, match="--positions xl"):
-        build(flags=("--positions", "sinusoidal"))
-
-
 @pytest.fixture(scope="module")
 def toy_lm(tmp_path_factory, fairseq, toy_text):
     folder = tmp_path_factory.mktemp("lm")
@@ -269,18 +264,6 @@ def test_fairseq_eval_lm_in_order_and_sliding(fairseq, toy_text, toy_lm):
     assert math.isfinite(sliding) and abs(sliding - apart) > 2e-3
 
 
-def test_dropped_layers_and_a_carried_context_are_refused():
-    build(chunks=0, flags=["--decoder-layerdrop", "0.5"])
-    with pytest.raises(UserError, match="--decoder-layerdrop leaves layers out"):
-        build(flags=["--decoder-layerdrop", "0.5"])
-
-
-def test_a_context_window_and_a_carried_context_are_refused():
-    task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
-    with pytest.raises(UserError, match="--context-window"):
-        task.eval_lm_dataloader(None, context_window=4)
-
-
 def test_fairseq_generate_goes_on_with_a_prefix(fairseq, toy_text, toy_lm):
     model, _ = toy_lm
     done = fairseq(
@@ -294,38 +277,45 @@ def test_fairseq_generate_goes_on_with_a_prefix(fairseq, toy_text, toy_lm):
     assert hypothesis.split("\t")[2].startswith("w1 w2 w3")
 
 
+def build_without_context():
+    with pytest.MonkeyPatch.context() as patch:
+        dense = argparse.Namespace(decoder=object())
+        patch.setattr("fairseq.tasks.language_modeling.LanguageModelingTask.build_model", lambda *_: dense)
+        task_of(carried_chunks=1).build_model(argparse.Namespace())
+
+
+def task_of(**args):
+    task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
+    standard = {"tokens_per_sample": 8, "seed": 1, "train_subset": "train", "update_freq": [1]}
+    task.args, task.datasets = argparse.Namespace(**standard, **args), {}
+    return task
+
+
+def setup(**settings):
+    args = {"carried_chunks": 1, "sample_break_mode": "none", **settings}
+    TruncatedBPTTTask.setup_task(argparse.Namespace(**args))
+
+
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    "attempt, says",
     [
-        ({"sample_break_mode": "eos"}, "--sample-break-mode eos"),
-        ({"carried_chunks": -1}, "--carried-chunks -1"),
+        (lambda: build(flags=("--positions", "sinusoidal")), "--positions xl"),
+        (lambda: build(flags=("--decoder-layerdrop", "0.5")), "--decoder-layerdrop leaves layers out"),
+        (build_without_context, "transformer_xl_lm_47m"),
+        (lambda: task_of().eval_lm_dataloader(None, context_window=4), "--context-window"),
+        (lambda: setup(sample_break_mode="eos"), "--sample-break-mode eos"),
+        (lambda: setup(carried_chunks=-1), "--carried-chunks -1"),
+        (lambda: task_of().get_batch_iterator(Blocks(20), 7), "--max-tokens 7"),
+        (
+            lambda: task_of().get_batch_iterator(Blocks(3), 800, num_shards=4),
+            "3 chunks of --tokens-per-sample 8 are too few for 4",
+        ),
     ],
 )
-def test_impossible_settings_are_refused(settings, says):
-    args = argparse.Namespace(**{"carried_chunks": 1, "sample_break_mode": "none", **settings})
+def test_what_cannot_be_done_is_refused_by_flag(attempt, says):
     with pytest.raises(UserError, match=says):
-        TruncatedBPTTTask.setup_task(args)
+        attempt()
 
 
-@pytest.mark.parametrize(
-    ("blocks", "max_tokens", "shards", "says"),
-    [(20, 7, 1, "--max-tokens 7"), (3, 800, 4, "3 chunks of --tokens-per-sample 8 are too few for 4")],
-)
-def test_batches_that_cannot_be_made_are_refused(blocks, max_tokens, shards, says):
-    task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
-    task.args = argparse.Namespace(tokens_per_sample=8, seed=1, train_subset="train", update_freq=[1])
-    task.datasets = {}
-    with pytest.raises(UserError, match=says):
-        task.get_batch_iterator(Blocks(blocks), max_tokens, num_shards=shards)
-
-
-def test_a_model_without_context_is_refused():
-    class Dense:
-        decoder = object()
-
-    task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
-    task.args = argparse.Namespace(carried_chunks=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fairseq.tasks.language_modeling.LanguageModelingTask.build_model", lambda *_: Dense())
-        with pytest.raises(UserError, match="transformer_xl_lm_47m"):
-            task.build_model(argparse.Namespace())
+def test_layers_may_be_dropped_without_a_context():
+    build(chunks=0, flags=["--decoder-layerdrop", "0.5"])

@@ -1,9 +1,9 @@
 """The Triton backend: the expert projection with its gradients, and what routing it needs.
 
-The projection is an autograd Function; where `torch.compile` is at work (torch ≥ 2.4) it and the parts of
-its backward pass are custom operators (`torch.ops.moa_fairseq`), which stay whole in its graph and whose
-shapes it knows. Elsewhere they would cost the host more than the kernels take. It can be differentiated
-once. This module imports without Triton, which is loaded when the first product runs.
+The projection is an autograd Function; where `torch.compile` is at work it and the parts of its backward pass
+are custom operators (`torch.ops.moa_fairseq`), which stay whole in its graph and whose shapes it knows.
+Elsewhere they would cost the host more than the kernels take. It can be differentiated once. This module
+imports without Triton, which is loaded when the first product runs.
 """
 
 import importlib.util
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from moa_fairseq.kernels.slot_order import Fan, SlotOrder
-from moa_fairseq.torch_compat import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
@@ -64,8 +64,6 @@ def unfit(capability: Tuple[int, int], triton_version: str) -> str:
     major, minor = (int(part) for part in triton_version.split(".")[:2])
     if capability < (7, 0):
         return "the GPU's compute capability is below 7.0"
-    if capability < (7, 5) and (2, 2) <= (major, minor) < (3, 0):
-        return f"Triton {triton_version} multiplies float16 to zeros on compute capability 7.0; 3.0 does not"
     if capability < (8, 0):
         last, brought_by = ((3, 1), "2.5") if capability < (7, 5) else ((3, 2), "2.6")
         if (major, minor) > last:
@@ -162,8 +160,6 @@ def _launcher(name: str) -> _Function:
 
 
 def _operator(name: str, run: _Function, schema: str, uncomputed: _Function) -> Any:
-    if not hasattr(torch.library, "custom_op"):
-        return run
     operator = torch.library.custom_op(f"moa_fairseq::expert_{name}", run, mutates_args=(), schema=schema)
     operator.register_fake(uncomputed)
     return operator
@@ -234,9 +230,6 @@ expert_project = _operator(
     f"(Tensor rows, Tensor weight, Tensor? bias, Tensor? gate, Tensor expert, {_EXPERTS}, {_FAN}) -> Tensor",
     _sums,
 )
-if hasattr(expert_project, "register_autograd"):
-    expert_project.register_autograd(
-        lambda ctx, grad: _gradients(ctx, grad, _OPERATORS), setup_context=_keep_inputs
-    )
-else:  # of an old torch
-    expert_project = _Project.apply
+expert_project.register_autograd(
+    lambda ctx, grad: _gradients(ctx, grad, _OPERATORS), setup_context=_keep_inputs
+)

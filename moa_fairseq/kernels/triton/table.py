@@ -45,10 +45,7 @@ def compiling(configurations: Callable[[Any, Dict[str, Any]], List[Any]] = timed
 
 def options(config: Any) -> Dict[str, Any]:
     """A triton.Config as arguments of a plain launch."""
-    found = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
-    if getattr(config, "maxnreg", None) is not None:
-        found["maxnreg"] = config.maxnreg
-    return found
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def _kind(kernel: Any, arguments: Dict[str, Any]) -> Hashable:

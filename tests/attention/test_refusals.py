@@ -1,0 +1,77 @@
+"""Settings that an attention cannot have: the error names the flag."""
+
+from functools import partial
+
+import pytest
+
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.switchhead import SwitchHeadAttention
+from moa_fairseq.errors import UserError
+
+SWITCHHEAD = dict(num_heads=2, head_dim=6, num_experts=4, experts_per_token=2)
+REFUSED = {
+    partial(MixtureOfAttention, 24, num_experts=6, experts_per_token=3, expert_dim=8): [
+        (dict(experts_per_token=7), "--experts-per-token 7"),
+        (dict(experts_per_token=0), "--experts-per-token 0"),
+        (dict(expert_dim=0), "--expert-dim"),
+        (dict(expert_dim=None), "--expert-dim"),
+        (dict(renormalize="sometimes"), "--router-renormalize sometimes"),
+        (dict(backend="turbo"), "--expert-backend turbo"),
+        (dict(keys_values="own"), "--expert-keys-values own"),
+        (dict(keys_values="mine"), "--expert-keys-values mine"),
+        (dict(heads_per_expert=0), "--heads-per-expert"),
+        (dict(activation="relu"), "--router-activation relu"),
+        (dict(experts_per_token=6, routing_bias_rate=0.1), "--routing-bias-rate 0.1"),
+        (dict(router_choice="hash", experts_per_token=6), "--router-choice hash .*nothing to choose"),
+        (dict(router_choice="hash", routing_bias_rate=0.1), "--routing-bias-rate 0.1"),
+        (dict(router_choice="frozen", routing_noise=True), "--routing-noise"),
+        (dict(router_choice="fixed"), "--router-choice fixed is unknown"),
+        (dict(router_gates="even"), "--router-gates even is unknown"),
+    ],
+    partial(MixtureOfHeads, 24, num_heads=6, shared_heads=2, routed_per_token=2): [
+        (dict(shared_heads=7), "--moh-shared-heads 7"),
+        (dict(shared_heads=-1), "--moh-shared-heads -1"),
+        (dict(routed_per_token=0), "--experts-per-token 0"),
+        (dict(routed_per_token=5), "--experts-per-token 5"),
+        (dict(shared_heads=6, routed_per_token=1), "--experts-per-token 1"),
+        (dict(num_heads=5), "5 attention heads .* multiple"),
+        (dict(scaling="none"), "--moh-scaling none"),
+        (dict(router="random"), "--moh-router random"),
+        (dict(skip="sometimes"), "--moh-skip sometimes"),
+        (dict(router="query-norm", router_choice="frozen"), "--moh-router query-norm"),
+        (dict(routed_per_token=4, router_choice="hash"), "nothing to choose"),
+    ],
+    partial(MixtureOfAttentiveExperts, 24, 8): [
+        (dict(dropped_heads=8), "--mae-dropped-heads 8 must lie between 1 and 7"),
+        (dict(dropped_heads=0), "--mae-dropped-heads 0"),
+        (dict(gate="oracle"), "--mae-gate oracle is unknown"),
+        (dict(gate_window=0), "--gate-window 0"),
+        (dict(gate_norm="layer"), "--gate-norm layer is unknown"),
+        (dict(evaluate_with="best"), "--mae-evaluate-with best is unknown"),
+        (dict(evaluate_with="top-expert", gate="uniform"), "--mae-evaluate-with top-expert needs a gate"),
+    ],
+    partial(SwitchHeadAttention, 12, **SWITCHHEAD): [
+        (dict(experts_per_token=5), "--experts-per-token 5"),
+        (dict(experts="vx"), "--switchhead-experts 'vx'"),
+        (dict(experts="vv"), "--switchhead-experts 'vv'"),
+        (dict(experts=""), "--switchhead-experts ''"),
+        (dict(num_heads=0), "--switchhead-heads"),
+        (dict(experts="vk", shared_selection=True), "--switchhead-shared-selection.*experts vk"),
+        (dict(experts="none", shared_selection=True), "--switchhead-shared-selection"),
+        (dict(kdim=8, vdim=9), "two inputs"),
+        (
+            dict(head_dim=3, self_attention=True, positions="rope-half"),
+            "--positions rope-half .* dimension 3",
+        ),
+    ],
+}
+CASES = [(build, *case) for build, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize("build, settings, flag", CASES)
+def test_impossible_settings_name_their_flag(build, settings, flag):
+    build()
+    with pytest.raises(UserError, match=flag):
+        build(**settings)
