@@ -118,7 +118,7 @@ def _dataset(args: argparse.Namespace) -> Dataset:
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     name, one_language = dataset.name, dataset.kind != TRANSLATION
     segmented = name != "text_sp" and (one_language or dataset.codes is not None)
-    drawn, pair = bool(dataset.generated), (args.source, args.target)
+    drawn, pair = bool(names()[name].generated), (args.source, args.target)
     refusals = [
         (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
         (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),

@@ -108,7 +108,7 @@ def test_raw_text_is_told_from_tokenised(lines, raw):
         (["listops", "--sizes", 0, 5, 5], "each must be at least 1"),
         (["listops", "--from", "."], "made of no files"),
         (["text_gpt2bpe"], "name its folder with --from"),
-        (["parallel", "--from", ".", "--source", "fr"], "name them with --source and --target"),
+        (["parallel", "--from", ".", "--source", "fr"], "say --source and --target"),
         (["parallel", "--source", "fr", "--target", "en"], "name its folder with --from"),
         (["multi30k", "--tokenize"], "leave --tokenize and --no-tokenize out"),
         (["multi30k", "--bpe", -1], "--bpe -1"),
