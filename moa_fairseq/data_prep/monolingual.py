@@ -36,9 +36,7 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
     (piece,) = texts["train"]
     total, found = sum(sizes.values()), piece.path.stat().st_size
     if found != total:
-        raise UserError(
-            f"{piece.path} has {found:,} bytes instead of {total:,}: it is cut off or another file."
-        )
+        raise UserError(f"{piece.path} has {found:,} bytes instead of {total:,}: fetch it again.")
 
     def lines(stream: BinaryIO, left: int) -> Iterator[str]:
         while left:
@@ -62,10 +60,8 @@ def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, 
                 sentence_iterator=_lines(texts), model_writer=stream, minloglevel=2, **settings
             )
         except RuntimeError as error:
-            raise UserError(
-                f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}. "
-                "Is the text whole? Of your own text, --bpe N (in a recipe: --set data.bpe=N) says how many."
-            ) from error
+            told = f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}"
+            raise UserError(f"{told}. Ask for another number: --bpe N (data.bpe).") from error
     return {"pieces": count}
 
 

@@ -48,37 +48,27 @@ class Store:
         """split → its parts, by the names of files alone; what the user's folder lacks is fetched.
 
         Of text that lies in no archive, splits are left out that are not required and not in that folder.
-        Raises UserError for languages that the data set does not have, and one that lists all files that are
-        missing and cannot be fetched.
+        Raises a UserError that lists all files that are missing and cannot be fetched.
         """
-        strange = [one for one in languages if dataset.languages and one not in dataset.languages]
-        if strange:
-            raise UserError(
-                f"{dataset.name} has no language {', '.join(strange)} (data.source, data.target): choose two "
-                f"of {', '.join(dataset.languages)}."
-            )
-        parts, missing = dataset.parts(languages), []
+        parts, wanted, missing = dataset.parts(languages), {}, []
         plain = {split: [part for part in some if not part.archive] for split, some in parts.items()}
         train, valid = (
             [path for part in plain.get(s, ()) if (path := self._find(part))] for s in ("train", "valid")
         )
         unpacked, lacks = [path.name for path in train if path.suffix != ".gz"], plain.get("valid")
         if unpacked and lacks and lacks[0].source and not valid:  # else one half would be downloaded
-            raise UserError(
-                f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}. Is "
-                f"it text of your own, and not {dataset.name}? Then say data.recipe=parallel (moa-fairseq "
-                "prepare parallel)."
-            )
-        for split, some in list(parts.items()) if self.at_hand else ():
+            told = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}"
+            remedy = "say data.recipe=parallel (moa-fairseq prepare parallel)"
+            raise UserError(f"{told}. If it is text of your own, and not {dataset.name}, {remedy}.")
+        for split, some in parts.items():
             absent = [part for part in some if not part.archive and not self._find(part)]
-            if absent and split not in required:
-                del parts[split]
-            else:
+            if not absent or split in required:
+                wanted[split] = some
                 missing += [f"{part.members[0]}[.gz]" for part in absent if not part.source]
         if missing:
             bring = dataset.bring.format(**dict(zip(("source", "target"), languages)))
             raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
-        return parts
+        return wanted
 
     def pieces(
         self,
@@ -146,9 +136,7 @@ class Store:
             found = extract(archive, {*itertools.chain(*groups)}, new)
             missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
             if missing:
-                raise UserError(
-                    f"{archive} does not contain {missing}: it is another archive than the recipe knows."
-                )
+                raise UserError(f"{archive} does not contain {missing}: it is not the archive that is known.")
             return found
 
         log.info(f"extracting {archive}")
@@ -177,8 +165,8 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
 def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
     """Say the terms of a data set and the size of the files that are `missing`, and check the free disk.
 
-    root: where the stages will be. Raises UserError when a disk is too small for what is fetched or made on
-    it, unless the environment variable OVERRIDE is set.
+    root: where the stages will be. Raises UserError when its disk is too small for all that is fetched and
+    made, unless the environment variable OVERRIDE is set.
     """
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
@@ -189,18 +177,11 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
     )
     kept = [downloads / file.name for file in dataset.files(dataset.languages)]
     there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
-    needs: Dict[int, float] = {}
-    for place, need in ((downloads.absolute(), size), (root.absolute(), max(whole - size - there, 0))):
-        existing = next(folder for folder in (place, *place.parents) if folder.exists())
-        device = existing.stat().st_dev
-        needs[device] = needs.get(device, 0) + need
-        free = shutil.disk_usage(existing).free
-        if free < needs[device] and not os.environ.get(OVERRIDE):
-            raise UserError(
-                f"{dataset.name} needs about {human(needs[device])} more on the disk of {existing}, which "
-                f"has {human(free)} free. Free some space, or choose another folder. To try all the same, "
-                f"set {OVERRIDE}=1: finished stages are kept when the disk fills up."
-            )
+    place, need = root.absolute(), max(whole - there, size)
+    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
+    if free < need and not os.environ.get(OVERRIDE):
+        told = f"{dataset.name} needs about {human(need)} more on the disk of {root}"
+        raise UserError(f"{told}, which has {human(free)} free. Free some, or set {OVERRIDE}=1 to try.")
 
 
 def human(size: float) -> str:
@@ -218,28 +199,25 @@ def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optio
     if dataset is None or not dataset.downloadable:
         if source is None:
             bring = dataset.bring.format(**settings) if dataset else "Give --data the folder made by it."
-            raise UserError(
-                f"--data is missing: data recipe {settings['recipe']!r} starts from your files. {bring}"
-            )
+            raise UserError(f"--data is missing: data.recipe {settings['recipe']} needs your files. {bring}")
         return source
     if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
         return source
     if not source.is_dir():
         raise UserError(f"--data {source} is not a folder.")
     if dataset.generated:
-        raise UserError(
-            f"--data {source} is not a binarised {dataset.name}: name the folder `binarised` in that which "
-            f"moa-fairseq prepare {dataset.name} made, or leave --data away, so that it is made."
+        remedy = (
+            f"name the folder `binarised` that moa-fairseq prepare {dataset.name} made, or leave --data away"
         )
+        raise UserError(f"--data {source} is not binarised {dataset.name}: {remedy}.")
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]
     parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]
     names = [name for part in parts for name in (part.archive, *part.members) if name]
     names += [f"train.{language}" for language in languages if dataset.archives]
     if not any(find_file(source, name) for name in names):
         looked = ", ".join(dict.fromkeys(Path(name).name for name in names))
+        remedy = "Name a folder that has some of them, or leave --data away, so that all are downloaded"
         raise UserError(
-            f"--data {source} holds no file of {dataset.name}. Looked for {looked}, plain or .gz. Name the "
-            "folder that has some of them (what it lacks is downloaded), or leave --data away, so that all "
-            "are downloaded."
+            f"--data {source} holds no file of {dataset.name}. Looked for {looked}[.gz]. {remedy}."
         )
     return source

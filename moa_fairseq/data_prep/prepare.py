@@ -52,11 +52,15 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import write_json
 from moa_fairseq.running.make import OUT, Step, fingerprint_of, make, marks
 from moa_fairseq.running.process import Executor, flags
-from moa_fairseq.text.workers import default_workers
 
 CODES = "codes"
 SHOWN, SAMPLE = 3, 1000  # pairs of the training text that are shown, that are looked at
 log = logging.getLogger(__name__)
+
+
+def default_workers() -> int:
+    """As many processes as there are processors, at most 8."""
+    return min(8, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +104,8 @@ class Preparation:
         check_place(source)
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
-            raise UserError(
-                f"--data {source} was binarised for another kind of model than data recipe {dataset.name} is "
-                "for: name the folder of that data set, or leave --data away."
-            )
+            told = f"--data {source} was binarised for another kind of model than data.recipe {dataset.name}"
+            raise UserError(f"{told}: name the folder of that data set, or leave --data away.")
         log.info("%s: binarised already; used as it is", source)
         sentences = check_binarised(source, self.languages, self.subsets, self._joined)
         # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
@@ -116,10 +118,8 @@ class Preparation:
         """All steps, in order; nothing is read but the names of files."""
         unknown = ", ".join(subset for subset in self.subsets if subset not in self.data.subsets)
         if unknown:
-            raise UserError(
-                f"The data has no subset {unknown} (generate.subsets, score.subsets); {self.data.name} has "
-                f"{', '.join(self.data.subsets)}."
-            )
+            has = f"{self.data.name} has {', '.join(self.data.subsets)}"
+            raise UserError(f"The data has no subset {unknown} (generate.subsets, score.subsets); {has}.")
         return _KINDS[self.data.kind](self)
 
     @functools.cached_property
@@ -127,7 +127,7 @@ class Preparation:
         """The data set; `parallel` where the source holds text of one's own in place of archives."""
         dataset = self.dataset or datasets()[self.settings["recipe"]]
         own = [f"train.{language}" for language in self.languages] if dataset.archives else []
-        if own and all(find_file(self.source, name) for name in own):
+        if self.source and own and all(find_file(self.source, name) for name in own):
             log.info("%s holds %s: taken as tokenised and cleaned", self.source, " and ".join(own))
             return datasets()["parallel"]
         return dataset
@@ -142,6 +142,8 @@ class Preparation:
         """split → its parts; {} where steps are only shown for a source that is not there yet."""
         if self.unread and not (self.source.exists() if self.source else self.data.downloadable):
             return {}
+        if not self.source:
+            return self.data.parts(self.languages)
         return self.store.parts(self.data, self.languages, self.subsets)
 
     @functools.cached_property
@@ -271,11 +273,11 @@ def _translation(job: Preparation) -> List[Step]:
             log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
         taken = not data.steps and not data.codes and settings.get("tokenize") is None
         if taken and is_raw(itertools.chain(*sample)):
-            raise UserError(
-                f"{pairs('train')[0][0].path} looks like raw text: full stops hang on words. Tokenise it "
-                "here with --tokenize (in a recipe: --set data.recipe=parallel --set data.tokenize=true); to "
-                "train on it as it stands, say --no-tokenize (data.tokenize=false)."
+            remedy = (
+                "--tokenize (in a recipe: --set data.recipe=parallel --set data.tokenize=true) tokenises it, "
             )
+            remedy += "--no-tokenize (data.tokenize=false) takes it as it stands"
+            raise UserError(f"{pairs('train')[0][0].path} looks like raw text: {remedy}.")
         return write_splits(tokenised(), languages, new, job.workers)
 
     def segment(new: Path) -> Dict[str, Any]:

@@ -123,10 +123,8 @@ def _write_split(
     bad = {why: count for why, count in dropped.items() if why in BAD_LINES}
     if sum(bad.values()) > MOST_BAD * read:
         stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
-        raise UserError(
-            f"{files}: of {read:,} pairs of lines too many are not text ({stories}). Is the file whole, and "
-            "UTF-8? Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again."
-        )
+        remedy = "Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again"
+        raise UserError(f"{files}: of {read:,} pairs of lines too many are not text ({stories}). {remedy}.")
     if not counts[split.name]["lines"]:
         raise UserError(f"{files}: no pair with text on both sides is left of {read:,}.")
     for name, count in counts.items():
@@ -191,10 +189,8 @@ def _load(path: str, size: int, time: int) -> BPE:
         raise UserError(f"{path} holds no merges. {_REMEDY}")
     for number, line in enumerate(lines[header:], header + 1):
         if len(line.strip("\r ").split(" ")) != 2:
-            raise UserError(
-                f"{path}, line {number}: {reprlib.repr(line)} is not a merge, which is two subwords with one "
-                f"space between them. {_REMEDY}"
-            )
+            what = f"{reprlib.repr(line)} is not a merge (two subwords, one space between them)"
+            raise UserError(f"{path}, line {number}: {what}. {_REMEDY}")
     return BPE(io.StringIO("\n".join(lines) + "\n"))
 
 

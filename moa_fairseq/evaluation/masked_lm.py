@@ -146,17 +146,6 @@ def score(
     return {**scores, "meta": meta}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `moa-fairseq score --masked-lm`."""
-    group = parser.add_argument_group("masked language models")
-    group.add_argument(
-        "--maskings", type=int, default=5, metavar="N", help="how many are averaged (default: %(default)s)"
-    )
-    group.add_argument(
-        "--mask-seed", type=int, default=1, metavar="S", help="seeds S, S+1, ... (default: %(default)s)"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the perplexities of one model. Raises UserError on bad input."""
     if args.maskings < 1 or args.max_tokens < 1:

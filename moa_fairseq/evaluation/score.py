@@ -113,7 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--subset", default="test", help="default: %(default)s")
     add("--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)")
     add("--cpu", action="store_true", help="do not use a GPU")
-    masked_lm.add_arguments(parser)
+    text = "of --masked-lm: how many are averaged (default: %(default)s)"
+    add("--maskings", type=int, default=5, metavar="N", help=text)
+    text = "of --masked-lm: seeds S, S+1, ... (default: %(default)s)"
+    add("--mask-seed", type=int, default=1, metavar="S", help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,9 +6,11 @@ that are longer than --max-tokens, stops at those of the validation set, and cut
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple
 
@@ -16,6 +18,7 @@ import numpy
 
 from moa_fairseq.data_prep.binarised import INPUT, subset_stems
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.skeleton import quiet
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe, Train
 
@@ -24,6 +27,14 @@ SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
 # fairseq's default of --max-source-positions and --max-target-positions: it skips what is longer anyway.
 MAX_POSITIONS = 1024
 LOUD_DEVIATION = 0.01
+# Of the way from the minimum to the peak: more than this at the last update is worth a warning.
+FAR_FROM_MINIMUM = 0.1
+# Schedules that end: what they call their last rate, and what moves their end.
+SCHEDULES = {
+    "cosine": ("min_lr", "train.flags.warmup-updates plus lr-period-updates"),
+    "polynomial_decay": ("end_learning_rate", "train.flags.total-num-update"),
+    "tri_stage": ("final_lr_scale", "the steps of the stages"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +101,8 @@ def fit(recipe: Recipe, hardware: Hardware, data: Optional[Path]) -> Tuple[Recip
         f"longest sentence or sample {train.min_tokens:,}"
     )
     if hardware.shared:
-        raise UserError(
-            f"{hardware.devices} devices are too many: {why}, which no device's share may fall below, or "
-            f"sentences are left out. Start at most {most} processes (--gpus, --nodes, torchrun's "
-            "--nproc-per-node)."
-        )
+        remedy = f"start at most {most} processes (--gpus, --nodes, torchrun's --nproc-per-node)"
+        raise UserError(f"{hardware.devices} devices are too many: {why}; {remedy}.")
     smaller = dataclasses.replace(world, size=most, here=most) if world and most > 1 else None
     fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
     assumed = "" if data else " (That length is assumed until the data is prepared.)"
@@ -154,6 +162,35 @@ def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) 
     return min(limits, default=None)
 
 
+def schedule_warning(args: argparse.Namespace, updates: Optional[int]) -> Optional[str]:
+    """A warning when the learning rate ends far from its minimum: the model would not have annealed.
+
+    args: the training as fairseq parsed it. None when all is well, when the schedule has no minimum
+    (inverse_sqrt, fixed) and when the number of updates is unknown.
+    """
+    if args.lr_scheduler not in SCHEDULES or updates is None:
+        return None
+    import torch
+    from fairseq import optim
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = convert_namespace_to_omegaconf(args)
+    optimizer = optim.build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    schedule = optim.lr_scheduler.build_lr_scheduler(config.lr_scheduler, optimizer)
+    schedule.step_begin_epoch(1)
+    rate = schedule.step_update(max(0, updates - 1))  # the rate after update n is that of update n + 1
+    peak, (name, remedy) = max(config.optimization.lr), SCHEDULES[args.lr_scheduler]
+    minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
+    if rate - minimum <= FAR_FROM_MINIMUM * (peak - minimum):
+        return None
+    return (
+        f"WARNING: the learning rate of the last update ({updates:,}) is {rate:.2g}, {rate / peak:.0%} of "
+        f"its peak; the schedule ({args.lr_scheduler}) ends at {minimum:g}. Let {remedy} end with it."
+    )
+
+
 def training_set(recipe: Recipe, data: Optional[Path]) -> Optional[CorpusSize]:
     """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
     return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens) if data else known_size(recipe)
@@ -194,10 +231,8 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     if language or recipe.kind == CLASSIFICATION:
         longer = numpy.maximum(source, target)
         if longer.max(initial=0) > max_tokens:
-            raise UserError(
-                f"A training sentence has {longer.max():,} tokens and train.max_tokens is {max_tokens:,}: "
-                "raise it, or leave long sentences out of the data."
-            )
+            told = f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
+            raise UserError(f"{told}: raise it, or leave long sentences out of the data.")
         order = numpy.lexsort((target, source))
         cut = data_utils.batch_by_size(
             order,

@@ -62,8 +62,7 @@ def checkpoint_to_resume(folder: Path) -> Optional[Path]:
         log.warning("%s is damaged (cut off, or changed on the disk): looking for an older one", path)
     if candidates:
         raise UserError(
-            f"No checkpoint in {folder} is whole (a crash, a full or a failing disk). Start again with "
-            "--restart, which moves the folder aside."
+            f"No checkpoint in {folder} is whole: start again with --restart, which moves it aside."
         )
     return None
 
@@ -141,20 +140,17 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
     original = prepared_data(Path(pretrained))
     if original is None:
         log.warning(
-            f"{recipe.pretrained} does not tell what it was trained on. Its dictionaries must be those in "
-            f"{data}: a run folder as `pretrained`, or data.flags.srcdict, would see to that."
+            f"{recipe.pretrained} does not tell what it was trained on; {data} must have its dictionaries"
         )
         return
     if recipe.data.codes is None and recipe.data.recipe != "binarised":
         log.warning(
-            f"no BPE merges were found with {original}; text that is not segmented already stays "
-            "words. If the pretrained model has subwords, name its merges: --set data.codes=FILE."
+            f"no BPE merges were found with {original}: name those of the model with --set data.codes=FILE"
         )
     for language in (recipe.data.source, recipe.data.target):
         there, here = (folder / f"dict.{language}.txt" for folder in (original, data))
         if there.is_file() and not (here.is_file() and here.read_bytes() == there.read_bytes()):
             raise UserError(
-                f"{here} differs from the pretrained model's {there}: the model would take one word for "
-                "another. Let the prepare stage make the data (leave --data out, or give it the raw text), "
-                "or binarise with --srcdict and --tgtdict of the pretrained model."
+                f"{here} differs from the pretrained model's {there}. Let the prepare stage make the data "
+                "from the raw text, or binarise with --srcdict and --tgtdict of the pretrained model."
             )

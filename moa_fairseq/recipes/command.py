@@ -23,10 +23,11 @@ import logging
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import yaml
 
@@ -36,23 +37,37 @@ from moa_fairseq.data_prep.obtain import require_source
 from moa_fairseq.data_prep.prepare import Preparation, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes.batch import fit, plan_batch, planned_updates, sentence_sizes, training_set
+from moa_fairseq.recipes.batch import (
+    fit,
+    plan_batch,
+    planned_updates,
+    schedule_warning,
+    sentence_sizes,
+    training_set,
+)
 from moa_fairseq.recipes.checkpoints import finetuned, prepare_facts, prepared_data
-from moa_fairseq.recipes.flags import check_flags, check_plugin, check_sharding, schedule_warning
 from moa_fairseq.recipes.hardware import (
     DEVICES,
     Hardware,
     assumed_hardware,
+    check_sharding,
     choose_devices,
     detect_hardware,
     find_world,
 )
-from moa_fairseq.recipes.loading import find_recipe, load_recipe
+from moa_fairseq.recipes.loading import check_flags, find_recipe, load_recipe
 from moa_fairseq.recipes.result import data_differences, differences, record, settings
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.steps import Options, Run, steps
 from moa_fairseq.running.make import COMMANDS, Step, changes, keep_command, make, put_mark
-from moa_fairseq.running.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
+from moa_fairseq.running.process import (
+    PATIENCE_SECONDS,
+    Executor,
+    environment_of_a_child,
+    locked,
+    terminate_as_interrupt,
+    to_shell,
+)
 
 STAGES = ("prepare", "train", "average", "generate", "score")
 # Data recipes that need no --data: `moa-fairseq corpus` makes it.
@@ -70,104 +85,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", type=Path, help="the experiment's YAML file, or the name of one in configs/")
     add("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
     add("--dry-run", action="store_true", help="print the commands and do nothing")
-    add(
-        "--plan",
-        action="store_true",
-        help="print parameters, MACs, updates, memory and rough hours for V100, A100, H100 and H200 (or "
-        "--gpus N --device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
+    text = (
+        "print parameters, MACs, updates, memory and rough hours, and do nothing (for V100, A100, H100 and "
     )
+    text += "H200, or --gpus N --device-name NAME); sizes are measured where --data is a binarised folder"
+    add("--plan", action="store_true", help=text)
     add("--json", action="store_true", help="with --plan: print JSON")
     add("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")
-    add(
-        "--device-name",
-        choices=sorted(DEVICES),
-        help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
-    )
+    text = "for --dry-run and --plan: the kind of GPU, which need not be at hand"
+    add("--device-name", choices=sorted(DEVICES), help=text)
     add("--nodes", type=int, metavar="N", help="how many machines train together (default: 1)")
     add("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
     add("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
-    add(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="raw data or archives as the recipe's data section wants them (what is public and lacking is "
-        "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`",
-    )
+    text = "raw data or archives as the recipe's data section wants them (what is public and lacking is "
+    text += "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`"
+    add("--data", type=Path, metavar="DIR", help=text)
     add("--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
-    )
-    add(
-        "--seeds",
-        metavar="N,N,...",
-        help="one run after another, each with its seed (train.seed) and a folder and record of its own",
-    )
-    add(
-        "--user-dir",
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it",
-    )
+    text = "override one value of the YAML file, e.g. train.max_epoch=5; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
+    text = "one run after another, each with its seed (train.seed) and a folder and record of its own"
+    add("--seeds", metavar="N,N,...", help=text)
+    text = "a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it"
+    add("--user-dir", default=argparse.SUPPRESS, metavar="DIR", help=text)
     add(
         "--restart",
         action="store_true",
         help="move an existing run folder aside and start from the beginning",
     )
-    add(
-        "--record",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="copy result.json to results/measured/NAME.json beside configs/ (default: the experiment); with "
-        "--stage train, write the speed to results/throughput/NAME.json, for --plan",
-    )
+    text = "copy result.json to results/measured/NAME.json beside configs/ (default: the experiment); with "
+    text += "--stage train, write the speed to results/throughput/NAME.json, for --plan"
+    add("--record", nargs="?", const="", metavar="NAME", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one recipe, with each of --seeds, or tell what it would do. Returns the exit status."""
-    words = sys.argv[1:]
-    if args.seeds is None:
-        return _run_once(args, words)
-    try:
-        seeds = list(dict.fromkeys(int(seed) for seed in args.seeds.split(",")))
-    except ValueError:
-        raise UserError(f"--seeds {args.seeds}: write whole numbers with commas, such as 1,2,3.") from None
-    if args.plan or args.stage != "all":
-        raise UserError("--seeds goes through all stages: leave --plan and --stage out.")
-    folder = args.save_dir or Path("runs") / find_recipe(args.config).stem
-    for place, word in enumerate(words):  # the command of a record is that of its own seed
-        if word.partition("=")[0] == "--seeds":
-            del words[place : place + 2 - ("=" in word)]
-            break
-    headlines = []
-    for seed in seeds:
-        own = argparse.Namespace(**vars(args))
-        own.overrides, own.save_dir = [*args.overrides, f"train.seed={seed}"], Path(f"{folder}_seed{seed}")
-        said = ["--set", own.overrides[-1], "--save-dir", str(own.save_dir)]
-        if args.record is not None:
-            own.record = f"{args.record or find_recipe(args.config).stem}_seed{seed}"
-            said += ["--record", own.record]
-        _run_once(own, [*words, *said])
-        if (result := own.save_dir / "result.json").is_file() and not args.dry_run:
+    config, headlines = find_recipe(args.config), []
+    for one in [args] if args.seeds is None else _with_seeds(args, config.stem):
+        if result := _run_once(one, config):
             values = json.loads(result.read_text(encoding="utf-8"))
             headlines.append(values["metrics"][values["headline"]])
-    if len(headlines) > 1:
+    if len(headlines) > 1 and None not in headlines:  # of a model that diverged
         mean, deviation = statistics.mean(headlines), statistics.stdev(headlines)
         log.info("seeds %s: %.2f, standard deviation %.2f", args.seeds, mean, deviation)
     return 0
 
 
-def _run_once(args: argparse.Namespace, words: Sequence[str]) -> int:
-    config = find_recipe(args.config)
+def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.Namespace]:
+    """The arguments of one run for each of --seeds, with a folder and a record of its own."""
+    try:
+        seeds = dict.fromkeys(map(int, args.seeds.split(",")))
+    except ValueError:
+        raise UserError(f"--seeds {args.seeds}: write whole numbers with commas, such as 1,2,3.") from None
+    if args.plan or args.stage != "all":
+        raise UserError("--seeds goes through all stages: leave --plan and --stage out.")
+    folder = args.save_dir or Path("runs") / experiment
+    for seed in seeds:
+        own = {"overrides": [*args.overrides, f"train.seed={seed}"], "save_dir": Path(f"{folder}_seed{seed}")}
+        if args.record is not None:
+            own["record"] = f"{args.record or experiment}_seed{seed}"
+        yield argparse.Namespace(**{**vars(args), **own})
+
+
+def _run_once(args: argparse.Namespace, config: Path) -> Optional[Path]:
+    """Run or show one recipe, or print its plan. Returns result.json where it was scored."""
     # The row of a paper is that of the file, with whatever it is fine-tuned from.
     kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]
     recipe, row = load_recipe(config, args.overrides), load_recipe(config, kept)
-    recipe, row = finetuned(recipe), finetuned(row)
+    if recipe.finetune:
+        recipe, row = finetuned(recipe), finetuned(row)
+    folder = args.save_dir or Path("runs") / recipe.experiment
+    if ":" in str(folder):
+        why = "fairseq takes a ':' in the path of a model for the end of that path"
+        raise UserError(f"--save-dir {folder} cannot be used: {why}. Give the folder another name or place.")
     if args.json and not args.plan:
         raise UserError("--json goes with --plan.")
     if args.device_name and not (args.dry_run or args.plan):
@@ -178,21 +167,33 @@ def _run_once(args: argparse.Namespace, words: Sequence[str]) -> int:
         hardware = choose_devices(detect_hardware(), args.gpus, args.dry_run or args.plan)
     world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
     hardware = dataclasses.replace(hardware, world=world)
+    check_sharding(recipe, hardware)
     plugin = Path(args.user_dir).absolute() if args.user_dir else None
     if plugin:
-        check_plugin(plugin)
-    training = check_flags(recipe)
-    check_sharding(recipe, hardware)
+        _check_plugin(plugin)
+    training, data = check_flags(recipe), args.data
+    if data and is_binarised(data / "binarised"):  # where `moa-fairseq prepare` made it
+        data = data / "binarised"
     results = config.resolve().parent.parent / "results"
+    if args.plan:
+        from moa_fairseq.recipes import planner
+
+        machines = [hardware]
+        if not hardware.gpus and args.gpus is None:  # none here, and no wish: every kind
+            machines = [assumed_hardware(name, count) for name in DEVICES for count in planner.COUNTS]
+        data = data or prepared_data(folder)
+        report = planner.plan(recipe, data if data and is_binarised(data) else None, machines, results)
+        head = f"{recipe.experiment}: {recipe.summary}"
+        print(json.dumps(report, indent=1) if args.json else f"{head}\n{planner.as_text(report)}")
+        return None
     installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
     kind = "throughput" if args.stage == "train" else "measured"
     copy = (Path("results") if installed else results) / kind / f"{args.record or config.stem}.json"
     here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
-    inside = args.data / "binarised" if args.data else None  # where `moa-fairseq prepare` made it
     options = Options(
         stage=args.stage,
-        data=inside if inside and is_binarised(inside) else args.data,
-        save_dir=args.save_dir,
+        data=data,
+        save_dir=folder,
         restart=args.restart,
         user_dir=plugin,
         record=None if args.record is None else copy,
@@ -200,30 +201,22 @@ def _run_once(args: argparse.Namespace, words: Sequence[str]) -> int:
         published=row if recipe.reproduces else None,
         training=training,
     )
-    if args.plan:
-        from moa_fairseq.recipes import planner
-
-        data = options.data or prepared_data(_run_folder(recipe, options))
-        machines = [hardware]
-        if not hardware.gpus and args.gpus is None:  # none here, and no wish: every kind
-            machines = [assumed_hardware(name, count) for name in DEVICES for count in planner.COUNTS]
-        report = planner.plan(recipe, data, machines, results)
-        head = f"{recipe.experiment}: {recipe.summary}"
-        print(json.dumps(report, indent=1) if args.json else f"{head}\n{planner.as_text(report)}")
-        return 0
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
-    run_recipe(recipe, hardware, options, dry_run=args.dry_run)
-    return 0
+    return run_recipe(recipe, hardware, options, dry_run=args.dry_run)
 
 
-def _run_folder(recipe: Recipe, options: Options) -> Path:
-    folder = options.save_dir or Path("runs") / recipe.experiment
-    if ":" in str(folder):
-        raise UserError(
-            f"--save-dir {folder} cannot be used: fairseq takes a ':' in the path of a model for the end of "
-            "one path and the beginning of the next. Give the folder another name, or another place."
-        )
-    return folder
+def _check_plugin(user_dir: Path) -> None:
+    """Raise UserError unless fairseq, given this folder as --user-dir, imports moa_fairseq along with it."""
+    code = (
+        "import argparse, sys; from fairseq.utils import import_user_module; "
+        "import_user_module(argparse.Namespace(user_dir=sys.argv[1])); print('moa_fairseq' in sys.modules)"
+    )
+    command, environment = [sys.executable, "-c", code, str(user_dir)], environment_of_a_child()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.stdout.split()[-1:] != ["True"]:
+        why = done.stderr.splitlines()[-1] if done.returncode else "it does not import this package"
+        told = f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}"
+        raise UserError(f"{told}. Write `import moa_fairseq` at the top of its __init__.py.")
 
 
 def run_recipe(
@@ -237,8 +230,8 @@ def run_recipe(
 
     Raises UserError; what was finished before stays and is not done again next time.
     """
-    folder, executor = _run_folder(recipe, options), executor_class(hardware.environment)
-    run = Run(recipe, hardware, folder, options)
+    folder = options.save_dir or Path("runs") / recipe.experiment
+    run, executor = Run(recipe, hardware, folder, options), executor_class(hardware.environment)
     if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
         why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
         raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
@@ -291,16 +284,6 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
     cell, options, sentences = recipe.reproduces, run.options, prepared.sentences
     if not hardware.leads:
         return run
-    if known and not sentences:
-        with contextlib.suppress(UserError):
-            sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
-    if known and cell and options.published:
-        row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
-        done, data = settings(recipe), data_differences(options.published, known, sentences)
-        if found := differences(options.published, done, data):
-            log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
-        else:
-            log.info("stands for %s", row)
     if options.wants("train") and recipe.finetune != "noft":
         if fewer:
             log.warning(fewer)
@@ -312,6 +295,16 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
                 log.info(warning)
         if world := hardware.world:
             log.info("train: process %s of %s, meeting at %s", world.rank, world.size, world.init_method)
+    if known and cell and options.published:
+        if not sentences:
+            with contextlib.suppress(UserError):
+                sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
+        row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
+        done, data = settings(recipe), data_differences(options.published, known, sentences)
+        if found := differences(options.published, done, data):
+            log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
+        else:
+            log.info("stands for %s", row)
     return run
 
 
@@ -320,17 +313,16 @@ def _check_shared(run: Run) -> None:
     folder, options = run.folder, run.options
     if options.stage != "train":
         raise UserError(
-            "Several machines (or torchrun's processes) can share the train stage only, not --stage "
-            f"{options.stage}: run --stage prepare on one of them first, then --stage train on all, then the "
-            "other stages on one. The scripts in scripts/launch/ do so."
+            f"--stage {options.stage}: several processes share the train stage only. Run --stage prepare on "
+            "one machine, --stage train on all, the others on one, as scripts/launch/ does."
         )
     if options.restart:
         raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
     known = prepare_facts(folder)
     if not known:
         raise UserError(
-            f"No prepared data is known in {folder}: run --stage prepare with the same --save-dir first. The "
-            "folder must be on a file system that all machines share."
+            f"No prepared data is known in {folder}, which all machines must share: run --stage prepare with "
+            "the same --save-dir first."
         )
     if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
         raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
@@ -339,10 +331,11 @@ def _check_shared(run: Run) -> None:
 def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
     """The prepare stage; what was done before is found again. dry_run: its commands are shown."""
     options, commands, data = run.options, run.folder / COMMANDS, dataclasses.asdict(run.recipe.data)
-    before = prepare_facts(run.folder).get("source")
-    source = options.data or (Path(before) if before else None)
-    embedded = data["recipe"] in EMBEDDED and source in (None, options.corpus_root)
-    source = options.corpus_root if embedded else source
+    before = prepare_facts(run.folder) if run.folder.exists() else {}
+    source = options.data or (Path(before["source"]) if before.get("source") else None)
+    corpus_root = options.data_root / "embedded_en_de"
+    embedded = data["recipe"] in EMBEDDED and source in (None, corpus_root)
+    source = corpus_root if embedded else source
     root, downloads = prepared_folder(data, source, options.data_root), options.data_root / "downloads"
     places: Dict[str, Any] = {"downloads": downloads, "commands": commands, "unread": dry_run}
     job = Preparation(data, run.recipe.splits, source, root, executor, **places)
@@ -351,9 +344,9 @@ def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
         if data["recipe"] == "binarised" or (source and is_binarised(source)):
             return Prepared(source or Path("DATA-BIN"), {}, "")
         if options.wants("prepare"):
-            first = [Step("corpus", options.corpus_root, corpus)] if embedded else []
+            first = [Step("corpus", corpus_root, corpus)] if embedded else []
             make([*first, *job.steps()], root, executor=executor, dry_run=True)
-        done = None if options.data else prepared_data(run.folder)
+        done = prepared_data(run.folder) if before and not options.data else None
         return Prepared(done or root / "binarised", {}, "")
     require_source(data, source)
     if embedded:  # a second time that does nothing
@@ -385,8 +378,6 @@ def _recalled(run: Run) -> Prepared:
     found = [f"{key}: {change}" for key, change in changed.items()]
     found += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
     if found:
-        raise UserError(
-            f"The data of {folder} was prepared with other settings ({'; '.join(found)}): run "
-            "--stage prepare (or --stage all) with the new ones first."
-        )
+        told = f"The data of {folder} was prepared with other settings ({'; '.join(found)})"
+        raise UserError(f"{told}: run --stage prepare with the new ones first.")
     return Prepared(place, sentences, known["fingerprint"])

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import platform
 import re
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.schema import Model
+from moa_fairseq.recipes.schema import Model, Recipe
 
 DEFAULT_PORT = 29500
 _TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -52,10 +53,8 @@ def device_kind(name: str) -> str:
     return _NAMES.get(name, "unknown")
 
 
-# From this width on a CPU with units for bfloat16 trains under autocast. Measured on a Xeon with AMX: at 512,
-# updates of 1,000 tokens, 1.4 to 1.5 times as fast; at 128, updates of 8,192 tokens, 1.3 (dense) and 1.2
-# (4K8E48D), and less until every shape was seen. Models that small train in minutes, and their float32 is the
-# same on CPUs without such units.
+# From this width on a CPU with units for bfloat16 trains under autocast: 1.4 to 1.5 times as fast on a Xeon
+# with AMX. Smaller models gain less, and their float32 is the same on CPUs without such units.
 _AMP_WIDTH = 512
 
 
@@ -173,10 +172,8 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
         return dataclasses.replace(present, gpus=wanted)
     if dry_run:
         return dataclasses.replace(assumed_hardware("V100", wanted), name="GPU (assumed V100)")
-    raise UserError(
-        f"--gpus {wanted}: this machine shows {present.gpus} GPU(s) to torch. Use --gpus {present.gpus}, or "
-        f"check CUDA_VISIBLE_DEVICES and that torch was built for your CUDA driver."
-    )
+    remedy = f"Use --gpus {present.gpus}, or check CUDA_VISIBLE_DEVICES, torch's build and the CUDA driver"
+    raise UserError(f"--gpus {wanted}: torch sees {present.gpus} GPU(s) here. {remedy}.")
 
 
 def find_world(
@@ -212,9 +209,7 @@ def find_world(
         numbers = f"{nodes} machine(s) have the numbers 0 to {nodes - 1} (--nodes)"
         raise UserError(f"--node-rank {node_rank}: {numbers}.")
     if master is None and nodes > 1:
-        raise UserError(
-            "--nodes needs --master HOST[:PORT]: the machine with --node-rank 0, as the others reach it."
-        )
+        raise UserError("--nodes needs --master HOST[:PORT], the machine with --node-rank 0.")
     if here * nodes == 1:
         return None
     # A port must be the same on all machines, so it is never chosen at random.
@@ -245,9 +240,7 @@ def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = 
         widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
         adaptive = getattr(args, "adaptive_input", False)
         if adaptive and precision == "amp":
-            raise UserError(
-                "train.precision amp fails with fairseq's adaptive inputs: use fp32, fp16 or bf16."
-            )
+            raise UserError("train.precision amp fails with adaptive inputs: use fp32, fp16 or bf16.")
         if on_cpu:
             return "amp" if max(widths) >= _AMP_WIDTH and not adaptive else "fp32"
     if precision == "auto":
@@ -255,10 +248,34 @@ def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = 
     if precision in ("fp16", "bf16") and not hardware.gpus:
         raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
     if precision == "bf16" and capability < (8, 0):
-        raise UserError(
-            f"train.precision bf16 needs an Ampere GPU or newer, and {hardware.name} is not one: use fp16."
-        )
+        raise UserError(f"train.precision bf16 needs Ampere or newer, not {hardware.name}: use fp16.")
     return precision
+
+
+def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
+    """Settings that fairseq would only refuse, or break on, once every process runs. Raises UserError."""
+    asked = recipe.training_flags
+    precision = precision_name(recipe.train.precision, hardware, recipe.model)
+    backend, sharded = asked.get("ddp-backend"), asked.get("zero-sharding") == "os"
+    flattened = not (asked.get("fp16-no-flatten-grads") or asked.get("memory-efficient-fp16"))
+    for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
+        if asked.get(name) and precision != name[-4:]:
+            has = f"this run has {precision} on {hardware.describe()}: change one of them"
+            raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}; {has}.")
+    if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
+        what = "zero-sharding os" if sharded else f"ddp-backend {backend}"
+        raise UserError(
+            f"train.flags.{what} needs the package fairscale: pip install fairscale, or save memory with "
+            "--set train.flags.checkpoint-activations=true or a lower train.max_tokens."
+        )
+    if sharded and precision == "fp16" and flattened:
+        remedy = "--set train.flags.fp16-no-flatten-grads=true, or memory-efficient-fp16"
+        raise UserError(f"train.flags.zero-sharding os with fp16 needs {remedy}.")
+    if backend == "fully_sharded" and precision == "bf16":
+        remedy = "add --set train.precision=fp16, or use --set train.flags.zero-sharding=os"
+        raise UserError(f"fairseq's fully_sharded knows fp32 and fp16 only: {remedy}.")
+    if hardware.world and not hardware.gpus and backend not in (None, "legacy_ddp", "no_c10d"):
+        raise UserError(f"train.flags.ddp-backend {backend} works on GPUs only: leave it out on the CPU.")
 
 
 def _cpu(cores: str) -> Hardware:

@@ -1,7 +1,8 @@
-"""A recipe file becomes a checked Recipe: YAML, `base:`, `--set key=value`, unknown keys and wrong types."""
+"""A recipe file becomes a checked Recipe: YAML, `base:`, `--set key=value`; its flags are asked about."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import reprlib
@@ -10,12 +11,16 @@ from pathlib import Path
 from typing import Any, Collection, Dict, List, Mapping, NoReturn, Sequence, Type, TypeVar, Union
 
 import yaml
+from fairseq import options
 from omegaconf import OmegaConf, SCMode
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation import score
+from moa_fairseq.evaluation.skeleton import parse_training_flags
 from moa_fairseq.files import shipped
-from moa_fairseq.recipes.schema import FINETUNING, Recipe, problems
+from moa_fairseq.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
+from moa_fairseq.running.process import flags
 
 T = TypeVar("T")
 # Besides its own errors PyYAML lets through whatever a value raises that does not fit its tag
@@ -65,10 +70,10 @@ def _layers(path: Path, above: Sequence[Path] = ()) -> List[Dict[str, Any]]:
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
             fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
-        places = [folder / name for folder in (path.parent, shipped("configs"))]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            fail(str(path), "base", f"{places[0].resolve()} is not a file, nor {name!r} a shipped recipe.")
+        near = path.parent / name
+        found = near if near.is_file() else shipped("configs") / name
+        if not found.is_file():
+            fail(str(path), "base", f"{near.resolve()} is not a file, nor {name!r} a shipped recipe.")
         if found.resolve() in (path.resolve(), *above):
             fail(str(path), "base", f"{found} is built on this file itself.")
         layers += _layers(found, (path.resolve(), *above))
@@ -133,6 +138,42 @@ def _objects(kind: Any, value: Any) -> Any:
         return value
     types = typing.get_type_hints(kind)
     return kind(**{name: _objects(types[name], inner) for name, inner in value.items()})  # type: ignore[operator]
+
+
+def check_flags(recipe: Recipe) -> argparse.Namespace:
+    """Ask the program of each section about its flags; returns the training's as fairseq takes them.
+
+    Raises UserError for a flag that its program does not know by that very name, or knows as one that is
+    reserved; and for a training that fairseq's parser refuses, with its complaint.
+    """
+    refusal, asked = "fairseq does not accept the recipe's flags", recipe.task_flags
+    line = {**asked, **recipe.model.as_flags(), "criterion": recipe.train.criterion, **recipe.train.flags}
+    training, evaluation = options.get_training_parser(), options.get_generation_parser()
+    if recipe.kind == CAUSAL_LM:
+        evaluation = options.get_eval_lm_parser()
+    args = parse_training_flags(["DATA", *flags({**line, "tensorboard-logdir": None})], refusal, training)
+    # which adds the task's flags to the parser
+    parse_training_flags(["DATA", "--path", "MODEL", *flags(asked)], refusal, evaluation)
+    programs = {"data": options.get_preprocessing_parser(), "model": training, "train": training}
+    programs.update(generate=evaluation, score=evaluation)
+    if recipe.kind != CAUSAL_LM:
+        programs["score"] = argparse.ArgumentParser()
+        score.add_arguments(programs["score"])
+    for section, program in programs.items():
+        known, values = program._option_string_actions, getattr(recipe, section)
+        for name in (name for name, value in values.flags.items() if value is not None) if values else ():
+            if f"--{name}" not in known:
+                near = did_you_mean(name, [word[2:] for word in known if word.startswith("--")])
+                raise UserError(f"{section}.flags.{name}: its program has no such flag{near}.")
+            if problem := reserved(section, known[f"--{name}"].dest):  # of a flag that has two names
+                raise UserError(f"{section}.flags.{name}: {problem}")
+    per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
+    if per_token and experts and per_token > experts:
+        raise UserError(
+            f"model.experts_per_token: K = {per_token} experts per token cannot be chosen from E = {experts} "
+            f"(model.num_experts, where the recipe does not say it {args.arch}): lower K or raise E."
+        )
+    return args
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

@@ -25,7 +25,7 @@ FINETUNING = {"noft": "NOFT", "ftg": "FTG", "ftg_plus": "FTG+", "ftall": "FTALL"
 # The kinds of recipes by the beginning of train.task; any other task is a translation.
 KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}
 
-# Models that are scored straight from their checkpoints: the beginning of their headline metrics, their name.
+# Models that are scored straight from checkpoints: the beginning of their headline metrics, their name.
 _SCORED = {
     MASKED_LM: ("masked_lm_", "a masked language model"),
     CAUSAL_LM: ("lm_", "a causal language model"),
@@ -223,6 +223,12 @@ class Recipe:
         return next((kind for beginning, kind in KINDS.items() if task.startswith(beginning)), TRANSLATION)
 
     @property
+    def task_flags(self) -> Dict[str, Any]:
+        """The task and its languages as flags of fairseq's programs."""
+        pair = {"source-lang": self.data.source, "target-lang": self.data.target}
+        return {"task": self.train.task, **(pair if self.kind == TRANSLATION else {})}
+
+    @property
     def training_flags(self) -> Dict[str, Any]:
         """The flags of fairseq-train in `model.flags` and `train.flags`."""
         return {**self.model.flags, **self.train.flags}
@@ -282,19 +288,15 @@ def reserved(section: str, flag: str) -> str:
 
 
 def _values(recipe: Recipe) -> Problems:
-    data, train, model, score = recipe.data, recipe.train, recipe.model, recipe.score
-    for key, value, allowed in (
-        ("data.recipe", data.recipe, DATA_RECIPES),
-        ("train.precision", train.precision, PRECISIONS),
-        ("score.headline", score.headline if score else None, (*HEADLINE_METRICS, None)),
-    ):
-        if value not in allowed:
-            yield key, f"{reprlib.repr(value)} is not one of {', '.join(c for c in allowed if c)}."
+    data, train, model = recipe.data, recipe.train, recipe.model
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
         yield "experiment", "use lower-case letters, digits and underscores only (it names folders)."
-    for section in ("data", "model", "train", "average", "generate"):
+    for section in (*SECTIONS, "average"):
         values = getattr(recipe, section)
         for name, value in vars(values).items() if values else ():
+            choices = values.__dataclass_fields__[name].metadata["choices"]
+            if choices and value not in choices:
+                yield f"{section}.{name}", f"{reprlib.repr(value)} is not one of {', '.join(choices)}."
             if isinstance(value, int) and not isinstance(value, bool):
                 if abs(value) > LARGEST:
                     yield f"{section}.{name}", f"must not be above {LARGEST:,}."
@@ -389,7 +391,7 @@ def _kind(recipe: Recipe) -> Problems:
 
 
 def _flags(recipe: Recipe) -> Problems:
-    """What holds of any flag; moa_fairseq.recipes.flags asks the programs about their own."""
+    """What holds of any flag; `loading.check_flags` asks the programs about their own."""
     free = {section: values.flags for section in SECTIONS if (values := getattr(recipe, section))}
     for section, name, value in ((s, name, value) for s in free for name, value in free[s].items()):
         key = f"{section}.flags.{name}"

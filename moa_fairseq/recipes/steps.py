@@ -57,7 +57,6 @@ class Options:
     command_line: str = ""
     user_dir: Optional[Path] = None
     data_root: Path = Path("data")
-    corpus_root: Path = Path("data") / "embedded_en_de"
     published: Optional[Recipe] = None
     training: Any = None
 
@@ -90,12 +89,8 @@ class Run:
 
     def command(self, program: str, values: Mapping[str, Any]) -> List[str]:
         """A fairseq program on the data, with the plugin, the task, its languages, these flags."""
-        task, data = self.recipe.train.task, self.recipe.data
-        plugin = self.options.user_dir or Path(moa_fairseq.__file__).parent
-        said: Dict[str, Any] = {"user-dir": str(plugin), "task": task}
-        if task.startswith("translation"):
-            said.update({"source-lang": data.source, "target-lang": data.target})
-        line = flags({**said, **values, "cpu": not self.hardware.gpus})
+        plugin = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
+        line = flags({**plugin, **self.recipe.task_flags, **values, "cpu": not self.hardware.gpus})
         return [program, positional(self.prepared.folder), *line]
 
 
@@ -151,9 +146,9 @@ def _train(run: Run) -> Step:
 
     def facts(checkpoints: Path) -> Dict[str, Any]:
         if not (checkpoints / LAST).is_file():
+            log_file = run.folder / "train.log"
             raise UserError(
-                f"fairseq-train ended without writing a checkpoint into {checkpoints}; its output is in "
-                f"{run.folder / 'train.log'}."
+                f"fairseq-train wrote no checkpoint into {checkpoints}; its output is in {log_file}."
             )
         parameters = sum(told.parameters) or None
         return {"parameters": parameters, "updated": told.updated, "hardware": hardware.describe()}
@@ -188,10 +183,8 @@ def _average(run: Run, average: Average, train: Step) -> Step:
             raise UserError(f"{key}: {error} {fewer}") from error
         damaged = next((path for path in last if not is_whole(path)), None)
         if damaged:
-            raise UserError(
-                f"{damaged} is cut off and cannot be averaged. Delete it and run the train stage on, or "
-                "average fewer checkpoints."
-            )
+            remedy = "delete it and run the train stage on, or average fewer checkpoints"
+            raise UserError(f"{damaged} is cut off and cannot be averaged: {remedy}.")
         return {"train": train, "count": count, "checkpoints": [stamp(path) for path in last]}
 
     return Step("average", run.model, ["moa-fairseq", "average", *flags(values)], inputs)
@@ -203,9 +196,7 @@ def _evaluated(run: Run, settings: Any, subset: str, made: List[Step]) -> Callab
     def inputs() -> Dict[str, Any]:
         if not is_whole(run.model):
             missing = "average" if run.recipe.average else "train"
-            raise UserError(
-                f"{run.model} is missing or cut off: run --stage {missing} first (or --stage all)."
-            )
+            raise UserError(f"{run.model} is missing or cut off: run --stage {missing} first.")
         said = {"settings": dataclasses.asdict(settings), "data": run.prepared.fingerprint, "subset": subset}
         return {**said, "made": made[-1] if made else None, "model": run.model}
 

@@ -68,10 +68,8 @@ def read_records(path: Path) -> Iterator[Dict[str, Any]]:
                 if record is None:
                     continue
                 if wrong := wrong_number(record):
-                    raise UserError(
-                        f"{path}, line {number}: {wrong} is {reprlib.repr(record[wrong])}, and no number: "
-                        f"the line is damaged. Delete it; the others are kept."
-                    )
+                    what = f"{wrong} is {reprlib.repr(record[wrong])}, and no number"
+                    raise UserError(f"{path}, line {number}: {what}. Delete this damaged line.")
                 yield record
 
 

@@ -41,23 +41,17 @@ logger = logging.getLogger(__name__)
 
 # What fairseq's last lines mean, and what helps.
 HINTS = {
-    r"SIGTERM: saving a checkpoint": "It was told to end and has saved a checkpoint: run the same command "
-    "again to go on from it.",
-    r"out of memory|OutOfMemory": "The GPU's memory is full: lower the tokens per device, for example --set "
-    "train.max_tokens=2048; the effective batch stays the same.",
-    r"No space left on device|Disk quota exceeded": "The disk is full: free some space and run the same "
-    "command again; it goes on from the last whole checkpoint.",
-    r"Minimum loss scale reached": "fp16 training diverged: use --set train.precision=bf16 (Ampere or newer) "
-    "or fp32, or a lower learning rate.",
+    r"SIGTERM: saving a checkpoint": "It was told to end and has saved: run the same command again to go on.",
+    r"out of memory|OutOfMemory": "The GPU's memory is full: lower train.max_tokens (--set).",
+    r"No space left on device|Disk quota exceeded": "The disk is full: free some space and run it again.",
+    r"Minimum loss scale reached": "fp16 training diverged: use train.precision bf16 or fp32, or a lower lr.",
     r"no kernel image is available|not compatible with the current PyTorch": "This torch was not built for "
     "this GPU: install a torch built for it (V100: CUDA 12.6 or older).",
     r"Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|NCCL (error|communicator)|"
     r"Watchdog caught collective|ProcessExitedException|ProcessRaisedException|DistBackendError": "Another "
-    "process of this training stopped or could not be reached, so that this one stopped too. If the lines "
-    "below do not say why, the logs of the others do (train.log, train.process*.log). Start the same command "
-    "again on every machine; training goes on from the last whole checkpoint.",
-    r"exceeds max_tokens": "A sentence is longer than one device's batch: raise train.max_tokens, or leave "
-    "long sentences out of the data.",
+    "process of this training stopped first: see its log (train.log, train.process*.log). Start the same "
+    "command again on every machine; training goes on from the last whole checkpoint.",
+    r"exceeds max_tokens": "A sentence is longer than one device's batch: raise train.max_tokens.",
     r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory": "The machine's memory is full: "
     "close other programs or use --set train.flags.num-workers=0.",
 }

@@ -12,8 +12,7 @@ from moa_fairseq.analysis.plots import COLOURS, GREY, style
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
-from moa_fairseq.recipes.flags import check_flags
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.loading import check_flags, load_recipe
 from moa_fairseq.running.process import flags
 from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
 from moa_fairseq.tables import Column, Table, page

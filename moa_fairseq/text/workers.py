@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
-import os
 import signal
 import threading
 from collections import deque
@@ -18,11 +17,6 @@ from tqdm import tqdm
 
 # Fewer batches than this are done before new processes would have started.
 FEW = 3
-
-
-def default_workers() -> int:
-    """As many processes as there are processors, at most 8."""
-    return min(8, os.cpu_count() or 1)
 
 
 def ordered_map(

@@ -52,21 +52,11 @@ def test_summary_and_second_run(prepare, miniature, tmp_path):
     assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
 
 
-def test_flavour(prepare, miniature, tmp_path):
-    archives = miniature("wmt14_en_de_vaswani")
-    status, said, _ = prepare("wmt14_en_de", tmp_path / "out", "--flavour", "vaswani", "--from", archives)
-    assert status == 0 and "--nwordssrc 32768 --nwordstgt 32768" in said
-
-
-def test_downloads_lie_beside_the_output(prepare, miniature, tmp_path):
-    assert prepare("enwik8", tmp_path / "data" / "x", "--from", miniature("enwik8"))[0] == 0
-    assert (tmp_path / "data" / "downloads" / "extracted").is_dir()
-
-
 def test_running_text_in_gpt2s_encoding(prepare, miniature, toy_wiki, tmp_path):
     archives = miniature("wikitext103_raw")
     status, said, _ = prepare("wikitext103_gpt2bpe", "out", "--from", archives)
     assert status == 0 and "out/binarised is ready" in said and "$ fairseq-preprocess --only-source" in said
+    assert (tmp_path / "downloads" / "extracted").is_dir()  # beside OUT
     (tmp_path / "own").mkdir()
     for path in toy_wiki.iterdir():
         (tmp_path / "own" / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
@@ -118,7 +108,7 @@ def test_raw_text_is_told_from_tokenised(lines, raw):
         (["listops", "--sizes", 0, 5, 5], "each must be at least 1"),
         (["listops", "--from", "."], "made of no files"),
         (["text_gpt2bpe"], "name its folder with --from"),
-        (["parallel", "--from", ".", "--source", "fr"], "name them with --source and --target"),
+        (["parallel", "--from", ".", "--source", "fr"], "say --source and --target"),
         (["parallel", "--source", "fr", "--target", "en"], "name its folder with --from"),
         (["multi30k", "--tokenize"], "leave --tokenize and --no-tokenize out"),
         (["multi30k", "--bpe", -1], "--bpe -1"),

@@ -42,20 +42,8 @@ def test_the_effective_batch_holds_on_any_number_of_devices(effective, max_token
     assert batch.max_tokens <= max_tokens
     if effective:
         assert 0 <= effective - batch.effective < devices * freq
-
-
-@pytest.mark.parametrize(
-    ("effective", "max_tokens", "devices", "begins", "words"),
-    [
-        (262144, 8192, 8, "batch:", "= 262,144 tokens per update"),
-        (262144, 8192, 3, "batch:", "by rounding"),
-        (40, 400, 7, "WARNING:", "-12.5"),
-    ],
-)
-def test_rounding_is_stated(effective, max_tokens, devices, begins, words):
-    line = plan(effective, max_tokens, devices).describe()
-    assert line.startswith(begins) and words in line
-    assert ("rounding" in line) == (effective % devices > 0)
+    assert ("rounding" in batch.describe()) == bool(effective and effective % devices)
+    assert plan(40, 400, 7).describe().startswith("WARNING:")  # by an eighth too small
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from fairseq.tasks import TASK_REGISTRY
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import flags as module
-from moa_fairseq.recipes.batch import plan_batch, planned_updates, training_set
-from moa_fairseq.recipes.flags import check_flags, check_sharding, schedule_warning
-from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, find_world
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes import hardware as module
+from moa_fairseq.recipes.batch import plan_batch, planned_updates, schedule_warning, training_set
+from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, check_sharding, find_world
+from moa_fairseq.recipes.loading import check_flags, load_recipe
 from moa_fairseq.recipes.schema import OWN, REFUSED, SECTIONS
 from moa_fairseq.running import process
 

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.flags import check_flags
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.recipes.loading import check_flags, load_recipe
 from moa_fairseq.recipes.schema import Data, Generate, Model, Recipe, Train
 
 
@@ -123,6 +122,17 @@ def test_a_base_may_have_a_base_and_lie_anywhere(small, write_config, tmp_path):
     own.write_text("base: mine.yaml\nexperiment: mine\n")
     with pytest.raises(UserError, match="base"):
         load_recipe(own)
+
+
+def test_what_is_built_on_another_file_has_a_summary_of_its_own(small, write_config):
+    write_config(small)
+    child = write_config({"base": "small.yaml", "experiment": "a_wider_one"})
+    assert load_recipe(child).summary == "a wider one"
+    assert (
+        load_recipe(write_config({"base": "small.yaml", "experiment": "b", "summary": "mine"})).summary
+        == "mine"
+    )
+    assert "(binarised)" in load_recipe(child, ["data.recipe=binarised"]).summary
 
 
 def test_the_reference_is_a_recipe_that_says_every_key():

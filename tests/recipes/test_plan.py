@@ -34,18 +34,9 @@ from moa_fairseq.running.process import flags
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = (
-    *(
-        "wmt14_ende_transformer_base",
-        "wmt14_ende_moa_big",
-        "iwslt14_deen_mae7",
-        "wikitext103_mlm_transformer",
-    ),
-    *(
-        "wikitext103_lm_base",
-        "wikitext2_lm_switchhead_e1_tiny",
-        "listops_switchhead_2h",
-        "enwik8_lm_switchhead",
-    ),
+    *("wmt14_ende_transformer_base", "wmt14_ende_moa_big", "iwslt14_deen_mae7"),
+    *("wikitext103_mlm_transformer", "wikitext103_lm_base", "wikitext2_lm_switchhead_e1_tiny"),
+    *("listops_switchhead_2h", "enwik8_lm_switchhead"),
 )
 
 

@@ -16,6 +16,7 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import read_speeds
 from moa_fairseq.running.make import marks
+from moa_fairseq.running.process import Executor
 
 CPU = Hardware()
 SCORES = {
@@ -365,6 +366,34 @@ def test_a_run_folder_whose_models_fairseq_could_not_find_is_refused_first(
     line = ["recipe", str(write_config(small)), "--data", str(binarised), "--gpus", "0", *mode]
     assert main([*line, "--save-dir", str(folder)]) == 2
     assert "12:30 cannot be used: fairseq takes a ':'" in capsys.readouterr().err and not folder.exists()
+
+
+def test_each_seed_has_its_folder_and_record_and_all_have_a_mean(
+    small, write_config, binarised, tmp_path, monkeypatch, capsys
+):
+    def execute(self, command, log, output=None, **options):
+        FakeExecutor.run(self, command, log, output, **options)
+        if "score" in command:
+            score = 10.0 + int(output.parent.name[-1])
+            output.write_text(json.dumps({**SCORES, "multi_bleu": {"score": score}}))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Executor, "run", execute)
+    line = ["recipe", str(write_config(small)), "--data", str(binarised), "--gpus", "0"]
+    assert main([*line, "--record", "--seeds", "1,2,4"]) == 0
+    assert "seeds 1,2,4: 12.33, standard deviation 1.53" in capsys.readouterr().out
+    for seed in (1, 2, 4):
+        run = tmp_path / "runs" / f"small_seed{seed}"
+        values = json.loads((run / "result.json").read_text())
+        assert (values["seed"], values["metrics"]["multi_bleu"]) == (seed, 10.0 + seed)
+        assert f"--seed {seed} " in (run / "commands.sh").read_text()
+        record = tmp_path / "results" / "measured" / f"small_seed{seed}.json"
+        assert json.loads(record.read_text()) == values
+    assert main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x"]) == 0
+    out = capsys.readouterr().out
+    assert "--save-dir x_seed5/" in out and "--seed 6 " in out and "deviation" not in out
+    for words in (["--seeds", "1,two"], ["--seeds", "1", "--stage", "train"], ["--seeds", "1", "--plan"]):
+        assert main([*line, *words]) == 2 and "--seeds" in capsys.readouterr().err
 
 
 def test_a_diverged_models_perplexity_is_kept_as_null(recipe_of, data_of, tmp_path, monkeypatch):

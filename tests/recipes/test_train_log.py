@@ -80,9 +80,6 @@ def test_summary_weighs_speed_by_time(tmp_path):
         "tokens_per_second": (10 * 100 + 30 * 200) / 40,
         "valid_ppl": 40.0,
     }
-
-
-def test_summary_of_nothing(tmp_path):
     assert summarise(tmp_path / "none.jsonl")["updates"] == 0
 
 
