@@ -34,9 +34,9 @@ class GQESettings(FamilySettings):
     gqe_output: str = flag(
         "paper",
         "what the output is made of. paper: the chosen heads, their sum weighted by the gates, and the "
-        "shared head, side by side, times one matrix; hard: the same without the weighted sum; weighted: each "
-        "chosen head times its gate, without the sum; experts: the sum of the chosen heads, each with an "
-        "output matrix of its own, weighted by the gates (MoA)",
+        "shared head, side by side, times one matrix; hard: the same without the weighted sum; weighted: "
+        "each chosen head times its gate, without the sum; experts: the sum of the chosen heads, each with "
+        "an output matrix of its own, weighted by the gates (MoA)",
         OUTPUTS,
     )
     expert_bias: bool = flag(False, "biases in keys, values, queries and outputs")
@@ -98,8 +98,8 @@ class GroupedQueryExperts(MixtureOfAttention):
         check_choice("--gqe-output", output, OUTPUTS)
         if groups < 1 or shared_heads not in (0, 1):
             raise UserError(
-                f"--gqe-groups {groups} must be a positive number, and --gqe-shared-heads {shared_heads} must "
-                "be 0 or 1."
+                f"--gqe-groups {groups} must be a positive number, "
+                f"and --gqe-shared-heads {shared_heads} must be 0 or 1."
             )
         sizes = (embed_dim, num_experts, experts_per_token, renormalize)
         router = TopKRouter(*sizes, backend=backend, groups=groups)

@@ -36,7 +36,7 @@ SCORES = {
     "accuracy": "Accuracy (%)",
 }
 ALWAYS = ("multi_bleu", "compound_split_bleu", "sacrebleu", "valid_ppl")
-PAPERS = {"moa": "MoA", "mae": "MAE", "switchhead": "SwitchHead", "moh": "MoH"}
+PAPERS = {"moa": "MoA", "mae": "MAE", "switchhead": "SwitchHead", "moh": "MoH", "gqe": "GQE"}
 # What the command of a run says that may differ between seeds.
 _OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")
 

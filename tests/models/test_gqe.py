@@ -42,7 +42,7 @@ def test_step_by_step_equals_all_at_once(arch, flags):
 
 def test_it_trains_translates_and_shows_its_loads(fairseq, toy_data, tmp_path):
     log = fairseq.train(toy_data, tmp_path, "--max-epoch", 1, arch="gqe_transformer_tiny").stdout
-    assert '"train_balance_loss"' in log and '"train_max_load"' in log
+    assert '"train_load_balance_loss"' in log and '"train_max_load"' in log
     checkpoint = tmp_path / "checkpoint_last.pt"
     user_dir = ("--user-dir", "moa_fairseq")
     out = fairseq("generate", toy_data, "--path", checkpoint, *user_dir, "--cpu", "--beam", 5).stdout
