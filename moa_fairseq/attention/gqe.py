@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, flag
 from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.routers import RENORMALIZATIONS, TopKRouter
@@ -160,12 +161,12 @@ class GroupedQueryExperts(MixtureOfAttention):
         bias: Optional[Tensor],
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """As the base class; the shared head reads the groups' means, which no cache has to hold."""
-        options = (decision, attn_mask, key_padding_mask, need_weights, bias)
         if not self.shared_heads or self.groups == 1:
-            return super().attend_heads(q, k, v, *options)
-        means = (k.mean(1, keepdim=True), v.mean(1, keepdim=True))  # [B, G, S, D] → [B, 1, S, D]
-        shared, shared_weights = super().attend_heads(q[:, :1], *means, *options)
-        routed, routed_weights = super().attend_heads(q[:, 1:], k, v, *options)
+            return super().attend_heads(q, k, v, decision, attn_mask, key_padding_mask, need_weights, bias)
+        # no bias: __init__ has refused --positions xl
+        options = (attn_mask, key_padding_mask, self._dropout_now, need_weights)
+        shared, shared_weights = attend(q[:, :1], k.mean(1, keepdim=True), v.mean(1, keepdim=True), *options)
+        routed, routed_weights = attend(q[:, 1:], k, v, *options)
         if shared_weights is None or routed_weights is None:
             return torch.cat([shared, routed], 1), None
         return torch.cat([shared, routed], 1), torch.cat([shared_weights, routed_weights], 1)
@@ -186,7 +187,7 @@ class GroupedQueryExperts(MixtureOfAttention):
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         macs = super().projection_macs(queries, keys)
-        macs["router"] = queries * self.router.projection.weight.numel()
+        macs["router"] = queries * self.embed_dim * (self.num_experts - self.shared_heads)
         if self.output == "paper":  # one slot more than heads
             macs["projections"] += queries * self.embed_dim * self.head_dim
         return macs

@@ -188,7 +188,8 @@ class TopKRouter(Observer):
             return scores.topk(self.experts_per_token, dim=-1).indices
         index = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
         first = self.every_expert[:: self.num_experts].unsqueeze(1)  # of each group, [G, 1]
-        return (index + first).flatten(1)
+        numbers: Tensor = (index + first).flatten(1)
+        return numbers
 
     def _gates(self, probs: Tensor, expert_index: Tensor) -> Tensor:
         """The chosen probabilities, divided by their sum as `renormalize` has it: [N, K]."""
