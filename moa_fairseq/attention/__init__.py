@@ -2,6 +2,7 @@
 
 from moa_fairseq.attention.collector import collect_decisions, query_padding
 from moa_fairseq.attention.dense import DenseAttention
+from moa_fairseq.attention.gqe import GroupedQueryExperts
 from moa_fairseq.attention.losses import load_balance_loss, z_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
@@ -12,6 +13,7 @@ from moa_fairseq.attention.switchhead import SwitchHeadAttention
 
 __all__ = [
     "DenseAttention",
+    "GroupedQueryExperts",
     "MixtureOfAttention",
     "MixtureOfAttentiveExperts",
     "MixtureOfHeads",

@@ -97,7 +97,8 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
     heads_per_expert: P heads of size D in each expert, and P shared heads of keys and values (SUT, arXiv
     2310.07096; JetMoE, arXiv 2404.07413). keys_values: "own" gives each expert its own, which takes
     K = E: dense attention whose heads are gated. bias: biases of keys, values, query experts and
-    output experts (the router has none in either case). router: one to use instead of `TopKRouter`.
+    output experts (the router has none in either case). router: one to use instead of `TopKRouter`. groups:
+    of experts that share keys and values, for a subclass that orders its heads as `core.attend` wants.
     joint_keys_values: whether `k_proj` and `v_proj` may be computed as one product of their weights; False
     for projections that are replaced or hooked into later (by an adapter, for example). Head weights stand
     slot by slot: slot k is the k-th most probable expert (expert k when K = E). Raises UserError for
@@ -124,6 +125,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         router_gates: str = "learned",
         backend: str = "auto",
         router: Optional[nn.Module] = None,
+        groups: int = 1,
         joint_keys_values: bool = True,
         **role: Any,
     ):
@@ -136,7 +138,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
                 "--expert-keys-values own needs every expert for every token, but --experts-per-token "
                 f"{experts_per_token} chooses among --num-experts {num_experts}: give both the same number."
             )
-        key_heads = heads_per_expert * (num_experts if keys_values == "own" else 1)
+        key_heads = heads_per_expert * (num_experts if keys_values == "own" else groups)
         super().__init__(
             embed_dim,
             experts_per_token * heads_per_expert,

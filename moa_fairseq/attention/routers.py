@@ -32,7 +32,8 @@ class TopKRouter(Observer):
     up to 1; where K < E, Eq. 9 still applies to them. bias_rate: u, to balance without a gradient (arXiv
     2408.15664): experts are chosen by probability plus a bias b_i, weighted by probability alone, and b_i
     moves by u · sign(mean load − load_i) after each update (`update`; the counts of an update wait in
-    `pending`).
+    `pending`). groups: G parts of E experts each, of each of which a token chooses K; a softmax spans a
+    part, Eq. 9 the sum over all G·K. Expert e of part g has the number g·E + e; slots stand part by part.
 
     Controls. choice: "frozen" leaves all weights as they were drawn; hidden states can still learn to reach
     an expert. "hash" chooses by the token's id (`TokenHash`), the gates are the router's for these experts.
@@ -45,8 +46,8 @@ class TopKRouter(Observer):
     activation, choice and gates are known and go together.
     """
 
-    every_expert: Tensor  # a buffer: 0, 1, …, E − 1
-    selection_bias: Tensor  # a buffer [E], where there is a bias_rate
+    every_expert: Tensor  # a buffer: 0, 1, …, G·E − 1
+    selection_bias: Tensor  # a buffer [G·E], where there is a bias_rate
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class TopKRouter(Observer):
         backend: str = "auto",
         choice: str = "learned",
         gates: str = "learned",
+        groups: int = 1,
     ):
         super().__init__()
         if not 1 <= experts_per_token <= num_experts:
@@ -83,6 +85,8 @@ class TopKRouter(Observer):
                 f"--routing-bias-rate {bias_rate} moves the choice of experts, which --router-choice hash "
                 "fixes: leave one of the two out."
             )
+        if choice == "hash" and groups > 1:
+            raise ValueError("a hash chooses among all experts at once: groups must be 1")
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
                 f"--routing-bias-rate {bias_rate} must be positive, and balances which experts are chosen: "
@@ -90,16 +94,17 @@ class TopKRouter(Observer):
             )
         self.activation, self.bias_rate, self.backend = activation, bias_rate, resolve_backend(backend)
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
-        self.renormalize, self.gates = renormalize, gates
-        self.projection = nn.Linear(model_dim, num_experts, bias=False)
-        self.noise_projection = nn.Linear(model_dim, num_experts, bias=False) if noise else None
+        self.renormalize, self.gates, self.groups = renormalize, gates, groups
+        every = groups * num_experts
+        self.projection = nn.Linear(model_dim, every, bias=False)
+        self.noise_projection = nn.Linear(model_dim, every, bias=False) if noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
         if choice == "frozen":
             self.projection.requires_grad_(False)
-        self.register_buffer("every_expert", torch.arange(num_experts), persistent=False)
+        self.register_buffer("every_expert", torch.arange(every), persistent=False)
         if bias_rate:
-            self.register_buffer("selection_bias", torch.zeros(num_experts))
-            self.register_buffer("pending", torch.zeros(num_experts), persistent=False)
+            self.register_buffer("selection_bias", torch.zeros(every))
+            self.register_buffer("pending", torch.zeros(every), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -128,7 +133,7 @@ class TopKRouter(Observer):
                     expert_index = self.token_hash(x.size(0))
                 else:
                     scores = probs.detach() + self.selection_bias if self.bias_rate else probs.detach()
-                    expert_index = scores.topk(self.experts_per_token, dim=-1).indices
+                    expert_index = self._largest(scores)
                 gate = self._gates(probs, expert_index)
                 if self.gates != "learned":
                     even = self._gates(self._probabilities(torch.zeros_like(logits)), expert_index)
@@ -136,7 +141,13 @@ class TopKRouter(Observer):
                 if padding_mask is not None:
                     gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
         decision = RoutingDecision(
-            expert_index, gate, probs, logits, self.num_experts, padding_mask=padding_mask
+            expert_index,
+            gate,
+            probs,
+            logits,
+            self.groups * self.num_experts,
+            groups=self.groups,
+            padding_mask=padding_mask,
         )
         if self.bias_rate and self.training:
             self.observe(decision.expert_counts.to(self.pending.dtype))
@@ -144,14 +155,14 @@ class TopKRouter(Observer):
 
     @torch.no_grad()
     def update(self, loads: Tensor) -> None:
-        """Move the biases by the loads [E] of an update, over all workers."""
+        """Move the biases by the loads [G·E] of an update, over all workers."""
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
     def _in_one_kernel(self, x: Tensor, padding_mask: Optional[Tensor]) -> Optional[Routed]:
         """(logits, probs, gate, index), or None where the kernel does not do all that is asked for."""
         is_noisy = self.noise_projection is not None and self.training
         is_controlled = self.token_hash is not None or self.gates != "learned"
-        if self.activation != "softmax" or self.bias_rate or is_noisy or is_controlled:
+        if self.activation != "softmax" or self.groups > 1 or self.bias_rate or is_noisy or is_controlled:
             return None
         weight, per_token = self.projection.weight, self.experts_per_token
         routed = top_k_routing(x, weight, per_token, self.renormalize, padding_mask, self.backend)
@@ -161,12 +172,25 @@ class TopKRouter(Observer):
         return logits, probs, gate, self.every_expert.expand(x.size(0), -1) if index is None else index
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits, dim=-1) if self.activation == "softmax" else torch.sigmoid(logits)
+        if self.activation == "sigmoid":
+            return torch.sigmoid(logits)
+        if self.groups == 1:
+            return torch.softmax(logits, dim=-1)
+        return torch.softmax(logits.unflatten(-1, (self.groups, -1)), dim=-1).flatten(1)
+
+    def _largest(self, scores: Tensor) -> Tensor:
+        """The numbers of the experts with the K largest scores of each group: [N, G·E] → [N, G·K]."""
+        if self.groups == 1:
+            return scores.topk(self.experts_per_token, dim=-1).indices
+        index = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
+        first = self.every_expert[:: self.num_experts].unsqueeze(1)  # of each group, [G, 1]
+        numbers: Tensor = (index + first).flatten(1)
+        return numbers
 
     def _gates(self, probs: Tensor, expert_index: Tensor) -> Tensor:
         """The chosen probabilities, divided by their sum as `renormalize` has it: [N, K]."""
-        if self.experts_per_token == self.num_experts:  # nothing is chosen, all gates stay as they are
-            return probs
+        if self.experts_per_token == self.num_experts and self.groups == 1:
+            return probs  # nothing is chosen, all gates stay as they are
         chosen = probs.gather(-1, expert_index)
         if self.renormalize == "none":
             return chosen

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
 from moa_fairseq.attention.dense import DenseSettings
+from moa_fairseq.attention.gqe import GQESettings
 from moa_fairseq.attention.initialization import draw_by_fan_in, own_random_numbers
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
@@ -33,6 +34,7 @@ register_family("moa", MoASettings)
 register_family("mae", MAESettings)
 register_family("moh", MoHSettings)
 register_family("switchhead", SwitchHeadSettings)
+register_family("gqe", GQESettings)
 register_family("dense", DenseSettings)
 
 

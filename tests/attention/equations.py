@@ -181,3 +181,52 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(1, 2)  # [B, T, H, D]
     results = results if weight is None else results * weight.unsqueeze(-1)
     return p["out"](results.flatten(2))
+
+
+def gqe_gates(module, x):
+    """[B, T, G, M]: the chosen heads' probabilities, divided by their sum; and the chosen, [B, T, G, k]."""
+    router, groups = module.router, module.groups
+    probs = torch.softmax((x @ router.projection.weight.t()).unflatten(-1, (groups, -1)), -1)
+    index = probs.topk(router.experts_per_token, -1).indices
+    index = index.sort(-1).values if index.size(-1) == probs.size(-1) else index  # k = M: nothing is chosen
+    gate = probs * torch.zeros_like(probs).scatter(-1, index, 1.0)
+    total = gate.sum((-1, -2), keepdim=True)
+    divisor = {"full": total, "detached": total.detach(), "none": torch.ones_like(total)}[router.renormalize]
+    return gate / divisor, index
+
+
+def gqe(module, x, y, mask, padding, ids):
+    """GQE head by head: Concat(o, Σ w·o, s)·W_O, or each head times a matrix of its own."""
+    p, (gate, index) = dict(module.named_parameters()), gqe_gates(module, x)
+    shared, groups, size = module.shared_heads, module.groups, module.router.num_experts
+
+    def linear(rows, name, at=slice(None), transposed=False):
+        weight, bias = p[f"{name}.weight"][at], p.get(f"{name}.bias")
+        out = rows @ (weight if transposed else weight.t())
+        return out if bias is None else out + bias[at]
+
+    k, v = (into_heads(y, p[f"{n}.weight"], p.get(f"{n}.bias"), groups) for n in ("k_proj", "v_proj"))
+
+    def head(number, keys, values):
+        q = linear(x, "q_experts", number).unsqueeze(1)
+        found = attend(q, keys.unsqueeze(1), values.unsqueeze(1), mask, padding)[0]  # [B, 1, T, D]
+        return gated(module, found, x, slice(number, number + 1)).squeeze(1)
+
+    always = [head(0, k.mean(1), v.mean(1))] if shared else []
+    results = [[head(shared + g * size + m, k[:, g], v[:, g]) for m in range(size)] for g in range(groups)]
+    if module.output == "experts":
+        total = sum(linear(one, "out_experts", 0, True) for one in always)
+        for g, m in ((g, m) for g in range(groups) for m in range(size)):
+            out = linear(results[g][m], "out_experts", shared + g * size + m, True)
+            total = total + gate[..., g, m, None] * out
+        return total
+    weighted = [[gate[..., g, m, None] * results[g][m] for m in range(size)] for g in range(groups)]
+    slots = list(always)
+    for g in range(groups):
+        heads = torch.stack(weighted[g] if module.output == "weighted" else results[g], -2)  # [B, T, M, D]
+        for rank in range(index.size(-1)):
+            place = index[..., g, rank, None, None].expand(*heads.shape[:2], 1, heads.size(-1))
+            slots.append(heads.gather(2, place).squeeze(2))
+    if module.output == "paper":
+        slots.append(sum(one for group in weighted for one in group))
+    return linear(torch.cat(slots, -1), "out_proj")

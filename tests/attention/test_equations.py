@@ -9,6 +9,7 @@ import torch
 
 from moa_fairseq.attention.collector import tokens_of_queries
 from moa_fairseq.attention.dense import DenseAttention
+from moa_fairseq.attention.gqe import OUTPUTS, GroupedQueryExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
@@ -29,6 +30,11 @@ def switchhead(**settings):
 def moh(**settings):
     sizes = {"num_heads": H, "shared_heads": 2, "routed_per_token": K}
     return lambda **role: MixtureOfHeads(C, **{**sizes, **settings}, **role), equations.moh
+
+
+def gqe(**settings):
+    sizes = {"groups": 3, "num_experts": 4, "experts_per_token": K, "expert_dim": D, "bias": True}
+    return lambda **role: GroupedQueryExperts(C, **{**sizes, **settings}, **role), equations.gqe
 
 
 def dense(**settings):
@@ -83,6 +89,20 @@ FAMILIES = {
     "moh, element gates, always": moh(head_gate="element", skip="always"),
     "dense, a gate for all heads": dense(head_gate="head"),
     "dense, element gates, wide heads": dense(head_gate="element", head_dim=7),
+    "gqe, element gates": gqe(head_gate="element"),
+    "gqe, k = 1": gqe(experts_per_token=1),
+    "gqe, k = M": gqe(experts_per_token=4),
+    "gqe, k = M, no shared head": gqe(experts_per_token=4, shared_heads=0),
+    "gqe, M = 1": gqe(num_experts=1, experts_per_token=1),
+    "gqe, G = 1": gqe(groups=1),
+    "gqe, detached": gqe(renormalize="detached"),
+    "gqe, not renormalised, no biases": gqe(renormalize="none", bias=False),
+    "gqe, experts, k = M": gqe(output="experts", experts_per_token=4),
+    **{
+        f"gqe, {output}, {shared} shared": gqe(output=output, shared_heads=shared)
+        for output in OUTPUTS
+        for shared in (0, 1)
+    },
     "dense": dense(),
     "dense, narrow heads": dense(head_dim=1),
     "dense, wide heads": dense(head_dim=7),
