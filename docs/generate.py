@@ -127,7 +127,7 @@ def experiments(comparison: Comparison) -> str:
             paper, row = (printed.paper if printed.paper in groups else paper), f"{source}: {printed.value}"
         groups[paper].append([f"[{path.stem}]({path.name})", recipe.summary, row])
     titles = {table.paper: table.name for table in comparison.tables}
-    titles["dense"] = "Dense models to compare with"
+    titles.update(dense="Dense models to compare with", gqe="GQE")  # of which no table is at hand
     head = ["Experiment", "What it trains", "Printed"]
     return "\n\n".join(f"### {titles[paper]}\n\n{grid(head, lines)}" for paper, lines in groups.items())
 
