@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import numpy as np
@@ -167,7 +168,7 @@ def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figur
     panel = figure.subplots()
     style(panel)
     panel.axvline(0, color=GREY, linewidth=0.8)
-    panel.set_title(study.question, fontsize=10, loc="left")
+    panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
     panel.axvspan(-band, band, color="#eeeeee", zorder=0)
     for place, (_, colour, dots, interval) in enumerate(marks):
         panel.plot(dots, [place] * len(dots), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
@@ -175,7 +176,7 @@ def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figur
             panel.plot([interval["low"], interval["high"]], [place, place], color=colour, linewidth=2)
             panel.plot([interval["mean"]], [place], "o", color=colour, markersize=6)
     panel.set_yticks(range(len(marks)), [label for label, *_ in marks])
-    panel.invert_yaxis()
+    panel.set_ylim(len(marks) - 0.5, -0.5)  # the first on top
     panel.set_xlabel(axis)
     return figure
 
@@ -199,5 +200,5 @@ def _cost(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Fig
         panel.set_xlabel(f"{name} ÷ those of “{base['label']}”")
     panels[0].set_ylabel("validation loss (bits)")
     panels[0].legend(fontsize=8, frameon=False)
-    figure.suptitle(study.question, fontsize=10)
+    figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
     return figure
