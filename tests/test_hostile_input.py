@@ -195,7 +195,7 @@ PLANTED = [
     *(("german", f'Er sagt: ."x {sign * (125_000 // len(sign))}'.encode(), None) for sign in SIGNS),
     ("train-log", b"\n".join(unit * (MEGABYTE // len(unit)) for unit in LONG_LINES), None),
     *(
-        (parser, log_with(key, number), rf"line 2: {key} is .*Delete it")
+        (parser, log_with(key, number), rf"line 2: {key} is .*Delete")
         for parser in ("train-log", "learning-curve")
         for key in ("epoch", "num_updates", "valid_num_updates")
         for number in OF_NONE

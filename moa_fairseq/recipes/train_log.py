@@ -68,7 +68,7 @@ def read_records(path: Path) -> Iterator[Dict[str, Any]]:
                 if record is None:
                     continue
                 if wrong := wrong_number(record):
-                    what = f"{wrong} is {reprlib.repr(record[wrong])}, and no number"
+                    what = f"{wrong} is {reprlib.repr(record[wrong])}, and not a number"
                     raise UserError(f"{path}, line {number}: {what}. Delete this damaged line.")
                 yield record
 

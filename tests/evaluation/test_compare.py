@@ -224,6 +224,7 @@ def printed_numbers(row):
     scale = {"K": 1e3, "M": 1e6, "G": 1e9}
     for field in row["printed"].split(" | "):
         if field != "-":
+            field = field.partition(" ±")[0]
             yield float(field.rstrip("KMG")) * scale.get(field[-1], 1)
 
 
@@ -231,8 +232,8 @@ def printed_numbers(row):
 PRINTED_ROWS = {
     "moa": {"1": 13, "2": 6, "3": 8, "7": 3},
     "mae": {"2": 8, "3": 6, "4": 5, "5": 6, "7": 5},
-    "switchhead": {"1": 12, "2": 21, "3": 12, "7": 10},
-    "moh": {"1": 6, "2": 15, "3": 9, "4": 2, "5": 3},
+    "switchhead": {"1": 12, "2": 21, "3": 12, "4": 8, "5": 6, "6": 17, "7": 10, "8": 8},
+    "moh": {"1": 6, "2": 15, "3": 9, "4": 2, "5": 3, "7": 4},
 }
 
 
@@ -330,7 +331,8 @@ def test_switchheads_costs_are_the_printed_ones_but_for_two(shipped):
         (about["table"], row["row"]): row["printed"] for about, row in ROWS if about["paper"] == "switchhead"
     }
     far = set()
-    for number, table in tables.items():
+    for number in ("1", "2", "3", "7"):  # those that print costs
+        table = tables[number]
         for row in table.rows:
             printed = lines[number, row.row].split(" | ")
             cells = {cell.column: cell for cell in row.cells}

@@ -75,7 +75,7 @@ def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, ca
 
 def test_machines_that_train_together_are_told_how_many_may(quick):
     together = dataclasses.replace(gpus(8), world=find_world(8, 2, 0, "head", {}))
-    with pytest.raises(UserError, match=r"16 devices .* 141,.* at most 7"):
+    with pytest.raises(UserError, match=r"16 devices .* 141; .* at most 7"):
         fit(quick[0], together, quick[1])
 
 
