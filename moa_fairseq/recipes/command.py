@@ -174,7 +174,9 @@ def _run_once(args: argparse.Namespace, config: Path) -> Optional[Path]:
     training, data = check_flags(recipe), args.data
     if data and is_binarised(data / "binarised"):  # where `moa-fairseq prepare` made it
         data = data / "binarised"
-    results = config.resolve().parent.parent / "results"
+    # beside configs/, or beside a recipe that lies elsewhere
+    own = config.resolve().parents
+    results = next((place.parent for place in own if place.name == "configs"), own[0]) / "results"
     if args.plan:
         from moa_fairseq.recipes import planner
 
