@@ -127,9 +127,11 @@ def experiments(comparison: Comparison) -> str:
             paper, row = (printed.paper if printed.paper in groups else paper), f"{source}: {printed.value}"
         groups[paper].append([f"[{path.stem}]({path.name})", recipe.summary, row])
     titles = {table.paper: table.name for table in comparison.tables}
-    titles.update(dense="Dense models to compare with", gqe="GQE")  # of which no table is at hand
+    titles["dense"] = "Dense models to compare with"
     head = ["Experiment", "What it trains", "Printed"]
-    return "\n\n".join(f"### {titles[paper]}\n\n{grid(head, lines)}" for paper, lines in groups.items())
+    return "\n\n".join(
+        f"### {titles.get(paper, paper.upper())}\n\n{grid(head, lines)}" for paper, lines in groups.items()
+    )
 
 
 def recipe_keys(section: Any = Recipe, indent: str = "") -> Iterator[str]:

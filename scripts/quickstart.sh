@@ -28,6 +28,8 @@ step "comparison"
 moa_fairseq compare runs/quickstart_transformer runs/quickstart_moa
 cat <<END
 
+One run of each model: results/small-runs.md has three seeds of these and of two more.
+
 Written, under $root:
   runs/quickstart_learning_curve.png       both models' perplexity
   runs/quickstart_expert_load.png          which experts the tokens of the validation set chose

@@ -107,14 +107,13 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
         raise UserError(
             f"--positions {positions}: fairseq's own Transformer has no positions inside its attention."
         )
-    if (gates := getattr(settings, "head_gate", None) or "none") != "none":
-        raise UserError(f"--head-gate {gates}: fairseq's own attention has no gates.")
-    for flag, part in (
-        ("gated_feed_forward", "feed-forward is not gated"),
-        ("rms_norm", "norms are layer norms"),
+    for flag, instead in (
+        ("head-gate", "attention has no gates"),
+        ("gated-feed-forward", "feed-forward is not gated"),
+        ("rms-norm", "norms are layer norms"),
     ):
-        if getattr(settings, flag, False):
-            raise UserError(f"--{flag.replace('_', '-')}: the {part} in fairseq's own Transformer.")
+        if getattr(settings, flag.replace("-", "_"), None) not in (None, False, "none"):
+            raise UserError(f"--{flag}: the {instead} in fairseq's own Transformer.")
     if experts := getattr(settings, "sigma_moe_num_experts", 0):
         raise UserError(
             f"--sigma-moe-num-experts {experts}: the feed-forwards of fairseq's own Transformer have no "

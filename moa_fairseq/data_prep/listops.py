@@ -117,8 +117,8 @@ class ListOps:
             if idle == _MOST_IDLE:
                 break
         depth = max(wanted, key=lambda depth: wanted[depth] - len(found[depth]))
-        told = f"ListOps: only {len(found[depth]):,} different expressions of dependency depth {depth}"
-        raise UserError(f"{told} were found, and {wanted[depth]:,} are wanted: ask for fewer (--sizes).")
+        problem = f"ListOps: only {len(found[depth]):,} different expressions of dependency depth {depth}"
+        raise UserError(f"{problem} were found, and {wanted[depth]:,} are wanted: ask for fewer (--sizes).")
 
     def draw(self, chance: random.Random) -> Optional[Expression]:
         """One expression, or None where it grew too long."""

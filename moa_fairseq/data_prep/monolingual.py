@@ -60,8 +60,8 @@ def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, 
                 sentence_iterator=_lines(texts), model_writer=stream, minloglevel=2, **settings
             )
         except RuntimeError as error:
-            told = f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}"
-            raise UserError(f"{told}. Ask for another number: --bpe N (data.bpe).") from error
+            problem = f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}"
+            raise UserError(f"{problem}. Ask for another number: --bpe N (data.bpe).") from error
     return {"pieces": count}
 
 

@@ -57,9 +57,9 @@ class Store:
         )
         unpacked, lacks = [path.name for path in train if path.suffix != ".gz"], plain.get("valid")
         if unpacked and lacks and lacks[0].source and not valid:  # else one half would be downloaded
-            told = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}"
+            problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}"
             remedy = "say data.recipe=parallel (moa-fairseq prepare parallel)"
-            raise UserError(f"{told}. If it is text of your own, and not {dataset.name}, {remedy}.")
+            raise UserError(f"{problem}. If it is text of your own, and not {dataset.name}, {remedy}.")
         for split, some in parts.items():
             absent = [part for part in some if not part.archive and not self._find(part)]
             if not absent or split in required:
@@ -165,8 +165,8 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
 def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
     """Say the terms of a data set and the size of the files that are `missing`, and check the free disk.
 
-    root: where the stages will be. Raises UserError when its disk is too small for all that is fetched and
-    made, unless the environment variable OVERRIDE is set.
+    root: where the stages will be. Raises UserError when a disk is too small for what is fetched or made on
+    it, unless the environment variable OVERRIDE is set.
     """
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
@@ -177,11 +177,18 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
     )
     kept = [downloads / file.name for file in dataset.files(dataset.languages)]
     there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
-    place, need = root.absolute(), max(whole - there, size)
-    free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
-    if free < need and not os.environ.get(OVERRIDE):
-        told = f"{dataset.name} needs about {human(need)} more on the disk of {root}"
-        raise UserError(f"{told}, which has {human(free)} free. Free some, or set {OVERRIDE}=1 to try.")
+    needs: Dict[int, float] = {}
+    for place, need in ((downloads.absolute(), size), (root.absolute(), max(whole - size - there, 0))):
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        device = existing.stat().st_dev
+        needs[device] = needs.get(device, 0) + need
+        free = shutil.disk_usage(existing).free
+        if free < needs[device] and not os.environ.get(OVERRIDE):
+            raise UserError(
+                f"{dataset.name} needs about {human(needs[device])} more on the disk of {existing}, which "
+                f"has {human(free)} free. Free some space, or choose another folder. To try all the same, "
+                f"set {OVERRIDE}=1: finished stages are kept when the disk fills up."
+            )
 
 
 def human(size: float) -> str:

@@ -89,8 +89,8 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
             if source is None or target is None:
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
                 shorter, longer = (one, other) if source is None else (other, one)
-                told = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
-                raise UserError(f"{told}: parallel files have one translation a line. Fetch them again.")
+                problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
+                raise UserError(f"{problem}: parallel files have one translation a line. Fetch them again.")
             count += 1
             yield source, target
         if not count:

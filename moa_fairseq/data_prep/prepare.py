@@ -104,8 +104,10 @@ class Preparation:
         check_place(source)
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
-            told = f"--data {source} was binarised for another kind of model than data.recipe {dataset.name}"
-            raise UserError(f"{told}: name the folder of that data set, or leave --data away.")
+            problem = (
+                f"--data {source} was binarised for another kind of model than data.recipe {dataset.name}"
+            )
+            raise UserError(f"{problem}: name the folder of that data set, or leave --data away.")
         log.info("%s: binarised already; used as it is", source)
         sentences = check_binarised(source, self.languages, self.subsets, self._joined)
         # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.

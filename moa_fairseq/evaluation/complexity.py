@@ -271,9 +271,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, default=32000, metavar="V", help="dictionary size (32000)")
     add("--src-len", type=int, default=10, metavar="S", help="source tokens (10)")
     add("--tgt-len", type=int, default=10, metavar="T", help="target tokens (10)")
-    text = "translation: one matrix for source, target and output as in the paper (shared, the default); for "
-    text += "target and output only (decoder); three (separate)"
-    add("--embeddings", choices=["shared", "decoder", "separate"], default="shared", help=text)
+    add(
+        "--embeddings",
+        choices=["shared", "decoder", "separate"],
+        default="shared",
+        help="translation: one matrix for source, target and output as in the paper (shared, the default); "
+        "for target and output only (decoder); three (separate)",
+    )
     for name in FORWARDED:
         flag = "--" + name.replace("_", "-")
         add(flag, type=int, metavar="N", help="overrides the architecture's value")

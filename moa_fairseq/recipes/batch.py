@@ -231,8 +231,8 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     if language or recipe.kind == CLASSIFICATION:
         longer = numpy.maximum(source, target)
         if longer.max(initial=0) > max_tokens:
-            told = f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
-            raise UserError(f"{told}: raise it, or leave long sentences out of the data.")
+            problem = f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
+            raise UserError(f"{problem}: raise it, or leave long sentences out of the data.")
         order = numpy.lexsort((target, source))
         cut = data_utils.batch_by_size(
             order,

@@ -85,36 +85,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", type=Path, help="the experiment's YAML file, or the name of one in configs/")
     add("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
     add("--dry-run", action="store_true", help="print the commands and do nothing")
-    text = (
-        "print parameters, MACs, updates, memory and rough hours, and do nothing (for V100, A100, H100 and "
+    add(
+        "--plan",
+        action="store_true",
+        help="print parameters, MACs, updates, memory and rough hours for V100, A100, H100 and H200 (or "
+        "--gpus N --device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
     )
-    text += "H200, or --gpus N --device-name NAME); sizes are measured where --data is a binarised folder"
-    add("--plan", action="store_true", help=text)
     add("--json", action="store_true", help="with --plan: print JSON")
     add("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")
-    text = "for --dry-run and --plan: the kind of GPU, which need not be at hand"
-    add("--device-name", choices=sorted(DEVICES), help=text)
+    add(
+        "--device-name",
+        choices=sorted(DEVICES),
+        help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
+    )
     add("--nodes", type=int, metavar="N", help="how many machines train together (default: 1)")
     add("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
     add("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
-    text = "raw data or archives as the recipe's data section wants them (what is public and lacking is "
-    text += "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`"
-    add("--data", type=Path, metavar="DIR", help=text)
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="raw data or archives as the recipe's data section wants them (what is public and lacking is "
+        "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`",
+    )
     add("--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)")
-    text = "override one value of the YAML file, e.g. train.max_epoch=5; may be repeated"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=text)
-    text = "one run after another, each with its seed (train.seed) and a folder and record of its own"
-    add("--seeds", metavar="N,N,...", help=text)
-    text = "a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it"
-    add("--user-dir", default=argparse.SUPPRESS, metavar="DIR", help=text)
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
+    )
+    add(
+        "--seeds",
+        metavar="N,N,...",
+        help="one run after another, each with its seed (train.seed) and a folder and record of its own",
+    )
+    add(
+        "--user-dir",
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it",
+    )
     add(
         "--restart",
         action="store_true",
         help="move an existing run folder aside and start from the beginning",
     )
-    text = "copy result.json to results/measured/NAME.json beside configs/ (default: the experiment); with "
-    text += "--stage train, write the speed to results/throughput/NAME.json, for --plan"
-    add("--record", nargs="?", const="", metavar="NAME", help=text)
+    add(
+        "--record",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="copy result.json to results/measured/NAME.json beside configs/ or an own recipe (default: the "
+        "experiment); with --stage train, write the speed to results/throughput/NAME.json, for --plan",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         if result := _run_once(one, config):
             values = json.loads(result.read_text(encoding="utf-8"))
             headlines.append(values["metrics"][values["headline"]])
-    if len(headlines) > 1 and None not in headlines:  # of a model that diverged
+    if len(headlines) > 1 and None not in headlines:  # None: a model that diverged
         mean, deviation = statistics.mean(headlines), statistics.stdev(headlines)
         log.info("seeds %s: %.2f, standard deviation %.2f", args.seeds, mean, deviation)
     return 0
@@ -217,8 +243,8 @@ def _check_plugin(user_dir: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.stdout.split()[-1:] != ["True"]:
         why = done.stderr.splitlines()[-1] if done.returncode else "it does not import this package"
-        told = f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}"
-        raise UserError(f"{told}. Write `import moa_fairseq` at the top of its __init__.py.")
+        problem = f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}"
+        raise UserError(f"{problem}. Write `import moa_fairseq` at the top of its __init__.py.")
 
 
 def run_recipe(
@@ -380,6 +406,6 @@ def _recalled(run: Run) -> Prepared:
     found = [f"{key}: {change}" for key, change in changed.items()]
     found += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
     if found:
-        told = f"The data of {folder} was prepared with other settings ({'; '.join(found)})"
-        raise UserError(f"{told}: run --stage prepare with the new ones first.")
+        problem = f"The data of {folder} was prepared with other settings ({'; '.join(found)})"
+        raise UserError(f"{problem}: run --stage prepare with the new ones first.")
     return Prepared(place, sentences, known["fingerprint"])

@@ -47,9 +47,9 @@ def swiglu(inner: Tensor) -> Tensor:
 
 def use_rms_norms(module: nn.Module, cfg: Any) -> None:
     """--rms-norm: put RMSNorm (arXiv 1910.07467) in the place of the layer norms of `module` itself."""
-    parts: Dict[str, Any] = dict(module.named_children())
+    parts: Dict[str, Any] = dict(module.named_children()) if getattr(cfg, "rms_norm", False) else {}
     for name, norm in parts.items():
-        if getattr(cfg, "rms_norm", False) and name.endswith("layer_norm"):  # torch's, or apex's
+        if name.endswith("layer_norm"):  # torch's, or apex's
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
 
 
@@ -65,13 +65,12 @@ class MixtureFeedForward(Extended):
     @own_random_numbers()
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
-        gated = getattr(self.mixture_cfg, "gated_feed_forward", False)
-        if gated and mixture is not None:
-            raise UserError(
-                "--gated-feed-forward and --sigma-moe-num-experts both replace the feed-forward: leave one "
-                "of the two out."
-            )
-        if gated:
+        if getattr(self.mixture_cfg, "gated_feed_forward", False):
+            if mixture is not None:
+                raise UserError(
+                    "--gated-feed-forward and --sigma-moe-num-experts both replace the feed-forward: leave "
+                    "one of the two out."
+                )
             self.activation_fn = swiglu
             return nn.Linear(input_dim, 2 * output_dim, bias=False)
         if mixture is None:

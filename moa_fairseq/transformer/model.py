@@ -83,12 +83,7 @@ class MixtureModel(Extended):
             "every self-attention (rope; rope-half rotates half of their numbers), or Transformer-XL's "
             "learned function of the distance in every self-attention (xl); default: the architecture's",
         )
-        parser.add_argument(
-            "--head-gate",
-            choices=HEAD_GATES,
-            default=argparse.SUPPRESS,
-            help=HEAD_GATE,
-        )
+        parser.add_argument("--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE)
         parser.add_argument("--attention-branch-scale", type=float, default=argparse.SUPPRESS, help=BRANCH)
 
     @classmethod
