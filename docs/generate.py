@@ -51,7 +51,14 @@ DOCUMENTS = (
 )
 
 # The paper of a recipe that stands for no row of one, by the beginning of its architecture's name.
-FAMILY_PAPERS = {"moa": "moa", "mae": "mae", "switch": "switchhead", "moh": "moh", "gqe": "gqe"}
+FAMILY_PAPERS = {
+    "moa": "moa",
+    "mae": "mae",
+    "switch": "switchhead",
+    "moh": "moh",
+    "gqe": "gqe",
+    "namoh": "namoh",
+}
 
 RECIPE_HEAD = """# Every key of a recipe, with its meaning, choices and default. Written by docs/generate.py.
 # `base: NAME.yaml`, a path from this file's folder or a recipe of configs/, or a list of them, lies under it.

@@ -7,6 +7,7 @@ from moa_fairseq.attention.losses import load_balance_loss, z_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.namoh import NativeMixtureOfHeads
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
@@ -17,6 +18,7 @@ __all__ = [
     "MixtureOfAttention",
     "MixtureOfAttentiveExperts",
     "MixtureOfHeads",
+    "NativeMixtureOfHeads",
     "RoutingDecision",
     "SwitchHeadAttention",
     "collect_decisions",

@@ -58,13 +58,17 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     """A drop-in for fairseq's `MultiheadAttention` whose heads are chosen or weighted token by token.
 
     A family supplies `route`, `project_queries`, `project_keys_values`, `project_output`, and its cost:
-    `projection_macs`. self_attention: keys and values are made from the queries' own input;
-    encoder_decoder_attention: of an encoder's output, given as `key`. dropout: probability with which
-    attention weights are dropped, or a module that has it as `p` (fairseq's FairseqDropout).
+    `projection_macs`; one that decides about keys, too, `route_keys`. keys_by_expert: whether `attend_heads`
+    has to know which experts keys are of, also those of a cache. self_attention: keys and values are made
+    from the queries' own input; encoder_decoder_attention: of an encoder's output, given as `key`. dropout:
+    probability with which attention weights are dropped, or a module that has it as `p` (fairseq's
+    FairseqDropout).
     positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings. num_heads,
     head_dim: H and D of the attention itself; key_heads: G, if it is not H. head_gate: a sigmoid gate on
     each head's output, one of HEAD_GATES; own_heads: how many heads have parameters of their own, if not H.
     """
+
+    keys_by_expert = False
 
     def __init__(
         self,
@@ -115,13 +119,22 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     def project_queries(self, x: Tensor, decision: Decision) -> Tensor:
         """x [B, T, C] → queries [B, H, T, D]."""
 
+    def route_keys(
+        self, key: Tensor, decision: Decision, padding: Optional[Tensor]
+    ) -> Optional[RoutingDecision]:
+        """The decision about key [B, S, kdim], padding [B, S]; None where there is nothing to decide.
+
+        decision: about the queries. It is returned where it is about the same tokens and decides for both.
+        """
+        return None
+
     @abc.abstractmethod
     def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: Decision, padding: Optional[Tensor]
+        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
     ) -> Tuple[Tensor, Tensor]:
         """key [B, S, kdim], value [B, S, vdim] → keys and values [B, G, S, D], G dividing H.
 
-        padding [B, S]. A family that decides about keys does so here, and records it.
+        source: what `route_keys` decided.
         """
 
     def attend_heads(
@@ -134,8 +147,12 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
         key_padding_mask: Optional[Tensor],
         need_weights: bool,
         bias: Optional[Tensor],
+        key_index: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """`core.attend`; a family whose decision determines which queries there are overrides it."""
+        """`core.attend`; a family whose decision determines which queries there are overrides it.
+
+        key_index [B, S, K]: the experts of keys, where `keys_by_expert`.
+        """
         return attend(q, k, v, attn_mask, key_padding_mask, self._dropout_now, need_weights, bias)
 
     def head_index(self, decision: Decision) -> Optional[Tensor]:
@@ -232,7 +249,7 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
 
         q = self.project_queries(x, decision)
         cached, bias = cached_length(cache), None
-        k = v = None
+        k = v = key_index = None
         if not (static_kv and cached):
             if self.self_attention:
                 key = value = x if padding is own_keys else _without_padding(rows, own_keys)
@@ -255,18 +272,23 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
                     assert value is not None, "keys are given without values"
                     key = _without_padding(key, key_padding_mask)
                     value = _without_padding(value.transpose(0, 1), key_padding_mask)
-            k, v = self.project_keys_values(key, value, decision, key_padding_mask)
+            source = self.route_keys(key, decision, key_padding_mask)
+            if source is not None and source is not decision:
+                record(self.name, source)
+            k, v = self.project_keys_values(key, value, source)
+            if self.keys_by_expert and source is not None:  # [B·S, K] → [B, S, K]
+                key_index = source.expert_index.unflatten(0, (k.size(0), k.size(2)))
             if self.positions is not None:
                 key_length = cached + k.size(2)
                 first_query = key_length - tgt_len
                 bias = self.positions.bias(q, key_length, first_query)
                 q, k = self.positions.rotate(q, k, first_query)
         if cache is not None:
-            k, v = extend_cache(cache, k, v, static_kv)
+            k, v, key_index = extend_cache(cache, k, v, static_kv, key_index)
             key_padding_mask = extend_padding(cache, key_padding_mask, k.size(0), k.size(2), static_kv)
         assert k is not None and v is not None  # without a cache they were projected above
         heads, weights = self.attend_heads(
-            q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias
+            q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias, key_index
         )
         if self.head_gate is not None:
             heads = self.head_gate(heads, x, self.head_index(decision))

@@ -12,7 +12,7 @@ Cache = Dict[str, Optional[Tensor]]
 IncrementalState = Dict[str, Cache]
 
 _instances = itertools.count()
-_OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask")
+_OF_KEYS = ("prev_key", "prev_value", "prev_key_padding_mask", "prev_key_index")
 _SHARED = "beam"  # an entry [beam, 0]: if present, a row of the keys serves all hypotheses of a sentence
 
 
@@ -20,9 +20,9 @@ class CachedAttention(nn.Module):
     """An attention module whose keys and values live in the incremental state while generating.
 
     Entries: prev_key and prev_value [B, H, S, D] (one head when it is shared), prev_key_padding_mask
-    [B, S] or None, and what a family adds, [B, ...]. B is the number of hypotheses (sentences × beam). In
-    cross-attention during a beam search the keys' B is the number of sentences: all hypotheses of a sentence
-    read the same source.
+    [B, S] or None, prev_key_index [B, S, K] where keys have experts, and what a family adds, [B, ...]. B is
+    the number of hypotheses (sentences × beam). In cross-attention during a beam search the keys' B is the
+    number of sentences: all hypotheses of a sentence read the same source.
     """
 
     def __init__(self) -> None:
@@ -87,21 +87,24 @@ def cached_length(cache: Optional[Cache]) -> int:
 
 
 def extend_cache(
-    cache: Cache, k: Optional[Tensor], v: Optional[Tensor], static: bool
-) -> Tuple[Tensor, Tensor]:
+    cache: Cache, k: Optional[Tensor], v: Optional[Tensor], static: bool, index: Optional[Tensor] = None
+) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
     """The keys and values of all steps so far, [B, H, S, D]; the cache is updated in place.
 
     static: the encoder's keys and values, cached once, are returned as they are. Without new ones, those of
-    the cache are returned.
+    the cache are returned. index [B, S, K]: the experts of the keys, if they have any.
     """
-    keys, values = cache.get("prev_key"), cache.get("prev_value")
+    keys, values, before = (cache.get(f"prev_{name}") for name in ("key", "value", "key_index"))
     if k is None or v is None or (static and keys is not None):
         assert keys is not None and values is not None, "an attention without keys"
-        return keys, values
+        return keys, values, before
     if keys is not None and values is not None:
         k, v = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
     cache["prev_key"], cache["prev_value"] = k, v
-    return k, v
+    if index is not None:
+        index = index if before is None else torch.cat([before, index], dim=1)
+        cache["prev_key_index"] = index
+    return k, v, index
 
 
 def extend_padding(

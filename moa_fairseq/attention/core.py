@@ -40,17 +40,19 @@ def merge_masks(
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """fairseq's two masks as one additive mask, and the rows that may attend to nothing.
 
-    attn_mask [T, S], additive float or bool (True = blocked); key_padding_mask [B, S], True = padding.
+    attn_mask [T, S] or [B, T, S], additive float or bool (True = blocked); key_padding_mask [B, S], True =
+    padding.
     Returns (mask [1 or B, 1, T or 1, S] of `dtype` or None, blind [1 or B, 1, T or 1, 1] bool or None).
     A blind row (a sentence of padding only) would be 0/0 in the softmax: it is unblocked here, and the caller
     writes zeros over it.
     """
     additive = blocked = None
     if attn_mask is not None:
+        attn_mask = attn_mask.unsqueeze(-3) if attn_mask.dim() == 3 else attn_mask[None, None]
         if attn_mask.dtype == torch.bool:
-            blocked = attn_mask[None, None]
+            blocked = attn_mask
         else:
-            additive = attn_mask.to(dtype)[None, None]
+            additive = attn_mask.to(dtype)
             blocked = torch.isneginf(additive)
     if key_padding_mask is None:
         if additive is None and blocked is not None:

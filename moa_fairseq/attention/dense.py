@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.base import Decision, FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
 
 
@@ -74,7 +75,7 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         return self._split(self.q_proj(x))
 
     def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: Decision, padding: Optional[Tensor]
+        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
     ) -> Tuple[Tensor, Tensor]:
         return self._split(self.k_proj(key)), self._split(self.v_proj(value))
 

@@ -163,6 +163,7 @@ class GroupedQueryExperts(MixtureOfAttention):
         key_padding_mask: Optional[Tensor],
         need_weights: bool,
         bias: Optional[Tensor],
+        key_index: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """As the base class; the shared head reads the groups' means, which no cache has to hold."""
         if not self.shared_heads or self.groups == 1:

@@ -190,7 +190,7 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
         return q.view(*x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)
 
     def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
+        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
     ) -> Tuple[Tensor, Tensor]:
         shape = (*key.shape[:2], self.key_heads, self.expert_dim)  # [B, S, G, D]
         # One product needs a copy of both weights side by side at each call. That pays for many rows, but not

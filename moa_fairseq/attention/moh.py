@@ -190,6 +190,7 @@ class MixtureOfHeads(DenseHeadsAttention[HeadDecision]):
         key_padding_mask: Optional[Tensor],
         need_weights: bool,
         bias: Optional[Tensor],
+        key_index: Optional[Tensor] = None,
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """[B, H, T, D], or slots like q, [B, h_s + K, T, D], where heads are skipped; weights of slots."""
         dropout, shared, order = self._dropout_now, self.shared_heads, decision.plan.routed

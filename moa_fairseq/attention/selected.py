@@ -86,3 +86,47 @@ def skipping_pays(keys: int, unchosen: float, causal: bool, device: str) -> Tupl
     saves_rows = unchosen > least / _LEAST_SAVED_KEYS["cpu"]
     pays = keys * unchosen > least and (unchosen > 1 or not causal)
     return pays, pays and saves_rows
+
+
+class HeadBlocks:
+    """The slots of each head side by side: B·E rows of M slots, in the order of their tokens.
+
+    index [B, T, K]: the head of each slot; padding [B, T] or [B·T], True = padding, which gets no place.
+    compact: M is the largest number of slots that a head has in a sequence, for which a GPU is waited;
+    otherwise M = T, and each slot stands at its token's position. position, empty [B·E, M]: of which token
+    the slot in a place is, and whether there is none.
+    """
+
+    def __init__(self, index: Tensor, padding: Optional[Tensor], heads: int, compact: bool):
+        batch, length, _ = index.shape
+        real = index.new_ones(batch, length, 1, dtype=torch.bool)
+        if padding is not None:
+            real = ~padding.view(batch, length, 1).bool()
+        tokens = torch.arange(length, device=index.device).view(1, length, 1)
+        place, width = tokens.expand_as(index), length
+        if compact and index.numel():
+            chosen = torch.zeros(batch, length, heads, dtype=torch.bool, device=index.device)
+            rank = chosen.scatter_(2, index, real.expand_as(index)).cumsum(1)
+            place, width = rank.gather(2, index) - 1, max(1, int(rank[:, -1].max()))
+        first = torch.arange(batch, device=index.device).view(batch, 1, 1) * heads + index
+        self._rows, self._slots = batch * heads * width, index.shape
+        self._shape = (batch * heads, width)
+        # of each slot, token by token; those of padding share one that is left out
+        self._place = torch.where(real, first * width + place, self._rows).flatten()
+        self.position = self._placed(tokens.expand_as(index).reshape(-1, 1)).view(self._shape)
+        self.empty = ~self._placed(torch.ones_like(self._place, dtype=torch.bool)[:, None]).view(self._shape)
+
+    def _placed(self, rows: Tensor) -> Tensor:
+        """rows [B·T·K, D] → [B·E·M, D]; zeros where no slot stands."""
+        return rows.new_zeros(self._rows + 1, rows.size(1)).index_copy(0, self._place, rows)[:-1]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [B, K, T, D] → [B·E, 1, M, D]"""
+        rows = x.transpose(1, 2).reshape(self._place.numel(), x.size(3))
+        return self._placed(rows).view(*self._shape, x.size(3)).unsqueeze(1)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """x [B·E, 1, M, D] → [B, K, T, D]; zeros for padding"""
+        rows = x.reshape(self._rows, x.size(3))
+        rows = torch.cat([rows, rows.new_zeros(1, x.size(3))]).index_select(0, self._place)
+        return rows.view(*self._slots, x.size(3)).transpose(1, 2)

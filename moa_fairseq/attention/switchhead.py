@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
-from moa_fairseq.attention.collector import record
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.routing import RoutingDecision
@@ -169,19 +168,23 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
     def project_queries(self, x: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
         return self._into_heads("q", self.q_proj, x, decision)
 
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, decision: Optional[RoutingDecision], padding: Optional[Tensor]
-    ) -> Tuple[Tensor, Tensor]:
-        source: Optional[RoutingDecision] = None
+    def route_keys(
+        self, key: Tensor, decision: Optional[RoutingDecision], padding: Optional[Tensor]
+    ) -> Optional[RoutingDecision]:
         router = self.router if self.shares_selection else self.source_router
         tokens = key.size(0) * key.size(1)
         if self.shares_selection and decision is not None and decision.gate.size(0) == tokens:
-            source = decision  # without a carried context, keys are the queries' tokens
-        elif router is not None:
-            if padding is not None:
-                padding = padding[:, -key.size(1) :].reshape(-1).bool()
-            source = replace(router(key.reshape(-1, key.size(2)), padding), side="keys")  # [B, S, C] → [N, C]
-            record(self.name, source)
+            return decision  # without a carried context, keys are the queries' tokens
+        if router is None:
+            return None
+        if padding is not None:
+            padding = padding[:, -key.size(1) :].reshape(-1).bool()
+        source: RoutingDecision = router(key.reshape(-1, key.size(2)), padding)  # [B, S, C] → [N, C]
+        return replace(source, side="keys")
+
+    def project_keys_values(
+        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
+    ) -> Tuple[Tensor, Tensor]:
         return (
             self._into_heads("k", self.k_proj, key, source),
             self._into_heads("v", self.v_proj, value, source),

@@ -18,6 +18,7 @@ from moa_fairseq.attention.initialization import draw_by_fan_in, own_random_numb
 from moa_fairseq.attention.mae import MAESettings
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.moh import MoHSettings
+from moa_fairseq.attention.namoh import NAMOHSettings
 from moa_fairseq.attention.switchhead import SwitchHeadSettings
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE, SigmaMoESettings
 
@@ -35,6 +36,7 @@ register_family("mae", MAESettings)
 register_family("moh", MoHSettings)
 register_family("switchhead", SwitchHeadSettings)
 register_family("gqe", GQESettings)
+register_family("namoh", NAMOHSettings)
 register_family("dense", DenseSettings)
 
 

@@ -183,6 +183,34 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     return p["out"](results.flatten(2))
 
 
+def namoh(module, x, y, mask, padding, ids):
+    """NAMOH token by token: a query reads the tokens that chose the same head; zeros if there are none."""
+    p, gate = dict(module.named_parameters()), moa_gates(module, x, ids)
+    source = module.source_router or module.router
+    chosen = chosen_of(
+        torch.softmax(y @ source.projection.weight.t(), -1), module.experts_per_token, None, ids
+    )
+    none = x.new_zeros(module.num_experts, 1)
+    q_bias, k_bias, v_bias, out_bias = (
+        p.get(f"{name}.bias", none) for name in ("q_experts", "k_proj", "v_proj", "out_experts")
+    )
+
+    def head(i, b, t):
+        seen = chosen[b, :, i] > 0
+        seen = seen if mask is None else seen & (mask[t] == 0)
+        seen = seen if padding is None else seen & ~padding[b]
+        q = p["q_experts.weight"][i] @ x[b, t] + q_bias[i]
+        k = y[b, seen] @ p["k_proj.weight"][i].t() + k_bias[i]
+        v = y[b, seen] @ p["v_proj.weight"][i].t() + v_bias[i]
+        result = torch.softmax(k @ q / q.size(0) ** 0.5, 0) @ v
+        result = gated(module, result.view(1, 1, 1, -1), x[b, t].view(1, 1, -1), slice(i, i + 1)).flatten()
+        return gate[b, t, i] * (result @ p["out_experts.weight"][i] + out_bias[i])
+
+    tokens = [(b, t) for b in range(x.size(0)) for t in range(x.size(1))]
+    total = [sum(head(i, *at) for i in range(module.num_experts) if gate[(*at, i)] != 0) for at in tokens]
+    return torch.stack(total).view_as(x)
+
+
 def gqe_gates(module, x):
     """[B, T, G, M]: the chosen heads' probabilities, divided by their sum; and the chosen, [B, T, G, k]."""
     router, groups = module.router, module.groups

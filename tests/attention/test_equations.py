@@ -12,6 +12,7 @@ from moa_fairseq.attention.dense import DenseAttention
 from moa_fairseq.attention.gqe import OUTPUTS, GroupedQueryExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.namoh import NativeMixtureOfHeads
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
 
 C, E, K, H, D = 12, 5, 2, 6, 4
@@ -35,6 +36,11 @@ def moh(**settings):
 def gqe(**settings):
     sizes = {"groups": 3, "num_experts": 4, "experts_per_token": K, "expert_dim": D, "bias": True}
     return lambda **role: GroupedQueryExperts(C, **{**sizes, **settings}, **role), equations.gqe
+
+
+def namoh(**settings):
+    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "bias": True}
+    return lambda **role: NativeMixtureOfHeads(C, **{**sizes, **settings}, **role), equations.namoh
 
 
 def dense(**settings):
@@ -103,6 +109,15 @@ FAMILIES = {
         for output in OUTPUTS
         for shared in (0, 1)
     },
+    "namoh": namoh(),
+    "namoh, K = E": namoh(experts_per_token=E),
+    "namoh, K = 1": namoh(experts_per_token=1),
+    "namoh, one head": namoh(num_experts=1, experts_per_token=1),
+    "namoh, no biases": namoh(bias=False),
+    "namoh, the gradient of the sum": namoh(renormalize="full"),
+    "namoh, not renormalised": namoh(renormalize="none"),
+    "namoh, frozen": namoh(router_choice="frozen"),
+    "namoh, element gates": namoh(head_gate="element"),
     "dense": dense(),
     "dense, narrow heads": dense(head_dim=1),
     "dense, wide heads": dense(head_dim=7),

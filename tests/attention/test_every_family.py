@@ -14,6 +14,7 @@ from moa_fairseq.attention.losses import BALANCE_LOSSES, z_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.namoh import NativeMixtureOfHeads
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
@@ -22,6 +23,7 @@ WIDTH = 16
 MOA = partial(MixtureOfAttention, WIDTH, num_experts=4, expert_dim=4)
 GQE = partial(GroupedQueryExperts, WIDTH, num_experts=4, expert_dim=4, groups=2, experts_per_token=2)
 MAE = partial(MixtureOfAttentiveExperts, WIDTH, 4)
+NAMOH = partial(NativeMixtureOfHeads, WIDTH, num_experts=4, expert_dim=4, experts_per_token=2)
 SWITCHHEAD = partial(SwitchHeadAttention, WIDTH, num_heads=2, head_dim=4, num_experts=3, experts_per_token=2)
 MOH = partial(MixtureOfHeads, WIDTH, 4, shared_heads=1, routed_per_token=2)
 BUILD = {
@@ -48,9 +50,14 @@ BUILD = {
     "gqe, no shared head": partial(GQE, shared_heads=0),
     "gqe, one group": partial(GQE, groups=1),
     "gqe, own outputs": partial(GQE, output="experts", shared_heads=0, bias=True),
+    "namoh": NAMOH,
+    "namoh, one head each, biases": partial(NAMOH, experts_per_token=1, bias=True),
+    "namoh, biased choice": partial(NAMOH, routing_bias_rate=0.1),
+    "namoh, all heads": partial(NAMOH, experts_per_token=4),
 }
 POSITIONS = [None, "rope", "xl"]
-REFUSED = {"gqe": ["xl"]}  # the shared head attends to a mean of keys, each with positions of its own
+# GQE's shared head attends to a mean of keys, each with its own positions; NAMOH's heads see few of the keys
+REFUSED = {"gqe": ["xl"], **{name: ["xl"] for name in BUILD if name.startswith("namoh")}}
 PADDING = torch.arange(5) >= torch.tensor([[5], [3], [0]])  # [B, T]: full, part, nothing but padding
 
 

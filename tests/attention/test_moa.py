@@ -74,7 +74,7 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
 
     def layer(x):
         decision = module.route(x, None, None)
-        k, v = module.project_keys_values(x, x, decision, None)
+        k, v = module.project_keys_values(x, x, None)
         heads, _ = attend(module.project_queries(x, decision), k, v)
         return module.project_output(heads, decision)
 

@@ -8,6 +8,7 @@ from moa_fairseq.attention import (
     MixtureOfAttention,
     MixtureOfAttentiveExperts,
     MixtureOfHeads,
+    NativeMixtureOfHeads,
     SwitchHeadAttention,
     collect_decisions,
     load_balance_loss,
@@ -19,6 +20,7 @@ FAMILIES = {
     "MoA": lambda **role: MixtureOfAttention(C, num_experts=6, experts_per_token=2, expert_dim=8, **role),
     "MAE": lambda **role: MixtureOfAttentiveExperts(C, 4, **role),
     "MoH": lambda **role: MixtureOfHeads(C, 4, shared_heads=1, routed_per_token=2, **role),
+    "NAMOH": lambda **role: NativeMixtureOfHeads(C, num_experts=6, experts_per_token=2, expert_dim=8, **role),
     "SwitchHead": lambda **role: SwitchHeadAttention(C, 2, 8, num_experts=4, experts_per_token=2, **role),
 }
 FUTURE = torch.ones(T, T).triu(1).bool()

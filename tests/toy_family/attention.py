@@ -43,7 +43,7 @@ class ParityAttention(MixtureAttention):
     def project_queries(self, x, decision):
         return self._split(self.q_proj(x))
 
-    def project_keys_values(self, key, value, decision, padding):
+    def project_keys_values(self, key, value, source):
         return self._split(self.k_proj(key)), self._split(self.v_proj(value))
 
     def project_output(self, heads, decision):
