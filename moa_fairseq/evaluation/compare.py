@@ -72,14 +72,16 @@ class Cell:
     """One printed number beside ours.
 
     quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
-    metric, or None. ours is the mean over the runs; spread their sample standard deviation where there
-    are several. difference is ours minus the paper's. plain: for MACs, every matrix product counted once, in
-    the model or in SwitchHead's layer; attention: those of the attentions alone, for a whole model.
+    metric, or None. printed: the number as it stands in the paper. ours is the mean over the runs; spread
+    their sample standard deviation where there are several. difference is ours minus the paper's. plain: for
+    MACs, every matrix product counted once, in the model or in SwitchHead's layer; attention: those of the
+    attentions alone, for a whole model.
     """
 
     column: str
     quantity: Optional[str]
     paper: float
+    printed: str
     ours: Optional[float] = None
     spread: Optional[float] = None
     difference: Optional[float] = None
@@ -212,7 +214,10 @@ def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
 
 def _cells(table: dict, row: dict, runs: List[dict]) -> Iterator[Tuple[Cell, Tuple]]:
     """The cells of a row, with scores filled in; of those that are counted, the arguments of `_count`."""
+    fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
+    texts = dict(zip(reversed(row["values"]), reversed(fields)))  # before them stand K, E and D, if anything
     for column, paper in row["values"].items():
+        text = texts.get(column, f"{paper}")
         # Where our number comes from: the column's description, with the row's changes.
         about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
         if quantity := about.get("quantity"):
@@ -221,11 +226,11 @@ def _cells(table: dict, row: dict, runs: List[dict]) -> Iterator[Tuple[Cell, Tup
                 names = ("src_len", "tgt_len", "embeddings")
                 setting = tuple((name, about[name]) for name in names if name in about)
                 model = (row["arch"], about["vocab_size"], tuple(row.get("model_flags", ())), setting)
-            yield Cell(column, quantity, paper), model
+            yield Cell(column, quantity, paper, text), model
             continue
         prefix = about.get("experiments", "")
         for metric in (about.get("metric"), *about.get("also", ())):  # compared with the same printed number
-            cell = Cell(column, metric, paper)
+            cell = Cell(column, metric, paper, text)
             if metric and any(name.startswith(prefix) for name in row["experiments"]):
                 own = [run for run in runs if run["experiment"].startswith(prefix)]
                 cell.status = (own[-1].get("status") if own else None) or "not run"
@@ -245,14 +250,12 @@ def _count(arch: str, vocab_size: int, flags: Tuple[str, ...], setting: Tuple) -
 
 
 def render(comparison: Comparison, markdown: bool = False) -> str:
-    """Every table that has a number of ours, then the runs that stand for no printed row."""
+    """Every table, what has no recipe as the paper prints it, then the runs that stand for no row."""
     blocks: List[Union[str, Table]] = []
     columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
     columns += [Column(head.lower(), head, ">") for head in ("Paper", "Ours", "Difference")]
     for table in comparison.tables:
         pairs = [(row, cell) for row in table.rows for cell in row.cells if cell.status != NO_RECIPE]
-        if not pairs:
-            continue
         if f"### {table.title}" not in blocks:
             blocks += [f"### {table.title}", f"{table.citation}."]
         archs: Dict[str, List[str]] = defaultdict(list)
@@ -260,13 +263,22 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
             archs[arch].append(name)
         counted = "; ".join(f"`{arch}` ({', '.join(names)})" for arch, names in archs.items())
         runs = list({id(run): run for row in table.rows for run in row.runs}.values())
-        names = [row.row for row in table.rows if all(cell.status == NO_RECIPE for cell in row.cells)]
+        heads = dict.fromkeys(cell.column for row in table.rows for cell in row.cells)
+        alone = [
+            {
+                "model": row.row,
+                **{cell.column: cell.printed for cell in row.cells if cell.status == NO_RECIPE},
+            }
+            for row in table.rows
+            if NO_RECIPE in [cell.status for cell in row.cells]
+        ]
         blocks += [
             f"**Table {table.table}.** {table.caption}.",
             Table(columns, [line for row, cell in pairs for line in lines_of(row, cell)]),
             f"Architectures: {counted}." if counted else "",
             _evidence(runs),
-            f"Printed there too, without a recipe here: {'; '.join(names)}." if names else "",
+            "Printed there, without a recipe here:" if alone else "",
+            Table([Column("model", "Model"), *(Column(head, head, ">") for head in heads)], alone),
             " ".join(table.notes),
         ]
     if runs := comparison.other:
@@ -280,7 +292,7 @@ def lines_of(row: Row, cell: Cell) -> List[Dict[str, str]]:
 
     Of MACs the plain count and that of the attention follow. Counts are in millions.
     """
-    line = {"model": row.row, "measure": cell.column, "paper": f"{cell.paper}", "ours": cell.status}
+    line = {"model": row.row, "measure": cell.column, "paper": cell.printed, "ours": cell.status}
     if cell.status == COMPUTED and cell.ours is not None and cell.difference is not None:
         percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
         decimals = max(1, len(f"{cell.paper / 1e6:g}".partition(".")[2]))
