@@ -45,7 +45,7 @@ OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs t
 # fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
 # target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
 UTILISATION = 0.137
-FALLBACK_VOCABULARY = 32000  # where neither the table nor data says how many symbols there are
+FALLBACK_VOCABULARY = 32000  # where neither table, data nor recipe says how many symbols there are
 _TOKENS, _SYMBOLS = 256, 100
 
 
@@ -67,7 +67,7 @@ class Workload(NamedTuple):
 def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
     size = training_set(recipe, data)
-    vocabulary = size.vocabulary if size else FALLBACK_VOCABULARY
+    vocabulary = size.vocabulary if size else recipe.data.bpe or FALLBACK_VOCABULARY
     model = _skeleton(recipe, vocabulary)
     sample = recipe.training_flags.get("tokens-per-sample")
     lengths = [int(sample or 512)] * 2

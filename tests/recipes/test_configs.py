@@ -10,6 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.command import Options
 from moa_fairseq.recipes.hardware import Hardware
@@ -128,6 +129,11 @@ iwslt14_ende_mae7_*: {data.recipe: iwslt14_de_en_cased, data.source: en, data.ta
   generate.subsets: [valid]}
 iwslt14_ende_mae7_scratch: {model.arch: mae_transformer_iwslt_de_en, data.bpe: 10000,
   reproduces.row: SCRATCH, reproduces.value: 28.8}
+# MoH's Table E: 2,048 tokens, 4M an update, 100 billion in all, down to a tenth; Eq. 8: beta 0.01
+text_lm_moh_*: {tokens-per-sample: 2048, train.effective_batch_tokens: 4194304, train.max_update: 23842,
+  warmup-init-lr: 1e-07, weight-decay: 0.1, clip-norm: 1.0, load-balance-coef: 0.01, data.bpe: 65536}
+text_lm_moh_small: {lr: 0.0003, min-lr: 0.00003, warmup-updates: 2000}
+text_lm_moh_large: {lr: 0.0005, min-lr: 0.00005, warmup-updates: 500}
 """)
 
 
@@ -140,6 +146,22 @@ def test_the_papers_settings(pattern):
             said = operator.attrgetter(key)(recipe) if "." in key else recipe.training_flags[key]
             assert said == value or float(said) == float(value), f"{path.stem}: {key}"
     assert found
+
+
+@pytest.mark.parametrize("name, row", [("small", "MoH-LLM-S"), ("large", "MoH-LLM-B")])
+def test_mohs_language_models_have_the_printed_parameters(name, row):
+    tables = json.loads((ROOT / "results" / "papers" / "moh.json").read_text(encoding="utf-8"))["tables"]
+    (printed,) = {
+        each["values"]["# Params."] for each in tables[2]["rows"] if each["row"].startswith(f"{row} ")
+    }
+    recipe = load_recipe(ROOT / "configs" / f"text_lm_moh_{name}.yaml")
+    sizes = recipe.model
+    heads = ["--experts-per-token", str(sizes.experts_per_token)]
+    heads += ["--moh-shared-heads", str(sizes.flags["moh-shared-heads"])]
+    counted = complexity(sizes.arch, recipe.data.bpe, model_flags=heads).total_parameters
+    assert round(counted, -6) == printed
+    assert recipe.train.max_update * recipe.train.effective_batch_tokens == pytest.approx(100e9, rel=1e-3)
+    assert f"{printed / 1e6:.0f}M" in recipe.summary
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if re.match("(wmt14|wikitext103_mlm).*_moa_", p.stem)])

@@ -54,6 +54,14 @@ def plan_of(tmp_path, monkeypatch, capsys):
     return plan
 
 
+def test_text_of_unknown_size_has_the_symbols_that_the_recipe_asks_for(plan_of):
+    sizes = [
+        plan_of("text_lm_moh_small", f"--set=data.bpe={pieces}")["parameters"] for pieces in (8000, 65536)
+    ]
+    assert sizes[1] - sizes[0] == 2 * 768 * (65536 - 8000)  # two matrices
+    assert round(sizes[1], -6) == 186e6
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_recipe_has_a_plan(name, plan_of, shipped):
     report, recipe = plan_of(name), shipped(name)
