@@ -5,6 +5,7 @@ import torch
 
 from moa_fairseq.attention import (
     DenseAttention,
+    GroupedQueryExperts,
     MixtureOfAttention,
     MixtureOfAttentiveExperts,
     MixtureOfHeads,
@@ -13,6 +14,7 @@ from moa_fairseq.attention import (
     collect_decisions,
     load_balance_loss,
 )
+from moa_fairseq.attention.gqe import OUTPUTS
 
 B, T, S, C = 3, 7, 5, 16
 FAMILIES = {
@@ -20,6 +22,12 @@ FAMILIES = {
     "MoA": lambda **role: MixtureOfAttention(C, num_experts=6, experts_per_token=2, expert_dim=8, **role),
     "MAE": lambda **role: MixtureOfAttentiveExperts(C, 4, **role),
     "MoH": lambda **role: MixtureOfHeads(C, 4, shared_heads=1, routed_per_token=2, **role),
+    **{
+        f"GQE {output}": lambda output=output, **role: GroupedQueryExperts(
+            C, groups=2, num_experts=4, experts_per_token=2, expert_dim=8, output=output, **role
+        )
+        for output in OUTPUTS
+    },
     "NAMOH": lambda **role: NativeMixtureOfHeads(C, num_experts=6, experts_per_token=2, expert_dim=8, **role),
     "SwitchHead": lambda **role: SwitchHeadAttention(C, 2, 8, num_experts=4, experts_per_token=2, **role),
 }
@@ -78,6 +86,7 @@ def test_a_memory_makes_cross_attention(family):
 
 def test_compiled_without_a_break_and_exported(attention):
     """Forward and backward: fullgraph raises at the first break."""
+    torch.compiler.reset()  # torch compiles one `forward` for few classes in a process
     x, options = torch.randn(B, T, C, requires_grad=True), {"padding": PADDING, "causal": True}
     expected = attention(x, **options)[~PADDING]
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)(x, **options)[~PADDING]
