@@ -1,10 +1,7 @@
 """MoH's architectures through fairseq's commands, and what they count."""
 
-import json
-
 import pytest
 
-from moa_fairseq.cli import main
 from moa_fairseq.evaluation.complexity import complexity
 
 
@@ -39,19 +36,10 @@ def test_the_dense_models_parameters_and_a_router(arch):
     assert ours.parameters["router"] % (heads + 2) == 0
 
 
-def test_it_trains_translates_and_shows_its_loads(fairseq, toy_data, tmp_path):
+def test_it_trains_translates_and_shows_its_loads(loads_after_training):
     flags = ("--moh-scaling", "released", "--moh-skip", "always", "--balance-loss", "moh-released")
     flags += ("--aux-loss-reduce", "mean", "--z-loss-coef", 0)
-    log = fairseq.train(toy_data, tmp_path, "--max-epoch", 1, *flags, arch="moh_transformer_tiny").stdout
-    assert '"train_balance_loss"' in log and '"train_max_load"' in log
-    checkpoint = tmp_path / "checkpoint_last.pt"
-    user_dir = ("--user-dir", "moa_fairseq")
-    out = fairseq("generate", toy_data, "--path", checkpoint, *user_dir, "--cpu", "--beam", 3).stdout
-    assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
-    loads = tmp_path / "loads.json"
-    model = ["expert-load", str(checkpoint), "--data", str(toy_data), "--subset", "valid", "--cpu"]
-    assert main(["analyze", *model, "--output", str(tmp_path / "loads.png"), "--json", str(loads)]) == 0
-    modules = json.loads(loads.read_text())["modules"]
+    modules = loads_after_training("moh_transformer_tiny", *flags, logged=["balance_loss", "max_load"])
     assert len(modules) == 3  # two of the four heads are shared: nothing to show there
     assert all(row["num_experts"] == 2 == len(row["gate_share"]) for row in modules)
     assert all(row["experts_per_token"] == 1 and row["tokens"] > 20 for row in modules)

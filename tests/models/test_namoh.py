@@ -1,12 +1,9 @@
 """NAMOH's architectures: what they count, generation, and a training through fairseq's commands."""
 
-import json
-
 import pytest
 import torch
 import whole_models
 
-from moa_fairseq.cli import main
 from moa_fairseq.evaluation.complexity import complexity
 
 ARCHS = ["namoh_transformer_base", "namoh_transformer_iwslt_de_en", "namoh_transformer_tiny", "namoh_lm_base"]
@@ -27,17 +24,8 @@ def test_step_by_step_equals_all_at_once(arch):
         whole_models.assert_incremental_equals_full(model, arch)
 
 
-def test_it_trains_translates_and_shows_its_loads(fairseq, toy_data, tmp_path):
-    log = fairseq.train(toy_data, tmp_path, "--max-epoch", 1, arch="namoh_transformer_tiny").stdout
-    assert '"train_load_balance_loss"' in log and '"train_max_load"' in log
-    checkpoint = tmp_path / "checkpoint_last.pt"
-    user_dir = ("--user-dir", "moa_fairseq")
-    out = fairseq("generate", toy_data, "--path", checkpoint, *user_dir, "--cpu", "--beam", 5).stdout
-    assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
-    loads = tmp_path / "loads.json"
-    model = ["expert-load", str(checkpoint), "--data", str(toy_data), "--subset", "valid", "--cpu"]
-    assert main(["analyze", *model, "--output", str(tmp_path / "loads.png"), "--json", str(loads)]) == 0
-    modules = json.loads(loads.read_text())["modules"]
+def test_it_trains_translates_and_shows_its_loads(loads_after_training):
+    modules = loads_after_training("namoh_transformer_tiny", logged=["load_balance_loss", "max_load"])
     assert all(row["num_experts"] == 8 and row["experts_per_token"] == 4 for row in modules)
     keys = [row for row in modules if row["name"].endswith(".keys")]
     assert len(keys) == sum(row["name"].endswith("encoder_attn") for row in modules) > 0
