@@ -53,15 +53,9 @@ class GQESettings(FamilySettings):
 
     def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "GroupedQueryExperts":
         """num_heads and causal are unused: the heads are those that are chosen, and masks hide the future."""
-        own = self.arguments(
-            gqe_groups="groups",
-            gqe_shared_heads="shared_heads",
-            gqe_output="output",
-            expert_bias="bias",
-            router_renormalize="renormalize",
-            expert_backend="backend",
-        )
-        return GroupedQueryExperts(embed_dim, **own, **role)
+        own = {"gqe_groups": "groups", "gqe_shared_heads": "shared_heads", "gqe_output": "output"}
+        own |= {"expert_bias": "bias", "router_renormalize": "renormalize", "expert_backend": "backend"}
+        return GroupedQueryExperts(embed_dim, **self.arguments(**own), **role)
 
 
 class GroupedQueryExperts(MixtureOfAttention):
@@ -99,8 +93,7 @@ class GroupedQueryExperts(MixtureOfAttention):
         check_choice("--gqe-output", output, OUTPUTS)
         if groups < 1 or shared_heads not in (0, 1):
             raise UserError(
-                f"--gqe-groups {groups} must be a positive number, "
-                f"and --gqe-shared-heads {shared_heads} must be 0 or 1."
+                f"--gqe-groups {groups} must be positive, --gqe-shared-heads {shared_heads} 0 or 1."
             )
         sizes = (embed_dim, num_experts, experts_per_token, renormalize)
         router = TopKRouter(*sizes, backend=backend, groups=groups)

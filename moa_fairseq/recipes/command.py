@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plan",
         action="store_true",
-        help="print parameters, MACs, updates, memory and rough hours for V100, A100, H100 and H200 (or "
-        "--gpus N --device-name NAME), and do nothing; sizes are measured where --data is a binarised folder",
+        help="print parameters, MACs, updates, memory at rest and rough hours for V100, A100, H100 and H200 "
+        "(or --gpus N --device-name NAME), and do nothing; sizes are measured where --data is binarised",
     )
     add("--json", action="store_true", help="with --plan: print JSON")
     add("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")

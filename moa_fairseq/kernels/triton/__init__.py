@@ -215,8 +215,12 @@ def _gradients(ctx: Any, grad: Tensor, parts: Dict[str, _Function]) -> Tuple[Opt
 
 
 class _Project(Function):
-    forward = staticmethod(_project)
-    setup_context = staticmethod(_keep_inputs)
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        # with a setup_context, torch would inspect the signature of `forward` at every call
+        sums = _project(*inputs)
+        _keep_inputs(ctx, inputs, sums)
+        return sums
 
     @staticmethod
     @once_differentiable
