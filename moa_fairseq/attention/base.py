@@ -100,6 +100,11 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
             self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
 
     @property
+    def sees_later(self) -> bool:
+        """Whether what is decided at a position follows from later ones, which no mask hides."""
+        return False
+
+    @property
     def name(self) -> str:
         """The path in the model once `name_attentions` has given one; decisions are reported under it."""
         return self._path or self._state_key
@@ -221,7 +226,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
 
         **Plain**: `attention(x)`, or `attention(x, memory)` for cross-attention: x [B, T, C], memory
         [B, S, kdim] → [B, T, C]. padding [B, T] (of memory: [B, S]), True = padding; mask [T, S], additive
-        or bool, True = blocked; causal: no query sees later positions.
+        float, or bool or integers, True = blocked; causal: no query sees later positions. Raises ValueError
+        for other shapes.
 
         **fairseq's** `MultiheadAttention.forward`:
 
@@ -307,6 +313,17 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     ) -> Tensor:
         if memory is not None and self.self_attention:
             raise ValueError("this attention was built with self_attention=True, which reads no memory")
+        if x.dim() != 3 or x.size(2) != self.embed_dim:
+            raise ValueError(f"x is {list(x.shape)}, not [B, T, C] with C = {self.embed_dim}")
+        if memory is not None and (memory.dim() != 3 or memory.size(0) != x.size(0)):
+            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0)}")
+        batch, length = (x if memory is None else memory).shape[:2]
+        if mask is not None and mask.shape != (x.size(1), length):
+            raise ValueError(f"mask is {list(mask.shape)}, not [T, S] = {[x.size(1), length]}")
+        if padding is not None and padding.shape != (batch, length):
+            raise ValueError(f"padding is {list(padding.shape)}, not {[batch, length]}")
+        if causal and self.sees_later:
+            raise ValueError("this attention decides by the whole sequence: build it with causal=True")
         rows = x.transpose(0, 1)  # [B, T, C] → [T, B, C]
         keys = rows if memory is None else memory.transpose(0, 1)
         if causal:
@@ -314,7 +331,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
             if mask is None:
                 mask = later if is_compiling() else mark_causal(later)
             else:
-                mask = mask | later if mask.dtype == torch.bool else mask.masked_fill(later, -torch.inf)
+                is_additive = mask.is_floating_point()
+                mask = mask.masked_fill(later, -torch.inf) if is_additive else mask.bool() | later
         own = padding if memory is None else None
         out: Tuple[Tensor, Optional[Tensor]] = self.forward(
             rows, keys, keys, padding, need_weights=False, attn_mask=mask, query_padding_mask=own

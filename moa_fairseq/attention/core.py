@@ -40,8 +40,8 @@ def merge_masks(
 ) -> Tuple[Optional[Tensor], Optional[Tensor]]:
     """fairseq's two masks as one additive mask, and the rows that may attend to nothing.
 
-    attn_mask [T, S] or [B, T, S], additive float or bool (True = blocked); key_padding_mask [B, S], True =
-    padding.
+    attn_mask [T, S] or [B, T, S], additive float, or bool or integers (True, 1 = blocked); key_padding_mask
+    [B, S], True = padding.
     Returns (mask [1 or B, 1, T or 1, S] of `dtype` or None, blind [1 or B, 1, T or 1, 1] bool or None).
     A blind row (a sentence of padding only) would be 0/0 in the softmax: it is unblocked here, and the caller
     writes zeros over it.
@@ -49,8 +49,8 @@ def merge_masks(
     additive = blocked = None
     if attn_mask is not None:
         attn_mask = attn_mask.unsqueeze(-3) if attn_mask.dim() == 3 else attn_mask[None, None]
-        if attn_mask.dtype == torch.bool:
-            blocked = attn_mask
+        if not attn_mask.is_floating_point():
+            blocked = attn_mask.bool()
         else:
             additive = attn_mask.to(dtype)
             blocked = torch.isneginf(additive)

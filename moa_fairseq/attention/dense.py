@@ -50,6 +50,10 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         head_dim: Optional[int] = None,
         **role: Any,
     ):
+        if role.get("key_heads") not in (None, num_heads):
+            raise UserError(
+                f"key_heads={role['key_heads']}: here each of the {num_heads} heads has keys of its own."
+            )
         if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
             raise UserError(
                 f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "

@@ -142,6 +142,10 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention[RoutingDecision]):
             self.gate = SequenceGate(embed_dim, self.num_experts, gate_hidden_dim, gate_dropout, norm)
         self.reset_parameters()
 
+    @property
+    def sees_later(self) -> bool:
+        return self.gate is not None and not self.causal
+
     def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:
         """The responsibilities g, or the expert drawn from them, per position (causal) or per sequence."""
         draw = current_draw() if self.training else None

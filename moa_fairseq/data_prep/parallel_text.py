@@ -90,7 +90,9 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
                 shorter, longer = (one, other) if source is None else (other, one)
                 problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
-                raise UserError(f"{problem}: parallel files have one translation a line. Fetch them again.")
+                raise UserError(
+                    f"{problem}: parallel files have one translation a line. Find the line where they part."
+                )
             count += 1
             yield source, target
         if not count:

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     # fairseq's source begins with one symbol more than the text
     settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": args.temperature}
     if args.sample:
-        settings.update(sampling=True, sampling_topk=args.sample)
+        settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
     place = atomic_write(args.output) if args.output else contextlib.nullcontext(sys.stdout)
     with place as stream, torch.no_grad():
         for batch in lines_of(args):

@@ -93,7 +93,11 @@ def codec_of(data: Path, kind: str) -> Any:
     settings: Dict[str, Any] = read_json(root / MANIFEST, remedy).get("settings") or {}
     dataset = datasets().get(settings.get("recipe", ""))
     if dataset is None or dataset.kind != kind:
-        raise UserError(f"{root / MANIFEST} is of {settings.get('recipe')}, not of a data set for {kind}.")
+        verb = "translate" if kind != TRANSLATION else "complete"
+        remedy = f"`moa-fairseq {verb}` reads such runs" if dataset else remedy
+        raise UserError(
+            f"{root / MANIFEST} is of {settings.get('recipe')}, no data set for {kind}: {remedy}."
+        )
     return _translation(root, settings, dataset) if kind == TRANSLATION else _running_text(root, dataset)
 
 

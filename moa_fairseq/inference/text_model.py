@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -15,7 +17,7 @@ from fairseq.hub_utils import GeneratorHubInterface
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for
 from moa_fairseq.inference.text_codec import WordCodec, codec_of
-from moa_fairseq.recipes.checkpoints import checkpoint_and_data
+from moa_fairseq.recipes.checkpoints import checkpoint_and_data, prepare_facts
 from moa_fairseq.text.workers import chunks
 
 BATCH = 64  # lines that are read before the first of them is answered, where nobody types them
@@ -51,11 +53,13 @@ class TextModel(GeneratorHubInterface):
 
 def load(args: argparse.Namespace, kind: str) -> TextModel:
     """The model of `add_arguments`. kind: of its data set. Raises UserError where something is missing."""
+    warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
+    if not args.run_dir.exists():
+        raise UserError(f"{args.run_dir} does not exist: name a run folder or a checkpoint.")
     checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
     if data is None or not data.is_dir():
-        gone = (
-            f"--data {args.data} is not a folder" if args.data else f"{args.run_dir} does not tell its data"
-        )
+        missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
+        gone = f"{missing} is not a folder" if missing else f"{args.run_dir} does not tell its data"
         raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
     codec = WordCodec() if args.segmented else codec_of(data.resolve(), kind)
     overrides = {"data": str(data)}
@@ -69,9 +73,10 @@ def lines_of(args: argparse.Namespace) -> Iterator[List[Tuple[int, str]]]:
     if args.file is not None and not args.file.is_file():
         raise UserError(f"{args.file} does not exist: name a text file, or none for standard input.")
     typed = args.file is None and sys.stdin.isatty()
-    with (
-        contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(encoding="utf-8") as stream
-    ):
+    source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(encoding="utf-8-sig")
+    with source as stream:
+        if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
+            stream.reconfigure(encoding="utf-8-sig", errors="strict")
         numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
         try:
             yield from chunks(numbered, 1 if typed else BATCH)

@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.data_prep.catalogue import TRANSLATION
@@ -40,15 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show-experts", action="store_true", help="below each translation: the experts of each token"
     )
-    parser.add_argument("--layer", type=int, default=-1, metavar="N", help="of --show-experts (the last)")
+    parser.add_argument(
+        "--layer", type=int, metavar="N", help="of --show-experts; the first is 1 (default: the last)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Translate line by line. Returns the exit status."""
     settings = {"beam": 5, "lenpen": 1.0, **_generation(args)}
+    if settings["beam"] < 1:
+        raise UserError(f"--beam {settings['beam']} must be at least 1.")
     if not 1 <= args.n_best <= settings["beam"]:
-        raise UserError(f"--n-best {args.n_best} lies between 1 and --beam {settings['beam']}.")
+        raise UserError(f"--n-best {args.n_best} must lie between 1 and --beam {settings['beam']}.")
     model = text_model.load(args, TRANSLATION)
+    if args.show_experts and not any(isinstance(part, MixtureAttention) for part in model.modules()):
+        raise UserError("--show-experts: this model has no router; its attention has no experts.")
     place = atomic_write(args.output) if args.output else contextlib.nullcontext(sys.stdout)
     with place as stream, torch.no_grad():
         for batch in lines_of(args):
@@ -57,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
                     score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
                     print(score + model.decode(hypothesis["tokens"]), file=stream)
                 if symbols is None:
-                    print(file=stream)
+                    print("\n" * args.n_best, end="", file=stream)
                 elif args.show_experts:
                     coloured = stream.isatty() and "NO_COLOR" not in os.environ
                     for line in _experts(model, symbols, found[0]["tokens"], args.layer, coloured):
@@ -75,7 +82,9 @@ def _generation(args: argparse.Namespace) -> Dict[str, Any]:
     return {**found, **{key: value for key, value in given.items() if value is not None}}
 
 
-def _experts(model: TextModel, source: Tensor, target: Tensor, layer: int, coloured: bool) -> Iterator[str]:
+def _experts(
+    model: TextModel, source: Tensor, target: Tensor, layer: Optional[int], coloured: bool
+) -> Iterator[str]:
     """One line for each router of a layer: tokens with the experts they chose, the heaviest first.
 
     source, target: symbols [T] with the end of the sentence. Raises UserError for a model without routers,
@@ -88,10 +97,12 @@ def _experts(model: TextModel, source: Tensor, target: Tensor, layer: int, colou
     if not decisions:
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
     depth = {
-        side: 1 + max(_layer(name) for name, _ in decisions if name.startswith(side))
+        side: max(_layer(name) for name, _ in decisions if name.startswith(side))
         for side in {name.split(".")[0] for name, _ in decisions}
     }
-    wanted = [(name, d) for name, d in decisions if _layer(name) == layer % depth[name.split(".")[0]]]
+    if layer is not None and not 1 <= layer <= max(depth.values()):
+        raise UserError(f"--layer {layer}: the model has layers 1 to {max(depth.values())}.")
+    wanted = [(name, d) for name, d in decisions if _layer(name) == (layer or depth[name.split(".")[0]])]
     for name, decision in wanted:
         is_source = name.startswith("encoder") or (decision.side == "keys" and "encoder_attn" in name)
         words = (model.src_dict if is_source else model.tgt_dict, source if is_source else shifted)
@@ -99,7 +110,8 @@ def _experts(model: TextModel, source: Tensor, target: Tensor, layer: int, colou
 
 
 def _layer(name: str) -> int:
-    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+    """The number of a module's layer, from 1."""
+    return next((1 + int(part) for part in name.split(".") if part.isdigit()), 1)
 
 
 def _marked(words: Sequence[str], decision: RoutingDecision, coloured: bool) -> List[str]:

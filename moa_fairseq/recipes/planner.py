@@ -218,7 +218,8 @@ def as_text(report: Dict[str, Any]) -> str:
             Table([Column(key, key, ">" * (key != "devices")) for key in table[0]], table).text(),
             *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
             *(f"{e['count']} {e['device']}: {e['left_out']}" for e in entries if e["left_out"]),
-            "GB at rest: on each device, before a batch (train.max_tokens) adds to it; ! does not fit.",
+            "GB at rest: on each device, before a batch (train.max_tokens) adds to it.",
+            *["! does not fit."] * any(entry["fits"] is False for entry in entries),
             f"A checkpoint has {_gigabytes(entries[0]['disk']['checkpoint'])} GB.",
         ]
     )

@@ -119,7 +119,7 @@ class Model:
     """The architecture and, for mixtures of attention heads, their sizes."""
 
     arch: str = _key(
-        "fairseq-train's --arch: docs/fairseq.md lists those of this package", "moa_transformer_tiny"
+        "fairseq-train's --arch: docs/flags.md lists those of this package", "moa_transformer_tiny"
     )
     num_experts: Optional[int] = _key("E: experts of a layer", 8, default=None)
     experts_per_token: Optional[int] = _key("K: experts chosen for a token", 4, default=None)

@@ -15,12 +15,13 @@ from moa_fairseq.attention import (
     load_balance_loss,
 )
 from moa_fairseq.attention.gqe import OUTPUTS
+from moa_fairseq.errors import UserError
 
 B, T, S, C = 3, 7, 5, 16
 FAMILIES = {
     "dense": lambda **role: DenseAttention(C, 4, **role),
     "MoA": lambda **role: MixtureOfAttention(C, num_experts=6, experts_per_token=2, expert_dim=8, **role),
-    "MAE": lambda **role: MixtureOfAttentiveExperts(C, 4, **role),
+    "MAE": lambda **role: MixtureOfAttentiveExperts(C, 4, causal=True, **role),
     "MoH": lambda **role: MixtureOfHeads(C, 4, shared_heads=1, routed_per_token=2, **role),
     **{
         f"GQE {output}": lambda output=output, **role: GroupedQueryExperts(
@@ -109,3 +110,41 @@ def test_a_compiled_module_hands_out_its_decisions():
     ((_, one),), ((_, other),) = eager, decisions
     assert torch.equal(one.expert_index, other.expert_index)
     assert load_balance_loss(one) == load_balance_loss(other)
+
+
+def test_masks_may_be_integers():
+    torch.manual_seed(4)
+    x, mask = torch.randn(B, T, C), FUTURE.T & ~torch.eye(T).bool()
+    for build in FAMILIES.values():
+        module = build(self_attention=True).eval()
+        for causal in (False, True):
+            expected = module(x, mask=mask, causal=causal)
+            assert torch.equal(module(x, mask=mask.long(), causal=causal), expected)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "named"),
+    [
+        ((torch.zeros(B, T, C + 1),), {}, f"C = {C}"),
+        ((torch.zeros(T, C),), {}, r"\[B, T, C\]"),
+        ((torch.zeros(B, T, C),), {"mask": torch.zeros(T, T + 1)}, r"mask is \[7, 8\]"),
+        ((torch.zeros(B, T, C),), {"padding": torch.zeros(B, T + 1)}, r"padding is \[3, 8\]"),
+        ((torch.zeros(B, T, C), torch.zeros(B + 1, T, C)), {}, "memory is"),
+    ],
+)
+def test_other_shapes_are_refused(inputs, options, named):
+    module = FAMILIES["MoA"](**{"encoder_decoder_attention" if len(inputs) > 1 else "self_attention": True})
+    with pytest.raises(ValueError, match=named):
+        module(*inputs, **options)
+
+
+def test_a_gate_over_the_whole_sequence_is_not_causal():
+    module = MixtureOfAttentiveExperts(C, 4, self_attention=True)
+    with pytest.raises(ValueError, match="causal=True"):
+        module(torch.zeros(B, T, C), causal=True)
+
+
+@pytest.mark.parametrize("family", ["dense", "MAE", "MoH"])
+def test_heads_of_their_own_keys_do_not_share_them(family):
+    with pytest.raises(UserError, match="key_heads=2"):
+        FAMILIES[family](key_heads=2)
