@@ -129,7 +129,8 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
     ) -> Optional[RoutingDecision]:
         """The decision about key [B, S, kdim], padding [B, S]; None where there is nothing to decide.
 
-        decision: about the queries. It is returned where it is about the same tokens and decides for both.
+        decision: about the queries. It is returned where it is about the same tokens and decides for both;
+        another one is recorded here.
         """
         return None
 
@@ -279,8 +280,6 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
                     key = _without_padding(key, key_padding_mask)
                     value = _without_padding(value.transpose(0, 1), key_padding_mask)
             source = self.route_keys(key, decision, key_padding_mask)
-            if source is not None and source is not decision:
-                record(self.name, source)
             k, v = self.project_keys_values(key, value, source)
             if self.keys_by_expert and source is not None:  # [B·S, K] → [B, S, K]
                 key_index = source.expert_index.unflatten(0, (k.size(0), k.size(2)))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from moa_fairseq.attention.expert_linear import ExpertLinear
+from moa_fairseq.attention.head_gate import HeadGate
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter, draw_rows_of_one_length
 
@@ -30,7 +31,8 @@ def draw_by_fan_in(root: nn.Module, scale: float = 1.0) -> None:
     """Draw every matrix inside `root` from a normal of deviation scale / √fan-in; biases become zero.
 
     The initialisation of SwitchHead and sigma-MoE; the pre-norm models of n layers have scale = √(2/n). The
-    fan-in of experts is `ExpertLinear.fan_in`. The rows of a router are then made equally long.
+    fan-in of experts is `ExpertLinear.fan_in`. The rows of a router are then made equally long, and gates of
+    heads even.
     """
     for module in root.modules():
         if isinstance(module, (nn.Linear, ExpertLinear)):
@@ -43,3 +45,5 @@ def draw_by_fan_in(root: nn.Module, scale: float = 1.0) -> None:
             draw_rows_of_one_length(module.projection.weight, scale)
         if isinstance(module, TopKRouter) and module.noise_projection is not None:
             module.noise_projection.weight.zero_()
+        if isinstance(module, HeadGate):
+            module.reset_parameters()

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from moa_fairseq.attention.base import FamilySettings, flag
+from moa_fairseq.attention.collector import record
 from moa_fairseq.attention.core import attend
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.moa import MixtureOfAttention
@@ -59,12 +60,11 @@ class NativeMixtureOfHeads(MixtureOfAttention):
 
         y_t = Σ_{i ∈ S(t)} g_{t,i} · Attention(x_t·W_Q^i; {x_s·W_K^i, x_s·W_V^i : s ∈ T_i}) · W_O^i
 
-    Masks hide keys inside T_i as elsewhere. Cross-attention has a second router, for the memory's tokens; a
-    head that no token of the memory chose gives zeros. A token's keys and values are those of its K heads,
-    which is what a cache holds. With K = E this is `MixtureOfAttention` with keys_values="own". renormalize,
-    router_choice, routing_bias_rate: as in `TopKRouter`; kdim, vdim, bias, backend and role as
-    in `MixtureOfAttention`. Raises UserError for impossible sizes and for relative positions, which are not
-    defined between a query and keys of another head.
+    Masks hide keys inside T_i. Cross-attention has a second router, for the memory's tokens; a head that none
+    of them chose gives zeros. A token's keys and values are those of its K heads, which is what a cache holds.
+    With K = E this is `MixtureOfAttention` with keys_values="own". renormalize, router_choice,
+    routing_bias_rate: as in `TopKRouter`; kdim, vdim, bias, backend and role as in `MixtureOfAttention`.
+    Raises UserError for impossible sizes and for --positions xl: a head lacks keys for most distances.
     """
 
     keys_by_expert = True
@@ -131,8 +131,12 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             return decision
         if padding is not None:
             padding = padding[:, -key.size(1) :].reshape(-1).bool()
-        found: RoutingDecision = (self.source_router or self.router)(key.reshape(-1, key.size(2)), padding)
-        return replace(found, side="keys", auxiliary=self.source_router is not None)
+        own, rows = self.source_router, key.reshape(-1, key.size(2))  # [B, S, C] → [N, C]
+        found: RoutingDecision = (own or self.router)(rows, padding, observed=own is not None)
+        if own is not None:  # else it is the text again, behind its context: its tokens are counted already
+            found = replace(found, side="keys")
+            record(self.name, found)
+        return found
 
     def project_keys_values(
         self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
@@ -160,11 +164,10 @@ class NativeMixtureOfHeads(MixtureOfAttention):
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """q [B, K, T, D], k and v [B, K, S, D]: slots, whose heads are decision's and key_index [B, S, K].
 
-        k and v may have a row for each sentence of a beam, as in `core.attend`: its hypotheses are then more
-        queries of one row.
+        A beam's n hypotheses may share keys, as in `core.attend`: they are then more queries of one row.
         """
         assert key_index is not None
-        rows, compact = k.size(0), not (need_weights or is_compiling())
+        rows, compact = k.size(0), not is_compiling()
         beam = q.size(0) // rows if rows else 1
         index = decision.expert_index.view(rows, beam * q.size(2), self.experts_per_token)
         of_queries = HeadBlocks(index, decision.padding_mask, self.num_experts, compact)
@@ -175,15 +178,13 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         # [n·B, K, T, D] → [B, K, n·T, D]
         folded = q.unflatten(0, (rows, beam)).transpose(1, 2).flatten(2, 3)
         blocks = (of_queries.gather(folded), of_keys.gather(k), of_keys.gather(v))
-        found = attend(*blocks, attn_mask, of_keys.empty, self._dropout_now, need_weights)
-        heads, weights = (
-            None
-            if each is None
-            else of_queries.scatter(each).unflatten(2, (beam, q.size(2))).transpose(1, 2).flatten(0, 1)
-            for each in found
-        )
-        assert heads is not None
-        return heads, weights
+        found, weights = attend(*blocks, attn_mask, of_keys.empty, self._dropout_now, need_weights)
+
+        def unfolded(x: Tensor) -> Tensor:
+            slots: Tensor = of_queries.scatter(x).unflatten(2, (beam, q.size(2)))
+            return slots.transpose(1, 2).flatten(0, 1)
+
+        return unfolded(found), None if weights is None else unfolded(of_keys.spread(weights))
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         inputs = sum(self.key_widths.values())

@@ -115,8 +115,13 @@ class TopKRouter(Observer):
         if self.token_hash is not None:
             self.token_hash.reset_parameters()
 
-    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
-        """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
+    def forward(
+        self, x: Tensor, padding_mask: Optional[Tensor] = None, observed: bool = True
+    ) -> RoutingDecision:
+        """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero.
+
+        observed: whether the decision counts among the loads that move the biases.
+        """
         with full_precision(x.device.type):
             routed = self._in_one_kernel(x, padding_mask)
             if routed is not None:
@@ -149,7 +154,7 @@ class TopKRouter(Observer):
             groups=self.groups,
             padding_mask=padding_mask,
         )
-        if self.bias_rate and self.training:
+        if self.bias_rate and self.training and observed:
             self.observe(decision.expert_counts.to(self.pending.dtype))
         return decision
 

@@ -130,3 +130,9 @@ class HeadBlocks:
         rows = x.reshape(self._rows, x.size(3))
         rows = torch.cat([rows, rows.new_zeros(1, x.size(3))]).index_select(0, self._place)
         return rows.view(*self._slots, x.size(3)).transpose(1, 2)
+
+    def spread(self, weights: Tensor) -> Tensor:
+        """Weights of these slots [B·E, 1, M', M] → of their tokens, [B·E, 1, M', T]."""
+        length = self._slots[1]
+        place = self.position.masked_fill(self.empty, length)[:, None, None].expand_as(weights)
+        return weights.new_zeros(*weights.shape[:3], length + 1).scatter(3, place, weights)[..., :-1]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
 from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.collector import record
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.routing import RoutingDecision
@@ -179,8 +180,10 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
             return None
         if padding is not None:
             padding = padding[:, -key.size(1) :].reshape(-1).bool()
-        source: RoutingDecision = router(key.reshape(-1, key.size(2)), padding)  # [B, S, C] → [N, C]
-        return replace(source, side="keys")
+        found: RoutingDecision = router(key.reshape(-1, key.size(2)), padding)  # [B, S, C] → [N, C]
+        source = replace(found, side="keys")
+        record(self.name, source)
+        return source
 
     def project_keys_values(
         self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]

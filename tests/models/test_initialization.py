@@ -64,6 +64,7 @@ LM += ("--activation-fn", "relu", "--share-decoder-input-output-embed")
 
 
 OTHERS = ["moa_lm_tiny", "switchhead_lm_tiny", "moh_transformer_lm_base", "mae_transformer_lm_base"]
+OTHERS += ["gqe_lm_base", "namoh_lm_base"]
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,13 @@ def test_models_of_one_seed_start_alike_outside_their_attention(arch, start):
     assert shared <= other.keys() and any("fc2" in name for name in shared)
     for name in shared:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("start", ["own", "depth-scaled"])
+def test_gates_of_heads_start_even(start):
+    model = build("dense_transformer_lm_base", *LM, "--initialization", start, "--head-gate", "element")
+    gates = [value for name, value in model.named_parameters() if "head_gate" in name]
+    assert len(gates) == 2 and not any(gate.any() for gate in gates)
 
 
 def test_a_flag_gives_each_module_its_own_start():
