@@ -61,10 +61,10 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         y_t = Σ_{i ∈ S(t)} g_{t,i} · Attention(x_t·W_Q^i; {x_s·W_K^i, x_s·W_V^i : s ∈ T_i}) · W_O^i
 
     Masks hide keys inside T_i. Cross-attention has a second router, for the memory's tokens; a head that none
-    of them chose gives zeros. A token's keys and values are those of its K heads, which is what a cache holds.
-    With K = E this is `MixtureOfAttention` with keys_values="own". renormalize, router_choice,
-    routing_bias_rate: as in `TopKRouter`; kdim, vdim, bias, backend and role as in `MixtureOfAttention`.
-    Raises UserError for impossible sizes and for --positions xl: a head lacks keys for most distances.
+    of them chose gives zeros. A cache holds a token's keys and values for its K heads. With K = E this is
+    `MixtureOfAttention` with keys_values="own". renormalize, router_choice, routing_bias_rate: as in
+    `TopKRouter`; kdim, vdim, bias, backend and role as in `MixtureOfAttention`. Raises UserError for
+    impossible sizes and for --positions xl: a head lacks keys for most distances.
     """
 
     keys_by_expert = True
