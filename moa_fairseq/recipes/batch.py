@@ -183,7 +183,8 @@ def schedule_warning(args: argparse.Namespace, updates: Optional[int]) -> Option
     rate = schedule.step_update(max(0, updates - 1))  # the rate after update n is that of update n + 1
     peak, (name, remedy) = max(config.optimization.lr), SCHEDULES[args.lr_scheduler]
     minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
-    if rate - minimum <= FAR_FROM_MINIMUM * (peak - minimum):
+    # a schedule of few updates is still some steps from its end
+    if rate - minimum <= max(FAR_FROM_MINIMUM, 2 / max(1, updates)) * (peak - minimum):
         return None
     return (
         f"WARNING: the learning rate of the last update ({updates:,}) is {rate:.2g}, {rate / peak:.0%} of "
