@@ -3,6 +3,7 @@
 Importing torch and fairseq takes longer than most commands. The plugin is imported by each command itself.
 """
 
+import contextlib
 import importlib
 import io
 import logging
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+from multiprocessing import forkserver
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -20,6 +22,25 @@ _FORKS.set_forkserver_preload(
     ["fairseq.model_parallel.megatron_trainer", "fairseq.sequence_scorer", "hydra", "sacrebleu"]
 )
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+@contextlib.contextmanager
+def environment_of_commands():
+    """For what is forked inside."""
+    before = {key: os.environ.get(key) for key in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+def start_the_server():
+    """A process has one such server. A pool of text workers that came first would start it with the plugin
+    imported, but without fairseq: then --user-dir registers nothing."""
+    with environment_of_commands():
+        forkserver.ensure_running()
 
 
 def command(name, words, stdin, folder, cwd, environment):
@@ -51,15 +72,10 @@ class Command:
         self.folder = tempfile.TemporaryDirectory()
         for stream in ("stdout", "stderr"):
             (Path(self.folder.name) / stream).touch()
-        before = {key: os.environ.get(key) for key in _ENVIRONMENT}
-        os.environ.update(_ENVIRONMENT)  # for the process that is forked
-        try:
+        with environment_of_commands():
             place = (self.folder.name, str(cwd or os.getcwd()), {**os.environ, **(env or {})})
             self.process = _FORKS.Process(target=command, args=(name, words, stdin, *place))
             self.process.start()
-        finally:
-            for key, value in before.items():
-                os.environ.pop(key) if value is None else os.environ.update({key: value})
 
     def _said(self, stream):
         return (Path(self.folder.name) / stream).read_text(errors="replace")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Command
+from commands import Command, start_the_server
 from fairseq import options, tasks
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -24,6 +24,11 @@ from moa_fairseq.running.process import Executor, flags
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
 ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server():
+    start_the_server()
 
 
 class Fairseq:
