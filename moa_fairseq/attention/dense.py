@@ -125,11 +125,11 @@ class DenseAttention(DenseHeadsAttention[None]):
         return None
 
     def project_output(self, heads: Tensor, decision: None) -> Tensor:
-        batch, num_heads, tgt_len, _ = heads.shape
+        batch, num_heads = heads.shape[:2]
         if self.training and self.dropped_heads:
             dropped = torch.rand(batch, num_heads, device=heads.device).topk(self.dropped_heads).indices
             scale = heads.new_full((batch, num_heads), num_heads / (num_heads - self.dropped_heads))
             heads = heads * scale.scatter(1, dropped, 0.0)[:, :, None, None]
-        rows = heads.transpose(1, 2).reshape(batch, tgt_len, -1)  # [B, H, T, D] → [B, T, H·D]
+        rows = heads.transpose(1, 2).flatten(2)  # [B, H, T, D] → [B, T, H·D]
         out: Tensor = self.out_proj(rows)
         return out

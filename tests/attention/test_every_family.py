@@ -8,6 +8,7 @@ import torch
 from equations import drawn
 
 from moa_fairseq.attention.collector import collect_decisions, hypotheses
+from moa_fairseq.attention.dense import DenseAttention
 from moa_fairseq.attention.gqe import GroupedQueryExperts
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, z_loss
@@ -27,6 +28,7 @@ NAMOH = partial(NativeMixtureOfHeads, WIDTH, num_experts=4, expert_dim=4, expert
 SWITCHHEAD = partial(SwitchHeadAttention, WIDTH, num_heads=2, head_dim=4, num_experts=3, experts_per_token=2)
 MOH = partial(MixtureOfHeads, WIDTH, 4, shared_heads=1, routed_per_token=2)
 BUILD = {
+    "dense": partial(DenseAttention, WIDTH, 4),
     "moa": partial(MOA, experts_per_token=2, bias=True),
     "moa, all experts": partial(MOA, experts_per_token=4),
     "moa, biased choice": partial(MOA, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True),
