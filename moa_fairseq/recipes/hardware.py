@@ -287,5 +287,7 @@ def _cpu(cores: str) -> Hardware:
         pairs = []
     facts = {key.strip(): value.strip() for key, _, value in reversed(pairs)}
     model = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in facts:  # clouds call processors of several years "AMD EPYC"
+        model += f", family {facts['cpu family']} model {facts['model']}"
     units = {"amx_bf16", "avx512_bf16"}.intersection(facts.get("flags", "").split())
     return Hardware(name=f"{cores} ({model})", bfloat16_units=bool(units))

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.command import Options, run_recipe
@@ -89,6 +90,15 @@ def test_adaptive_inputs_do_not_train_under_autocast():
     assert precision_name("auto", AMX, model) == "fp32"
     with pytest.raises(UserError, match="adaptive inputs"):
         precision_name("amp", CPU, model)
+
+
+@pytest.mark.parametrize(("hardware", "warned"), [(CPU, True), (AMX, False), (A100, False)])
+def test_bfloat16_without_units_for_it_is_slow(hardware, warned, small, write_config):
+    small["train"]["precision"] = "amp"
+    lines = []
+    with reporting_to(Console(lines.append)):
+        run_recipe(load_recipe(write_config(small)), hardware, Options(stage="train"), dry_run=True)
+    assert any("train.precision=fp32" in line for line in lines) == warned
 
 
 def test_choice_of_devices():
