@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 import moa_fairseq
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
 
-assert moa_fairseq.__version__  # after fairseq: it registers the architectures
+moa_fairseq.register()
 
 _TWO_HEADS = ["--num-experts", "1", "--experts-per-token", "1", "--switchhead-heads", "2", "--expert-dim"]
 _ROUTED = ["--criterion", "cross_entropy_with_routing"]

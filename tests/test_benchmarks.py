@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,3 +48,11 @@ def test_the_picture_of_a_layer_shows_every_point(benchmarks, path):
         heights = [y for line in panel.lines for y in line.get_ydata()]
         heights += [bar.get_height() for bar in panel.patches]
         assert panel.get_ylim()[0] <= min(heights) and max(heights) <= panel.get_ylim()[1]
+
+
+@pytest.mark.parametrize("name", ["generation", "language_models"])
+def test_a_benchmark_of_whole_models_runs_by_itself(name, tmp_path):
+    """Where nothing else has registered the architectures with fairseq before."""
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--miniature", "--rounds", "1"]
+    subprocess.run([*command, "--output", tmp_path], check=True, capture_output=True, timeout=300)
+    assert json.loads((tmp_path / f"{name}-cpu.json").read_text(encoding="utf-8"))["benchmark"] == name
