@@ -60,9 +60,7 @@ class _Route(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-        from moa_fairseq.kernels.triton import launch_routing
-
-        found = launch_routing.route(x, weight, per_token, renormalize != "none", padding)
+        found = triton.loaded("launch_routing").route(x, weight, per_token, renormalize != "none", padding)
         logits, probs, gate, index = found
         ctx.save_for_backward(x, weight, probs, index, padding)
         ctx.options = per_token, renormalize != "none", renormalize == "detached"
@@ -74,14 +72,12 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
-        from moa_fairseq.kernels.triton import launch_routing
-
         grad_logits, grad_probs, grad_gate, _ = grads
         if grad_logits is None and grad_probs is None and grad_gate is None:
             return (None,) * 5
         x, weight, probs, index, padding = ctx.saved_tensors
         per_token, normalizes, detached = ctx.options
-        grad = launch_routing.route_grad(
+        grad = triton.loaded("launch_routing").route_grad(
             grad_logits,
             grad_probs,
             grad_gate,

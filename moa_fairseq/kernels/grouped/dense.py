@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+
+from moa_fairseq.kernels import triton
+
+_PIECE = 1024  # rows: a CPU multiplies two dtypes by copies in the wider one, which then stay small
 
 
 def into_experts(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
@@ -39,21 +44,24 @@ class _IntoModel(Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad_slots = (grad @ weight.flatten(0, 1).t()).view_as(slots)
             if ctx.uses_triton:
-                from moa_fairseq.kernels.triton import launch_routing
-
-                gated, grad_gate = launch_routing.gate_slots(slots, gate, grad_slots)
+                gated, grad_gate = triton.loaded("launch_routing").gate_slots(slots, gate, grad_slots)
             else:
                 grad_gate = torch.linalg.vecdot(grad_slots, slots).to(gate.dtype)
-                grad_slots.mul_(gate.unsqueeze(1))
+                _times_gate(grad_slots, gate, grad_slots)
         if ctx.needs_input_grad[2]:
             gated = _times_gate(slots, gate) if gated is None else gated
             grad_weight = (_by_token(gated, weight).t() @ grad).view_as(weight)
         return grad_slots, grad_gate, grad_weight, None
 
 
-def _times_gate(slots: Tensor, gate: Tensor) -> Tensor:
-    """gate · slots in the dtype of the slots, which need not be the gate's, in one step."""
-    return torch.mul(slots, gate.unsqueeze(1), out=torch.empty_like(slots))
+def _times_gate(slots: Tensor, gate: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """gate · slots in the dtype of the slots, which need not be the gate's; out may be the slots."""
+    out = torch.empty_like(slots) if out is None else out
+    if slots.is_cuda or slots.dtype == gate.dtype or is_compiling():
+        return torch.mul(slots, gate.unsqueeze(1), out=out)
+    for piece in zip(slots.split(_PIECE), gate.split(_PIECE), out.split(_PIECE)):
+        torch.mul(piece[0], piece[1].unsqueeze(1), out=piece[2])
+    return out
 
 
 def _by_token(slots: Tensor, weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Elsewhere they would cost the host more than the kernels take. It can be differe
 imports without Triton, which is loaded when the first product runs.
 """
 
+import importlib
 import importlib.util
 import os
 from functools import cache
@@ -21,6 +22,12 @@ from moa_fairseq.kernels.slot_order import Fan, SlotOrder
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
+
+
+@cache
+def loaded(name: str) -> Any:
+    """A module of this package that needs Triton; kept, since an import in a function costs 5 µs a call."""
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def why_not() -> str:
@@ -42,15 +49,13 @@ def why_not() -> str:
 @cache
 def wrong_product() -> str:
     """What is wrong with a 64 × 64 product in float16, or "": old compilers silently err on old GPUs."""
-    from moa_fairseq.kernels.triton import launch
-
     device, g = "cpu" if INTERPRETED else "cuda", torch.Generator().manual_seed(0)
     rows, weight = (
         torch.randn(size, generator=g).to(device, torch.float16) for size in ((64, 64), (1, 64, 64))
     )
     order, offsets = torch.arange(64, device=device), torch.tensor([64], device=device, dtype=torch.int32)
     try:
-        got = launch.products(rows, weight, None, None, order, offsets, True, 1, 1)
+        got = loaded("launch").products(rows, weight, None, None, order, offsets, True, 1, 1)
     except Exception as error:  # whatever the compiler has to say
         return f"a product of 64 × 64 numbers failed with {type(error).__name__}: {error}"
     exact = rows.double() @ weight[0].double().t()
@@ -104,11 +109,13 @@ _MOST_EXPERTS = 512  # that the routing kernels hold at once
 
 def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
     """What `SlotOrder.order` and `offsets` are, in three launches; None where torch has to sort."""
-    from moa_fairseq.kernels.triton import launch_routing
-
     if order.num_experts > _MOST_EXPERTS:
         return None
-    return launch_routing.sort(order.expert.view(-1, order.per_token), order.num_experts)  # [S] → [N, K]
+    # [S] → [N, K]
+    found: Tuple[Tensor, Tensor] = loaded("launch_routing").sort(
+        order.expert.view(-1, order.per_token), order.num_experts
+    )
+    return found
 
 
 _Function = Callable[..., Any]
@@ -151,12 +158,7 @@ _LAUNCHES: Dict[str, Tuple[str, _Function]] = {
 
 
 def _launcher(name: str) -> _Function:
-    def run(*arguments: Any) -> Any:
-        from moa_fairseq.kernels.triton import launch  # loads Triton
-
-        return getattr(launch, name)(*arguments)
-
-    return run
+    return lambda *arguments: getattr(loaded("launch"), name)(*arguments)
 
 
 def _operator(name: str, run: _Function, schema: str, uncomputed: _Function) -> Any:

@@ -8,7 +8,6 @@ import contextlib
 from typing import Any, ContextManager, Dict, Optional, Tuple
 
 import torch
-import triton
 from torch import Tensor
 
 from moa_fairseq.kernels.triton import kernels, weight_grad
@@ -42,7 +41,7 @@ def may_use_tf32(tensor: Tensor) -> bool:
 
 
 def experts_pow2(experts: int) -> int:
-    return max(16, int(triton.next_power_of_2(experts)))
+    return max(16, 1 << (experts - 1).bit_length())  # triton.next_power_of_2 takes 10 µs
 
 
 def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
