@@ -104,7 +104,7 @@ def draw(rows: List[Dict[str, Any]], args: Any) -> Figure:
 def main() -> None:
     args = arguments(__doc__, more={"--lengths": {"type": int, "nargs": "+", "default": LENGTHS}})
     rows = []
-    for length in args.lengths:
+    for length in (16,) if args.miniature else args.lengths:
         for causal in (False, True):
             for row in measure(length, causal, args):
                 rows.append(row)

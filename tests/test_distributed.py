@@ -1,4 +1,4 @@
-"""Two processes train what one trains with the same global batches, for every family."""
+"""Two processes train what one trains with the same global batches, for each way of training."""
 
 import json
 import signal
@@ -22,13 +22,11 @@ BCD = (*MAE, "--task", "translation_bcd", "--bcd-g-every", 2, "--max-tokens", 10
 SMALL = ("--max-tokens", 60, "--max-update", 20)
 # arch, flags, what the log says
 FAMILIES = {
-    "dense": ("transformer", *PLAIN, *SMALL, "--encoder-embed-dim", 64, "--decoder-embed-dim", 64, '"loss"'),
     "moa": ("moa_transformer_tiny", *SPARSE, *SMALL, '"dead_experts"'),
     "switchhead": (
         *("switchhead_transformer_tiny", *SPARSE, *SMALL, "--switchhead-experts", "vkqo"),
         '"dead_experts"',
     ),
-    "mae": (*MAE, *SMALL, '"loss"'),
     "bcd": (*BCD, '"bcd_step": "GF"'),
     "joint": (*BCD, "--bcd", "none", '"gate_entropy"'),
 }
