@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
@@ -12,7 +13,8 @@ import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import read_json
-from moa_fairseq.recipes.loading import build, fail
+from moa_fairseq.recipes.loading import build, fail, load_recipe
+from moa_fairseq.recipes.schema import Recipe
 
 DIVERGED = "diverged"
 
@@ -81,6 +83,11 @@ class Run(NamedTuple):
     recipe: Path
     overrides: Dict[str, Any]
     record: Path
+
+    def load(self) -> Recipe:
+        """Its recipe with the system's values, still without the seed."""
+        overrides = [f"{key}={json.dumps(value)}" for key, value in self.overrides.items()]
+        return load_recipe(self.recipe, overrides)
 
 
 def load_study(path: Path, records: Path, tune: bool = False) -> Study:

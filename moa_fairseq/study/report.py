@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from typing import Any, Dict, List, Optional, Tuple, Union
 
@@ -13,7 +12,7 @@ from moa_fairseq.analysis.plots import COLOURS, GREY, style
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
-from moa_fairseq.recipes.loading import check_flags, load_recipe
+from moa_fairseq.recipes.loading import check_flags
 from moa_fairseq.running.process import flags
 from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
 from moa_fairseq.tables import Column, Table, page
@@ -90,14 +89,15 @@ def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
         }
         for name, difference in judged.items()
     ]
-    made_by = {key: sorted({str(row[key]) for row in found}) for key in ("commit", "hardware", "versions")}
+    kinds = ("commit", "hardware", "precision", "versions")
+    made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
     counts = {"runs": len(found), "planned": len(runs)}
     return {"study": study.study, **counts, "systems": systems, "contrasts": contrasts, "made_by": made_by}
 
 
 def _attention_macs(run: Run) -> int:
     """Of all attentions, for one sample of a language model, or a pair of 20 and 20 tokens."""
-    recipe = load_recipe(run.recipe, [f"{key}={json.dumps(value)}" for key, value in run.overrides.items()])
+    recipe = run.load()
     check_flags(recipe)  # before they build a model
     model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
     words = flags({name: value for name, value in model.items() if name != "arch"})

@@ -16,7 +16,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import saved_json, write_json
-from moa_fairseq.recipes.hardware import choose_devices, detect_hardware
+from moa_fairseq.recipes.hardware import choose_devices, detect_hardware, precision_name
 from moa_fairseq.recipes.result import commit, versions
 from moa_fairseq.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.running.make import marks
@@ -37,20 +37,21 @@ class Place(NamedTuple):
     data: Optional[Path]
     gpus: int
 
-    @property
-    def hardware(self) -> str:
-        """The devices and threads of each run."""
-        devices = choose_devices(detect_hardware(), self.gpus, dry_run=False).describe()
-        return f"{devices}, {self.study.threads} threads"
+    def conditions(self, run: Run) -> Dict[str, str]:
+        """What must not differ between the runs of one seed: devices with threads, and the precision."""
+        devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
+        recipe = run.load()
+        precision = precision_name(recipe.train.precision, devices, recipe.model)
+        return {"hardware": f"{devices.describe()}, {self.study.threads} threads", "precision": precision}
 
 
 def open_runs(runs: List[Run], place: Place) -> List[Run]:
     """The runs that have no record yet and can be made here.
 
-    What is compared differs in one thing: runs of a seed that was begun on another kind of machine are left
-    out, with a warning. Raises UserError where another commit made the records.
+    What is compared differs in one thing: runs of a seed that was begun on another kind of machine, or in
+    another precision, are left out, with a warning. Raises UserError where another commit made the records.
     """
-    here, now, elsewhere = place.hardware, commit(), set()
+    now, begun, elsewhere = commit(), set(), set()
     for run in runs:
         record = read_record(run)
         if record and record["commit"] != now:
@@ -58,9 +59,14 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
                 f"{run.record} was made at commit {record['commit']}, and this is {now}: all runs of a study "
                 f"need one commit. Run it from a worktree: git worktree add ../study {record['commit']}."
             )
-        if record and record["hardware"] != here and run.seed not in elsewhere:
-            elsewhere.add(run.seed)
-            log.warning("seed %d was begun on %s: not gone on with on %s", run.seed, record["hardware"], here)
+        if record and run.seed not in begun:
+            begun.add(run.seed)
+            here = place.conditions(run)
+            there = {key: record.get(key, here[key]) for key in here}
+            if there != here:
+                elsewhere.add(run.seed)
+                words = [", ".join(each.values()) for each in (there, here)]
+                log.warning("seed %d was begun on %s: not gone on with on %s", run.seed, *words)
     return [run for run in runs if run.seed not in elsewhere and not run.record.is_file()]
 
 
@@ -105,7 +111,7 @@ def _carry_out(run: Run, place: Place) -> None:
         "curve": curve,
         "parameters": (marks(folder).get("train", {}).get("facts") or {}).get("parameters"),
         **summarise(folder / "train.jsonl"),
-        "hardware": place.hardware,
+        **place.conditions(run),
         "versions": versions(),
         "commit": commit(),
         "date": datetime.date.today().isoformat(),

@@ -10,7 +10,6 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.study import running
 from moa_fairseq.study.design import load_study, runs_of
 
@@ -105,6 +104,7 @@ def test_systems_of_a_seed_run_back_to_back(study):
         "0123abc",
     )
     assert "--set train.seed=2" in record["command"] and "1 threads" in record["hardware"]
+    assert record["precision"] == "fp32"
 
 
 def test_a_study_that_was_interrupted_twice_says_the_same(study):
@@ -152,10 +152,12 @@ def test_a_tuning_study_chooses_each_systems_values(study):
     assert study("--tune")[0] == 2, "nothing to tune"
 
 
-def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypatch, capsys):
+@pytest.mark.parametrize("other", [{"hardware": "another machine"}, {"precision": "amp"}])
+def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypatch, capsys, other):
     Player.end = 3
     study()
-    monkeypatch.setattr(running.Place, "hardware", property(lambda _: "another machine"))
+    here = running.Place.conditions
+    monkeypatch.setattr(running.Place, "conditions", lambda *arguments: {**here(*arguments), **other})
     Player.end = None
     study()
     assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
@@ -195,9 +197,7 @@ def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
     study = load_study(path, tmp_path, tune="tuning" in text)
     assert study.study.removesuffix("_tuning") == path.stem
     for run in runs_of(study, path.parent, tmp_path):
-        recipe = load_recipe(
-            run.recipe, [f"{key}={json.dumps(value)}" for key, value in run.overrides.items()]
-        )
+        recipe = run.load()
         families = {"moa": "MoA", "mae": "MAE", "moh": "MoH", "switchhead": "SwitchHead"}
         family = study.systems[run.system].family
         assert families.get(recipe.model.arch.partition("_")[0], family) == family
