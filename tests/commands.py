@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -43,38 +43,80 @@ def start_the_server():
         forkserver.ensure_running()
 
 
-def command(name, words, stdin, folder, cwd, environment):
-    """In the forked process: what the program fairseq-NAME does; its streams are files in `folder`."""
+class Stream:
+    """A file descriptor that a forked process gets."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __getstate__(self):
+        return reduction.DupFd(self.number)
+
+    def __setstate__(self, duplicate):
+        self.number = duplicate.detach()
+
+
+def command(module, words, stdin, streams, cwd, environment):
+    """In the forked process: what `python -m MODULE WORDS…` does; streams: its output, errors, others."""
+    os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
     warnings.simplefilter("ignore")
-    for number, stream in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)
+    for number, stream in zip((1, 2), streams):
+        os.dup2(stream.number, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, "utf-8", closefd=False) for number in (1, 2))
     sys.stdin = io.StringIO(stdin or "")
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     logging.getLogger().handlers.clear()  # of an imported module; the command has its own
-    sys.argv = [f"fairseq-{name.replace('_', '-')}", *words]
+    sys.argv = [module.replace("fairseq_cli.", "fairseq-").replace("_", "-"), *words]
     try:
-        importlib.import_module(f"fairseq_cli.{name}").cli_main()
+        program = importlib.import_module(module)
+        sys.exit(program.cli_main() if hasattr(program, "cli_main") else program.main(words))
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
 
+class Forked:
+    """subprocess.Popen for `running.process.Executor`; argv is [python, "-u", "-m", MODULE, WORDS…]."""
+
+    def __init__(self, argv, stdout, env, stderr, pass_fds, preexec_fn):
+        self.args, (module, *words) = argv, argv[3:]
+        reader, writer = os.pipe()
+        errors = writer if stderr == subprocess.STDOUT else stderr.fileno()
+        streams = [Stream(number) for number in (writer, errors, *pass_fds)]
+        place = (os.getcwd(), {**env, **_ENVIRONMENT})
+        self.process = _FORKS.Process(target=command, args=(module, words, None, streams, *place))
+        self.process.start()
+        os.close(writer)
+        self.stdout, self.pid = os.fdopen(reader, "rb"), self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
 class Command:
-    """A command that runs: `python -m fairseq_cli.NAME WORDS…`."""
+    """A command that runs: `python -m fairseq_cli.NAME WORDS…`; of the name "moa": moa-fairseq."""
 
     def __init__(self, name, *words, stdin=None, cwd=None, env=None):
         words = [str(word) for word in words]
-        self.args = [sys.executable, "-m", f"fairseq_cli.{name}", *words]
+        module = "moa_fairseq.cli" if name == "moa" else f"fairseq_cli.{name}"
+        self.args = [sys.executable, "-m", module, *words]
         self.folder = tempfile.TemporaryDirectory()
-        for stream in ("stdout", "stderr"):
-            (Path(self.folder.name) / stream).touch()
-        with environment_of_commands():
-            place = (self.folder.name, str(cwd or os.getcwd()), {**os.environ, **(env or {})})
-            self.process = _FORKS.Process(target=command, args=(name, words, stdin, *place))
+        with contextlib.ExitStack() as files:
+            paths = [Path(self.folder.name) / stream for stream in ("stdout", "stderr")]
+            streams = [Stream(files.enter_context(open(path, "ab")).fileno()) for path in paths]
+            place = (str(cwd or os.getcwd()), {**os.environ, **_ENVIRONMENT, **(env or {})})
+            self.process = _FORKS.Process(target=command, args=(module, words, stdin, streams, *place))
             self.process.start()
 
     def _said(self, stream):

@@ -5,10 +5,11 @@ import random
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import Command, start_the_server
+from commands import Command, Forked, start_the_server
 from fairseq import options, tasks
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -20,6 +21,7 @@ from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.data_prep import prepare
 from moa_fairseq.data_prep.gpt2_files import Gpt2Files
 from moa_fairseq.data_prep.prepare import Preparation
+from moa_fairseq.running import process
 from moa_fairseq.running.process import Executor, flags
 
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
@@ -29,6 +31,14 @@ ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddin
 @pytest.fixture(scope="session", autouse=True)
 def _server():
     start_the_server()
+
+
+@pytest.fixture(scope="module")
+def forked_commands():
+    """Recipes start their commands without importing fairseq anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", SimpleNamespace(**{**vars(process.subprocess), "Popen": Forked}))
+        yield
 
 
 class Fairseq:

@@ -1,11 +1,9 @@
 """A new family is a user-dir of its own: nothing else is edited, and every command knows it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from moa_fairseq.recipes.command import Options, run_recipe
@@ -18,19 +16,17 @@ TOY = TESTS / "toy_family"
 ARCH = "parity_transformer_tiny"
 
 
-def start(*args):
-    command = [sys.executable, "-m", "moa_fairseq.cli", *args]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(list(map(str, command)), env=env, text=True, capture_output=True, check=False)
+@pytest.fixture
+def start(fairseq):
+    return lambda *args: fairseq("moa", *args, check=False, env={"PYTHONPATH": str(ROOT)})
 
 
-def moa_fairseq(*args):
-    done = start("--user-dir", TOY, *args)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def moa_fairseq(fairseq):
+    return lambda *args: fairseq("moa", "--user-dir", TOY, *args, env={"PYTHONPATH": str(ROOT)}).stdout
 
 
-def test_it_trains_generates_counts_and_is_analysed(fairseq, toy_data, tmp_path):
+def test_it_trains_generates_counts_and_is_analysed(fairseq, moa_fairseq, toy_data, tmp_path):
     flags = ("--max-epoch", 1, "--user-dir", TOY, "--parity-scale", 1.5)
     log = fairseq.train(toy_data, tmp_path, *flags, arch=ARCH).stdout
     assert '"train_max_load"' in log  # the routers' statistics are logged as of any family
@@ -84,7 +80,7 @@ def write_recipe(folder, **model):
     return path
 
 
-def test_a_recipe_trains_and_scores_it(toy_data, tmp_path):
+def test_a_recipe_trains_and_scores_it(moa_fairseq, toy_data, tmp_path):
     run = tmp_path / "run"
     line = ("recipe", write_recipe(tmp_path), "--data", toy_data, "--gpus", 0, "--save-dir", run)
     moa_fairseq(*line)
@@ -102,14 +98,14 @@ def test_a_classifier_is_scored_with_the_plugin(toy_data, tmp_path, said):
     assert score[:4] == ["moa-fairseq", "--user-dir", str(TOY), "score"]
 
 
-def test_an_unknown_architecture_is_told_before_anything_is_prepared(toy_data, tmp_path):
+def test_an_unknown_architecture_is_told_before_anything_is_prepared(start, toy_data, tmp_path):
     path, run = write_recipe(tmp_path, arch="parity_transformer_huge"), tmp_path / "run"
     for where in (["--user-dir", TOY, "recipe", path], ["recipe", path, "--user-dir", TOY]):
         done = start(*where, "--data", toy_data, "--gpus", 0, "--save-dir", run)
         assert done.returncode == 2 and "'parity_transformer_huge'" in done.stderr and not run.exists()
 
 
-def test_a_plugin_without_this_package_is_refused(toy_data, tmp_path):
+def test_a_plugin_without_this_package_is_refused(start, toy_data, tmp_path):
     """fairseq's commands would know neither the criterions nor what is mended in fairseq."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()

@@ -16,6 +16,8 @@ from moa_fairseq.evaluation.trained_model import load_trained
 from moa_fairseq.inference.text_codec import codec_of
 from moa_fairseq.text import detokenize
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 WORDS = ["Dog", "cat's", "grass", "runs", "sleeps", "three", "on", "(soft)", "“green”"]
 TINY = {f"{side}-{what}": 16 for side in ("encoder", "decoder") for what in ("embed-dim", "ffn-embed-dim")}
 RECIPE = {

@@ -20,6 +20,8 @@ from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.train_log import read_records
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 12
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -12,6 +12,8 @@ from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 TRANSFER = "iwslt14_ende_mae7_transfer"
 
 

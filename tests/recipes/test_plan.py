@@ -22,6 +22,8 @@ from moa_fairseq.recipes.planner import (
 )
 from moa_fairseq.running.process import flags
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = (
     *("wmt14_ende_transformer_base", "wmt14_ende_moa_big", "iwslt14_deen_mae7"),

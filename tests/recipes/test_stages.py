@@ -18,6 +18,8 @@ from moa_fairseq.recipes.planner import read_speeds
 from moa_fairseq.running.make import marks
 from moa_fairseq.running.process import Executor
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 CPU = Hardware()
 SCORES = {
     "multi_bleu": {"score": 12.5},
