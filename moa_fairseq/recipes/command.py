@@ -317,7 +317,7 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
             log.warning(fewer)
         if recipe.train.precision == "amp" and not hardware.gpus and not hardware.bfloat16_units:
             log.warning(
-                "train.precision amp: this processor has no units for bfloat16, and trains up to 16 times as "
+                "train.precision amp: this processor has no units for bfloat16, and trains many times as "
                 "fast with --set train.precision=fp32"
             )
         batch = plan_batch(recipe.train, hardware.devices)
