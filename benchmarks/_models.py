@@ -10,10 +10,7 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import nn
 
-import moa_fairseq
 from moa_fairseq.criterions.with_routing import LabelSmoothedCrossEntropyWithRouting
-
-moa_fairseq.register()
 
 # fairseq's dense Transformers beside MoA's. Base to base is equal MACs (604M and 629M of 10 + 10 tokens)
 # and nearly equal parameters; the vaswani big Transformer has MoA big's parameters.

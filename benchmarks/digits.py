@@ -145,6 +145,7 @@ def main() -> None:
             "--epochs": {"type": int, "default": 30},
         },
     )
+    args.dtype, args.stem = "float32", args.device  # the models train so, whatever was asked
     if args.miniature:
         args.seeds, args.epochs = 2, 1
     examples, rows = data(args.device), {}

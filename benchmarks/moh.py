@@ -30,12 +30,13 @@ DENSE = "dense"
 
 def calls(module: nn.Module, length: int, causal: bool, args: Any) -> Dict[str, Callable[[], Any]]:
     """ "inference" and "training" of a module on random tokens."""
-    batch = max(1, TOKENS[args.device] // length)
+    batch = 4 if args.miniature else max(1, TOKENS[args.device] // length)
     module = module.to(args.device, args.torch_dtype)
     x = torch.randn(length, batch, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
     upstream, mask = torch.randn_like(x), None
     if causal:
-        mask = mark_causal(torch.triu(torch.full((length, length), -math.inf, device=args.device), 1))
+        blocked = torch.full((length, length), -math.inf, device=args.device, dtype=args.torch_dtype)
+        mask = mark_causal(torch.triu(blocked, 1))
 
     def forward() -> Tensor:
         return module(x, x, x, attn_mask=mask, need_weights=False)[0]

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from multiprocessing import forkserver, reduction
@@ -58,6 +59,9 @@ class Stream:
 
 def command(module, words, stdin, streams, cwd, environment):
     """In the forked process: what `python -m MODULE WORDS…` does; streams: its output, errors, others."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own: no servers of servers
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -77,6 +81,13 @@ def command(module, words, stdin, streams, cwd, environment):
         sys.exit(1)
 
 
+def send(process, number):
+    """Nothing where it has ended, as of a Popen."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.is_alive():
+            os.kill(process.pid, number)
+
+
 class Forked:
     """subprocess.Popen for `running.process.Executor`; argv is [python, "-u", "-m", MODULE, WORDS…]."""
 
@@ -85,7 +96,7 @@ class Forked:
         reader, writer = os.pipe()
         errors = writer if stderr == subprocess.STDOUT else stderr.fileno()
         streams = [Stream(number) for number in (writer, errors, *pass_fds)]
-        place = (os.getcwd(), {**env, **_ENVIRONMENT})
+        place = (os.getcwd(), {**_ENVIRONMENT, **env})
         self.process = _FORKS.Process(target=command, args=(module, words, None, streams, *place))
         self.process.start()
         os.close(writer)
@@ -101,7 +112,7 @@ class Forked:
         return self.process.exitcode
 
     def send_signal(self, number):
-        os.kill(self.pid, number)
+        send(self.process, number)
 
 
 class Command:
@@ -131,7 +142,7 @@ class Command:
         return self._said("stdout")
 
     def send_signal(self, number):
-        os.kill(self.process.pid, number)
+        send(self.process, number)
 
     def end(self, timeout=300):
         """Wait for its end; returns the process as `subprocess.run` does."""

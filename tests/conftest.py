@@ -1,6 +1,7 @@
 """Shared fixtures: a toy parallel corpus, binarised once, and fairseq's commands as subprocesses."""
 
 import json
+import multiprocessing
 import random
 import signal
 import socket
@@ -31,6 +32,9 @@ ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddin
 @pytest.fixture(scope="session", autouse=True)
 def _server():
     start_the_server()
+    yield
+    for child in multiprocessing.active_children():  # of a test that failed; Python would wait for it
+        child.kill()
 
 
 @pytest.fixture(scope="module")

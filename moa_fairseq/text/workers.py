@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import multiprocessing
+import os
 import signal
 import threading
 from collections import deque
@@ -41,10 +41,8 @@ def ordered_map(
 def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iterator[Tuple[int, Any]]:
     pending: Deque[Tuple[int, Future]] = deque()
     context = _context(getattr(work, "func", work).__module__)
-    # Ctrl-C is the parent's to handle; the pool ends with it.
-    start = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ProcessPoolExecutor(workers, context, start))
+        pool = stack.enter_context(ProcessPoolExecutor(workers, context, _end_with_the_parent))
         stack.callback(pool.shutdown, cancel_futures=True)
         while True:
             for batch in itertools.islice(batches, 3 * workers - len(pending)):
@@ -54,6 +52,13 @@ def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iter
                 return
             size, future = pending.popleft()
             yield size, future.result()
+
+
+def _end_with_the_parent() -> None:
+    """In a worker. Ctrl-C is the parent's to handle; one that was killed outright ends no pool."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _context(module: str) -> multiprocessing.context.BaseContext:

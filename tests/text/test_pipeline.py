@@ -1,6 +1,10 @@
 """Chains of line functions: in order; on several processes with the same result; errors named."""
 
 import functools
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +39,25 @@ def test_error_of_a_worker_reaches_the_caller():
     finnish = functools.partial(work, steps=[("tokenize", {"lang": "fi"})])
     with pytest.raises(UserError, match="not available"):
         list(ordered_map(finnish, chunks(["x"] * 10, 1), 2, "text"))
+
+
+SLOW = """
+import os, time
+from moa_fairseq.text.workers import ordered_map
+
+def work(batch):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_of_a_killed_program_end(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    line = [sys.executable, "-c", "import slow; list(slow.ordered_map(slow.work, [[1]] * 9, 2, ''))"]
+    running = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    workers = [int(running.stdout.readline()) for _ in range(2)]
+    running.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
