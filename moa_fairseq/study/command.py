@@ -15,6 +15,7 @@ may share one study, on one machine or on several with a common file system.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import subprocess
@@ -48,22 +49,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="the runs of its tuning, which must come first")
     parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
     parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
+    parser.add_argument("--seeds", type=int, metavar="N", help="with --report: of the first N seeds alone")
     parser.add_argument("--json", action="store_true", help="with --report: print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out a study, or report it. Returns the exit status."""
     root = args.records or args.study.resolve().parents[2] / "results" / "studies"
-    study = load_study(args.study, root, args.tune)
+    study, name = load_study(args.study, root, args.tune), "report"
+    if args.seeds is not None:
+        if not args.report or not 0 < args.seeds <= study.seeds:
+            raise UserError(f"--seeds {args.seeds} goes with --report, and the study has {study.seeds}.")
+        study, name = dataclasses.replace(study, seeds=args.seeds), f"report-{args.seeds}-seeds"
     runs = runs_of(study, args.study.parent, root)
     if args.report:
         content = report(study, runs)
         folder = root / study.study
-        write_json(folder / "report.json", content)
-        with atomic_write(folder / "report.md") as stream:
+        write_json(folder / f"{name}.json", content)
+        with atomic_write(folder / f"{name}.md") as stream:
             stream.write(as_text(study, content, markdown=True))
-        for name, figure in draw(study, content).items():
-            save(figure, folder / f"{name}.png")
+        for picture, figure in draw(study, content).items() if args.seeds is None else ():
+            save(figure, folder / f"{picture}.png")
         print(json.dumps(content, indent=1) if args.json else as_text(study, content))
         return 0
     if args.jobs < 1:

@@ -121,6 +121,15 @@ def test_a_study_that_was_interrupted_twice_says_the_same(study):
     assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "gain" and contrast["n"] == 4
 
 
+def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
+    _, records = study()
+    whole = report_of(study)
+    assert study("--report", "--seeds", "3")[0] == 0
+    (contrast,) = json.loads((records / "report-3-seeds.json").read_text())["contrasts"]
+    assert contrast["n"] == 3 and whole == json.loads((records / "report.json").read_text())
+    assert study("--report", "--seeds", "9")[0] == study("--seeds", "3")[0] == 2
+
+
 def test_a_diverged_run_is_the_worst_and_stays(study):
     Player.diverges = ("B-seed3",)
     study()
