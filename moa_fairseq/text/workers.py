@@ -57,8 +57,13 @@ def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iter
 def _end_with_the_parent() -> None:
     """In a worker. Ctrl-C is the parent's to handle; one that was killed outright ends no pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if parent := multiprocessing.parent_process():
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def follow() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def _context(module: str) -> multiprocessing.context.BaseContext:
