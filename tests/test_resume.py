@@ -15,6 +15,7 @@ HASH = ("--router-choice", "hash", "--router-gates", "uniform", "--amp")
 CASES = {
     "moa": ("moa_transformer_tiny", (), "q_experts.weight"),
     "hash": ("moa_transformer_tiny", HASH, "q_experts.weight"),
+    "frozen": ("moh_transformer_tiny", ("--router-choice", "frozen", "--amp"), "q_proj.weight"),
     "bcd": ("mae_transformer_tiny", BCD, "gate.fc2.weight"),
     "joint": ("mae_transformer_tiny", (*BCD, "--bcd", "none"), "gate.norm.running_mean"),
 }

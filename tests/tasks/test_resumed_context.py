@@ -12,14 +12,13 @@ from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
 LONG, STOPS = 22, (6, 19)
 HABITS = ("--batch-size", 12, "--update-freq", 2)
 HABITS += ("--validate-interval-updates", 4, "--save-interval-updates", 4)
+HEADS = ("--decoder-attention-heads", 8, "--positions", "rope")
 CASES = {
     "dense, bfloat16": ("transformer_xl_lm_tiny", ("--amp",)),
     "moa, two chunks": ("moa_lm_tiny", ("--carried-chunks", 2)),
     "switchall, rope": ("switchall_lm_tiny", ("--positions", "rope", "--sigma-moe-expert-dropout", 0.2)),
-    "mae": (
-        "mae_transformer_lm_base",
-        ("--decoder-attention-heads", 8, "--positions", "rope", "--gate-window", 5),
-    ),
+    "moh": ("moh_transformer_lm_base", HEADS),
+    "mae": ("mae_transformer_lm_base", (*HEADS, "--gate-window", 5)),
 }
 
 

@@ -6,7 +6,6 @@ Elsewhere they would cost the host more than the kernels take. It can be differe
 imports without Triton, which is loaded when the first product runs.
 """
 
-import importlib
 import importlib.util
 import os
 from functools import cache
