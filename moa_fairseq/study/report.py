@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from typing import Any, Dict, List, Optional, Tuple, Union
 
@@ -21,14 +20,6 @@ from moa_fairseq.tables import Column, Table, page
 # Label, colour, differences of single seeds, and their mean with its interval, of one row of a picture.
 Mark = Tuple[str, str, List[float], Optional[Dict[str, Any]]]
 
-
-# Of a point, for its name: neighbours do not cover each other
-_BESIDE = ((5, 3), (5, -9), (-15, 3), (-15, -9))
-    (5, 3),
-    (5, -9),
-    (-15, 3),
-    (-15, -9),
-)  # of a point, for its name: neighbours do not cover each other
 
 SYSTEM_COLUMNS = (
     Column("label", "system"),
@@ -202,9 +193,9 @@ def _cost(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Fig
             points = [row for row in content["systems"] if row["family"] == family]
             cost = [row[key] / base[key] if base[key] else float("nan") for row in points]
             panel.plot(cost, [row["loss"] for row in points], "o", color=colour, label=family)
-            for x, row, place in zip(cost, points, itertools.cycle(_BESIDE)):
+            for x, row in zip(cost, points):
                 panel.annotate(
-                    row["system"], (x, row["loss"]), xytext=place, textcoords="offset points", fontsize=7
+                    row["system"], (x, row["loss"]), xytext=(4, 3), textcoords="offset points", fontsize=7
                 )
         panel.set_xlabel(f"{name} ÷ those of “{base['label']}”")
     panels[0].set_ylabel("validation loss (bits)")
