@@ -37,14 +37,15 @@ LONG_INPUT = 60_000  # bytes; what a quadratic pattern shows itself with
 class Parser(NamedTuple):
     """valid: an input to be accepted. make: an odd one. parse: reads the file `input` in an empty folder.
 
-    cases: how many odd inputs the tests make. seconds_per_byte: processor time, beside two seconds.
+    cases: how many odd inputs the tests make, unless FUZZ_CASES says it. seconds_per_byte: processor time,
+    beside two seconds.
     """
 
     name: str
     valid: bytes
     make: Callable[[random.Random], bytes]
     parse: Callable[[Path], None]
-    cases: int = 1000
+    cases: int = 400
     seconds_per_byte: float = 4e-6
 
 
@@ -391,12 +392,12 @@ PARSERS = {
         Parser(
             *("recipe-yaml", dump_yaml(RECIPE).encode()),
             of_mapping(RECIPE, dump_yaml, (*VALUES, *YAML_TEXTS), YAML_ODD),
-            *(parse_recipe, 400, 1e-4),
+            *(parse_recipe, 150, 1e-4),
         ),
         Parser("train-log", LOG_BYTES, LOGS, parse_log),
         Parser("learning-curve", LOG_BYTES, LOGS, parse_curve),
         Parser("perplexity", PERPLEXITY, of_bytes(PERPLEXITY, PERPLEXITY_ODD), parse_perplexity),
-        of_json("state", STATE, parse_state)._replace(cases=600),
+        of_json("state", STATE, parse_state)._replace(cases=250),
         of_json("scores", SCORES, parse_scores),
         of_json("result", RESULT, parse_result),
     )

@@ -242,13 +242,12 @@ def test_an_interrupted_preparation_goes_on(prepare, source, made, monkeypatch, 
             assert made.tree(tmp_path / folder) == made.tree(tmp_path / "calm"), (function, when)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_real_processes_killed_at_random(made, tmp_path, number):
+def test_the_real_processes_killed_at_random(made, tmp_path):
     """listops: its sentences are drawn by several processes and binarised by fairseq's own program."""
-    chance, line = random.Random(int(number)), [sys.executable, "-m", "moa_fairseq.cli", "prepare", "listops"]
+    chance, line = random.Random(3), [sys.executable, "-m", "moa_fairseq.cli", "prepare", "listops"]
     line += ["--sizes", "1000", "50", "50", "--workers", "2"]
     subprocess.run([*line, str(tmp_path / "calm")], check=True, capture_output=True)
-    for _ in range(2):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         running = subprocess.Popen([*line, str(tmp_path / "killed")], stdout=subprocess.DEVNULL)
         time.sleep(chance.uniform(1, 8))
         running.send_signal(number)
