@@ -1,4 +1,4 @@
-"""Every family's output and all of its gradients are those of its paper's equations, in float64."""
+"""Outputs and all gradients are those of the papers' equations, in float64; MAE's are in test_mae.py."""
 
 import itertools
 import math
