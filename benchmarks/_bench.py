@@ -57,7 +57,9 @@ def arguments(
     default = "bfloat16" if args.device == "cuda" else "float32"
     args.dtype = args.dtype or default
     args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)
-    args.stem = args.device if args.dtype == default else f"{args.device}-{args.dtype}"
+    size = getattr(args, "size", "large")
+    kind = [args.dtype] * (args.dtype != default) + [size] * (size != "large")
+    args.stem = "-".join([args.device, *kind])
     multiplied = torch.float16 if args.dtype == "amp" and args.device == "cuda" else args.torch_dtype
     chosen, why = projection.automatic(multiplied) if args.device == "cuda" else ("grouped", "")
     args.auto = {"backend": chosen, "why": why}

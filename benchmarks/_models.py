@@ -1,6 +1,7 @@
 """Whole translation models with random weights, and random sentences: for training.py and generation.py."""
 
 import argparse
+from pathlib import Path
 from typing import Any, Dict
 
 import torch
@@ -11,6 +12,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import nn
 
 from moa_fairseq.criterions.with_routing import LabelSmoothedCrossEntropyWithRouting
+from moa_fairseq.recipes.loading import find_recipe, load_recipe
+from moa_fairseq.running.process import flags
 
 # fairseq's dense Transformers beside MoA's. Base to base is equal MACs (604M and 629M of 10 + 10 tokens)
 # and nearly equal parameters; the vaswani big Transformer has MoA big's parameters.
@@ -19,15 +22,18 @@ PAIRS = {
     "moa_transformer_base": "transformer",
     "moa_transformer_big": "transformer_vaswani_wmt_en_de_big",
 }
+TINY = {"quickstart_moa": "quickstart_transformer"}  # recipes; equal MACs within 6 %
 MINIATURE = {"moa_transformer_tiny": "transformer_tiny"}
-VOCABULARY, SMALL_VOCABULARY = 32768, 512
+SIZE = {"choices": ("tiny", "large"), "default": "large", "help": "the quickstart's models, or base and big"}
+VOCABULARY, TINY_VOCABULARY, SMALL_VOCABULARY = 32768, 4096, 512
 BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # of one update: sentence pairs, tokens of each
+TINY_BATCH = (85, 12)  # the quickstart's 1,024 tokens
 SMALL_BATCH = (8, 9)
 
 
 def pairs(args: argparse.Namespace) -> Dict[str, str]:
-    """Architecture → the dense one beside it, as --miniature has it."""
-    return MINIATURE if args.miniature else PAIRS
+    """Architecture, or a recipe's name → the dense one beside it, as --miniature and --size have it."""
+    return MINIATURE if args.miniature else TINY if args.size == "tiny" else PAIRS
 
 
 def dictionary(symbols: int) -> Dictionary:
@@ -39,30 +45,39 @@ def dictionary(symbols: int) -> Dictionary:
 
 
 def build(arch: str, words: Dictionary, device: str, dtype: torch.dtype) -> nn.Module:
-    """The model of fairseq-train --arch ARCH --share-all-embeddings."""
-    flags = ["data", "--arch", arch, "--share-all-embeddings"]
-    args = options.parse_args_and_arch(options.get_training_parser(), flags)
+    """The model of fairseq-train --arch ARCH --share-all-embeddings, or that of a shipped recipe."""
+    line, recipe = ["--arch", arch, "--share-all-embeddings"], find_recipe(Path(arch))
+    if recipe.is_file():
+        line = flags(load_recipe(recipe).model.as_flags())
+    args = options.parse_args_and_arch(options.get_training_parser(), ["data", *line])
     task = argparse.Namespace(source_dictionary=words, target_dictionary=words)
-    return ARCH_MODEL_REGISTRY[arch].build_model(args, task).to(device, dtype)
+    return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task).to(device, dtype)
 
 
 def criterion(arch: str, words: Dictionary) -> nn.Module:
     """Label-smoothed cross entropy; with the routers' losses and statistics for a mixture."""
     task = argparse.Namespace(target_dictionary=words)
-    if arch.startswith("moa"):
+    if "moa" in arch:
         return LabelSmoothedCrossEntropyWithRouting(task, False, 0.1)
     return LabelSmoothedCrossEntropyCriterion(task, False, 0.1)
 
 
 def training_batch(args: argparse.Namespace) -> "tuple[Dictionary, Dict[str, Any]]":
     """The dictionary, and the sample of one update."""
-    words = dictionary(SMALL_VOCABULARY if args.miniature else VOCABULARY)
+    words = vocabulary(args)
     return words, sentences(*batch_shape(args), words, args.device)
+
+
+def vocabulary(args: argparse.Namespace) -> Dictionary:
+    """A dictionary of the size that goes with the models."""
+    tiny = getattr(args, "size", "") == "tiny"
+    return dictionary(SMALL_VOCABULARY if args.miniature else TINY_VOCABULARY if tiny else VOCABULARY)
 
 
 def batch_shape(args: argparse.Namespace) -> "tuple[int, int]":
     """Sentence pairs of an update, and tokens of each."""
-    return SMALL_BATCH if args.miniature else BATCH[args.device]
+    tiny = getattr(args, "size", "") == "tiny"
+    return SMALL_BATCH if args.miniature else TINY_BATCH if tiny else BATCH[args.device]
 
 
 def sentences(batch: int, length: int, words: Dictionary, device: str) -> Dict[str, Any]:

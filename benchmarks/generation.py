@@ -1,16 +1,20 @@
 """Beam search: sentences and tokens per second, beam 5, of MoA beside fairseq's dense Transformers.
 
-    python benchmarks/generation.py
+    python benchmarks/generation.py                base and big
+    python benchmarks/generation.py --size tiny    the quickstart's models
 
 fairseq's own SequenceGenerator with models prepared as fairseq-generate prepares them. Weights are random,
 so every hypothesis is made to run for the same number of steps, as long as its source.
+
+A step of one sentence on a CPU takes about as long as reading the decoder's weights once: its speed beside
+dense can hardly exceed `weights_over_own`, the dense model's weights divided by its own.
 """
 
 from types import SimpleNamespace
 from typing import Any, Callable, Dict
 
 from _bench import arguments, report, take_turns
-from _models import BASE, SMALL_VOCABULARY, VOCABULARY, build, dictionary, pairs, sentences
+from _models import BASE, SIZE, build, pairs, sentences, vocabulary
 from fairseq.sequence_generator import SequenceGenerator
 from matplotlib.figure import Figure
 
@@ -21,13 +25,21 @@ LENGTH = 25
 
 def searched(args: Any) -> Dict[str, str]:
     """MoA's architectures and MAE's, each with the dense one beside it."""
+    if args.size == "tiny":
+        return pairs(args)
     mae = ("mae_transformer_tiny", "transformer_tiny") if args.miniature else ("mae_transformer_base", BASE)
     return {**pairs(args), mae[0]: mae[1]}
 
 
-def translate(arch: str, words: Any, batch: int, args: Any) -> Callable[[], Any]:
+def step_weights(model: Any) -> int:
+    """Parameters that a step of the decoder reads at most: all but the projections of the memory's keys."""
+    names = (".encoder_attn.k_proj.", ".encoder_attn.v_proj.")
+    parameters = model.decoder.named_parameters()
+    return sum(p.numel() for name, p in parameters if not any(kept in name for kept in names))
+
+
+def translate(model: Any, words: Any, batch: int, args: Any) -> Callable[[], Any]:
     """Translate one batch."""
-    model = build(arch, words, args.device, args.torch_dtype).eval()
     model.prepare_for_inference_(SimpleNamespace(generation=SimpleNamespace(beam=BEAM)))
     search = SequenceGenerator(
         [model], words, beam_size=BEAM, max_len_a=0, max_len_b=LENGTH, min_len=LENGTH - 1
@@ -39,13 +51,16 @@ def translate(arch: str, words: Any, batch: int, args: Any) -> Callable[[], Any]
 def measure(batch: int, words: Any, args: Any) -> Dict[str, Any]:
     archs = [name for pair in searched(args).items() for name in pair]
     archs = list(dict.fromkeys(archs))
-    calls = {arch: translate(arch, words, batch, args) for arch in archs}
+    models = {arch: build(arch, words, args.device, args.torch_dtype).eval() for arch in archs}
+    weights = {arch: step_weights(model) for arch, model in models.items()}
+    calls = {arch: translate(model, words, batch, args) for arch, model in models.items()}
     times = take_turns(calls, args.rounds, args.device)
     rows = {
         arch: {
             "seconds": seconds,
             "sentences_per_second": batch / seconds,
             "tokens_per_second": batch * LENGTH / seconds,
+            "step_weights": weights[arch],
         }
         for arch, seconds in times.items()
     }
@@ -53,6 +68,7 @@ def measure(batch: int, words: Any, args: Any) -> Dict[str, Any]:
         "sentences": batch,
         "rows": rows,
         "speed_over_dense": {arch: times[dense] / times[arch] for arch, dense in searched(args).items()},
+        "weights_over_own": {arch: weights[dense] / weights[arch] for arch, dense in searched(args).items()},
     }
 
 
@@ -80,8 +96,8 @@ def draw(results: "list[Dict[str, Any]]", args: Any) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__)
-    words = dictionary(SMALL_VOCABULARY if args.miniature else VOCABULARY)
+    args = arguments(__doc__, more={"--size": SIZE})
+    words = vocabulary(args)
     results = []
     for batch in (3,) if args.miniature else BATCHES[args.device]:
         results.append(measure(batch, words, args))

@@ -144,11 +144,32 @@ TARGETS = (
         "training (amp)",
         _over_float32,
     ),
+    (
+        "cpu",
+        "training tokens/s, the quickstart's MoA ÷ its dense model",
+        "≥ 0.9",
+        "training (tiny)",
+        lambda found: f"{found['speed_over_dense']['quickstart_moa']:.2f}",
+    ),
     ("cpu", "training tokens/s, MoA base ÷ dense base", "≥ 0.9", "training", _training),
     (
         "cpu",
-        "generation, beam 5, MoA base ÷ dense base",
+        "generation, beam 5, MoA big ÷ dense big",
         "≥ 1.0",
+        "generation",
+        _generation("moa_transformer_big"),
+    ),
+    (
+        "cpu",
+        "generation, beam 5, the quickstart's MoA ÷ its dense model",
+        "none",
+        "generation (tiny)",
+        _generation("quickstart_moa"),
+    ),
+    (
+        "cpu",
+        "generation, beam 5, MoA base ÷ dense base",
+        "≥ 0.95",
         "generation",
         _generation("moa_transformer_base"),
     ),
@@ -215,7 +236,7 @@ _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 
 def _load(benchmark: str, device: str) -> Found:
-    """benchmark: its name, and in brackets the dtype that is not the device's default."""
+    """benchmark: its name, and in brackets the dtype or size that is not the default."""
     name, _, dtype = benchmark.removesuffix(")").partition(" (")
     path = RESULTS / f"{name}-{device}{'-' + dtype if dtype else ''}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,6 +1,7 @@
 """Whole-model training: target tokens per second of MoA beside fairseq's dense Transformers.
 
-    python benchmarks/training.py
+    python benchmarks/training.py                base and big
+    python benchmarks/training.py --size tiny    the quickstart's models
 
 An update is forward, criterion (with the routers' losses and statistics), backward and Adam. Base is
 compared with the dense base model (equal MACs), big with the dense big one (equal parameters). --dtype amp
@@ -13,7 +14,7 @@ from typing import Any, Callable, Dict
 
 import torch
 from _bench import arguments, peak_bytes, report, take_turns
-from _models import batch_shape, build, criterion, pairs, training_batch
+from _models import SIZE, batch_shape, build, criterion, pairs, training_batch
 from matplotlib.figure import Figure
 
 _FLOAT32 = ", float32"
@@ -52,7 +53,7 @@ def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     panel = figure.subplots()
     names, dense = list(rows), pairs(args)
-    colours = ["#0072B2" if name.startswith("moa") else "#999999" for name in names]
+    colours = ["#0072B2" if "moa" in name else "#999999" for name in names]
     panel.barh(names, [rows[name]["tokens_per_second"] for name in names], color=colours)
     for place, name in enumerate(names):
         if name in ratios:
@@ -66,7 +67,7 @@ def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, amp=True)
+    args = arguments(__doc__, amp=True, more={"--size": SIZE})
     words, sample = training_batch(args)
     steps, parameters, beside_of, amp = {}, {}, pairs(args), args.dtype == "amp"
     if amp:

@@ -81,5 +81,8 @@ def project(
     into_experts, per_row, per_sum = fan
     per_wide, per_narrow = (per_row, per_sum) if into_experts else (per_sum, per_row)
     plan = order.plan(_kind(rows, weight, order, per_wide), per_wide, per_narrow)
-    sums: Tensor = _Project.apply(rows, weight, bias, gate, into_experts, plan)
+    if torch.is_grad_enabled():
+        sums: Tensor = _Project.apply(rows, weight, bias, gate, into_experts, plan)
+    else:  # generation: a Function costs as much as a small product
+        sums = plan.forward(rows, weight, bias, gate, into_experts)
     return sums
