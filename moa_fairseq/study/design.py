@@ -84,6 +84,12 @@ class Run(NamedTuple):
     overrides: Dict[str, Any]
     record: Path
 
+    @property
+    def block(self) -> Tuple[int, str]:
+        """Runs of one block are compared with each other: those of a seed, in tuning of a system alone."""
+        system, is_trial, _ = self.system.partition(" ")
+        return self.seed, system if is_trial else ""
+
     def load(self) -> Recipe:
         """Its recipe with the system's values, still without the seed."""
         overrides = [f"{key}={json.dumps(value)}" for key, value in self.overrides.items()]

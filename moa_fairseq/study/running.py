@@ -38,7 +38,7 @@ class Place(NamedTuple):
     gpus: int
 
     def conditions(self, run: Run) -> Dict[str, str]:
-        """What must not differ between the runs of one seed: devices with threads, and the precision."""
+        """What must not differ between the runs of one block: devices with threads, and the precision."""
         devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
         recipe = run.load()
         precision = precision_name(recipe.train.precision, devices, recipe.model)
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 def open_runs(runs: List[Run], place: Place) -> List[Run]:
     """The runs that have no record yet and can be made here.
 
-    What is compared differs in one thing: runs of a seed that was begun on another kind of machine, or in
+    What is compared differs in one thing: runs of a block that was begun on another kind of machine, or in
     another precision, are left out, with a warning. Raises UserError where another commit made the records.
     """
     now, begun, elsewhere = commit(), set(), set()
@@ -59,15 +59,15 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
                 f"{run.record} was made at commit {record['commit']}, and this is {now}: all runs of a study "
                 f"need one commit. Run it from a worktree: git worktree add ../study {record['commit']}."
             )
-        if record and run.seed not in begun:
-            begun.add(run.seed)
+        if record and run.block not in begun:
+            begun.add(run.block)
             here = place.conditions(run)
             there = {key: record.get(key, here[key]) for key in here}
             if there != here:
-                elsewhere.add(run.seed)
+                elsewhere.add(run.block)
                 words = [", ".join(each.values()) for each in (there, here)]
-                log.warning("seed %d was begun on %s: not gone on with on %s", run.seed, *words)
-    return [run for run in runs if run.seed not in elsewhere and not run.record.is_file()]
+                log.warning("seed %d %s was begun on %s: not gone on with on %s", *run.block, *words)
+    return [run for run in runs if run.block not in elsewhere and not run.record.is_file()]
 
 
 def work(runs: List[Run], place: Place) -> None:

@@ -170,6 +170,14 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     Player.end = None
     study()
     assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
+    tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
+    monkeypatch.setattr(running.Place, "conditions", here)
+    Player.ran, Player.end = [], 1
+    study("--tune", name="tuned", **tuning)
+    monkeypatch.setattr(running.Place, "conditions", lambda *arguments: {**here(*arguments), **other})
+    Player.end = None
+    study("--tune", name="tuned", **tuning)
+    assert "A-lr=2-seed101" not in Player.ran and "B-lr=2-seed101" in Player.ran, "A was begun elsewhere"
     monkeypatch.setattr(running, "commit", lambda: "4567def")
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
 
