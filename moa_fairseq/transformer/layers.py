@@ -215,15 +215,26 @@ class MixtureEncoder(TransformerEncoderBase):
     ) -> Dict[str, List[Tensor]]:
         """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
 
-        fairseq's generator does not tell the model the size of the beam; only this order shows it.
+        fairseq's generator does not tell the model the size of the beam; only this order shows it. Later orders
+        exchange the hypotheses of a sentence, which read the same: on a CPU, where asking costs no wait,
+        nothing is copied then.
         """
-        sentences = encoder_out["encoder_out"][0].size(1)
+        rows, kept = encoder_out["encoder_out"][0].size(1), _BEAM in encoder_out
+        beam = encoder_out[_BEAM][0].size(0) if kept else new_order.numel() // max(rows, 1)
+        if beam < 2 or (kept and new_order.is_cuda):
+            return super().reorder_encoder_out(encoder_out, new_order)
+        numbers = torch.arange(new_order.numel(), device=new_order.device)
+        if not kept:
+            result = super().reorder_encoder_out(encoder_out, new_order)
+            is_beam = torch.equal(new_order, numbers // beam) and new_order.numel() == rows * beam
+            return {**result, _BEAM: [new_order.new_empty(beam, 0)]} if is_beam else result
+        sentence = new_order // beam
+        if new_order.numel() == rows and torch.equal(sentence, numbers // beam):
+            return encoder_out
         result = super().reorder_encoder_out(encoder_out, new_order)
-        beam = new_order.numel() // max(sentences, 1)
-        repeated = torch.arange(sentences, device=new_order.device).repeat_interleave(beam)
-        if beam > 1 and torch.equal(new_order, repeated):
-            result[_BEAM] = [new_order.new_empty(beam, 0)]
-        return result
+        # a sentence that is finished leaves with all of its hypotheses
+        together = new_order.numel() % beam == 0 and torch.equal(sentence, sentence[numbers // beam * beam])
+        return {**result, _BEAM: encoder_out[_BEAM]} if together else result
 
 
 class MixtureDecoder(TransformerDecoderBase):

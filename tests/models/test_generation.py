@@ -81,6 +81,19 @@ def test_only_an_order_that_repeats_every_sentence_is_a_beam():
         assert keys.size(0) == (7 if is_beam else len(order))
 
 
+def test_later_orders_of_a_beam_copy_what_changes():
+    encoder = model_of().encoder
+    encoder_out = encoder.reorder_encoder_out(
+        encoder(**batch()["net_input"]), torch.arange(7).repeat_interleave(2)
+    )
+    swapped = torch.arange(14).view(7, 2).flip(1).flatten()
+    assert encoder.reorder_encoder_out(encoder_out, swapped) is encoder_out
+    for order, is_beam in ((swapped[4:], True), (swapped.roll(1), False), (swapped[:5], False)):
+        found = encoder.reorder_encoder_out(encoder_out, order)
+        assert ("beam" in found) == is_beam
+        assert torch.equal(found["encoder_out"][0], encoder_out["encoder_out"][0][:, order])
+
+
 def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
     model = model_of()
     attention = model.decoder.layers[0].encoder_attn
