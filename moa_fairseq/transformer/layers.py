@@ -215,9 +215,9 @@ class MixtureEncoder(TransformerEncoderBase):
     ) -> Dict[str, List[Tensor]]:
         """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
 
-        fairseq's generator does not tell the model the size of the beam; only this order shows it. Later orders
-        exchange the hypotheses of a sentence, which read the same: on a CPU, where asking costs no wait,
-        nothing is copied then.
+        fairseq's generator does not tell the model the size of the beam; only this order shows it. Later
+        orders exchange the hypotheses of a sentence, which read the same: on a CPU, where asking costs no
+        wait, nothing is copied then.
         """
         rows, kept = encoder_out["encoder_out"][0].size(1), _BEAM in encoder_out
         beam = encoder_out[_BEAM][0].size(0) if kept else new_order.numel() // max(rows, 1)
