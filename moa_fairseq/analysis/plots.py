@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from moa_fairseq.files import atomic_write
 
@@ -35,3 +40,31 @@ def style(panel: Axes) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(True, color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)
+
+
+def label_points(panel: Axes, points: Sequence[Tuple[float, float, str]]) -> None:
+    """Write each name beside its point (x, y), clear of all points and other names, with a line if it is far.
+
+    To be called last: what is drawn later, or moves the panel, is not looked at.
+    """
+    canvas = FigureCanvasAgg(panel.get_figure(root=True))
+    canvas.draw()
+    places = panel.transData.transform([(x, y) for x, y, _ in points])
+    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    settings: Dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "center"}
+    for place, (x, y, name) in zip(places, points):
+        for distance, angle in itertools.product((9, 16, 23, 30), (45, -45, 135, -135, 0, 180, 90, -90)):
+            offset = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
+            line = (
+                {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3} if distance > 9 else None
+            )
+            text = panel.annotate(name, (x, y), offset, arrowprops=line, **settings)
+            text.update_positions(canvas.get_renderer())
+            box = Text.get_window_extent(text)  # without the line
+            middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
+            nearest = min(places, key=lambda other: math.dist(other, middle))
+            is_clear = not any(box.overlaps(other) for other in taken)
+            if is_clear and (line or math.dist(nearest, middle) == math.dist(place, middle)):
+                taken.append(box)
+                break
+            text.remove()

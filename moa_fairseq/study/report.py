@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import numpy as np
 from matplotlib.figure import Figure
 
-from moa_fairseq.analysis.plots import COLOURS, GREY, style
+from moa_fairseq.analysis.plots import COLOURS, GREY, label_points, style
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
@@ -22,6 +22,7 @@ Mark = Tuple[str, str, List[float], Optional[Dict[str, Any]]]
 
 
 SYSTEM_COLUMNS = (
+    Column("system", ""),
     Column("label", "system"),
     Column("n", "n", "d"),
     Column("loss", "bits", ".4f"),
@@ -120,9 +121,9 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
         for row in content["contrasts"]
     ]
     blocks: List[Union[str, Table]] = [
-        f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, mean of "
-        f"the last {study.last} validations. Tokens/s: the fastest of the seeds, since the machine had other "
-        "work, too.",
+        f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, "
+        f"{f'mean of the last {study.last} validations' if study.last > 1 else 'of the last validation'}. "
+        "Tokens/s: the fastest of the seeds, since the machine had other work, too.",
         Table(SYSTEM_COLUMNS, systems),
     ]
     if contrasts:
@@ -187,18 +188,18 @@ def _cost(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Fig
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     names = {"attention_macs": "attention's multiplications", "tokens_per_second": "tokens a second"}
+    labels: Dict[str, List[Tuple[float, float, str]]] = {key: [] for key in names}
     for panel, (key, name) in zip(panels, names.items()):
         style(panel)
         for family, colour in colours.items():
             points = [row for row in content["systems"] if row["family"] == family]
             cost = [row[key] / base[key] if base[key] else float("nan") for row in points]
             panel.plot(cost, [row["loss"] for row in points], "o", color=colour, label=family)
-            for x, row in zip(cost, points):
-                panel.annotate(
-                    row["system"], (x, row["loss"]), xytext=(4, 3), textcoords="offset points", fontsize=7
-                )
+            labels[key] += [(x, row["loss"], row["system"]) for x, row in zip(cost, points)]
         panel.set_xlabel(f"{name} ÷ those of “{base['label']}”")
     panels[0].set_ylabel("validation loss (bits)")
     panels[0].legend(fontsize=8, frameon=False)
     figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
+    for panel, points in zip(panels, labels.values()):
+        label_points(panel, points)
     return figure

@@ -1,10 +1,15 @@
 """What stands in the pictures: panels, order of bars, labels."""
 
+import itertools
+import math
+
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from moa_fairseq.analysis.expert_load import draw_expert_load
 from moa_fairseq.analysis.learning_curve import LearningCurve, Point, draw_learning_curves
-from moa_fairseq.analysis.plots import save
+from moa_fairseq.analysis.plots import label_points, save
 from moa_fairseq.errors import UserError
 
 
@@ -75,3 +80,20 @@ def test_pictures_are_written_whole(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError):
         save(figure, tmp_path / "file" / "curve.png")
+
+
+def test_names_of_points_that_touch_stand_apart_and_each_at_its_own():
+    figure = Figure(figsize=(4, 3), layout="constrained")
+    panel = figure.subplots()
+    points = [(1.0, 1.0, "A"), (1.0, 1.02, "BB"), (1.01, 1.01, "C"), (2.0, 2.0, "D"), (1.0, 1.04, "E")]
+    panel.plot(*zip(*[point[:2] for point in points]), "o")
+    label_points(panel, points)
+    figure.canvas.draw()
+    boxes = [Text.get_window_extent(text) for text in panel.texts]
+    assert [text.get_text() for text in panel.texts] == [name for *_, name in points]
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    places = panel.transData.transform([point[:2] for point in points])
+    for text, box, own in zip(panel.texts, boxes, places):
+        middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
+        distances = [math.dist(place, middle) for place in places]
+        assert text.arrow_patch or min(distances) == math.dist(own, middle)
