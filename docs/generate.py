@@ -104,7 +104,7 @@ def claims() -> str:
             if (folder / "report.json").is_file():
                 report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
                 found = {contrast["contrast"]: contrast for contrast in report["contrasts"]}
-            measured = ["not run", "", ""]
+            measured = ["running" if folder.is_dir() else "not run", "", ""]
             if name in found:
                 here = found[name]
                 interval = f"{here['mean']:+.3f} ({here['low']:+.3f} … {here['high']:+.3f})"
