@@ -49,6 +49,7 @@ def arguments(
     parser.add_argument("--rounds", type=int, default=7, help="how often each candidate takes its turn")
     parser.add_argument("--miniature", action="store_true", help="tiny sizes: to see that it works")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the plot")
+    parser.set_defaults(size="large")  # of benchmarks without --size
     for flag, options in more.items():
         parser.add_argument(flag, **options)
     args = parser.parse_args()
@@ -57,8 +58,7 @@ def arguments(
     default = "bfloat16" if args.device == "cuda" else "float32"
     args.dtype = args.dtype or default
     args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)
-    size = getattr(args, "size", "large")
-    kind = [args.dtype] * (args.dtype != default) + [size] * (size != "large")
+    kind = [args.dtype] * (args.dtype != default) + [args.size] * (args.size != "large")
     args.stem = "-".join([args.device, *kind])
     multiplied = torch.float16 if args.dtype == "amp" and args.device == "cuda" else args.torch_dtype
     chosen, why = projection.automatic(multiplied) if args.device == "cuda" else ("grouped", "")

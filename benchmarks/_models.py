@@ -70,14 +70,14 @@ def training_batch(args: argparse.Namespace) -> "tuple[Dictionary, Dict[str, Any
 
 def vocabulary(args: argparse.Namespace) -> Dictionary:
     """A dictionary of the size that goes with the models."""
-    tiny = getattr(args, "size", "") == "tiny"
-    return dictionary(SMALL_VOCABULARY if args.miniature else TINY_VOCABULARY if tiny else VOCABULARY)
+    return dictionary(
+        SMALL_VOCABULARY if args.miniature else TINY_VOCABULARY if args.size == "tiny" else VOCABULARY
+    )
 
 
 def batch_shape(args: argparse.Namespace) -> "tuple[int, int]":
     """Sentence pairs of an update, and tokens of each."""
-    tiny = getattr(args, "size", "") == "tiny"
-    return SMALL_BATCH if args.miniature else TINY_BATCH if tiny else BATCH[args.device]
+    return SMALL_BATCH if args.miniature else TINY_BATCH if args.size == "tiny" else BATCH[args.device]
 
 
 def sentences(batch: int, length: int, words: Dictionary, device: str) -> Dict[str, Any]:

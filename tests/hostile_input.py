@@ -45,7 +45,7 @@ class Parser(NamedTuple):
     valid: bytes
     make: Callable[[random.Random], bytes]
     parse: Callable[[Path], None]
-    cases: int = 400
+    cases: int = 1000
     seconds_per_byte: float = 4e-6
 
 
@@ -392,12 +392,12 @@ PARSERS = {
         Parser(
             *("recipe-yaml", dump_yaml(RECIPE).encode()),
             of_mapping(RECIPE, dump_yaml, (*VALUES, *YAML_TEXTS), YAML_ODD),
-            *(parse_recipe, 150, 1e-4),
+            *(parse_recipe, 400, 1e-4),
         ),
         Parser("train-log", LOG_BYTES, LOGS, parse_log),
         Parser("learning-curve", LOG_BYTES, LOGS, parse_curve),
         Parser("perplexity", PERPLEXITY, of_bytes(PERPLEXITY, PERPLEXITY_ODD), parse_perplexity),
-        of_json("state", STATE, parse_state)._replace(cases=250),
+        of_json("state", STATE, parse_state)._replace(cases=600),
         of_json("scores", SCORES, parse_scores),
         of_json("result", RESULT, parse_result),
     )

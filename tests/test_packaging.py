@@ -89,8 +89,11 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
             check=False,
         )
 
-    done = run("recipe", "configs/quickstart_moa.yaml", "--dry-run", "--gpus", "0")
-    assert done.returncode == 0 and f"--user-dir {site}/moa_fairseq" in done.stdout, done.stderr
+    for name in ("quickstart_moa", "configs/quickstart_moa.yaml"):
+        done = run("recipe", name, "--dry-run", "--gpus", "0")
+        assert done.returncode == 0 and f"--user-dir {site}/moa_fairseq" in done.stdout, done.stderr
+    done = run("recipe", "quickstart_mao", "--dry-run")
+    assert done.returncode == 2 and "quickstart_moa" in done.stderr
     done = run("compare")
     assert done.returncode == 0 and "SwitchHead" in done.stdout, done.stderr
     assert {path.stem for path in site.glob("moa_fairseq/share/configs/*.yaml")} == {

@@ -41,6 +41,9 @@ def test_the_documented_loop_generates_with_one_expert(fairseq, mae, toy_data, t
     scores = {}
     for how, line in zip(("mixture", "top-expert", "random-expert"), lines):
         log = fairseq("generate", *(values.get(word, word) for word in line), "--cpu").stdout
+        (tmp_path / "one_expert.txt").write_text(log)
+        scored = fairseq("moa", "score", "one_expert.txt", "--chain", "multi-bleu", cwd=tmp_path).stdout
+        assert scored.startswith("multi-bleu")
         (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
             [str(mae)], arg_overrides={"mae_evaluate_with": how}
         )

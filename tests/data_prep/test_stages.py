@@ -247,7 +247,7 @@ def test_the_real_processes_killed_at_random(made, tmp_path):
     chance, line = random.Random(3), [sys.executable, "-m", "moa_fairseq.cli", "prepare", "listops"]
     line += ["--sizes", "1000", "50", "50", "--workers", "2"]
     subprocess.run([*line, str(tmp_path / "calm")], check=True, capture_output=True)
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL) * 2:
         running = subprocess.Popen([*line, str(tmp_path / "killed")], stdout=subprocess.DEVNULL)
         time.sleep(chance.uniform(1, 8))
         running.send_signal(number)

@@ -201,7 +201,7 @@ def test_nothing_as_large_as_every_slot_of_the_models_width_is_stored(use, monke
 
     for name in ("products", "gate_grads", "outer", "sum_rows"):
         monkeypatch.setattr(launch, name, watched(getattr(launch, name)))
-    tokens, model_dim, k, heads = 48, 64, 4, 2  # so many that no partial weight gradient is the largest
+    tokens, model_dim, k, heads = 72, 96, 4, 2  # so many that no partial weight gradient is the largest
     case = variants((tokens, model_dim, 5, k, 16, heads, "random"), use)[0]
     case.run(case.projected("triton"), torch.float32, DEVICE)
     assert tokens * model_dim <= max(largest) <= tokens * heads * k * model_dim / 2
@@ -240,7 +240,7 @@ def _arguments(tokens=9, model_dim=20, num_experts=4, k=2, dim=12, dtype=torch.f
 
 @pytest.mark.parametrize("use", USES)
 def test_operators_keep_the_contract_of_torch(use):
-    for case in variants((9, 20, 4, 2, 12, 2, "random"), use)[: None if DEVICE == "cuda" else 1]:
+    for case in variants((9, 20, 4, 2, 12, 2, "random"), use):
         index, inputs, _ = case.inputs
         leaves = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in inputs.items()}
         gate = leaves["gate"].detach().flatten().requires_grad_() if "gate" in leaves else None
@@ -261,7 +261,7 @@ def test_eager_code_calls_no_operator_of_torch(monkeypatch):
     assert x.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[-1]] if INTERPRETED else [DTYPES[0], DTYPES[-1]], ids=str)
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[-1]], ids=str)
 def test_compiles_into_one_graph_for_any_number_of_tokens(dtype):
     compiled = torch.compile(_both, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (9, 14):

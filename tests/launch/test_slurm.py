@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.recipes.train_log import read_records
 from moa_fairseq.running import process
 from moa_fairseq.running.make import marks
@@ -126,10 +127,19 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     content[len(content) // 2] ^= 255  # and the disk of the dying machine wrote nonsense
     last.write_bytes(content)
     second = job()
+    wait_for(lambda: not last.exists() or last.read_bytes() != content, second)
+    second.send_signal(signal.SIGUSR1)  # time is almost up
     output = second.communicate(timeout=240)[0]
-    assert second.returncode == 0 and "train: done before" in output, output[-3000:]
+    assert second.returncode == 0 and f"requeued {os.getpid()}" in output, output[-3000:]
     log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
     assert "checkpoint_last.pt is damaged" in log and "going on from checkpoint" in log
+    saved = load_checkpoint(last)["optimizer_history"][-1]["num_updates"]
+
+    third = job()
+    output = third.communicate(timeout=240)[0]
+    assert third.returncode == 0 and "train: done before" in output, output[-3000:]
+    log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
+    assert f"going on from update {saved:,}" in log
     assert marks(tmp_path / "run")["train"]["facts"]["hardware"].startswith("2 processes, ")
     ended = [r for r in read_records(tmp_path / "run" / "train.jsonl") if "valid_loss" in r]
     assert [record["epoch"] for record in ended] == list(range(1, EPOCHS + 1))
