@@ -338,6 +338,9 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
             log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
         else:
             log.info("stands for %s", row)
+    elif known and options.data and (other := data_differences(recipe, known, {})):
+        told = "; ".join(f"{key}: {what}" for key, what in other.items())
+        log.warning("%s is not what the recipe says: %s", known, told)
     return run
 
 

@@ -5,6 +5,7 @@
   moa-fairseq study configs/studies/language.yaml --data DIR --jobs 2        two runs at a time
   sbatch --array=1-8 --wrap "moa-fairseq study configs/studies/language.yaml --data DIR"       of a cluster
   moa-fairseq study configs/studies/language.yaml --report
+  moa-fairseq study configs/studies/translation.yaml --report --references DIR/tokens/test.de
 
 All systems of one seed run back to back, then those of the next seed. Each run is a run folder below
 --runs and leaves a record below results/studies/. A run that has a record is never made again, so an
@@ -50,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
     parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
     parser.add_argument("--seeds", type=int, metavar="N", help="with --report: of the first N seeds alone")
+    parser.add_argument(
+        "--references",
+        type=Path,
+        metavar="FILE",
+        help="with --report: BLEU and chrF, too; the test set's target side in words, without subwords",
+    )
     parser.add_argument("--json", action="store_true", help="with --report: print JSON")
 
 
@@ -61,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
         if not args.report or not 0 < args.seeds <= study.seeds:
             raise UserError(f"--seeds {args.seeds} goes with --report, and the study has {study.seeds}.")
         study, name = dataclasses.replace(study, seeds=args.seeds), f"report-{args.seeds}-seeds"
+    if args.references and not args.report:
+        raise UserError("--references goes with --report.")
     runs = runs_of(study, args.study.parent, root)
     if args.report:
-        content = report(study, runs)
+        content = report(study, runs, args.references)
         folder = root / study.study
         write_json(folder / f"{name}.json", content)
         with atomic_write(folder / f"{name}.md") as stream:

@@ -1,8 +1,10 @@
-"""What the records of a study say: a table of systems, a table of contrasts, and three pictures."""
+"""What the records of a study say: tables of systems, contrasts and translations, and three pictures."""
 
 from __future__ import annotations
 
+import logging
 import textwrap
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import numpy as np
@@ -10,13 +12,17 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.analysis.plots import COLOURS, GREY, label_points, style
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.against import against
+from moa_fairseq.evaluation.chains import RunningText, Texts, running_text
 from moa_fairseq.evaluation.complexity import complexity
+from moa_fairseq.evaluation.generate_log import read_lines
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
 from moa_fairseq.recipes.loading import check_flags
 from moa_fairseq.running.process import flags
 from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
 from moa_fairseq.tables import Column, Table, page
 
+log = logging.getLogger(__name__)
 # Label, colour, differences of single seeds, and their mean with its interval, of one row of a picture.
 Mark = Tuple[str, str, List[float], Optional[Dict[str, Any]]]
 
@@ -43,11 +49,26 @@ CONTRAST_COLUMNS = (
     Column("visible", "visible", ".4f"),
     Column("verdict", "verdict"),
 )
+TRANSLATION_COLUMNS = (
+    Column("contrast", "contrast"),
+    Column("n", "n", "d"),
+    *(
+        column
+        for metric in ("BLEU", "chrF")
+        for column in (
+            Column(f"{metric} first", f"{metric}, first", ".2f"),
+            Column(f"{metric} second", "second", ".2f"),
+            Column(f"{metric} difference", "first − second", "+.2f"),
+            Column(f"{metric} p_holm", "p (Holm)", ".2g"),
+        )
+    ),
+)
 
 
-def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
+def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> Dict[str, Any]:
     """The tables as data: systems, contrasts (of the seeds that both have), and what made the records.
 
+    references: the test set's target side in words, to score the recorded translations with.
     Raises UserError where nothing was run.
     """
     found = [record for run in runs if (record := read_record(run))]
@@ -93,7 +114,40 @@ def report(study: Study, runs: List[Run]) -> Dict[str, Any]:
     kinds = ("commit", "hardware", "precision", "versions")
     made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
     counts = {"runs": len(found), "planned": len(runs)}
-    return {"study": study.study, **counts, "systems": systems, "contrasts": contrasts, "made_by": made_by}
+    tables = {"systems": systems, "contrasts": contrasts}
+    if references:
+        tables["translations"] = _translations(study, runs, references)
+    return {"study": study.study, **counts, **tables, "made_by": made_by}
+
+
+def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[str, Any]]:
+    """BLEU and chrF of each contrast, means over the seeds that both have, with a two-sided p (Holm)."""
+    texts: Dict[str, Dict[int, RunningText]] = {name: {} for name in study.systems}
+    target = read_lines(references)
+    for run in runs:
+        recipe = run.load()
+        if not recipe.generate:
+            raise UserError(f"{run.recipe} translates nothing: leave --references out.")
+        path = run.record.parent / "outputs" / f"{run.record.stem}.{recipe.subsets[0]}.txt"
+        if not path.is_file():  # not run, or diverged
+            continue
+        if len(lines := read_lines(path)) != len(target):
+            problem = f"--references {references} has {len(target)} lines, {path} has {len(lines)}"
+            raise UserError(f"{problem}: give the target side of subset {recipe.subsets[0]}.")
+        texts[run.system][run.seed] = running_text(Texts(lines, [target], recipe.data.target or "de"))
+    rows = []
+    for name, contrast in study.contrasts.items():
+        first, second = texts[contrast.first], texts[contrast.second]
+        if seeds := sorted(first.keys() & second.keys()):
+            log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
+            found = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])["metrics"]
+            values = {f"{row['metric']} {key}": value for row in found for key, value in row.items()}
+            rows.append({"contrast": name, "n": len(seeds), **values})
+    for metric in ("BLEU", "chrF"):
+        adjusted = holm({row["contrast"]: row[f"{metric} p"] for row in rows})
+        for row in rows:
+            row[f"{metric} p_holm"] = adjusted[row["contrast"]]
+    return rows
 
 
 def _attention_macs(run: Run) -> int:
@@ -131,6 +185,12 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
             "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± "
             f"{study.margin} bits. Visible: what this many seeds find in 80 % of studies.",
             Table(CONTRAST_COLUMNS, contrasts),
+        ]
+    if rows := content.get("translations"):
+        blocks += [
+            "Translations, positive: the first is better. p: approximate randomisation over sentences and "
+            f"seeds, two-sided. {rows[0]['BLEU signature']}, {rows[0]['chrF signature']}",
+            Table(TRANSLATION_COLUMNS, rows),
         ]
     return page(blocks, markdown)
 

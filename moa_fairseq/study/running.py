@@ -17,7 +17,7 @@ from moa_fairseq.evaluation.generate_log import read_generate_log
 from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import saved_json, write_json
 from moa_fairseq.recipes.hardware import choose_devices, detect_hardware, precision_name
-from moa_fairseq.recipes.result import commit, versions
+from moa_fairseq.recipes.result import commit, data_differences, versions
 from moa_fairseq.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.running.make import marks
 from moa_fairseq.running.process import Executor, flags, terminate_as_interrupt, to_shell
@@ -49,8 +49,15 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
     """The runs that have no record yet and can be made here.
 
     What is compared differs in one thing: runs of a block that was begun on another kind of machine, or in
-    another precision, are left out, with a warning. Raises UserError where another commit made the records.
+    another precision, are left out, with a warning. Raises UserError where another commit made the records,
+    and where --data was prepared otherwise than a recipe says.
     """
+    prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
+    if prepared and (prepared / "manifest.json").is_file():
+        for run in {run.recipe: run for run in runs}.values():
+            if found := data_differences(run.load(), prepared, {}):
+                problem = f"--data {place.data} is not what {run.recipe} says"
+                raise UserError(f"{problem}: {'; '.join(f'{k}: {v}' for k, v in found.items())}.")
     now, begun, elsewhere = commit(), set(), set()
     for run in runs:
         record = read_record(run)

@@ -130,6 +130,51 @@ def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
     assert study("--report", "--seeds", "9")[0] == study("--seeds", "3")[0] == 2
 
 
+def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
+    pairs = {
+        "experiment": "pairs",
+        "summary": "translations",
+        "data": {"recipe": "tatoeba", "source": "en", "target": "de", "bpe": 100},
+        "model": {"arch": "dense_transformer_tiny"},
+        "train": {"criterion": "cross_entropy", "max_tokens": 16, "max_update": 4},
+        "generate": {"subsets": ["test"], "beam": 1},
+    }
+    (tmp_path / "configs" / "pairs.yaml").write_text(json.dumps(pairs))
+    systems = {name: {"label": name, "recipe": "../pairs.yaml"} for name in "AB"}
+    _, records = study(systems=systems)
+    target = [f"Das ist der Satz {n} von allen ." for n in range(30)]
+    references = tmp_path / "test.de"
+    references.write_text("".join(f"{line}\n" for line in target))
+    (records / "outputs").mkdir()
+    for name, words in (("A", 4), ("B", 7)):
+        for seed in (1, 2, 3):
+            lines = "".join(
+                " ".join(line.split()[: words + (n % 3 == seed % 3)]) + "\n" for n, line in enumerate(target)
+            )
+            (records / "outputs" / f"{name}-seed{seed}.test.txt").write_text(lines)
+    assert study("--report", "--references", str(references), systems=systems)[0] == 0
+    (row,) = json.loads((records / "report.json").read_text())["translations"]
+    assert row["n"] == 3 and row["BLEU difference"] > 5 and row["chrF difference"] > 5
+    assert row["BLEU p_holm"] == row["BLEU p"] < 0.01 and "case:mixed" in row["BLEU signature"]
+    assert row["BLEU signature"] in (records / "report.md").read_text()
+    references.write_text(target[0])
+    assert study("--report", "--references", str(references), systems=systems)[0] == 2
+    assert "--references" in capsys.readouterr().err
+    assert study("--references", str(references))[0] == 2, "without --report"
+    assert study("--report", "--references", str(references))[0] == 2, "a language model"
+
+
+def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
+    data = tmp_path / "data" / "binarised"
+    data.mkdir(parents=True)
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp512"}}))
+    for place in (data, data.parent):
+        assert study("--data", str(place))[0] == 2 and not Player.ran
+        assert "wikitext2_sp4k → wikitext2_sp512" in capsys.readouterr().err
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
+    assert study("--data", str(data))[0] == 0 and len(Player.ran) == 8
+
+
 def test_a_diverged_run_is_the_worst_and_stays(study):
     Player.diverges = ("B-seed3",)
     study()
