@@ -29,6 +29,11 @@ USER_DIR = str(Path(moa_fairseq.__file__).parent)
 ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
 
 
+def pytest_collection_modifyitems(items):
+    """The slow ones come first, so that none is the last and alone on one core."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _server():
     start_the_server()

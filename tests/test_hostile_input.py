@@ -311,6 +311,7 @@ def fuzz(parser, cases, folder):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_nothing_but_user_errors_comes_out_in_time(name, folder):
     fuzz(PARSERS[name], CASES or PARSERS[name].cases, folder)

@@ -242,6 +242,7 @@ def test_an_interrupted_preparation_goes_on(prepare, source, made, monkeypatch, 
             assert made.tree(tmp_path / folder) == made.tree(tmp_path / "calm"), (function, when)
 
 
+@pytest.mark.slow
 def test_the_real_processes_killed_at_random(made, tmp_path):
     """listops: its sentences are drawn by several processes and binarised by fairseq's own program."""
     chance, line = random.Random(3), [sys.executable, "-m", "moa_fairseq.cli", "prepare", "listops"]

@@ -57,6 +57,7 @@ def test_one(number):
     assert "5 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checks", ["triton_checks.py", "triton_routing_checks.py"])
 def test_equals_the_reference_on_the_gpu_or_under_the_interpreter(checks):
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -87,6 +88,7 @@ def compiled(tmp_path, *arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_kernels_become_machine_code_for_ampere_and_hopper(tmp_path):
     """Without such a GPU: the largest tiles of each kernel compile, fit, and use its matrix instructions."""
     lines = compiled(tmp_path, "80", "90", "--dtypes", "bf16", "--sizes", "512 × 128")
@@ -98,6 +100,7 @@ def test_kernels_become_machine_code_for_ampere_and_hopper(tmp_path):
     assert all(line["hazards"] == [0, 0] for line in lines)
 
 
+@pytest.mark.slow
 def test_no_configuration_of_hopper_has_a_hazard_of_its_pipeline(tmp_path):
     """Every tile that tuning may pick, of a kernel with each pipelined loop there is."""
     options = ("--all-configs", "--products-only", "--dtypes", "bf16", "--sizes", "512 × 128")
