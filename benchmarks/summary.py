@@ -291,6 +291,8 @@ def sources() -> List[str]:
         hardware, versions = found["hardware"], found["versions"]
         if isinstance(hardware, dict):
             hardware = f"{hardware['processors']} × {hardware['model']}"
+        if "threads" in found:
+            hardware += f", {found['threads']} threads"
         used = ", ".join(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)
         command = found.get("command", "python benchmarks/text.py")
         details = ", ".join(filter(None, [hardware, found.get("dtype"), used, found["date"]]))
