@@ -15,7 +15,7 @@ fi
 "$python" -m ruff format --check .
 if "$python" -c 'import sys, torch; sys.exit(not torch.__version__.startswith("2.13."))'; then
   found=$(mktemp)
-  "$python" -m mypy > "$found" 2>&1 & # beside the tests: it uses one core, and they often wait
+  "$python" -m mypy > "$found" 2>&1 & # beside the tests: it uses one core
   types=$!
   trap 'kill "$types" 2>/dev/null || true; rm -f "$found"' EXIT
 else
@@ -24,7 +24,7 @@ else
 fi
 for script in scripts/*.sh data-prep/*.sh; do bash -n "$script"; done
 cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # nproc counts no more than OMP_NUM_THREADS
-workers=$(((cores < 4 ? cores : 4) * 3 / 2)) # a third of the time a test waits for processes, signals, timeouts
+workers=$(((cores < 4 ? cores : 4) * 3 / 2)) # some tests wait for processes, signals, timeouts
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them
 status=0
 "$python" -m pytest --numprocesses "$workers" --dist worksteal "$@" || status=$?
