@@ -339,8 +339,7 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
         else:
             log.info("stands for %s", row)
     elif known and options.data and (other := data_differences(recipe, known, {})):
-        told = "; ".join(f"{key}: {what}" for key, what in other.items())
-        log.warning("%s is not what the recipe says: %s", known, told)
+        log.warning("%s is not what the recipe says: %s", known, "; ".join(map(": ".join, other.items())))
     return run
 
 

@@ -57,7 +57,8 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
         for run in {run.recipe: run for run in runs}.values():
             if found := data_differences(run.load(), prepared, {}):
                 problem = f"--data {place.data} is not what {run.recipe} says"
-                raise UserError(f"{problem}: {'; '.join(f'{k}: {v}' for k, v in found.items())}.")
+                remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
+                raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
     now, begun, elsewhere = commit(), set(), set()
     for run in runs:
         record = read_record(run)
