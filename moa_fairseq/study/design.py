@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
+import numpy as np
 import yaml
 
 from moa_fairseq.errors import UserError
@@ -58,7 +59,7 @@ class Study:
 
     set: for every system, under its own. stage: "train", or "all" to score, too. Measured is the validation
     loss in bits, mean of the `last` validations; differences within ± margin are called equivalent. The first
-    system is the baseline.
+    system is the baseline. levels: the losses are compared at so many equal training losses, too (0: not).
     """
 
     study: str
@@ -73,6 +74,7 @@ class Study:
     threads: int = 1
     last: int = 5
     margin: float = 0.01
+    levels: int = 0
 
 
 class Run(NamedTuple):
@@ -186,6 +188,27 @@ def losses_of(study: Study, runs: List[Run]) -> Dict[str, Dict[int, float]]:
     worst = max((loss for row in found.values() for loss in row.values()), default=float("nan"))
     for run in diverged:
         found[run.system][run.seed] = worst
+    return found
+
+
+def losses_at_equal_training_loss(study: Study, runs: List[Run]) -> Dict[str, Dict[int, float]]:
+    """System → seed → validation loss, mean over levels of training loss that every run has reached.
+
+    The levels are spread evenly over one bit, from the lowest training loss that all runs have. A run's
+    validation loss at a level lies on the straight line between its two validations beside it.
+    """
+    curves = {}
+    for run in runs:
+        rows = [
+            row for row in read_record(run).get("curve", ()) if row["valid"] is not None and "train" in row
+        ]
+        if rows:
+            curves[run.system, run.seed] = sorted((row["train"], row["valid"]) for row in rows)
+    lowest = max((curve[0][0] for curve in curves.values()), default=0.0)
+    levels = np.linspace(lowest, lowest + 1, study.levels)
+    found: Dict[str, Dict[int, float]] = {key: {} for key in study.systems}
+    for (system, seed), curve in curves.items():
+        found[system][seed] = float(np.interp(levels, *zip(*curve)).mean())
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the records of a study say: tables of systems, contrasts and translations, and three pictures."""
+"""What the records of a study say: tables of systems, contrasts and translations, and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from moa_fairseq.evaluation.generate_log import read_lines
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
 from moa_fairseq.recipes.loading import check_flags
 from moa_fairseq.running.process import flags
-from moa_fairseq.study.design import DIVERGED, Run, Study, losses_of, read_record
+from moa_fairseq.study.design import (
+    DIVERGED,
+    Run,
+    Study,
+    losses_at_equal_training_loss,
+    losses_of,
+    read_record,
+)
 from moa_fairseq.tables import Column, Table, page
 
 log = logging.getLogger(__name__)
@@ -49,6 +56,12 @@ CONTRAST_COLUMNS = (
     Column("visible", "visible", ".4f"),
     Column("verdict", "verdict"),
 )
+CONTRAST_TABLES = {
+    "contrasts": "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± {margin} "
+    "bits. Visible: what this many seeds find in 80 % of studies.",
+    "at_equal_training_loss": "The same at equal training loss: mean over levels of it within one bit. "
+    "Training losses are those with dropout, so only systems of equal dropout compare here.",
+}
 TRANSLATION_COLUMNS = (
     Column("contrast", "contrast"),
     Column("n", "n", "d"),
@@ -89,10 +102,31 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
             # Runs went beside other work: the fastest is nearest to what the machine can do.
             "tokens_per_second": max(row["tokens_per_second"] or 0 for row in rows),
             "by_seed": losses[name],
+            "curve": _mean_curve(rows) if study.levels else [],
         }
         for name in study.systems
         if (rows := [row for row in found if row["system"] == name])
     ]
+    kinds = ("commit", "hardware", "precision", "versions")
+    made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
+    counts = {"runs": len(found), "planned": len(runs)}
+    tables = {"systems": systems, "contrasts": _contrasts(study, losses)}
+    if study.levels:
+        tables["at_equal_training_loss"] = _contrasts(study, losses_at_equal_training_loss(study, runs))
+    if references:
+        tables["translations"] = _translations(study, runs, references)
+    return {"study": study.study, **counts, **tables, "made_by": made_by}
+
+
+def _mean_curve(records: List[Dict[str, Any]]) -> List[List[float]]:
+    """Training and validation loss at each validation, means over the seeds that did not diverge."""
+    curves = [record["curve"] for record in records if record["end"] != DIVERGED]
+    pairs = [[(row["train"], row["valid"]) for row in curve if "train" in row] for curve in curves]
+    return np.mean(pairs, axis=0).tolist() if pairs else []
+
+
+def _contrasts(study: Study, losses: Dict[str, Dict[int, float]]) -> List[Dict[str, Any]]:
+    """Every contrast with its test. losses: system → seed → bits; of the seeds that both sides have."""
     judged = {}
     for name, contrast in study.contrasts.items():
         first, second = losses[contrast.first], losses[contrast.second]
@@ -100,7 +134,7 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
             judged[name] = paired([first[seed] - second[seed] for seed in sorted(seeds)], study.margin)
     p = holm({name: difference.p for name, difference in judged.items()})
     p_equivalent = holm({name: difference.p_equivalent for name, difference in judged.items()})
-    contrasts = [
+    return [
         {
             "contrast": name,
             **vars(study.contrasts[name]),
@@ -111,13 +145,6 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
         }
         for name, difference in judged.items()
     ]
-    kinds = ("commit", "hardware", "precision", "versions")
-    made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
-    counts = {"runs": len(found), "planned": len(runs)}
-    tables = {"systems": systems, "contrasts": contrasts}
-    if references:
-        tables["translations"] = _translations(study, runs, references)
-    return {"study": study.study, **counts, **tables, "made_by": made_by}
 
 
 def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[str, Any]]:
@@ -166,26 +193,23 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
         {**row, "cost": row["attention_macs"] / base, "diverged": row["diverged"] or None}
         for row in content["systems"]
     ]
-    contrasts = [
-        {
-            **row,
-            **{side: study.systems[row[side]].label for side in ("first", "second")},
-            "interval": f"{row['low']:+.4f} … {row['high']:+.4f}",
-        }
-        for row in content["contrasts"]
-    ]
     blocks: List[Union[str, Table]] = [
         f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, "
         f"{f'mean of the last {study.last} validations' if study.last > 1 else 'of the last validation'}. "
         "Tokens/s: the fastest of the seeds, since the machine had other work, too.",
         Table(SYSTEM_COLUMNS, systems),
     ]
-    if contrasts:
-        blocks += [
-            "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± "
-            f"{study.margin} bits. Visible: what this many seeds find in 80 % of studies.",
-            Table(CONTRAST_COLUMNS, contrasts),
-        ]
+    for key, heading in CONTRAST_TABLES.items():
+        if rows := content.get(key):
+            lines = [
+                {
+                    **row,
+                    **{side: study.systems[row[side]].label for side in ("first", "second")},
+                    "interval": f"{row['low']:+.4f} … {row['high']:+.4f}",
+                }
+                for row in rows
+            ]
+            blocks += [heading.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
     if rows := content.get("translations"):
         blocks += [
             "Translations, positive: the first is better. p: approximate randomisation over sentences and "
@@ -196,10 +220,12 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
 
 
 def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
-    """Three pictures by their names."""
+    """The pictures by their names."""
     families = list(dict.fromkeys(row["family"] for row in content["systems"]))
     colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
     figures = {"differences": _differences(study, content, colours), "cost": _cost(study, content, colours)}
+    if study.levels:
+        figures["generalisation"] = _generalisation(study, content)
     if rows := content["contrasts"]:
         of_verdict = {GAIN: COLOURS[2], LOSS: COLOURS[1], EQUIVALENT: COLOURS[0], UNDECIDED: GREY}
         marks: List[Mark] = [
@@ -262,4 +288,19 @@ def _cost(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Fig
     figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
     for panel, points in zip(panels, labels.values()):
         label_points(panel, points)
+    return figure
+
+
+def _generalisation(study: Study, content: Dict[str, Any]) -> Figure:
+    """Validation loss against training loss, a line for each system: the mean of its seeds."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    panel = figure.subplots()
+    style(panel)
+    for number, row in enumerate(content["systems"]):
+        curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
+        panel.plot(*curve.T, "o-", color=(GREY, *COLOURS)[number % 8], markersize=3, label=row["label"])
+    panel.set_xlabel("training loss, with dropout (bits)")
+    panel.set_ylabel("validation loss (bits)")
+    panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
+    panel.legend(fontsize=8, frameon=False)
     return figure

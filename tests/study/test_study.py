@@ -20,7 +20,7 @@ experiment: tiny
 summary: a language model that is never trained
 data: {recipe: wikitext2_sp4k}
 model: {arch: dense_transformer_lm_base}
-train: {task: language_modeling, criterion: cross_entropy, max_tokens: 16, max_update: 4}
+train: {task: language_modeling, criterion: cross_entropy, max_tokens: 16, max_update: 4, precision: fp32}
 """
 STUDY = {
     "study": "toy",
@@ -162,6 +162,32 @@ def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
     assert "--references" in capsys.readouterr().err
     assert study("--references", str(references))[0] == 2, "without --report"
     assert study("--report", "--references", str(references))[0] == 2, "a language model"
+
+
+def test_losses_are_compared_at_equal_training_loss(study, monkeypatch):
+    """B learns half as fast, and has the same validation loss at each training loss, 0.25 bits above A's."""
+
+    def play(self, command, log):
+        folder = Path(command[command.index("--save-dir") + 1])
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = []
+        for n in range(1, 6):
+            train = 8 - n / (1 + folder.name.startswith("B"))
+            valid = train + 1 + 0.25 * folder.name.startswith("B") + 0.001 * int(folder.name[-1]) ** 2
+            rows.append({"epoch": n, "num_updates": str(n), "loss": str(train)})
+            rows.append({"epoch": n, "valid_loss": str(valid), "valid_num_updates": str(n)})
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(Player, "run", play)
+    study(levels=4)
+    found = report_of(study, levels=4)
+    (row,) = found["at_equal_training_loss"]
+    assert row["mean"] == pytest.approx(0.25) and row["n"] == 4 and row["verdict"] == "loss"
+    assert found["contrasts"][0]["mean"] > 2
+    assert found["systems"][0]["curve"][-1] == pytest.approx([3.0, 4.0075])
+    records = Path("results/studies/toy")
+    assert (records / "generalisation.png").stat().st_size > 1000
+    assert "0.2500" in (records / "report.md").read_text()
 
 
 def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
