@@ -208,7 +208,8 @@ def losses_at_equal_training_loss(study: Study, runs: List[Run]) -> Dict[str, Di
     levels = np.linspace(lowest, lowest + 1, study.levels)
     found: Dict[str, Dict[int, float]] = {key: {} for key in study.systems}
     for (system, seed), curve in curves.items():
-        found[system][seed] = float(np.interp(levels, *zip(*curve)).mean())
+        train, valid = np.transpose(curve)
+        found[system][seed] = float(np.interp(levels, train, valid).mean())
     return found
 
 
