@@ -235,21 +235,25 @@ TARGETS = (
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
 
-def _load(benchmark: str, device: str) -> Found:
+def _load(folder: Path, benchmark: str, device: str) -> Found:
     """benchmark: its name, and in brackets the dtype or size that is not the default."""
     name, _, dtype = benchmark.removesuffix(")").partition(" (")
-    path = RESULTS / f"{name}-{device}{'-' + dtype if dtype else ''}.json"
+    path = folder / f"{name}-{device}{'-' + dtype if dtype else ''}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def table() -> List[str]:
-    """The targets as Markdown lines."""
-    lines = ["| where | measure | target | reached |", "| --- | --- | --- | --- |"]
+    """The targets as Markdown lines; a folder of results of another machine has a column of its own."""
+    others = sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    heads = ["where", "measure", "target", "reached", *(folder.name for folder in others)]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for device, what, target, benchmark, read in TARGETS:
-        found = _load(benchmark, device)
-        lines.append(
-            f"| {_DEVICES[device]} | {what} | {target} | {NOT_RUN if found is None else read(found)} |"
-        )
+        cells = [_DEVICES[device], what, target]
+        for folder in (RESULTS, *others):
+            found = _load(folder, benchmark, device)
+            missing = NOT_RUN if folder == RESULTS else ""
+            cells.append(missing if found is None else read(found))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -286,7 +290,7 @@ _PARTS = ("forward", "backward")
 def sources() -> List[str]:
     """One line per JSON file: command, hardware, versions, date."""
     lines = []
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(RESULTS.rglob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         hardware, versions = found["hardware"], found["versions"]
         if isinstance(hardware, dict):
@@ -296,7 +300,8 @@ def sources() -> List[str]:
         used = ", ".join(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)
         command = found.get("command", "python benchmarks/text.py")
         details = ", ".join(filter(None, [hardware, found.get("dtype"), used, found["date"]]))
-        lines.append(f"- [{path.name}]({path.name}): `{command}`, {details}.")
+        name = path.relative_to(RESULTS)
+        lines.append(f"- [{name}]({name}): `{command}`, {details}.")
     return lines
 
 
@@ -307,7 +312,8 @@ def document() -> str:
         "# Speed and memory",
         "",
         "Made by `python benchmarks/summary.py` from the JSON files here. Ratios are within one run;",
-        "a range covers the batch shapes, or the sizes of MoA, that the file lists.",
+        "a range covers the batch shapes, or the sizes of MoA, that the file lists. A further column is of",
+        "another machine, on which only a part was measured.",
         "",
         *table(),
         "",
