@@ -34,4 +34,4 @@ class HeadGate(nn.Module):
         gates = torch.sigmoid(self.projection(x)).view(-1, self.heads, self.width)  # [N, heads, 1 or D]
         if index is not None:
             gates = gates.gather(1, index.unsqueeze(-1).expand(-1, -1, self.width))
-        return found * gates.view(*x.shape[:2], -1, self.width).transpose(1, 2).to(found.dtype)
+        return found * gates.view(*x.shape[:2], found.size(1), self.width).transpose(1, 2).to(found.dtype)

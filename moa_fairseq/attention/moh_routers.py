@@ -163,7 +163,7 @@ class SharedAndRoutedRouter(_Router):
             logits = F.linear(x.to(dtype), self.projection.weight.to(dtype))
             routed, shared, stage = logits.split(self.rows, dim=-1)
             if self.shared_heads == 1:
-                shared = torch.zeros_like(logits[:, :1])
+                shared = logits.new_zeros(logits.size(0), 1)
             shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
             shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs)
             if released:

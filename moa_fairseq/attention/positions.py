@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError
 
@@ -141,8 +142,11 @@ class RelativePositions(Positions):
             return q.new_zeros(q.size(0), q.size(1), 0, key_length)
         # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
         largest, smallest = first_query + tgt_len - 1, first_query - key_length + 1
-        dtype, inference = self.projection.weight.dtype, torch.is_inference_mode_enabled()
-        encoded = _sinusoids(largest, smallest, self.embed_dim, q.device, dtype, inference)
+        columns = largest, smallest, self.embed_dim, q.device, self.projection.weight.dtype
+        if is_compiling():  # which looks into no cache, and knows no inference mode
+            encoded = _sinusoids(*columns)
+        else:
+            encoded = _kept_sinusoids(*columns, inference=torch.is_inference_mode_enabled())
         r = self.projection(encoded).view(-1, self.key_heads, self.head_dim).to(q.dtype)  # [L, G, D]
         q = (self._by_key_head(q) + self.position_bias.to(q.dtype)[:, None]) / math.sqrt(self.head_dim)
         scores = torch.einsum("bpgtd,lgd->bpgtl", q, r).flatten(1, 2)  # by distance, [B, H, T, L]
@@ -168,18 +172,18 @@ class RelativePositions(Positions):
         return by_key_head
 
 
-@functools.lru_cache(maxsize=8)
-def _sinusoids(
-    largest: int, smallest: int, dim: int, device: torch.device, dtype: torch.dtype, inference: bool
-) -> Tensor:
-    """R of the distances from the largest down to the smallest, [L, dim]: all layers use the same.
-
-    inference: whether torch's inference mode is on; its tensors cannot be used outside of it.
-    """
+def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """R of the distances from the largest down to the smallest, [L, dim]."""
     distance = torch.arange(largest, smallest - 1, -1, device=device, dtype=torch.float64)
     speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = distance[:, None] * speed
     return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim].to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_sinusoids(*columns: Any, inference: bool) -> Tensor:
+    """The same, kept for all layers. inference: torch's mode, whose tensors cannot be used outside of it."""
+    return _sinusoids(*columns)
 
 
 # The choices of --positions that are not embeddings.

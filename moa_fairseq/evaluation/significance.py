@@ -35,9 +35,12 @@ class Difference(NamedTuple):
 def paired(differences: Sequence[float], margin: float) -> Difference:
     """Judge the differences of two systems, one for each seed.
 
-    Raises UserError for fewer than two: one difference says nothing of its own spread.
+    Raises UserError for fewer than two, since one difference says nothing of its own spread, and for one that
+    is not a number.
     """
     n = len(differences)
+    if not np.isfinite(differences).all():
+        raise UserError("A difference is not a number: each system needs a run that did not diverge.")
     if n < 2:
         raise UserError(f"{n} paired runs: a difference needs at least two seeds to have an interval.")
     mean, error = float(np.mean(differences)), float(stats.sem(differences))

@@ -11,6 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import read_json
@@ -174,43 +175,41 @@ def runs_of(study: Study, folder: Path, records: Path) -> List[Run]:
     ]
 
 
-def losses_of(study: Study, runs: List[Run]) -> Dict[str, Dict[int, float]]:
-    """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all."""
+def losses_of(
+    study: Study, runs: List[Run], levels: Optional[NDArray[np.float64]] = None
+) -> Dict[str, Dict[int, float]]:
+    """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all.
+
+    levels: training losses at which the validation loss is read, in place of the last validations.
+    """
     found: Dict[str, Dict[int, float]] = {key: {} for key in study.systems}
     diverged = []
     for run in runs:
         if record := read_record(run):
             if record["end"] == DIVERGED:
                 diverged.append(run)
-            else:
-                curve = [row["valid"] for row in record["curve"]][-study.last :]
-                found[run.system][run.seed] = sum(curve) / len(curve)
+            elif levels is None:
+                last = [row["valid"] for row in record["curve"]][-study.last :]
+                found[run.system][run.seed] = sum(last) / len(last)
+            elif pairs := _pairs(record):  # on the straight line between the validations beside each level
+                train, valid = np.transpose(sorted(pairs))
+                found[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
     worst = max((loss for row in found.values() for loss in row.values()), default=float("nan"))
     for run in diverged:
         found[run.system][run.seed] = worst
     return found
 
 
-def losses_at_equal_training_loss(study: Study, runs: List[Run]) -> Dict[str, Dict[int, float]]:
-    """System → seed → validation loss, mean over levels of training loss that every run has reached.
+def common_levels(study: Study, runs: List[Run]) -> NDArray[np.float64]:
+    """study.levels training losses, spread evenly over one bit from the lowest that all runs reached."""
+    records = [record for run in runs if (record := read_record(run)) and record["end"] != DIVERGED]
+    lowest = max((min(pairs)[0] for record in records if (pairs := _pairs(record))), default=0.0)
+    return np.linspace(lowest, lowest + 1, study.levels)
 
-    The levels are spread evenly over one bit, from the lowest training loss that all runs have. A run's
-    validation loss at a level lies on the straight line between its two validations beside it.
-    """
-    curves = {}
-    for run in runs:
-        rows = [
-            row for row in read_record(run).get("curve", ()) if row["valid"] is not None and "train" in row
-        ]
-        if rows:
-            curves[run.system, run.seed] = sorted((row["train"], row["valid"]) for row in rows)
-    lowest = max((curve[0][0] for curve in curves.values()), default=0.0)
-    levels = np.linspace(lowest, lowest + 1, study.levels)
-    found: Dict[str, Dict[int, float]] = {key: {} for key in study.systems}
-    for (system, seed), curve in curves.items():
-        train, valid = np.transpose(curve)
-        found[system][seed] = float(np.interp(levels, train, valid).mean())
-    return found
+
+def _pairs(record: Dict[str, Any]) -> List[Tuple[float, float]]:
+    """(training, validation) loss at each validation before which a training loss was logged."""
+    return [(row["train"], row["valid"]) for row in record["curve"] if "train" in row]
 
 
 def read_record(run: Run) -> Dict[str, Any]:

@@ -19,14 +19,7 @@ from moa_fairseq.evaluation.generate_log import read_lines
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
 from moa_fairseq.recipes.loading import check_flags
 from moa_fairseq.running.process import flags
-from moa_fairseq.study.design import (
-    DIVERGED,
-    Run,
-    Study,
-    losses_at_equal_training_loss,
-    losses_of,
-    read_record,
-)
+from moa_fairseq.study.design import DIVERGED, Run, Study, common_levels, losses_of, read_record
 from moa_fairseq.tables import Column, Table, page
 
 log = logging.getLogger(__name__)
@@ -112,7 +105,9 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
     counts = {"runs": len(found), "planned": len(runs)}
     tables = {"systems": systems, "contrasts": _contrasts(study, losses)}
     if study.levels:
-        tables["at_equal_training_loss"] = _contrasts(study, losses_at_equal_training_loss(study, runs))
+        tables["at_equal_training_loss"] = _contrasts(
+            study, losses_of(study, runs, common_levels(study, runs))
+        )
     if references:
         tables["translations"] = _translations(study, runs, references)
     return {"study": study.study, **counts, **tables, "made_by": made_by}

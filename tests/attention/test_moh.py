@@ -181,6 +181,14 @@ def test_one_kind_of_heads_needs_one_stage(shared, scaling):
         assert (gate < 1).all()
 
 
+@pytest.mark.parametrize("scaling", ["paper", "released"])
+def test_a_single_head_may_be_shared(scaling):
+    module = build(num_heads=1, shared_heads=1, routed_per_token=0, scaling=scaling, self_attention=True)
+    x = torch.randn(2, 3, C, dtype=torch.float64)
+    whole = build(num_heads=2, shared_heads=2, routed_per_token=0, scaling=scaling, self_attention=True)
+    assert module(x).isfinite().all() and module(x).shape == whole(x).shape
+
+
 def test_padding_has_no_gate_and_counts_nowhere():
     module = build(self_attention=True)
     query, key, padding, _, _ = inputs(tgt=6, batch=3, lengths=[6, 3, 1])

@@ -99,6 +99,22 @@ def test_compiled_without_a_break_and_exported(attention):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("family", ["dense", "MoA", "MoH", "SwitchHead"])
+@pytest.mark.parametrize("positions", ["xl", "rope"])
+def test_positions_compile_without_a_break(family, positions):
+    torch.compiler.reset()
+    module, x = FAMILIES[family](self_attention=True, positions=positions), torch.randn(B, T, C)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+@pytest.mark.parametrize("head_gate", ["none", "head", "element"])
+@pytest.mark.parametrize("shape", [(0, T, C), (B, 0, C)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_comes_out_of_nothing(family, shape, head_gate):
+    assert FAMILIES[family](self_attention=True, head_gate=head_gate)(torch.randn(shape)).shape == shape
+
+
 def test_a_compiled_module_hands_out_its_decisions():
     torch.manual_seed(3)
     module, x = FAMILIES["MoA"](self_attention=True), torch.randn(B, T, C)

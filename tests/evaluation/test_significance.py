@@ -56,6 +56,8 @@ def test_equal_differences_have_no_spread():
 def test_one_difference_has_no_interval():
     with pytest.raises(UserError, match="two seeds"):
         paired([0.5], 0.1)
+    with pytest.raises(UserError, match="diverge"):
+        paired([float("nan"), 1.0], 0.1)
 
 
 @pytest.mark.parametrize("n", [2, 5, 12])

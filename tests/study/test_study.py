@@ -188,6 +188,11 @@ def test_losses_are_compared_at_equal_training_loss(study, monkeypatch):
     records = Path("results/studies/toy")
     assert (records / "generalisation.png").stat().st_size > 1000
     assert "0.2500" in (records / "report.md").read_text()
+    path = records / "B-seed4.json"  # diverged at a high training loss, which moves no level
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "end": "diverged", "curve": record["curve"][:1]}))
+    (row,) = report_of(study, levels=4)["at_equal_training_loss"]
+    assert 0.15 < row["mean"] < 0.25 and row["n"] == 4, "it is the worst of the others"
 
 
 def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
