@@ -46,8 +46,9 @@ def atomic_write(
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
     path = Path(path)
-    if path.exists() and not path.is_file():
-        # a folder, or a device such as /dev/null: renaming onto it would replace it
+    special = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
+    if path.exists() and (special or not path.is_file()):
+        # a folder, or a device such as /dev/null or /dev/stdout: renaming onto it would replace it
         raise UserError(f"Cannot write {path}: it exists and is not an ordinary file. Choose another name.")
     encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:

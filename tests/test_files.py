@@ -45,6 +45,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         with pytest.raises(UserError, match="Cannot write"), atomic_write(path):
             pass
     assert not Path("/dev/null").is_file()
+    with open(tmp_path / "file") as stream:  # as /dev/stdout is, where it leads to a file
+        link = Path(f"/proc/self/fd/{stream.fileno()}")
+        with pytest.raises(UserError, match="not an ordinary file"), atomic_write(link):
+            pass
 
 
 def test_a_checkpoint_of_the_users_choice_leaves_its_neighbours(tmp_path):

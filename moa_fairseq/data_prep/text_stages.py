@@ -66,11 +66,16 @@ def treat(pairs: Sequence[Pair], treatment: Treatment) -> List[Union[Pair, str]]
     return [_treat(pair, treatment) for pair in pairs]
 
 
+def words_of(line: str, steps: Sequence[Step]) -> str:
+    """A line after its steps, its words divided by blanks alone, as merges and dictionaries need them."""
+    return _NOT_BLANK.sub(" ", apply_steps(line, steps))
+
+
 def _treat(pair: Pair, treatment: Treatment) -> Union[Pair, str]:
     for text in pair:
         if text.startswith(BAD):
             return text[len(BAD) :]
-    sides = [_NOT_BLANK.sub(" ", apply_steps(*both)) for both in zip(pair, treatment.steps)]
+    sides = [words_of(*both) for both in zip(pair, treatment.steps)]
     if treatment.codes:
         sides = [load_codes(treatment.codes).process_line(side) for side in sides]
     source, target = sides

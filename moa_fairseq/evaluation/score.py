@@ -58,6 +58,7 @@ and length of each expression.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -137,9 +138,12 @@ def run(args: argparse.Namespace) -> int:
     paths = args.log or args.hypothesis
     read = _from_log if args.log else _from_files
     if args.against:
-        first, second = (
-            [running_text(read(path, args)[0]) for path in system] for system in (paths, args.against)
-        )
+        if args.chain or args.also or args.lowercase:
+            raise UserError("--against compares BLEU and chrF: leave --chain, --also and --lowercase out.")
+        systems = [[read(path, args) for path in system] for system in (paths, args.against)]
+        for _, meta in itertools.chain(*systems):
+            _warn(meta)
+        first, second = ([running_text(texts) for texts, _ in system] for system in systems)
         return _compare(first, second, args.json)
     if len(paths) > 1:
         raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
@@ -155,8 +159,7 @@ def run(args: argparse.Namespace) -> int:
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
             "again, so each counts as three matching tokens"
         )
-    for warning in meta["warnings"]:
-        print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
+    _warn(meta)
     if args.json:
         print(json.dumps({**scores, "meta": meta}, indent=2, ensure_ascii=False))
     else:
@@ -165,6 +168,11 @@ def run(args: argparse.Namespace) -> int:
             signature = f", {result['signature']}" if "signature" in result else ""
             print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
     return 0
+
+
+def _warn(meta: Dict[str, Any]) -> None:
+    for warning in meta["warnings"]:
+        print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
 
 
 def _compare(first: List[RunningText], second: List[RunningText], as_json: bool) -> int:
@@ -221,6 +229,8 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
         )
     if not log.complete:
         warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
+    if not (args.target_lang or log.target_lang):
+        warnings.append(f"{path} does not name its language, so German is assumed: say --target-lang")
     meta: Dict[str, Any] = {
         "input": str(path),
         "lines": len(log.ids),

@@ -21,7 +21,8 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
     there, or if they do not fit together.
     """
     if not checkpoint.is_file():
-        raise UserError(f"{checkpoint} does not exist: name a checkpoint, such as a run's average.pt.")
+        why = "is a folder" if checkpoint.is_dir() else "does not exist"
+        raise UserError(f"{checkpoint} {why}: name a checkpoint, such as a run's average.pt.")
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
     overrides = {} if data is None else {"data": str(data)}

@@ -9,10 +9,10 @@ from typing import Any, Dict, NamedTuple, Tuple
 from moa_fairseq.data_prep.catalogue import TRANSLATION, Dataset, datasets
 from moa_fairseq.data_prep.manifest import MANIFEST
 from moa_fairseq.data_prep.monolingual import MODEL
-from moa_fairseq.data_prep.text_stages import load_codes
+from moa_fairseq.data_prep.text_stages import load_codes, words_of
 from moa_fairseq.errors import UserError
 from moa_fairseq.json_files import read_json
-from moa_fairseq.text import Step, apply_steps
+from moa_fairseq.text import Step
 from moa_fairseq.text.tokenizer import detokenize
 
 
@@ -25,7 +25,7 @@ class TranslationCodec(NamedTuple):
 
     def encode(self, line: str) -> str:
         """A raw sentence of the source language as subwords with spaces between them."""
-        tokens = apply_steps(line, self.steps)
+        tokens = words_of(line, self.steps)
         return load_codes(self.codes).process_line(tokens) if self.codes else tokens
 
     def decode(self, symbols: str) -> str:

@@ -14,8 +14,10 @@ import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.hub_utils import GeneratorHubInterface
 
+from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for
+from moa_fairseq.files import refuse_overwriting
 from moa_fairseq.inference.text_codec import WordCodec, codec_of
 from moa_fairseq.recipes.checkpoints import checkpoint_and_data, prepare_facts
 from moa_fairseq.text.workers import chunks
@@ -54,9 +56,13 @@ class TextModel(GeneratorHubInterface):
 def load(args: argparse.Namespace, kind: str) -> TextModel:
     """The model of `add_arguments`. kind: of its data set. Raises UserError where something is missing."""
     warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
+    if args.output and args.file:
+        refuse_overwriting(args.output, [args.file], "--output")
     if not args.run_dir.exists():
         raise UserError(f"{args.run_dir} does not exist: name a run folder or a checkpoint.")
     checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
+    if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
+        data = data / "binarised"
     if data is None or not data.is_dir():
         missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
         gone = f"{missing} is not a folder" if missing else f"{args.run_dir} does not tell its data"
@@ -70,13 +76,16 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
 
 def lines_of(args: argparse.Namespace) -> Iterator[List[Tuple[int, str]]]:
     """Numbered lines in batches; single ones where somebody types. Raises UserError for a missing file."""
-    if args.file is not None and not args.file.is_file():
-        raise UserError(f"{args.file} does not exist: name a text file, or none for standard input.")
+    if args.file is not None and (args.file.is_dir() or not args.file.exists()):
+        why = "is a folder" if args.file.is_dir() else "does not exist"
+        raise UserError(f"{args.file} {why}: name a text file, or none for standard input.")
     typed = args.file is None and sys.stdin.isatty()
-    source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(encoding="utf-8-sig")
+    # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
+    text: Dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n"}
+    source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
     with source as stream:
         if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
-            stream.reconfigure(encoding="utf-8-sig", errors="strict")
+            stream.reconfigure(**text, errors="strict")
         numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
         try:
             yield from chunks(numbered, 1 if typed else BATCH)

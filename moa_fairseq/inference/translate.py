@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {"beam": 5, "lenpen": 1.0, **_generation(args)}
     if settings["beam"] < 1:
         raise UserError(f"--beam {settings['beam']} must be at least 1.")
+    if args.layer is not None and not args.show_experts:
+        raise UserError(f"--layer {args.layer} goes with --show-experts.")
     if not 1 <= args.n_best <= settings["beam"]:
         raise UserError(f"--n-best {args.n_best} must lie between 1 and --beam {settings['beam']}.")
     model = text_model.load(args, TRANSLATION)

@@ -179,7 +179,8 @@ def _average(run: Run, average: Average, train: Step) -> Step:
             last = last_checkpoints(run.checkpoints, count, by_updates)
         except UserError as error:
             key = "average.updates" if by_updates else "average.epochs"
-            fewer = f"For fewer: --set {key}=N, or none: --set average=null."
+            # without an average of updates, how often one is saved is no part of the experiment any more
+            fewer = f"For fewer: --set {key}=N" + ("." if by_updates else ", or none: --set average=null.")
             raise UserError(f"{key}: {error} {fewer}") from error
         damaged = next((path for path in last if not is_whole(path)), None)
         if damaged:

@@ -64,6 +64,20 @@ def test_several_outputs_need_others_to_be_compared_with(outputs, capsys):
     assert main(["score", *line]) == 2 and "--against" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", [["--lowercase"], ["--chain", "multi-bleu"], ["--also", "moa-release"]])
+def test_what_a_comparison_does_not_do_is_refused(outputs, capsys, flag):
+    line = ["--hypothesis", outputs["a"], "--reference", outputs["reference"], "--against", outputs["b"]]
+    assert main(["score", *line, *flag]) == 2 and flag[0] in capsys.readouterr().err
+
+
+def test_a_comparison_warns_as_a_score_does(capsys, tmp_path):
+    log = tmp_path / "generate.txt"
+    log.write_text("".join(f"T-{n}\ta b c d\nH-{n}\t-0.1\ta b c d\n" for n in (0, 2)))
+    assert main(["score", str(log), "--allow-partial", "--against", str(log)]) == 0
+    said = capsys.readouterr().err
+    assert said.count("1 sentences of the test set are missing") == 2 and said.count("--target-lang") == 2
+
+
 def test_only_one_test_set_can_be_compared(outputs, capsys, tmp_path):
     short = tmp_path / "short"
     short.write_text("one line\n")

@@ -77,6 +77,34 @@ def test_text_is_segmented_as_the_data_was(run):
     assert [codec.encode(line) for line in raw] == (data.parent / "bpe/test.en").read_text().splitlines()
 
 
+def test_whatever_divides_words_divides_them_as_in_training(run):
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    for codec in (codec_of(data, "translation"), codec_of(data, "translation")._replace(steps=())):
+        expected = codec.encode("dog runs on")
+        assert [codec.encode(f"dog{blank}runs\u202fon") for blank in "\t\u00a0\u2028"] == [expected] * 3
+
+
+def test_a_carriage_return_ends_no_line(run, capsys, tmp_path):
+    (tmp_path / "text.en").write_bytes("\ufeffDog\rruns.\n\nThree cats.\r\n".encode())
+    lines = answer(capsys, "translate", run, tmp_path / "text.en")
+    assert len(lines) == 3 and lines[0] and not lines[1] and lines[2]
+
+
+def test_a_prepared_folder_stands_for_its_binarised_data(run, capsys):
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    text = run.parent / "test.en"
+    assert answer(capsys, "translate", run, text, "--data", data.parent) == answer(
+        capsys, "translate", run, text
+    )
+
+
+def test_the_text_is_not_overwritten(run, capsys):
+    text = run.parent / "test.en"
+    before = text.read_bytes()
+    assert main(["translate", str(run), str(text), "--output", str(text)]) == 2
+    assert "--output" in capsys.readouterr().err and text.read_bytes() == before
+
+
 def test_standard_input_n_best_and_experts(run, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Dog runs.\n\nThree cats.\n"))
     lines = answer(capsys, "translate", run, "--n-best", 2, "--beam", 3)
@@ -100,6 +128,8 @@ def test_standard_input_n_best_and_experts(run, capsys, monkeypatch):
     [
         (["--n-best", "9"], "--n-best 9"),
         (["missing.txt"], "missing.txt"),
+        (["."], ". is a folder"),
+        (["--layer", "1"], "--show-experts"),
         (["--data", "nowhere"], "--data nowhere"),
     ],
 )
