@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text_model.add_arguments(parser, "one beginning a line")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="how many symbols to add (40)")
     parser.add_argument("--sample", type=int, metavar="N", help="draw among the N likeliest (the likeliest)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of --sample (1)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of --sample (1)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of --sample (1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,15 +33,19 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--tokens", args.tokens), ("--sample", args.sample or 1)):
         if value < 1:
             raise UserError(f"{flag} {value}: give at least 1.")
-    if args.temperature <= 0:
-        raise UserError(f"--temperature {args.temperature} must be positive.")
-    torch.manual_seed(args.seed)
+    for flag, value in (("--temperature", args.temperature), ("--seed", args.seed)):
+        if value is not None and not args.sample:
+            raise UserError(f"{flag} has no effect where nothing is drawn: add --sample N.")
+    temperature = 1.0 if args.temperature is None else args.temperature
+    if temperature <= 0:
+        raise UserError(f"--temperature {temperature} must be positive.")
+    torch.manual_seed(1 if args.seed is None else args.seed)
     model = text_model.load(args, LANGUAGE_MODELING)
     room = model.models[0].max_positions() - args.tokens
     if room < 1:
         raise UserError(f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols.")
     # fairseq's source begins with one symbol more than the text
-    settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": args.temperature}
+    settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
     if args.sample:
         settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
     place = atomic_write(args.output) if args.output else contextlib.nullcontext(sys.stdout)

@@ -200,5 +200,6 @@ def test_a_language_model_goes_on_greedily(language_model, capsys, monkeypatch):
             break
         tokens = torch.cat([tokens, best[None]])
     assert said == codec.decode(dictionary.string(tokens[1:])) and len(tokens) > prompt
-    assert main(["complete", str(checkpoint), "--data", str(data), "--tokens", "99"]) == 2
-    assert "--tokens 99" in capsys.readouterr().err
+    for flag, value in (("--tokens", "99"), ("--temperature", "0.5"), ("--seed", "3")):
+        assert main(["complete", str(checkpoint), "--data", str(data), flag, value]) == 2
+        assert flag in capsys.readouterr().err
