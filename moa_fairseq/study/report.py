@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
@@ -72,14 +73,20 @@ TRANSLATION_COLUMNS = (
 
 
 def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> Dict[str, Any]:
-    """The tables as data: systems, contrasts (of the seeds that both have), and what made the records.
+    """The tables as data: systems, contrasts, and what made the records, of the seeds that are complete.
 
     references: the test set's target side in words, to score the recorded translations with.
-    Raises UserError where nothing was run.
+    Raises UserError where no seed is complete.
     """
-    found = [record for run in runs if (record := read_record(run))]
+    planned, left = runs, Counter(run.block for run in runs if not read_record(run))
+    runs = [run for run in planned if run.block not in left]
+    for block, number in left.items():
+        if number < sum(run.block == block for run in planned):
+            log.warning("seed %d %s does not count: %d of its runs are left", *block, number)
+    found = [read_record(run) for run in runs]
     if not found:
-        raise UserError(f"{runs[0].record.parent} holds no record of this study: run it without --report.")
+        folder = planned[0].record.parent
+        raise UserError(f"{folder} has no complete seed of this study: run it without --report.")
     losses = losses_of(study, runs)
     systems = [
         {
@@ -95,14 +102,14 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
             # Runs went beside other work: the fastest is nearest to what the machine can do.
             "tokens_per_second": max(row["tokens_per_second"] or 0 for row in rows),
             "by_seed": losses[name],
-            "curve": _mean_curve(rows) if study.levels else [],
+            **({"curve": _mean_curve(rows)} if study.levels else {}),
         }
         for name in study.systems
         if (rows := [row for row in found if row["system"] == name])
     ]
     kinds = ("commit", "hardware", "precision", "versions")
     made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
-    counts = {"runs": len(found), "planned": len(runs)}
+    counts = {"runs": len(found), "planned": len(planned)}
     tables = {"systems": systems, "contrasts": _contrasts(study, losses)}
     if study.levels:
         tables["at_equal_training_loss"] = _contrasts(

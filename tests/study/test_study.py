@@ -121,6 +121,19 @@ def test_a_study_that_was_interrupted_twice_says_the_same(study):
     assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "gain" and contrast["n"] == 4
 
 
+def test_a_seed_that_is_not_complete_does_not_count(study, capsys):
+    Player.end = 1
+    study()
+    assert study("--report")[0] == 2, "no seed is complete"
+    Player.end = 7
+    _, records = study()
+    whole = report_of(study)
+    assert (whole["runs"], whole["planned"]) == (6, 8) and "seed 4" in capsys.readouterr().out
+    assert [row["n"] for row in (*whole["systems"], *whole["contrasts"])] == [3, 3, 3]
+    (records / "A-seed2.json").unlink()
+    assert sorted(report_of(study)["systems"][1]["by_seed"]) == ["1", "3"]
+
+
 def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
     _, records = study()
     whole = report_of(study)
