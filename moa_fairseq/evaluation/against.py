@@ -1,6 +1,6 @@
 """Two translation systems compared: BLEU and chrF, and whether their difference could be chance."""
 
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,16 +8,18 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import RunningText
-from moa_fairseq.evaluation.significance import approximate_randomisation
+from moa_fairseq.evaluation.significance import approximate_randomisation, paired
 
 
 def against(
     first: Sequence[RunningText], second: Sequence[RunningText], trials: int = 10_000
 ) -> Dict[str, Any]:
-    """Mean scores of two systems, their difference and its two-sided p.
+    """Mean scores of two systems, and what could make their difference by chance.
 
-    first, second: the outputs of each system's seeds for one and the same test set. Raises UserError where
-    references or the way of counting differ.
+    first, second: the outputs of each system's seeds for one and the same test set. Both p are two-sided. p:
+    would these outputs differ as much on other sentences? p_seeds, low, high (95 %): would those of other
+    seeds? It is a t test of pairs, the first outputs of both, the second and so on; left out for single
+    outputs and unequal numbers. Raises UserError where references or the way of counting differ.
     """
     texts = [*first, *second]
     for number, text in enumerate(texts[1:], 2):
@@ -40,7 +42,10 @@ def against(
             np.array([metric._extract_corpus_statistics(t.hypotheses, t.references) for t in system], float)
             for system in (first, second)
         )
-        means = [float(np.mean([score(run) for run in runs.sum(axis=1)])) for runs in (ours, theirs)]
+        scores = [[score(run) for run in runs.sum(axis=1)] for runs in (ours, theirs)]
+        differences = [x - y for x, y in zip(*scores)]
+        tested = paired(differences, 0) if len(first) == len(second) > 1 else None
+        means = [float(np.mean(system)) for system in scores]
         rows.append(
             {
                 "metric": name,
@@ -48,7 +53,13 @@ def against(
                 "second": means[1],
                 "difference": means[0] - means[1],
                 "p": approximate_randomisation(ours, theirs, score, trials=trials),
+                **({"low": tested.low, "high": tested.high, "p_seeds": tested.p} if tested else {}),
                 "signature": f"{name}|{metric.get_signature()}",
             }
         )
     return {"sentences": len(texts[0].hypotheses), "outputs": [len(first), len(second)], "metrics": rows}
+
+
+def interval_of(row: Mapping[str, Any]) -> Optional[str]:
+    """The interval of a row of `against` as text; None where it has none."""
+    return f"{row['low']:+.2f} … {row['high']:+.2f}" if "low" in row else None

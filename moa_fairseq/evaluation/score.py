@@ -27,9 +27,11 @@ On request (--chain for these alone, --also beside the three; both can be repeat
                   which adds about 0.9 BLEU for German and 0.8 for French. For comparison with that
                   release and nothing else; MoA's WMT14 recipes print it beside multi-bleu
 
---against compares two systems by sacreBLEU's BLEU and chrF: means over the seeds, their difference, and
-a two-sided p by approximate randomisation: in each of 10,000 trials the outputs of every sentence are dealt
-anew to the two systems. With one seed each it cannot tell a better method from a lucky start.
+--against compares two systems by sacreBLEU's BLEU and chrF: means over the seeds, their difference, and two
+two-sided p. "p, sentences" is approximate randomisation: in each of 10,000 trials the outputs of every
+sentence are dealt anew to the two systems. It covers the choice of sentences, not the luck of a training.
+"p, seeds" covers that, with an interval: a t test of the pairs of outputs in the order given, the first with
+the first; each system needs two or more, and as many as the other.
 
 fairseq's own fairseq-score uses the formula of multi-bleu.perl; it differs only in counting any
 Unicode white space (a no-break space, say) as a word boundary, an empty line as one token, and in
@@ -66,7 +68,7 @@ from typing import Any, Dict, List, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import classification, masked_lm
-from moa_fairseq.evaluation.against import against
+from moa_fairseq.evaluation.against import against, interval_of
 from moa_fairseq.evaluation.chains import (
     CHAINS,
     DEFAULT_CHAINS,
@@ -182,7 +184,10 @@ def _compare(first: List[RunningText], second: List[RunningText], as_json: bool)
     else:
         columns = [Column("metric", "metric"), Column("first", "first", ".2f")]
         columns += [Column("second", "second", ".2f"), Column("difference", "first − second", "+.2f")]
-        print(Table([*columns, Column("p", "p, two-sided", ".4f")], content["metrics"]).text())
+        columns += [Column("p", "p, sentences", ".4f"), Column("interval", "95 %, seeds", ">")]
+        columns += [Column("p_seeds", "p, seeds", ".4f")]
+        rows = [{**row, "interval": interval_of(row)} for row in content["metrics"]]
+        print(Table(columns, rows).text())
         print(*(row["signature"] for row in content["metrics"]), sep="\n")
         counts = f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs"
         print(f"{counts}; {first[0].chain}")

@@ -100,7 +100,8 @@ def approximate_randomisation(
 
     first, second [S, N, F]: sufficient statistics of N sentences for S seeds of each system (S may differ).
     score: what one corpus [F] scores. In each trial the outputs of all seeds of a sentence are dealt anew to
-    the two systems; p is the share of trials that differ by at least as much, the real one included.
+    the two systems; p is the share of trials that differ by at least as much, the real one included. So it
+    covers the choice of sentences. A run that is better in all of them is dealt away: for that see `paired`.
     """
     pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
     ours = len(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import textwrap
 from collections import Counter
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.analysis.plots import COLOURS, GREY, label_points, style
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.against import against
+from moa_fairseq.evaluation.against import against, interval_of
 from moa_fairseq.evaluation.chains import RunningText, Texts, running_text
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.generate_log import read_lines
@@ -57,18 +58,15 @@ CONTRAST_TABLES = {
     "Training losses are those with dropout, so only systems of equal dropout compare here.",
 }
 TRANSLATION_COLUMNS = (
+    Column("metric", "metric"),
     Column("contrast", "contrast"),
     Column("n", "n", "d"),
-    *(
-        column
-        for metric in ("BLEU", "chrF")
-        for column in (
-            Column(f"{metric} first", f"{metric}, first", ".2f"),
-            Column(f"{metric} second", "second", ".2f"),
-            Column(f"{metric} difference", "first − second", "+.2f"),
-            Column(f"{metric} p_holm", "p (Holm)", ".2g"),
-        )
-    ),
+    Column("first", "first", ".2f"),
+    Column("second", "second", ".2f"),
+    Column("difference", "first − second", "+.2f"),
+    Column("interval", "95 %", ">"),
+    Column("p_seeds_holm", "p, seeds (Holm)", ".2g"),
+    Column("p_holm", "p, sentences (Holm)", ".2g"),
 )
 
 
@@ -150,7 +148,7 @@ def _contrasts(study: Study, losses: Dict[str, Dict[int, float]]) -> List[Dict[s
 
 
 def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[str, Any]]:
-    """BLEU and chrF of each contrast, means over the seeds that both have, with a two-sided p (Holm)."""
+    """BLEU and chrF of each contrast over the seeds that both have translated, tested as `against` does."""
     texts: Dict[str, Dict[int, RunningText]] = {name: {} for name in study.systems}
     target = read_lines(references)
     for run in runs:
@@ -170,12 +168,12 @@ def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[
         if seeds := sorted(first.keys() & second.keys()):
             log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
             found = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])["metrics"]
-            values = {f"{row['metric']} {key}": value for row in found for key, value in row.items()}
-            rows.append({"contrast": name, "n": len(seeds), **values})
-    for metric in ("BLEU", "chrF"):
-        adjusted = holm({row["contrast"]: row[f"{metric} p"] for row in rows})
-        for row in rows:
-            row[f"{metric} p_holm"] = adjusted[row["contrast"]]
+            rows += [{"contrast": name, "n": len(seeds), **row} for row in found]
+    rows.sort(key=lambda row: row["metric"])  # each metric's contrasts in their order
+    for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
+        judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
+        for name, adjusted in holm({name: row[p] for name, row in judged.items()}).items():
+            judged[name][f"{p}_holm"] = adjusted
     return rows
 
 
@@ -214,9 +212,10 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
             blocks += [heading.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
     if rows := content.get("translations"):
         blocks += [
-            "Translations, positive: the first is better. p: approximate randomisation over sentences and "
-            f"seeds, two-sided. {rows[0]['BLEU signature']}, {rows[0]['chrF signature']}",
-            Table(TRANSLATION_COLUMNS, rows),
+            "Translations, positive: the first is better. p, seeds, and the interval: paired t test. p, "
+            "sentences: approximate randomisation, which covers the choice of sentences, not the luck of a "
+            f"training. {rows[0]['signature']}, {rows[-1]['signature']}",
+            Table(TRANSLATION_COLUMNS, [{**row, "interval": interval_of(row)} for row in rows]),
         ]
     return page(blocks, markdown)
 

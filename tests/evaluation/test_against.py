@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest
+from scipy import stats
 
 from moa_fairseq.cli import main
 
@@ -51,7 +52,20 @@ def test_seeds_are_averaged(outputs, capsys):
     rows, content = compared(capsys, outputs, "ab", "c")
     alone = [compared(capsys, outputs, name, "c")[0]["BLEU"]["first"] for name in "ab"]
     assert rows["BLEU"]["first"] == pytest.approx(sum(alone) / 2) and content["outputs"] == [2, 1]
-    assert rows["BLEU"]["p"] < 0.05
+    assert rows["BLEU"]["p"] < 0.05 and "p_seeds" not in rows["BLEU"], "three outputs are no pairs"
+
+
+def test_the_p_of_seeds_is_a_paired_t_test(outputs, capsys):
+    ours, theirs = ([compared(capsys, outputs, x, "a")[0] for x in system] for system in ("abc", "cba"))
+    found, _ = compared(capsys, outputs, "abc", "cba")
+    for name, row in found.items():
+        scores = [[each[name]["first"] for each in system] for system in (ours, theirs)]
+        t_test = stats.ttest_rel(*scores)
+        assert row["p_seeds"] == pytest.approx(t_test.pvalue)
+        assert (row["low"], row["high"]) == pytest.approx(tuple(t_test.confidence_interval()))
+    line = ["--hypothesis", outputs["a"], outputs["b"], "--reference", outputs["reference"]]
+    assert main(["score", *line, "--against", outputs["c"], outputs["b"]]) == 0
+    assert "95 %, seeds" in capsys.readouterr().out
 
 
 def test_a_system_does_not_differ_from_itself(outputs, capsys):

@@ -146,3 +146,17 @@ def test_randomisation_over_seeds_by_enumeration():
 def test_equal_systems_are_not_told_apart():
     values = np.random.default_rng(5).random((1, 20, 1))
     assert approximate_randomisation(values, values.copy(), lambda total: float(total[0]), trials=100) == 1.0
+
+
+def test_only_the_t_test_sees_that_a_run_is_better_as_a_whole():
+    """Two equal systems of five runs, whose quality differs from run to run: how often is p below 5 %?"""
+    random, found = np.random.default_rng(1), []
+    for trial in range(80):
+        quality = random.normal(0, 0.7, 300) + random.normal(0, 0.08, (10, 1))  # of sentences, of runs
+        right = random.binomial(8, 1 / (1 + np.exp(-quality)))
+        counts = np.stack([right, np.full_like(right, 8)], axis=2).astype(float)  # [runs, sentences, 2]
+        p = approximate_randomisation(counts[:5], counts[5:], lambda c: c[0] / c[1], trials=100, seed=trial)
+        scores = right.sum(axis=1)
+        found.append((p < 0.05, paired((scores[:5] - scores[5:]).tolist(), 0).p < 0.05))
+    by_randomisation, by_t_test = np.mean(found, axis=0)
+    assert by_randomisation > 0.2 and by_t_test < 0.12

@@ -162,14 +162,18 @@ def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
     for name, words in (("A", 4), ("B", 7)):
         for seed in (1, 2, 3):
             lines = "".join(
-                " ".join(line.split()[: words + (n % 3 == seed % 3)]) + "\n" for n, line in enumerate(target)
+                " ".join(line.split()[: words + (n % (seed + 1) == 0)]) + "\n"
+                for n, line in enumerate(target)
             )
             (records / "outputs" / f"{name}-seed{seed}.test.txt").write_text(lines)
     assert study("--report", "--references", str(references), systems=systems)[0] == 0
-    (row,) = json.loads((records / "report.json").read_text())["translations"]
-    assert row["n"] == 3 and row["BLEU difference"] > 5 and row["chrF difference"] > 5
-    assert row["BLEU p_holm"] == row["BLEU p"] < 0.01 and "case:mixed" in row["BLEU signature"]
-    assert row["BLEU signature"] in (records / "report.md").read_text()
+    rows = json.loads((records / "report.json").read_text())["translations"]
+    assert [(row["metric"], row["n"]) for row in rows] == [("BLEU", 3), ("chrF", 3)]
+    for row in rows:
+        assert row["low"] < row["difference"] < row["high"] and row["difference"] > 5
+        assert row["p_holm"] == row["p"] < 0.01 and row["p_seeds_holm"] == row["p_seeds"] < 0.05
+        assert row["signature"] in (records / "report.md").read_text()
+    assert "case:mixed" in rows[0]["signature"]
     references.write_text(target[0])
     assert study("--report", "--references", str(references), systems=systems)[0] == 2
     assert "--references" in capsys.readouterr().err
