@@ -134,6 +134,16 @@ def test_a_seed_that_is_not_complete_does_not_count(study, capsys):
     assert sorted(report_of(study)["systems"][1]["by_seed"]) == ["1", "3"]
 
 
+def test_speeds_are_compared_within_a_seed(study):
+    _, records = study()
+    for seed, speed in enumerate(((100, 50), (900, 675), (10, 2), (1000, 900)), 1):
+        for system, tokens_per_second in zip("AB", speed):
+            path = records / f"{system}-seed{seed}.json"
+            record = {**json.loads(path.read_text()), "tokens_per_second": tokens_per_second}
+            path.write_text(json.dumps(record))
+    assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, pytest.approx((0.5 + 0.75) / 2)]
+
+
 def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
     _, records = study()
     whole = report_of(study)
