@@ -273,6 +273,8 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     Player.end = None
     study()
     assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
+    said = capsys.readouterr()
+    assert "seed 2" in said.out + said.err and "seed 1" not in said.out + said.err, "seed 1 has ended"
     tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
     monkeypatch.setattr(running.Place, "conditions", here)
     Player.ran, Player.end = [], 1
