@@ -104,15 +104,16 @@ def approximate_randomisation(
     covers the choice of sentences. A run that is better in all of them is dealt away: for that see `paired`.
     """
     pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
-    ours = len(first)
+    ours, (runs, sentences, counts) = len(first), pooled.shape
+    flat, place = pooled.reshape(-1, counts), np.arange(sentences)  # rows: faster than take_along_axis
     random = np.random.default_rng(seed)
 
-    def difference(runs: NDArray[np.float64]) -> float:
-        totals = [score(run) for run in runs.sum(axis=1)]
+    def difference(dealt: NDArray[np.float64]) -> float:
+        totals = [score(run) for run in dealt.sum(axis=1)]
         return abs(float(np.mean(totals[:ours]) - np.mean(totals[ours:])))
 
     real, as_large = difference(pooled), 0
     for _ in range(trials):
-        order = random.random(pooled.shape[:2]).argsort(axis=0)  # [S1 + S2, N]
-        as_large += difference(np.take_along_axis(pooled, order[:, :, None], axis=0)) >= real - 1e-12
+        order = random.random((runs, sentences)).argsort(axis=0)
+        as_large += difference(flat.take(order * sentences + place, axis=0)) >= real - 1e-12
     return (as_large + 1) / (trials + 1)
