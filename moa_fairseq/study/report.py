@@ -267,7 +267,7 @@ def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figur
     panel = figure.subplots()
     style(panel)
     panel.axvline(0, color=GREY, linewidth=0.8)
-    panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
+    figure.suptitle(textwrap.fill(study.question, 90), x=0.01, ha="left", fontsize=10)
     panel.axvspan(-band, band, color="#eeeeee", zorder=0)
     for place, (_, colour, dots, interval) in enumerate(marks):
         panel.plot(dots, [place] * len(dots), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
