@@ -59,8 +59,8 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
                 problem = f"--data {place.data} is not what {run.recipe} says"
                 remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
                 raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
-    now, begun, elsewhere = commit(), set(), set()
-    unfinished = {run.block for run in runs if not run.record.is_file()}
+    now, elsewhere = commit(), set()
+    not_looked_at = {run.block for run in runs if not run.record.is_file()}
     for run in runs:
         record = read_record(run)
         if record and record["commit"] != now:
@@ -68,8 +68,8 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
                 f"{run.record} was made at commit {record['commit']}, and this is {now}: all runs of a study "
                 f"need one commit. Run it from a worktree: git worktree add ../study {record['commit']}."
             )
-        if record and run.block in unfinished - begun:
-            begun.add(run.block)
+        if record and run.block in not_looked_at:
+            not_looked_at.remove(run.block)
             here = place.conditions(run)
             there = {key: record.get(key, here[key]) for key in here}
             if there != here:
