@@ -15,6 +15,8 @@ attention counts as the full square that a GPU computes.
   SwitchHead's layer   one attention layer, one chunk of --tgt-len tokens, by the formula that prints the
                        tables of the SwitchHead paper: MACs, and the numbers that training stores;
                        with --positions xl a carried chunk is attended to as well
+  --branch             how large attention starts: the norm of its output ÷ that of its input, in the model
+                       before training, on 8 x 20 random tokens; the mean of all attentions
 
 Everything after a lone -- goes to fairseq as model flags:
 
@@ -28,7 +30,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Set
 
-from fairseq.models import FairseqLanguageModel
+import torch
+from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
+from fairseq.modules import MultiheadAttention
 from torch import nn
 
 from moa_fairseq.attention.base import MixtureAttention
@@ -212,6 +216,34 @@ def complexity(
     return count(build_skeleton(arch, vocab_size, embeddings, model_flags), src_len, tgt_len)
 
 
+def branch_size(
+    arch: str, vocab_size: int = 32000, embeddings: str = "shared", model_flags: Sequence[str] = ()
+) -> float:
+    """How large attention starts: see --branch. Arguments and errors as of build_skeleton.
+
+    Raises UserError where the model has no attention that this could look at.
+    """
+    from moa_fairseq.evaluation.skeleton import build_skeleton
+
+    sizes: List[float] = []
+
+    def measure(module: nn.Module, inputs: Any, named: Dict[str, Any], output: Any) -> None:
+        sizes.append((output[0].norm() / named["query"].norm()).item())
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(1)
+        model = build_skeleton(arch, vocab_size, embeddings, model_flags, weights=True).eval()
+        for module in model.modules():
+            if isinstance(module, (MixtureAttention, MultiheadAttention)):
+                module.register_forward_hook(measure, with_kwargs=True)
+        tokens = torch.randint(4, vocab_size, (8, 20))
+        pair = (torch.full((8,), 20), tokens) if isinstance(model, FairseqEncoderDecoderModel) else ()
+        model(tokens, *pair)
+    if not sizes:
+        raise UserError(f"--branch: {arch} has no multi-head attention. Leave the flag out.")
+    return sum(sizes) / len(sizes)
+
+
 def as_json(cost: Cost) -> Dict[str, Any]:
     """The report as plain data; all counts are integers."""
     scores = cost.macs["attention_matmul"]
@@ -281,6 +313,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in FORWARDED:
         flag = "--" + name.replace("_", "-")
         add(flag, type=int, metavar="N", help="overrides the architecture's value")
+    add("--branch", action="store_true", help="how large attention starts; needs memory for the weights")
     add("--json", action="store_true", help="print JSON")
     add("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
 
@@ -292,11 +325,15 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None:
             model_flags += ["--" + name.replace("_", "-"), str(value)]
     cost = complexity(args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags)
+    branch = branch_size(args.arch, args.vocab_size, args.embeddings, model_flags) if args.branch else None
     if args.json:
         names = ("arch", "vocab_size", "src_len", "tgt_len", "embeddings")
         setting = {name: getattr(args, name) for name in names}
-        print(json.dumps({**setting, "model_flags": model_flags, **as_json(cost)}, indent=2))
+        counts = {**as_json(cost), **({} if branch is None else {"branch": branch})}
+        print(json.dumps({**setting, "model_flags": model_flags, **counts}, indent=2))
         return 0
     lengths = f"{args.src_len} source and {args.tgt_len} target tokens"
     print(as_text(f"{args.arch}, {args.vocab_size:,} symbols, {lengths}", cost))
+    if branch is not None:
+        print(f"Before training attention's output is {branch:.3f} times as large as its input.")
     return 0

@@ -76,7 +76,11 @@ def build_skeleton(
         flags += EMBEDDINGS[embeddings]
     args = parse_training_flags(flags, "fairseq does not accept these model flags")
     task = SimpleNamespace(
-        source_dictionary=dictionary, target_dictionary=dictionary, dictionary=dictionary, args=args
+        source_dictionary=dictionary,
+        target_dictionary=dictionary,
+        dictionary=dictionary,
+        output_dictionary=dictionary,
+        args=args,
     )
     build = ARCH_MODEL_REGISTRY[args.arch].build_model
     with quiet():
@@ -130,7 +134,7 @@ def parse_training_flags(
             r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", lines[-1].split("error: ")[-1]
         )
         raise UserError(f"{refusal}: {reason}") from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, AssertionError) as error:
         raise UserError(f"{refusal}: {error}") from error
     finally:
         sys.argv = argv

@@ -17,7 +17,7 @@ from moa_fairseq.analysis.plots import COLOURS, GREY, label_points, style
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.against import against, interval_of
 from moa_fairseq.evaluation.chains import RunningText, Texts, running_text
-from moa_fairseq.evaluation.complexity import complexity
+from moa_fairseq.evaluation.complexity import branch_size, complexity
 from moa_fairseq.evaluation.generate_log import read_lines
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
 from moa_fairseq.recipes.loading import check_flags
@@ -39,6 +39,7 @@ SYSTEM_COLUMNS = (
     Column("diverged", "diverged", "d"),
     Column("parameters", "parameters", ","),
     Column("cost", "× attention MACs", ".2f"),
+    Column("start", "× branch", ".2f"),
     Column("speed", "× tokens/s", ".2f"),
 )
 CONTRAST_COLUMNS = (
@@ -58,6 +59,9 @@ CONTRAST_TABLES = {
     "at_equal_training_loss": "The same at equal training loss: mean over levels of it within one bit. "
     "Training losses are those with dropout, so only systems of equal dropout compare here.",
 }
+# What losses are drawn against, and what it is called.
+COSTS = {"attention_macs": "attention's multiplications", "speed": "tokens a second"}
+START = {"branch": "size of attention's output before training"}
 TRANSLATION_COLUMNS = (
     Column("metric", "metric"),
     Column("contrast", "contrast"),
@@ -97,7 +101,7 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
             "deviation": float(np.std(list(losses[name].values()), ddof=1)) if len(rows) > 1 else None,
             "diverged": sum(row["end"] == DIVERGED for row in rows),
             "parameters": rows[0]["parameters"],
-            "attention_macs": _attention_macs(next(run for run in runs if run.system == name)),
+            **_attention(next(run for run in runs if run.system == name)),
             "speed": _speed(rows, next(iter(study.systems)), found),
             "by_seed": losses[name],
             **({"curve": _mean_curve(rows)} if study.levels else {}),
@@ -188,25 +192,32 @@ def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[
     return rows
 
 
-def _attention_macs(run: Run) -> int:
-    """Of all attentions, for one sample of a language model, or a pair of 20 and 20 tokens."""
+def _attention(run: Run) -> Dict[str, float]:
+    """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts."""
     recipe = run.load()
     check_flags(recipe)  # before they build a model
     model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
-    words = flags({name: value for name, value in model.items() if name != "arch"})
-    return complexity(recipe.model.arch, 1000, length, length, "shared", words).attention_macs
+    arch, words = recipe.model.arch, flags({key: value for key, value in model.items() if key != "arch"})
+    macs = complexity(arch, 1000, length, length, "shared", words).attention_macs
+    return {"attention_macs": macs, "branch": branch_size(arch, 1000, "shared", words)}
 
 
 def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> str:
     """The report as tables, for a terminal or as Markdown."""
-    base = content["systems"][0]["attention_macs"] if content["systems"] else 1
+    base = content["systems"][0]
     systems = [
-        {**row, "cost": row["attention_macs"] / base, "diverged": row["diverged"] or None}
+        {
+            **row,
+            "cost": row["attention_macs"] / base["attention_macs"],
+            "start": row["branch"] / base["branch"],
+            "diverged": row["diverged"] or None,
+        }
         for row in content["systems"]
     ]
     blocks: List[Union[str, Table]] = [
         f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, "
         f"{f'mean of the last {study.last} validations' if study.last > 1 else 'of the last validation'}. "
+        "× branch: size of attention's output before training, ÷ the first system's. "
         "× tokens/s: ÷ those of the first system with the same seed, median of the seeds.",
         Table(SYSTEM_COLUMNS, systems),
     ]
@@ -235,7 +246,11 @@ def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
     """The pictures by their names."""
     families = list(dict.fromkeys(row["family"] for row in content["systems"]))
     colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
-    figures = {"differences": _differences(study, content, colours), "cost": _cost(study, content, colours)}
+    figures = {
+        "differences": _differences(study, content, colours),
+        "cost": _against(study, content, colours, COSTS),
+        "branch": _against(study, content, colours, START),
+    }
     if study.levels:
         figures["generalisation"] = _generalisation(study, content)
     if rows := content["contrasts"]:
@@ -280,21 +295,22 @@ def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figur
     return figure
 
 
-def _cost(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Figure:
-    """Loss against attention's MACs, and against speed, both ÷ those of the first system."""
+def _against(study: Study, content: Dict[str, Any], colours: Dict[str, str], names: Dict[str, str]) -> Figure:
+    """Loss against each of names, ÷ that of the first system."""
     base = content["systems"][0]
-    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    names = {"attention_macs": "attention's multiplications", "speed": "tokens a second"}
+    figure = Figure(figsize=(9.5, 5.5 if len(names) == 1 else 4.2), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    key_of_name = "label" if len(names) == 1 else "system"  # where there is space
     labels: Dict[str, List[Tuple[float, float, str]]] = {key: [] for key in names}
     for panel, (key, name) in zip(panels, names.items()):
         style(panel)
         for family, colour in colours.items():
             points = [row for row in content["systems"] if row["family"] == family]
-            cost = [(row[key] or math.nan) / base[key] if base[key] else math.nan for row in points]
-            panel.plot(cost, [row["loss"] for row in points], "o", color=colour, label=family)
-            labels[key] += [(x, row["loss"], row["system"]) for x, row in zip(cost, points)]
-        panel.set_xlabel(f"{name} ÷ those of “{base['label']}”")
+            ratios = [(row[key] or math.nan) / base[key] if base[key] else math.nan for row in points]
+            panel.plot(ratios, [row["loss"] for row in points], "o", color=colour, label=family)
+            labels[key] += [(x, row["loss"], row[key_of_name]) for x, row in zip(ratios, points)]
+        panel.set_xlabel(f"{name} ÷ that of “{base['label']}”")
+        panel.margins(0.1)
     panels[0].set_ylabel("validation loss (bits)")
     panels[0].legend(fontsize=8, frameon=False)
     figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)

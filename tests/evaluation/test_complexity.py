@@ -125,6 +125,18 @@ def test_text_report(capsys):
     assert all(part in printed for part in ("628,", "cross-attention", "attention in all", "router"))
 
 
+@pytest.mark.parametrize("arch", ["dense_transformer_lm_base", "moa_roberta_tiny", "moh_transformer_tiny"])
+def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
+    small = ["--encoder-layers", "1"] if "lm" not in arch else ["--decoder-layers", "1"]
+    sizes = []
+    for scale in ("1", "0.25"):
+        scaled = [*small, "--attention-branch-scale", scale]
+        assert main(["complexity", "--arch", arch, "--branch", "--json", "--", *scaled]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["branch"])
+    rel = 1e-5 if "transformer_tiny" not in arch else 0.3  # deeper layers see what the first ones leave
+    assert sizes[1] / sizes[0] == pytest.approx(0.25, rel=rel)
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [
@@ -135,6 +147,11 @@ def test_text_report(capsys):
         (["--arch", "moa_transformer_base", "--", "--no-such-flag"], "--no-such-flag"),
         (["--arch", "transformer_tiny", "--", "--encoder-layers", "x"], "invalid int value"),
         (["--arch", "transformer_tiny", "--", "--encoder-attention-heads", "7"], "divisible"),
+        (["--arch", "lightconv_lm_gbw", "--", "--decoder-layers", "1"], "doesn't match decoder_layers"),
+        (
+            ["--arch", "lightconv_lm_gbw", "--branch"],
+            "--branch: lightconv_lm_gbw",
+        ),
     ],
 )
 def test_bad_input(capsys, flags, says):

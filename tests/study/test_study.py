@@ -19,7 +19,8 @@ RECIPE = """
 experiment: tiny
 summary: a language model that is never trained
 data: {recipe: wikitext2_sp4k}
-model: {arch: dense_transformer_lm_base}
+model: {arch: dense_transformer_lm_base, flags: {decoder-layers: 1, decoder-embed-dim: 64,
+  decoder-input-dim: 64, decoder-output-dim: 64, decoder-ffn-embed-dim: 64, decoder-attention-heads: 4}}
 train: {task: language_modeling, criterion: cross_entropy, max_tokens: 16, max_update: 4, precision: fp32}
 """
 STUDY = {
@@ -86,7 +87,7 @@ def study(tmp_path, monkeypatch):
 
 def report_of(study, **changes):
     status, records = study("--report", **changes)
-    pictures = [records / f"{name}.png" for name in ("differences", "contrasts", "cost")]
+    pictures = [records / f"{name}.png" for name in ("differences", "contrasts", "cost", "branch")]
     assert status == 0 and all(picture.stat().st_size > 1000 for picture in pictures)
     return json.loads((records / "report.json").read_text())
 
@@ -142,6 +143,14 @@ def test_speeds_are_compared_within_a_seed(study):
             record = {**json.loads(path.read_text()), "tokens_per_second": tokens_per_second}
             path.write_text(json.dumps(record))
     assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, pytest.approx((0.5 + 0.75) / 2)]
+
+
+def test_a_report_says_how_large_each_attention_starts(study):
+    small = {**STUDY["systems"]["B"], "set": {"model.flags.attention-branch-scale": 0.25}}
+    changes = {"systems": {**STUDY["systems"], "B": small}}
+    study(**changes)
+    dense, quarter = (row["branch"] for row in report_of(study, **changes)["systems"])
+    assert quarter / dense == pytest.approx(0.25, rel=1e-5)
 
 
 def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
