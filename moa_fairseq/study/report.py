@@ -310,7 +310,7 @@ def _against(study: Study, content: Dict[str, Any], colours: Dict[str, str], nam
             panel.plot(ratios, [row["loss"] for row in points], "o", color=colour, label=family)
             labels[key] += [(x, row["loss"], row[key_of_name]) for x, row in zip(ratios, points)]
         panel.set_xlabel(f"{name} ÷ that of “{base['label']}”")
-        panel.margins(0.1)
+        panel.margins(0.18 if len(names) == 1 else 0.05, 0.1)
     panels[0].set_ylabel("validation loss (bits)")
     panels[0].legend(fontsize=8, frameon=False)
     figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
