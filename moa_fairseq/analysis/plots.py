@@ -53,7 +53,9 @@ def label_points(panel: Axes, points: Sequence[Tuple[float, float, str]]) -> Non
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in places]
     settings: Dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "center"}
     for place, (x, y, name) in zip(places, points):
-        for distance, angle in itertools.product(range(9, 52, 7), (45, -45, 135, -135, 0, 180, 90, -90)):
+        for distance, angle in itertools.product(
+            (9, 16, 23, 30, 40, 50), (45, -45, 135, -135, 0, 180, 90, -90)
+        ):
             offset = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
             line = (
                 {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3} if distance > 9 else None
