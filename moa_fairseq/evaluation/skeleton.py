@@ -94,9 +94,11 @@ def build_skeleton(
                 ):
                     return build(args, task)
             return build(args, task)
-        except (ValueError, AssertionError) as error:
+        # Models of fairseq that need other data, or packages that are not here, fail in many ways.
+        except (ValueError, AssertionError, AttributeError, NameError, ImportError) as error:
             setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
-            raise UserError(f"fairseq cannot build {arch} with {setting}: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise UserError(f"fairseq cannot build {arch} with {setting}: {reason}") from error
 
 
 @contextlib.contextmanager
