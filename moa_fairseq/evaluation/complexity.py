@@ -253,7 +253,7 @@ def branch_size(
             except (TypeError, IndexError) as error:
                 raise UserError(
                     f"--branch: {arch} does not run on 20 random tokens ({error}). Leave the flag out, or "
-                    "give it as many positions."
+                    "allow 20 positions."
                 ) from error
     if not sizes:
         raise UserError(f"--branch: {arch} has no multi-head attention. Leave the flag out.")
