@@ -201,7 +201,7 @@ def losses_of(
 
 
 def common_levels(study: Study, runs: List[Run]) -> NDArray[np.float64]:
-    """study.levels training losses, spread evenly over one bit from the lowest that all runs reached."""
+    """study.levels training losses, spread evenly over one bit from the lowest that all of runs reached."""
     records = [record for run in runs if (record := read_record(run)) and record["end"] != DIVERGED]
     lowest = max((min(pairs)[0] for record in records if (pairs := _pairs(record))), default=0.0)
     return np.linspace(lowest, lowest + 1, study.levels)

@@ -49,15 +49,16 @@ CONTRAST_COLUMNS = (
     Column("n", "n", "d"),
     Column("mean", "first − second", "+.4f"),
     Column("interval", "95 %", ">"),
-    Column("p_holm", "p (Holm)", ".2g"),
+    Column("p_holm", "p (Holm)", ".3g"),
     Column("visible", "visible", ".4f"),
     Column("verdict", "verdict"),
 )
 CONTRAST_TABLES = {
     "contrasts": "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± {margin} "
     "bits. Visible: what this many seeds find in 80 % of studies.",
-    "at_equal_training_loss": "The same at equal training loss: mean over levels of it within one bit. "
-    "Training losses are those with dropout, so only systems of equal dropout compare here.",
+    "at_equal_training_loss": "The same at equal training loss: mean over levels of it, from the lowest that "
+    "all runs of the two systems reached to one bit above. Training losses are those with dropout, so "
+    "contrasts of unequal dropout are left out.",
 }
 # What losses are drawn against, and what it is called.
 COSTS = {"attention_macs": "attention's multiplications", "speed": "tokens a second"}
@@ -70,8 +71,8 @@ TRANSLATION_COLUMNS = (
     Column("second", "second", ".2f"),
     Column("difference", "first − second", "+.2f"),
     Column("interval", "95 %", ">"),
-    Column("p_seeds_holm", "p, seeds (Holm)", ".2g"),
-    Column("p_holm", "p, sentences (Holm)", ".2g"),
+    Column("p_seeds_holm", "p, seeds (Holm)", ".3g"),
+    Column("p_holm", "p, sentences (Holm)", ".3g"),
 )
 
 
@@ -101,10 +102,10 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
             "deviation": float(np.std(list(losses[name].values()), ddof=1)) if len(rows) > 1 else None,
             "diverged": sum(row["end"] == DIVERGED for row in rows),
             "parameters": rows[0]["parameters"],
-            **_attention(next(run for run in runs if run.system == name)),
+            **_attention(one := next(run for run in runs if run.system == name)),
             "speed": _speed(rows, next(iter(study.systems)), found),
             "by_seed": losses[name],
-            **({"curve": _mean_curve(rows)} if study.levels else {}),
+            **({"curve": _mean_curve(rows), "dropout": _dropout(one)} if study.levels else {}),
         }
         for name in study.systems
         if (rows := [row for row in found if row["system"] == name])
@@ -112,11 +113,15 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
     kinds = ("commit", "hardware", "precision", "versions")
     made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
     counts = {"runs": len(found), "planned": len(planned)}
-    tables = {"systems": systems, "contrasts": _contrasts(study, losses)}
+    tables = {"systems": systems, "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses))}
     if study.levels:
-        tables["at_equal_training_loss"] = _contrasts(
-            study, losses_of(study, runs, common_levels(study, runs))
-        )
+        dropout = {row["system"]: row["dropout"] for row in systems}
+        at_equal = {}
+        for name, contrast in study.contrasts.items():
+            both = [run for run in runs if run.system in (contrast.first, contrast.second)]
+            if dropout[contrast.first] == dropout[contrast.second]:
+                at_equal[name] = losses_of(study, both, common_levels(study, both))
+        tables["at_equal_training_loss"] = _contrasts(study, at_equal)
     if references:
         tables["translations"] = _translations(study, runs, references)
     return {"study": study.study, **counts, **tables, "made_by": made_by}
@@ -140,11 +145,16 @@ def _mean_curve(records: List[Dict[str, Any]]) -> List[List[float]]:
     return np.mean(pairs, axis=0).tolist() if pairs else []
 
 
-def _contrasts(study: Study, losses: Dict[str, Dict[int, float]]) -> List[Dict[str, Any]]:
-    """Every contrast with its test. losses: system → seed → bits; of the seeds that both sides have."""
+def _dropout(run: Run) -> Dict[str, Any]:
+    """Its model's rates of dropout."""
+    return {key: value for key, value in run.load().model.as_flags().items() if "dropout" in key}
+
+
+def _contrasts(study: Study, losses: Dict[str, Dict[str, Dict[int, float]]]) -> List[Dict[str, Any]]:
+    """Contrasts with tests. losses: contrast → system → seed → bits; of the seeds that both sides have."""
     judged = {}
-    for name, contrast in study.contrasts.items():
-        first, second = losses[contrast.first], losses[contrast.second]
+    for name, of_system in losses.items():
+        first, second = of_system[study.contrasts[name].first], of_system[study.contrasts[name].second]
         if len(seeds := first.keys() & second.keys()) > 1:
             judged[name] = paired([first[seed] - second[seed] for seed in sorted(seeds)], study.margin)
     p = holm({name: difference.p for name, difference in judged.items()})
@@ -258,7 +268,7 @@ def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
         marks: List[Mark] = [
             (f"{row['contrast']}: {row['verdict']}", of_verdict[row["verdict"]], [], row) for row in rows
         ]
-        axis = "difference of validation losses, 95 % interval (bits; left is better)"
+        axis = "difference of losses (bits; left is better); intervals uncorrected, verdicts corrected"
         figures["contrasts"] = _intervals(study, marks, study.margin, axis)
     return figures
 
@@ -272,7 +282,7 @@ def _differences(study: Study, content: Dict[str, Any], colours: Dict[str, str])
         dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
         interval = paired(dots, study.margin)._asdict() if len(dots) > 1 else None
         marks.append((row["label"], colours[row["family"]], dots, interval))
-    axis = f"validation loss − that of “{base['label']}” (bits; left is better)"
+    axis = f"validation loss − that of “{base['label']}” (bits; left is better; grey: ± 2 deviations)"
     return _intervals(study, marks, 2 * (base["deviation"] or 0), axis)
 
 
@@ -311,6 +321,8 @@ def _against(study: Study, content: Dict[str, Any], colours: Dict[str, str], nam
             labels[key] += [(x, row["loss"], row[key_of_name]) for x, row in zip(ratios, points)]
         panel.set_xlabel(f"{name} ÷ that of “{base['label']}”")
         panel.margins(0.18 if len(names) == 1 else 0.05, 0.1)
+        low, high = panel.get_xlim()
+        panel.set_xlim(min(low, 0.9), max(high, 1.1))  # no axis of a few per cent
     panels[0].set_ylabel("validation loss (bits)")
     panels[0].legend(fontsize=8, frameon=False)
     figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
@@ -324,10 +336,12 @@ def _generalisation(study: Study, content: Dict[str, Any]) -> Figure:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     panel = figure.subplots()
     style(panel)
+    base = content["systems"][0]
     for number, row in enumerate(content["systems"]):
         curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
-        panel.plot(*curve.T, "o-", color=(GREY, *COLOURS)[number % 8], markersize=3, label=row["label"])
-    panel.set_xlabel("training loss, with dropout (bits)")
+        look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 3, "label": row["label"]}
+        panel.plot(*curve.T, "o-" if row["dropout"] == base["dropout"] else "o:", **look)
+    panel.set_xlabel("training loss (bits), with dropout: dotted lines have another, and do not compare")
     panel.set_ylabel("validation loss (bits)")
     panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
     panel.legend(fontsize=8, frameon=False)

@@ -201,34 +201,44 @@ def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
 
 
 def test_losses_are_compared_at_equal_training_loss(study, monkeypatch):
-    """B learns half as fast, and has the same validation loss at each training loss, 0.25 bits above A's."""
+    """B learns half as fast, and the lower a training loss is, the more its validation loss is above A's.
+
+    C, with a dropout of its own, reaches no training loss below 6.75: it moves no level, and has no row.
+    """
+    systems = {**STUDY["systems"], "C": {"label": "dropped", "recipe": "../tiny.yaml"}}
+    systems["C"]["set"] = {"model.flags.attention-dropout": 0.3}
+    contrasts = {**STUDY["contrasts"], "dropout": {"first": "C", "second": "A", "question": "?"}}
+    changes = {"levels": 4, "systems": systems, "contrasts": contrasts}
 
     def play(self, command, log):
         folder = Path(command[command.index("--save-dir") + 1])
         folder.mkdir(parents=True, exist_ok=True)
         rows = []
         for n in range(1, 6):
-            train = 8 - n / (1 + folder.name.startswith("B"))
-            valid = train + 1 + 0.25 * folder.name.startswith("B") + 0.001 * int(folder.name[-1]) ** 2
+            train = 8 - n / {"A": 1, "B": 2, "C": 4}[folder.name[0]]
+            behind = 0.1 * (8 - train) * folder.name.startswith("B")
+            valid = train + 1 + behind + 0.001 * int(folder.name[-1]) ** 2
             rows.append({"epoch": n, "num_updates": str(n), "loss": str(train)})
             rows.append({"epoch": n, "valid_loss": str(valid), "valid_num_updates": str(n)})
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     monkeypatch.setattr(Player, "run", play)
-    study(levels=4)
-    found = report_of(study, levels=4)
+    study(**changes)
+    found = report_of(study, **changes)
     (row,) = found["at_equal_training_loss"]
-    assert row["mean"] == pytest.approx(0.25) and row["n"] == 4 and row["verdict"] == "loss"
+    assert row["contrast"] == "gain" and row["n"] == 4 and row["verdict"] == "loss"
+    assert row["mean"] == pytest.approx(0.2), "levels from 5.5 to 6.5"
     assert found["contrasts"][0]["mean"] > 2
     assert found["systems"][0]["curve"][-1] == pytest.approx([3.0, 4.0075])
+    assert found["systems"][2]["dropout"]["attention-dropout"] == 0.3
     records = Path("results/studies/toy")
     assert (records / "generalisation.png").stat().st_size > 1000
-    assert "0.2500" in (records / "report.md").read_text()
+    assert "0.2000" in (records / "report.md").read_text()
     path = records / "B-seed4.json"  # diverged at a high training loss, which moves no level
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "end": "diverged", "curve": record["curve"][:1]}))
-    (row,) = report_of(study, levels=4)["at_equal_training_loss"]
-    assert 0.15 < row["mean"] < 0.25 and row["n"] == 4, "it is the worst of the others"
+    (row,) = report_of(study, **changes)["at_equal_training_loss"]
+    assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, "it is the worst of the others"
 
 
 def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
