@@ -268,7 +268,8 @@ def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
         marks: List[Mark] = [
             (f"{row['contrast']}: {row['verdict']}", of_verdict[row["verdict"]], [], row) for row in rows
         ]
-        axis = "difference of losses (bits; left is better); intervals uncorrected, verdicts corrected"
+        axis = "difference of validation losses (bits; left is better)"
+        axis += "\nintervals of one test, corrected verdicts"
         figures["contrasts"] = _intervals(study, marks, study.margin, axis)
     return figures
 
@@ -282,7 +283,8 @@ def _differences(study: Study, content: Dict[str, Any], colours: Dict[str, str])
         dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
         interval = paired(dots, study.margin)._asdict() if len(dots) > 1 else None
         marks.append((row["label"], colours[row["family"]], dots, interval))
-    axis = f"validation loss − that of “{base['label']}” (bits; left is better; grey: ± 2 deviations)"
+    axis = f"validation loss − that of “{base['label']}” (bits; left is better)"
+    axis += "\ngrey: ± 2 deviations of its seeds"
     return _intervals(study, marks, 2 * (base["deviation"] or 0), axis)
 
 
@@ -341,7 +343,7 @@ def _generalisation(study: Study, content: Dict[str, Any]) -> Figure:
         curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
         look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 3, "label": row["label"]}
         panel.plot(*curve.T, "o-" if row["dropout"] == base["dropout"] else "o:", **look)
-    panel.set_xlabel("training loss (bits), with dropout: dotted lines have another, and do not compare")
+    panel.set_xlabel("training loss, with dropout (bits)\ndotted: other dropout; like lines compare")
     panel.set_ylabel("validation loss (bits)")
     panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
     panel.legend(fontsize=8, frameon=False)
