@@ -343,7 +343,7 @@ def _generalisation(study: Study, content: Dict[str, Any]) -> Figure:
         curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
         look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 3, "label": row["label"]}
         panel.plot(*curve.T, "o-" if row["dropout"] == base["dropout"] else "o:", **look)
-    panel.set_xlabel("training loss, with dropout (bits)\ndotted: other dropout; like lines compare")
+    panel.set_xlabel("training loss, with dropout (bits)\ndotted: other dropout; compare dotted with dotted")
     panel.set_ylabel("validation loss (bits)")
     panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
     panel.legend(fontsize=8, frameon=False)
