@@ -182,12 +182,33 @@ TARGETS = (
     ),
     (
         "cuda",
+        "the same with the host's share (eager), " + " / ".join(_SIZES),
+        "none",
+        "attention",
+        _ratios("time_over_dense", _SIZES),
+    ),
+    (
+        "cuda",
         "Triton expert products ÷ torch.bmm, D = 64 / 128 / 256",
         "≥ 0.5 / 0.6 / 0.8",
         "kernels",
         _over_bmm,
     ),
     ("cuda", "training tokens/s, MoA base ÷ dense base", "≥ 0.9", "training", _training),
+    (
+        "cuda",
+        "training tokens/s, MoA big ÷ dense big (equal parameters)",
+        "none",
+        "training",
+        lambda found: f"{found['speed_over_dense']['moa_transformer_big']:.2f}",
+    ),
+    (
+        "cuda",
+        "generation, MoA base ÷ dense base",
+        "≥ 0.95",
+        "generation",
+        _generation("moa_transformer_base"),
+    ),
     (
         "cuda",
         "generation, MoA big ÷ dense big (equal parameters)",

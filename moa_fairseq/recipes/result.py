@@ -183,8 +183,10 @@ def versions() -> Dict[str, Optional[str]]:
 def commit() -> Optional[str]:
     """The commit of the source tree that runs, with -dirty for uncommitted changes.
 
-    Outside of git it is what $MOA_FAIRSEQ_COMMIT says of the copy, else None.
+    $MOA_FAIRSEQ_COMMIT comes first: a copy of the files may have no git, or one that knows another commit.
     """
+    if named := os.environ.get("MOA_FAIRSEQ_COMMIT"):
+        return named
     here = Path(__file__).resolve().parent
     try:
         head, status = (
@@ -194,5 +196,5 @@ def commit() -> Optional[str]:
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("MOA_FAIRSEQ_COMMIT") or None
+        return None
     return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
