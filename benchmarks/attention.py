@@ -144,9 +144,9 @@ def sweep_experts(args: Any, per_token: int, dim: int) -> "tuple[str, Dict[str, 
         str(experts): candidate(_moa(experts, per_token, dim), shape, args)["step"] for experts in EXPERTS
     }
     label, replays = f"K = {per_token}, D = {dim}", replay_times(calls, args.rounds, args.device)
-    if replays or args.device == "cpu":
-        return label, replays or take_turns(calls, args.rounds, args.device)
-    return f"{label}, eager", take_turns(calls, args.rounds, args.device)
+    if len(replays) == len(calls):
+        return label, replays
+    return f"{label}, eager" if args.device == "cuda" else label, take_turns(calls, args.rounds, args.device)
 
 
 def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], args: Any) -> Figure:
@@ -190,9 +190,11 @@ def main() -> None:
         batches.append(measure(args, shape))
         print(f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs")
         for name, row in batches[-1]["rows"].items():
-            ratios = [row.get(key) for key in ("time_over_dense", "kept_over_dense", "peak_over_dense")]
+            time = "replay_over_dense" if row["replay_seconds"] else "time_over_dense"
+            ratios = [row.get(key) for key in (time, "kept_over_dense", "peak_over_dense")]
             text = "".join("      -" if value is None else f"{value:7.2f}" for value in ratios)
-            print(f"  {name:32s} {1000 * row['step_seconds']:8.1f} ms {row['gemm_share']:6.2f} {text}")
+            seconds = row["replay_seconds"] or row["step_seconds"]
+            print(f"  {name:32s} {1000 * seconds:8.2f} ms {row['gemm_share']:6.2f} {text}")
         for row in batches[-1]["profile"][PROFILED][:10]:
             print(f"  {PROFILED}: {row['microseconds']:8.0f} µs  {row['count']:3d} × {row['name'][:90]}")
     sweeps = dict(sweep_experts(args, k, d) for k, d in ((4, 128), (8, 128)))

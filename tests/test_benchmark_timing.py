@@ -35,6 +35,7 @@ def test_a_result_names_its_backend_and_commit(bench, trusted, monkeypatch, tmp_
     args = bench.arguments("a benchmark")
     assert ("`auto` is grouped" in capsys.readouterr().err) is not trusted
     monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", "abc")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))  # a copy without git
     bench.report("x", args, {"rows": {}}, Figure())
     written = json.loads((tmp_path / "x-cuda.json").read_text())
     assert written["auto"] == {"backend": found[0], "why": found[1]} and written["commit"] == "abc"

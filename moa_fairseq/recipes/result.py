@@ -183,10 +183,10 @@ def versions() -> Dict[str, Optional[str]]:
 def commit() -> Optional[str]:
     """The commit of the source tree that runs, with -dirty for uncommitted changes.
 
-    $MOA_FAIRSEQ_COMMIT comes first: a copy of the files may have no git, or one that knows another commit.
+    A copy of the files may have no git, or one that knows an older commit: then it is what
+    $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
     """
-    if named := os.environ.get("MOA_FAIRSEQ_COMMIT"):
-        return named
+    named = os.environ.get("MOA_FAIRSEQ_COMMIT")
     here = Path(__file__).resolve().parent
     try:
         head, status = (
@@ -196,5 +196,5 @@ def commit() -> Optional[str]:
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.SubprocessError):
-        return None
-    return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
+        return named or None
+    return (named or f"{head.stdout.strip()}-dirty") if status.stdout.strip() else head.stdout.strip()
