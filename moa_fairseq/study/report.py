@@ -209,7 +209,8 @@ def _attention(run: Run) -> Dict[str, float]:
     model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
     arch, words = recipe.model.arch, flags({key: value for key, value in model.items() if key != "arch"})
     macs = complexity(arch, 1000, length, length, "shared", words).attention_macs
-    return {"attention_macs": macs, "branch": branch_size(arch, 1000, "shared", words)}
+    branch = round(branch_size(arch, 1000, "shared", words), 6)  # beyond that processors differ
+    return {"attention_macs": macs, "branch": branch}
 
 
 def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> str:
