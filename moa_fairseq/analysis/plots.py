@@ -10,6 +10,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.path import Path as Line
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
@@ -29,6 +30,10 @@ class Analysis(NamedTuple):
     report: Optional[Dict[str, Any]] = None
 
 
+# Where a label may stand, in degrees, the best first.
+ANGLES = (45, -45, 135, -135, 0, 180, 90, -90, 22, -22, 158, -158, 67, -67, 113, -113)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write `figure` as a PNG, whole or not at all."""
     with atomic_write(path, "wb") as stream:
@@ -43,7 +48,7 @@ def style(panel: Axes) -> None:
 
 
 def label_points(panel: Axes, points: Sequence[Tuple[float, float, str]]) -> None:
-    """Write each name beside its point (x, y), clear of all points and other names, with a line if it is far.
+    """Write each name beside its point (x, y), clear of points, names and lines; with a line if it is far.
 
     To be called last: what is drawn later, or moves the panel, is not looked at.
     """
@@ -51,11 +56,11 @@ def label_points(panel: Axes, points: Sequence[Tuple[float, float, str]]) -> Non
     canvas.draw()
     places = panel.transData.transform([(x, y) for x, y, _ in points])
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    lines: List[Line] = []
     settings: Dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "center"}
     for place, (x, y, name) in zip(places, points):
-        for distance, angle in itertools.product(
-            (9, 16, 23, 30, 40, 50), (45, -45, 135, -135, 0, 180, 90, -90)
-        ):
+        foreign = [box for box in taken if not box.contains(*place)]
+        for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
             offset = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
             line = (
                 {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3} if distance > 9 else None
@@ -65,8 +70,15 @@ def label_points(panel: Axes, points: Sequence[Tuple[float, float, str]]) -> Non
             box = Text.get_window_extent(text)  # without the line
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
             nearest = min(places, key=lambda other: math.dist(other, middle))
+            path = Line([place, middle])
             is_clear = not any(box.overlaps(other) for other in taken)
+            is_clear &= not any(other.intersects_bbox(box) for other in lines)
+            is_clear &= not (line and any(path.intersects_bbox(other) for other in foreign))
             if is_clear and (line or math.dist(nearest, middle) == math.dist(place, middle)):
                 taken.append(box)
+                if text.arrow_patch:
+                    beside = box.padded(8).contains(*place)
+                    text.arrow_patch.set_visible(not beside)
+                    lines += [] if beside else [path]
                 break
             text.remove()

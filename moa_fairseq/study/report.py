@@ -323,6 +323,9 @@ def _against(study: Study, content: Dict[str, Any], colours: Dict[str, str], nam
             panel.plot(ratios, [row["loss"] for row in points], "o", color=colour, label=family)
             labels[key] += [(x, row["loss"], row[key_of_name]) for x, row in zip(ratios, points)]
         panel.set_xlabel(f"{name} ÷ that of “{base['label']}”")
+        if names is START:  # factors from 1/10 to 1: most are small
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:g}")
         panel.margins(0.18 if len(names) == 1 else 0.05, 0.1)
         low, high = panel.get_xlim()
         panel.set_xlim(min(low, 0.9), max(high, 1.1))  # no axis of a few per cent
