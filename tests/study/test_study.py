@@ -360,10 +360,14 @@ def test_points_of_a_grid_that_are_no_names_stay_in_the_folders(study, tmp_path)
 
 @pytest.mark.parametrize("flag", ["user-dir", "user-di"])
 def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag):
-    study()
+    _, records = study()
     (tmp_path / "trap").mkdir()
     (tmp_path / "trap" / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     planted = {**STUDY["systems"]["A"], "set": {f"model.flags.{flag}": str(tmp_path / "trap")}}
+    for path in records.glob("A-*.json"):  # a stranger's records fit the stranger's study
+        record = json.loads(path.read_text())
+        record["settings"][f"model.flags.{flag}"] = str(tmp_path / "trap")
+        path.write_text(json.dumps(record))
     systems = {"A": planted, "B": STUDY["systems"]["B"]}
     assert study("--report", systems=systems)[0] == 2
     assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()
