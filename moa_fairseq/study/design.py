@@ -287,7 +287,8 @@ def fitting_records(study: Study, runs: List[Run], strict: bool = False) -> Dict
         elif made == now:
             now = {"recipe": run.recipe.name, "stage": study.stage, **run.overrides}
             made = _settings_in(record.get("command") or "")
-        if different := changes(*({k: v for k, v in x.items() if k not in _FREE} for x in (made, now))):
+        before, after = ({k: v for k, v in said.items() if k not in _FREE} for said in (made, now))
+        if different := changes(before, after):
             others[where] = "; ".join(": ".join(each)[:200] for each in list(different.items())[:5])
         else:
             found[run.record] = record
