@@ -1,15 +1,25 @@
-"""Writes JSON files, and reads those that a crash, a bad disk or an edit may have damaged."""
+"""Writes JSON files, and reads JSON and YAML that a person, a stranger, a crash or a bad disk may have made.
+
+What is read is plain: mappings, lists, text in UTF-8, numbers, true, false and null, and not without end.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Sequence
+from typing import Any, Callable, ClassVar, Dict, List, Mapping, NoReturn, Sequence, Tuple
+
+import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, refuse_irregular
+
+# PyYAML reads some 100,000 bytes a second; the longest study here has 8,000.
+MOST_BYTES = {"JSON": 64 << 20, "YAML": 256 << 10}
+MOST_VALUES = 100_000  # of a YAML file, with every `*alias` written out
 
 
 def is_number(value: Any) -> bool:
@@ -21,34 +31,134 @@ def is_number(value: Any) -> bool:
 
 
 # The kinds of values, in the words of error messages.
-TEXT, NUMBER, MAPPING = "text", "a number", "a mapping"
+TEXT, NUMBER, MAPPING, LIST = "text", "a number", "a mapping", "a list"
 _KINDS: Dict[str, Callable[[Any], bool]] = {
     TEXT: lambda value: isinstance(value, str),
     NUMBER: is_number,
     MAPPING: lambda value: isinstance(value, dict),
+    LIST: lambda value: isinstance(value, list),
 }
+# PyYAML lets through whatever a value raises that does not fit its tag (`!!bool maybe`), and Python's errors
+# for text that is nested too deeply, and for numbers of some thousand digits.
+_ODD = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_TAGS = [
+    f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge")
+]
 
 
 def read_json(path: Path, remedy: str) -> Any:
     """The value that a JSON file holds.
 
-    Raises FileNotFoundError, or a UserError that names the file and ends with `remedy`.
+    Raises FileNotFoundError, or a UserError that names the file and ends with `remedy`: for what is no
+    ordinary file, too long, not JSON, holds a key twice or half a letter (a lone surrogate).
     """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable JSON ({error}). {remedy}") from error
+    return _read(path, "JSON", lambda text: json.loads(text, object_pairs_hook=_each_key_once), remedy)
+
+
+def read_yaml(path: Path, remedy: str) -> Any:
+    """The value that a YAML file holds. Raises as read_json does, and for values other than those of JSON.
+
+    1e-3 is a number and 2020-01-01 text, as in YAML 1.2. `&`, `*` and `<<` may be used, as long as the whole
+    stays small.
+    """
+    return _read(path, "YAML", lambda text: _load_yaml(text, path.name), remedy)
 
 
 def saved_json(path: Path) -> Dict[str, Any]:
     """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path, "")
+    except (FileNotFoundError, UserError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -> Any:
+    refuse_irregular(path, "File")
+    try:
+        with open(path, "rb") as stream:
+            data = stream.read(MOST_BYTES[language] + 1)
+        if len(data) > MOST_BYTES[language]:
+            raise ValueError(f"more than {MOST_BYTES[language]:,} bytes")
+        content = parse(data.decode("utf-8"))
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
+    except _ODD as error:
+        why = " ".join(str(error).split())[:500]
+        raise UserError(f"{path} is not valid {language}: {why}. {remedy}") from error
+    return content
+
+
+def _each_key_once(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    found: Dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"duplicate key {key[:80]!r}")
+        found[key] = value
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Numbers and text as in YAML 1.2."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        letter: [(tag, form) for tag, form in resolvers if not tag.endswith(":timestamp")]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _load_yaml(text: str, name: str) -> Any:
+    loader = _Loader(text)
+    loader.name = name  # in the messages
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count(node: yaml.Node, counted: Dict[int, int]) -> int:
+    """How many values a node holds, with every alias written out. counted: those of the nodes before it.
+
+    Raises YAMLError where it holds itself, too many values, a key twice, or another kind of value.
+    """
+    if id(node) not in counted:
+        counted[id(node)], children = 0, []
+        if isinstance(node, yaml.MappingNode):
+            children = [part for pair in node.value for part in pair]
+            known = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if (key.tag, key.value) in known:
+                    _refuse(f"duplicate key {key.value[:80]}", key)
+                known.add((key.tag, key.value))
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        if node.tag not in _TAGS:
+            _refuse(f"a value of the kind {node.tag[:80]}", node)
+        total = 1 + sum(_count(child, counted) for child in children)
+        if total > MOST_VALUES:
+            _refuse(f"more than {MOST_VALUES:,} values, each alias written out", node)
+        counted[id(node)] = total
+    elif not counted[id(node)]:
+        _refuse("a value that holds itself", node)
+    return counted[id(node)]
+
+
+def _refuse(problem: str, node: yaml.Node) -> NoReturn:
+    raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -63,8 +173,8 @@ def check_kinds(
 ) -> None:
     """Raise a UserError that names `where`, the key and `remedy` unless `mapping` is as described.
 
-    kinds: key → TEXT, NUMBER or MAPPING. A key may be missing or null unless it is required; other keys are
-    not checked.
+    kinds: key → TEXT, NUMBER, MAPPING or LIST. A key may be missing or null unless it is required; other keys
+    are not checked.
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{where} must be {MAPPING}, not {reprlib.repr(mapping)}. {remedy}")

@@ -29,6 +29,7 @@ from moa_fairseq.recipes.loading import build, load_recipe
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.recipes.scores import describe, flat_metrics, read_report, read_scores
 from moa_fairseq.recipes.train_log import TrainLog, prune, summarise
+from moa_fairseq.study.design import Study, System, fitting_records, load_study, losses_of, runs_of
 from moa_fairseq.text import normalize_punctuation
 
 LONG_INPUT = 60_000  # bytes; what a quadratic pattern shows itself with
@@ -271,6 +272,37 @@ def dump_yaml(tree: Any) -> str:
     return yaml.dump(tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False)
 
 
+# --- studies ----------------------------------------------------------------------------------------
+
+STUDY = {
+    **{"study": "input", "question": "?", "seeds": 2, "margin": 0.01},
+    "systems": {name: {"label": name, "recipe": "recipe.yaml", "set": {"train.seed": 1}} for name in "AB"},
+    "contrasts": {"gain": {"first": "B", "second": "A", "question": "?"}},
+    "tuning": {"grid": {"train.flags.lr": [1, 2]}, "seeds": 1},
+}
+RECORD = {
+    **{"study": "record", "system": "A", "seed": 1, "end": "finished", "tokens_per_second": 9.5},
+    **{"curve": [{"updates": 2, "valid": 5.5, "train": 6.0}], "settings": {"stage": "train"}},
+}
+
+
+def parse_study(place: Path) -> None:
+    study = load_study((place / "input").rename(place / "input.yaml"), place, tune=True)
+    for run in runs_of(study, place, place):
+        assert run.record.parent.parent == place
+
+
+def parse_record(place: Path) -> None:
+    """A record of other settings is left out."""
+    study = build(Study, {**STUDY, "study": "record", "tuning": None}, "fuzz")
+    study = dataclasses.replace(study, systems={"A": System("a", "input.yaml")})
+    (place / "input.yaml").write_text(dump_yaml(RECIPE))
+    runs = runs_of(study, place, place)[:1]
+    runs[0].record.parent.mkdir()
+    (place / "input").rename(runs[0].record)
+    losses_of(study, runs, fitting_records(study, runs))
+
+
 # --- what a run leaves ------------------------------------------------------------------------------
 
 LOG = [
@@ -394,6 +426,12 @@ PARSERS = {
             of_mapping(RECIPE, dump_yaml, (*VALUES, *YAML_TEXTS), YAML_ODD),
             *(parse_recipe, 400, 1e-4),
         ),
+        Parser(
+            *("study-yaml", dump_yaml(STUDY).encode()),
+            of_mapping(STUDY, dump_yaml, (*VALUES, *YAML_TEXTS), YAML_ODD),
+            *(parse_study, 400, 1e-4),
+        ),
+        of_json("record", RECORD, parse_record),
         Parser("train-log", LOG_BYTES, LOGS, parse_log),
         Parser("learning-curve", LOG_BYTES, LOGS, parse_curve),
         Parser("perplexity", PERPLEXITY, of_bytes(PERPLEXITY, PERPLEXITY_ODD), parse_perplexity),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import hostile_input
 import pytest
-from hostile_input import LOG, PARSERS, RECIPE, RESULT, WANTED, Parser, dump_yaml, zip_of
+from hostile_input import LOG, PARSERS, RECIPE, RECORD, RESULT, STUDY, WANTED, Parser, dump_yaml, zip_of
 
 from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.errors import UserError
@@ -85,12 +85,12 @@ LONG_LINES = (b"1,", b"9", b"Loaded checkpoint ", b"Loaded checkpoint x (epoch 1
 SIGNS = (".", '.".', '" ', "'", " ", ",", '."<', '..".')
 NINES, ZEROS = "9" * 5000, "0" * 400
 IN_RECIPES = (
-    ("summary: a recipe", "summary: !!set {a, b}", "summary"),
+    ("summary: a recipe", "summary: !!set {a, b}", "of the kind .*set"),
     ("summary: a recipe", "summary: !!bool maybe", "not valid YAML"),
     ("summary: a recipe", "summary: !!int ''", "not valid YAML"),
     ("summary: a recipe", "summary: !!timestamp x", "not valid YAML"),
     ("summary: a recipe", "summary: " + "[" * 5000, "not valid YAML"),
-    ("summary: a recipe", "summary: &a [*a]", "write out what they stand for"),
+    ("summary: a recipe", "summary: &a [*a]", "holds itself"),
     ("summary: a recipe", f"summary: {NINES}", "not valid YAML"),
     ("summary: a recipe", "? [a]\n: b", "not valid YAML"),
     ("summary: a recipe", "summary: s\nfinetune: [ftg]", "finetune: must be text"),
@@ -100,11 +100,17 @@ IN_RECIPES = (
     ("source: en", "source: no", "data.source: must be text"),
     ("max_tokens: 400", f"max_tokens: 1{ZEROS}", "train.max_tokens: must not be above"),
     ("max_tokens: 400", "max_tokens: .inf", "train.max_tokens: must be a whole number"),
-    ("max_tokens: 400", "max_tokens: 0x" + "f" * 5000, "train.max_tokens"),
-    ("dropout: 0.1", "lr: !!set {a}", "flags"),
-    ("dropout: 0.1", "lr: !!binary aGFsbG8=", "model.flags.lr: .* text"),
+    ("max_tokens: 400", "max_tokens: 0x" + "f" * 5000, "not valid YAML"),
+    ("dropout: 0.1", "lr: !!set {a}", "of the kind .*set"),
+    ("dropout: 0.1", "lr: !!binary aGFsbG8=", "of the kind .*binary"),
     ("dropout: 0.1", "lr: [1, {a: 1}]", "model.flags.lr: .* text"),
-    ("dropout: 0.1", "lr: 0x" + "f" * 5000, "model.flags.lr: must not be above"),
+    ("dropout: 0.1", "lr: 0x" + "f" * 4000, "must not be above|cannot be used|not valid"),
+    ("dropout: 0.1", "lr: '${oc.env:HOME}'", "model: .*not looked up"),
+    ("dropout: 0.1", "lr: .nan", "model.flags.lr: must be a number"),
+    ("dropout: 0.1", 'lr: "\\ud800"', "not valid YAML: .*surrogates"),
+    ("dropout: 0.1", "lr: 1\n    lr: 2", "duplicate key lr"),
+    ("lenpen: 0.6", "lenpen: .nan", "generate.lenpen: must be a number"),
+    ("max_tokens: 400", "max_tokens: 400\n  seed: -1", "train.seed: must lie between"),
     ("lenpen: 0.6", f"lenpen: 1{ZEROS}", "generate"),
 )
 # values that hold each other, and so would grow without end
@@ -170,6 +176,38 @@ IN_SCORES = (
     '{"multi_bleu": {"score": 1' + ZEROS + "}}",
     '{"sacrebleu": {"score": 1.0, "signature": []}}',
 )
+IN_STUDIES = (
+    *(
+        ({key: value}, key)
+        for key, value in (("stage", "x"), ("threads", -5), ("levels", -1), ("seeds", 10**9))
+    ),
+    *(({"study": name}, "study: names files") for name in ("/abs", "../../x", ".", "x" * 300, "a b")),
+    *(({"margin": value}, "margin") for value in (float("nan"), -1)),
+    ({"systems": {}}, "systems"),
+    ({"set": {"train.flags.lr": "${oc.env:HOME}"}}, "not looked up"),
+    ({"tuning": {"grid": {f"train.flags.k{n}": list(range(1000)) for n in range(3)}}}, "tuning.grid: .*runs"),
+    ({"tuning": {"grid": {"train.flags.lr": [1, 1]}}}, "tuning.grid: has lr=1 twice"),
+    ({"tuning": {"grid": {"train.flags.lr": []}}}, "tuning.grid: has no point"),
+    ({"tuning": {}}, "tuning.grid: is missing"),
+)
+SYSTEM = "{label: a, recipe: r.yaml"
+STUDY_TEXTS = (
+    (f"study: s\nquestion: q\nseeds: 1\nsystems:\n  A: {SYSTEM}}}\n  A: {SYSTEM}}}\n", "duplicate key A"),
+    (  # each `<<` doubles what is below it
+        f"study: s\nquestion: q\nseeds: 1\nsystems:\n  A0: {SYSTEM}, set: &b0 {{x: 1}}}}\n"
+        + "".join(f"  A{n}: {SYSTEM}, set: &b{n} {{<<: [*b{n - 1}, *b{n - 1}]}}}}\n" for n in range(1, 28)),
+        "more than 100,000 values",
+    ),
+)
+IN_RECORDS = (
+    ({"curve": []}, None),
+    ({"curve": [{"valid": None}]}, None),
+    ({"curve": {}}, "curve must be a list"),
+    ({"curve": [3]}, "curve must be a mapping"),
+    ({"curve": [{"valid": "x"}]}, "valid must be a number"),
+    ({"seed": "1"}, "seed must be a number"),
+    ({"settings": []}, "settings must be a mapping"),
+)
 IN_RESULTS = (
     ({"metrics": []}, "metrics must be a mapping"),
     ({"metrics": {"multi_bleu": "20"}}, "multi_bleu must be a number"),
@@ -204,7 +242,12 @@ PLANTED = [
         ("recipe-yaml", dump_yaml(RECIPE).replace(old, new, 1).encode(), says)
         for old, new, says in IN_RECIPES
     ),
-    ("recipe-yaml", "\n".join([*NESTED, "summary: *a11\n"]).encode(), ""),
+    ("recipe-yaml", "\n".join([*NESTED, "summary: *a11\n"]).encode(), "more than 100,000 values"),
+    ("recipe-yaml", b"a: b\n" * 100_000, "more than 262,144 bytes"),
+    *(("study-yaml", json.dumps({**STUDY, **change}).encode(), says) for change, says in IN_STUDIES),
+    *(("study-yaml", text.encode(), says) for text, says in STUDY_TEXTS),
+    *(("record", json.dumps({**RECORD, **change}).encode(), says) for change, says in IN_RECORDS),
+    *(("record", data.encode(), "") for data in ("", "[]", "{}", '{"seed": 1, "seed": 2}', '["\\ud800"]')),
     *(("bpe-codes", data, says) for data, says in IN_CODES),
     ("archives", ENCRYPTED, "cannot be unpacked here .*encrypted"),
     *(("archives", zip_with(8, method), "cannot be unpacked here .*compression") for method in (9, 97)),
@@ -227,7 +270,7 @@ def test_what_was_planted_ends_soon_and_is_named(folder):
         if says is None:
             fits = said is None
         else:
-            named = said and re.search(r"\binput\b|\bx\.(zip|tar|tgz)|train\.jsonl", said)
+            named = said and re.search(r"\binput\b|\bx\.(zip|tar|tgz)|train\.jsonl|A-seed1\.json", said)
             fits = named and re.search(says, said) and len(said) <= 2000
         if not fits:
             wrong.append(f"{number}, {name}: {data[:80]!r}: {said!s:.200}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import reprlib
 import typing
 from pathlib import Path
-from typing import Any, Collection, Dict, List, Mapping, NoReturn, Sequence, Type, TypeVar, Union
+from typing import Any, Collection, Dict, List, Mapping, NoReturn, Optional, Sequence, Type, TypeVar, Union
 
 import yaml
 from fairseq import options
@@ -19,6 +20,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import score
 from moa_fairseq.evaluation.skeleton import parse_training_flags
 from moa_fairseq.files import shipped
+from moa_fairseq.json_files import read_yaml
 from moa_fairseq.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
 from moa_fairseq.running.process import flags
 
@@ -27,6 +29,7 @@ T = TypeVar("T")
 # (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
 _ODD = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError)
 _NOT_YAML = (*_ODD, RecursionError, OverflowError)
+MOST_LAYERS = 64  # files of one recipe: a base that is named twice at every step would be read 2^n times
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 
 
@@ -63,9 +66,11 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     return recipe
 
 
-def _layers(path: Path, above: Sequence[Path] = ()) -> List[Dict[str, Any]]:
-    """The mappings of a recipe file: those of its bases, lowest first, then its own."""
-    mapping, layers = _read_yaml(path), []
+def _layers(
+    path: Path, above: Sequence[Path] = (), layers: Optional[List[Dict[str, Any]]] = None
+) -> List[Dict[str, Any]]:
+    """`layers` and the mappings of a recipe file: those of its bases, lowest first, then its own."""
+    mapping, layers = read_mapping(path, "recipe"), [] if layers is None else layers
     names = mapping.pop("base", [])
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
@@ -76,10 +81,17 @@ def _layers(path: Path, above: Sequence[Path] = ()) -> List[Dict[str, Any]]:
             fail(str(path), "base", f"{near.resolve()} is not a file, nor {name!r} a shipped recipe.")
         if found.resolve() in (path.resolve(), *above):
             fail(str(path), "base", f"{found} is built on this file itself.")
-        layers += _layers(found, (path.resolve(), *above))
+        if len(above) + len(layers) >= MOST_LAYERS:
+            fail(
+                str(path),
+                "base",
+                f"makes a recipe of more than {MOST_LAYERS} files: write some into one.",
+            )
+        _layers(found, (path.resolve(), *above), layers)
     if names:  # whose summary tells of another experiment
         mapping.setdefault("summary", path.stem.replace("_", " "))
-    return [*layers, mapping]
+    layers.append(mapping)
+    return layers
 
 
 def find_recipe(path: Path) -> Path:
@@ -105,6 +117,10 @@ def _built(cls: Type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
         for layer in layers:
             for key, value in layer.items():  # one by one, so that an error knows its key
                 where = f"{dot}{key}"[:100]
+                text = json.dumps(value, ensure_ascii=False, default=str)
+                text.encode("utf-8")  # half a letter is an error
+                if "${" in text:
+                    fail(file, where, "`${...}` is not looked up: write out what it stands for.")
                 config = OmegaConf.merge(config, {key: value})
         plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
         missing = sorted(OmegaConf.missing_keys(config))
@@ -182,21 +198,15 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else f" (known: {', '.join(sorted(known))[:300]})"
 
 
-def _read_yaml(path: Path) -> Dict[str, Any]:
+def read_mapping(path: Path, kind: str) -> Dict[str, Any]:
+    """The mapping in a YAML file. kind: what the file is, such as "recipe". Raises UserError."""
     try:
-        text = path.read_text(encoding="utf-8")
-        if any(isinstance(token, (yaml.AnchorToken, yaml.AliasToken)) for token in yaml.scan(text)):
-            raise UserError(f"{path} uses `&` or `*`: write out what they stand for.")
-        mapping: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
     except FileNotFoundError:
         near = sorted({p.stem for folder in (path.parent, shipped("configs")) for p in folder.glob("*.yaml")})
         hint = did_you_mean(path.stem, near) if near else ""
-        raise UserError(f"There is no recipe file {path}{hint}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the recipe file {path}: {error}.") from error
-    except _NOT_YAML as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:500]}") from error
-    if not isinstance(mapping, dict) or text.lstrip()[:1] in ("", "-"):
+        raise UserError(f"There is no {kind} file {path}{hint}.") from None
+    if not isinstance(mapping, dict):
         raise UserError(f"{path} must hold a mapping of keys to values.")
     return mapping
 

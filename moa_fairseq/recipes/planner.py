@@ -13,7 +13,6 @@ A batch needs more, by --max-tokens.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
@@ -22,8 +21,10 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 from torch import nn
 
 from moa_fairseq.data_prep.binarised import is_binarised
+from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.evaluation.skeleton import build_skeleton
+from moa_fairseq.json_files import read_json
 from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
 from moa_fairseq.recipes.schema import Recipe
@@ -175,14 +176,14 @@ def read_speeds(results: Path) -> List[Dict[str, Any]]:
     rows: List[Dict[str, Any]] = []
     for path in sorted([*results.glob("measured/*.json"), *results.glob("throughput/*.json")]):
         try:
-            row = json.loads(path.read_text(encoding="utf-8"))
+            row = read_json(path, "")
             found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
             count, kind = (int(found[1]), device_kind(found[2])) if found else (1, "CPU")
             if float(row["tokens_per_second"]) > 0 and row["experiment"]:
                 rows.append(
                     {**row, "device": kind, "count": count, "file": f"{path.parent.name}/{path.name}"}
                 )
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, UserError, ValueError, TypeError, KeyError):
             continue
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import re
 import reprlib
 from pathlib import Path
@@ -302,6 +303,10 @@ def _values(recipe: Recipe) -> Problems:
                     yield f"{section}.{name}", f"must not be above {LARGEST:,}."
                 if value < 1 and name != "seed":
                     yield f"{section}.{name}", f"must be at least 1, not {value}."
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{section}.{name}", f"must be a number, not {value}."
+    if not 0 <= train.seed < 2**32:  # as numpy takes them
+        yield "train.seed", f"must lie between 0 and {2**32 - 1:,}, not {train.seed}."
     names = [("data.source", data.source), ("data.target", data.target)]
     for section in ("generate", "score"):
         names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
@@ -413,6 +418,8 @@ def _flags(recipe: Recipe) -> Problems:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int) and abs(item) > LARGEST:
                 yield key, f"must not be above {LARGEST:,}."
+            if isinstance(item, float) and math.isnan(item):
+                yield key, "must be a number, not nan."
             if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
                 kinds = "text, a number, true, false, null or a flat list of these"
                 yield key, f"a flag's value is {kinds}, not {reprlib.repr(item)}."

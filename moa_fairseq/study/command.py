@@ -62,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out a study, or report it. Returns the exit status."""
-    root = args.records or args.study.resolve().parents[2] / "results" / "studies"
+    above = args.study.resolve().parents  # of configs/studies/NAME.yaml, or of a file near the root
+    root = args.records or above[min(2, len(above) - 1)] / "results" / "studies"
     study, name = load_study(args.study, root, args.tune), "report"
     if args.seeds is not None:
         if not args.report or not 0 < args.seeds <= study.seeds:

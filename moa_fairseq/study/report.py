@@ -22,7 +22,7 @@ from moa_fairseq.evaluation.generate_log import read_lines
 from moa_fairseq.evaluation.significance import EQUIVALENT, GAIN, LOSS, UNDECIDED, holm, paired, verdict
 from moa_fairseq.recipes.loading import check_flags
 from moa_fairseq.running.process import flags
-from moa_fairseq.study.design import DIVERGED, Run, Study, common_levels, losses_of, read_record
+from moa_fairseq.study.design import DIVERGED, Run, Study, common_levels, fitting_records, losses_of
 from moa_fairseq.tables import Column, Table, page
 
 log = logging.getLogger(__name__)
@@ -82,16 +82,17 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
     references: the test set's target side in words, to score the recorded translations with.
     Raises UserError where no seed is complete.
     """
-    planned, left = runs, Counter(run.block for run in runs if not read_record(run))
+    records = fitting_records(study, runs)
+    planned, left = runs, Counter(run.block for run in runs if run.record not in records)
     runs = [run for run in planned if run.block not in left]
     for block, number in left.items():
         if number < sum(run.block == block for run in planned):
             log.warning("seed %d %s does not count: %d of its runs are left", *block, number)
-    found = [read_record(run) for run in runs]
+    found = [records[run.record] for run in runs]
     if not found:
         folder = planned[0].record.parent
         raise UserError(f"{folder} has no complete seed of this study: run it without --report.")
-    losses = losses_of(study, runs)
+    losses = losses_of(study, runs, records)
     systems = [
         {
             "system": name,
@@ -120,7 +121,8 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
         for name, contrast in study.contrasts.items():
             both = [run for run in runs if run.system in (contrast.first, contrast.second)]
             if dropout[contrast.first] == dropout[contrast.second]:
-                at_equal[name] = losses_of(study, both, common_levels(study, both))
+                levels = common_levels(study, [records[run.record] for run in both])
+                at_equal[name] = losses_of(study, both, records, levels)
         tables["at_equal_training_loss"] = _contrasts(study, at_equal)
     if references:
         tables["translations"] = _translations(study, runs, references)

@@ -21,7 +21,7 @@ from moa_fairseq.recipes.result import commit, data_differences, versions
 from moa_fairseq.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.running.make import marks
 from moa_fairseq.running.process import Executor, flags, terminate_as_interrupt, to_shell
-from moa_fairseq.study.design import DIVERGED, Run, Study, read_record
+from moa_fairseq.study.design import DIVERGED, Run, Study, fitting_records, settings_of
 
 log = logging.getLogger(__name__)
 
@@ -59,24 +59,28 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
                 problem = f"--data {place.data} is not what {run.recipe} says"
                 remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
                 raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
+    records = fitting_records(place.study, runs, strict=True)
     now, elsewhere = commit(), set()
     not_looked_at = {run.block for run in runs if not run.record.is_file()}
     for run in runs:
-        record = read_record(run)
-        if record and record["commit"] != now:
+        record = records.get(run.record)
+        if record and (there := record.get("commit")) != now:
             raise UserError(
-                f"{run.record} was made at commit {record['commit']}, and this is {now}: all runs of a study "
-                f"need one commit. Run it from a worktree: git worktree add ../study {record['commit']}."
+                f"{run.record} was made at commit {there}, and this is {now}: all runs of a study need one "
+                f"commit. Run it from a worktree: git worktree add ../study {there}."
             )
         if record and run.block in not_looked_at:
             not_looked_at.remove(run.block)
             here = place.conditions(run)
-            there = {key: record.get(key, here[key]) for key in here}
-            if there != here:
+            before = {key: record.get(key, here[key]) for key in here}
+            if before != here:
                 elsewhere.add(run.block)
-                words = [", ".join(each.values()) for each in (there, here)]
+                words = [", ".join(each.values()) for each in (before, here)]
                 log.warning("seed %d %s was begun on %s: not gone on with on %s", *run.block, *words)
-    return [run for run in runs if run.block not in elsewhere and not run.record.is_file()]
+    left = [run for run in runs if run.block not in elsewhere and not run.record.is_file()]
+    for run in {run.system: run for run in left}.values():
+        run.load()  # a mistake in a later one is found before the first is trained
+    return left
 
 
 def work(runs: List[Run], place: Place) -> None:
@@ -98,7 +102,7 @@ def _carry_out(run: Run, place: Place) -> None:
     command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
     for key, value in {**run.overrides, "train.seed": run.seed}.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
-    diverged = False
+    diverged, settings = False, settings_of(run, place.study.stage)
     try:
         Executor(environment).run(command, folder / "study.log")
     except UserError:
@@ -115,6 +119,7 @@ def _carry_out(run: Run, place: Place) -> None:
         "study": place.study.study,
         "system": run.system,
         "seed": run.seed,
+        "settings": settings,
         "end": DIVERGED if diverged or not curve or curve[-1]["valid"] is None else "finished",
         "metrics": {scores["subset"]: scores["metrics"], **scores["other_subsets"]} if scores else {},
         "curve": curve,

@@ -194,7 +194,7 @@ def test_json_says_what_it_is(results, capsys):
 
 @pytest.mark.parametrize(
     "content, says",
-    [("{", "not readable JSON"), ("[]", "must be a mapping"), ('{"experiment": "x"}', "lacks metrics")],
+    [("{", "not valid JSON"), ("[]", "must be a mapping"), ('{"experiment": "x"}', "lacks metrics")],
 )
 def test_damaged_files_are_named(results, capsys, content, says):
     (results / "measured" / "bad.json").write_text(content)

@@ -1,5 +1,6 @@
 """Recipe files: what is accepted, what is refused, and that the message names file and key."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,23 @@ def test_broken_yaml(tmp_path, text, word):
     path.write_text(text)
     with pytest.raises(UserError, match=word):
         load_recipe(path)
+
+
+def test_a_base_named_twice_at_every_step_is_not_read_for_ever(small, write_config):
+    path = write_config(small)
+    for n in range(16):
+        name = {"experiment": f"step{n}", "base": [path.name, path.name]}
+        path = write_config(name)
+    with pytest.raises(UserError, match=r"base: .*files"):
+        load_recipe(path)
+    assert load_recipe(path.with_name("step3.yaml")).experiment == "step3"
+
+
+@pytest.mark.parametrize("place", ["pipe.yaml", "/dev/zero", "/proc/self/maps", "."])
+def test_what_is_no_file_is_refused(tmp_path, place):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UserError, match="ordinary file"):
+        load_recipe(tmp_path / place)
 
 
 def test_an_absent_file_suggests_its_neighbours(small, write_config):

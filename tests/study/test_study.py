@@ -11,7 +11,7 @@ import yaml
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.study import running
-from moa_fairseq.study.design import load_study, runs_of
+from moa_fairseq.study.design import fitting_records, load_study, runs_of
 
 STUDIES = Path(__file__).resolve().parents[2].glob("configs/studies/*.yaml")
 
@@ -306,12 +306,68 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
 
 
+def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys):
+    Player.end = 4
+    _, records = study(set={"train.flags.lr": 1})
+    Player.end = None
+    assert study(set={"train.flags.lr": 5})[0] == 2 and len(Player.ran) == 4, (
+        "seeds 1 and 2 are of another rate"
+    )
+    assert "train.flags.lr: 1 → 5" in capsys.readouterr().err
+    assert study("--report", set={"train.flags.lr": 5})[0] == 2, "no seed is complete"
+    assert (
+        study(set={"train.flags.lr": 1}, stage="all")[0] == 2
+        and "stage: train → all" in capsys.readouterr().err
+    )
+
+    def fitting(**changes):
+        path = tmp_path / "configs" / "studies" / "toy.yaml"
+        path.write_text(json.dumps({**STUDY, "set": {"train.flags.lr": 1}, **changes}))
+        capsys.readouterr()
+        found = load_study(path, records.parent)
+        return {file.stem for file in fitting_records(found, runs_of(found, path.parent, records.parent))}
+
+    every = {f"{system}-seed{seed}" for system in "AB" for seed in (1, 2)}
+    assert (
+        fitting()
+        == fitting(question="worded anew", set={"train.flags.lr": 1, "train.precision": "amp"})
+        == every
+    )
+    copied = (records / "B-seed2.json").read_text()
+    for place in ("A-seed2", "B-seed1"):  # of another system, of another seed
+        before = (records / f"{place}.json").read_text()
+        (records / f"{place}.json").write_text(copied)
+        assert fitting() == every - {place}
+        (records / f"{place}.json").write_text(before)
+    record = json.loads(copied)
+    del record["settings"]  # as records were: what the study added stands in the command
+    (records / "B-seed2.json").write_text(json.dumps(record))
+    assert fitting() == every
+    record["command"] = record["command"].replace("lr=1", "lr=2")
+    (records / "B-seed2.json").write_text(json.dumps(record))
+    assert fitting() == every - {"B-seed2"}
+    (tmp_path / "configs" / "tiny.yaml").write_text(RECIPE.replace("max_update: 4", "max_update: 8"))
+    assert not fitting()
+
+
+def test_points_of_a_grid_that_are_no_names_stay_in_the_folders(study, tmp_path):
+    grid = {"model.flags.adam-betas": ["../../../x/y", "(0.9, 0.98)", "a/b", "a_b"]}
+    assert study("--tune", tuning={"grid": grid})[0] == 0
+    files = sorted(tmp_path.glob("results/studies/toy_tuning/*.json"))
+    assert len(files) == len(set(Player.ran)) == 8 and not any("/" in name for name in Player.ran)
+    assert {path.parent.name for path in tmp_path.rglob("train.jsonl")} == set(Player.ran)
+
+
 @pytest.mark.parametrize("flag", ["user-dir", "user-di"])
 def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag):
-    study()
+    _, records = study()
     (tmp_path / "trap").mkdir()
     (tmp_path / "trap" / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     planted = {**STUDY["systems"]["A"], "set": {f"model.flags.{flag}": str(tmp_path / "trap")}}
+    for path in records.glob("A-*.json"):  # a stranger's records fit the stranger's study
+        record = json.loads(path.read_text())
+        record["settings"][f"model.flags.{flag}"] = str(tmp_path / "trap")
+        path.write_text(json.dumps(record))
     systems = {"A": planted, "B": STUDY["systems"]["B"]}
     assert study("--report", systems=systems)[0] == 2
     assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()
@@ -322,6 +378,9 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
     [
         ({"seeds": 0}, "seeds"),
         ({"systems": {"../A": STUDY["systems"]["A"]}}, "systems"),
+        *(({"study": name}, "study") for name in ("/abs", "../../x", "..", "x" * 300)),
+        ({"set": {"train.flag.lr": 1}}, "train.flag"),
+        ({"contrasts": {"gain": {"first": "A", "second": "A", "question": "?"}}}, "contrasts.gain"),
         ({"contrasts": {"gain": {"first": "C", "second": "A", "question": "?"}}}, "contrasts.gain"),
         ({"sistems": {}}, "sistems"),
         ({"systems": {"A": {"label": "dense"}}}, "systems.A.recipe"),
