@@ -85,7 +85,7 @@ from moa_fairseq.evaluation.chains import (
 )
 from moa_fairseq.evaluation.generate_log import beside_recipe, read_generate_log, read_lines
 from moa_fairseq.evaluation.text_marks import RUNNING, doubts, lacks_spaces, subword_kind
-from moa_fairseq.tables import Column, Table
+from moa_fairseq.tables import Column, Table, visible
 
 _GERMAN = "does not name its language, so German is assumed: say --target-lang"
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _warn(meta: Dict[str, Any]) -> None:
     for warning in meta["warnings"]:
-        print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
+        print(visible(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
 
 
 def _compare(first: List[RunningText], second: List[RunningText], as_json: bool) -> int:
