@@ -115,7 +115,8 @@ def data_differences(
         for file, sums in manifest.get("published", {}).items() if claim else ():
             row[f"md5 of {file}"] = sums["published"]
             found[f"md5 of {file}"] = sums["md5"]
-    needed = {key for key in row if " of " not in key or key.rpartition(" ")[2] in recipe.splits}
+    unread = {*(dataset.subsets if dataset else ())} - {*recipe.splits}
+    needed = {key for key in row if key.rpartition(" of ")[2] not in unread}
     told = needed & found.keys()
     differ = changes({key: row[key] for key in told}, {key: found[key] for key in told}, "data.")
     if claim:
