@@ -97,8 +97,9 @@ def beside_recipe(path: Union[str, Path]) -> Tuple[Path, Optional[str]]:
     Raises UserError for a folder without a log.
     """
     given = Path(path)
-    folder, recipe, language = given if given.is_dir() else given.parent, {}, None
-    file = folder / "recipe.yaml"
+    folder = given if given.is_dir() else given.parent
+    file, language = folder / "recipe.yaml", None
+    recipe: Any = {}
     with contextlib.suppress(
         OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError
     ):

@@ -120,7 +120,8 @@ def data_differences(
     told = needed & found.keys()
     differ = changes({key: row[key] for key in told}, {key: found[key] for key in told}, "data.")
     if claim:
-        differ.update({f"data.{key}": f"{row[key]} → cannot be told" for key in sorted(needed - told)})
+        untold = sorted(needed - told, key=lambda key: (key != "recipe", "steps" not in key, key))
+        differ.update({f"data.{key}": f"{row[key]} → cannot be told" for key in untold})
     elif dataset and name != "parallel" and not found:
         differ["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
     return differ
