@@ -41,6 +41,7 @@ setup(
         # the commands, from the raw data to the score
         "recipes": [
             "sacrebleu>=2.4,<3",
+            "charset-normalizer>=3,<4",
             "subword-nmt>=0.3.8,<0.4",
             "sentencepiece>=0.2,<0.3",
             "sacremoses>=0.1,<0.3",
@@ -54,6 +55,9 @@ setup(
             "tqdm>=4.60,<5",
             "tensorboardX>=2.6,<3",
         ],
+        # sacreBLEU's tokenisers of Japanese and Korean, 50 MB
+        "ja": ["sacrebleu[ja]>=2.4,<3"],
+        "ko": ["sacrebleu[ko]>=2.4,<3"],
         # A working fairseq of your own serves as well: see docs/fairseq.md.
         "fairseq": ["ve-fairseq==0.12.3"],
         "triton": ["triton>=3.1; platform_system == 'Linux'"],

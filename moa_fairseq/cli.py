@@ -12,6 +12,7 @@ from typing import Callable, Iterator, List, Optional
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
+from moa_fairseq.tables import Terminal, visible
 
 # verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
@@ -47,7 +48,7 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        self.write(level + record.getMessage())
+        self.write(level + visible(record.getMessage()))
 
 
 @contextlib.contextmanager
@@ -132,16 +133,21 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         if args.user_dir is not None:
             _import_plugin(args)
-        with reporting_to(Console(functools.partial(print, file=stream, flush=True))):
+        guard: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if sys.stdout is not None and sys.stdout.isatty():
+            guard = contextlib.redirect_stdout(Terminal(sys.stdout))
+        with guard, reporting_to(Console(functools.partial(print, file=stream, flush=True))):
             return args.run(args)
     except UserError as error:
-        print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)
+        print(visible(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 141
     except OSError as error:
         where = error.filename or "a file"
-        print(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}.", file=sys.stderr)
+        print(
+            visible(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}."), file=sys.stderr
+        )
         return 2
     except KeyboardInterrupt:
         print(f"moa-fairseq {args.verb}: interrupted; run the same command again to go on", file=sys.stderr)

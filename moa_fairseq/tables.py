@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from itertools import zip_longest
-from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, TextIO, Union
 
+# Control characters, which a terminal obeys, and those sequences that this package itself writes: colours,
+# and the end of a line that is written anew.
+_CONTROL = re.compile(r"(\x1b\[[0-9;]*[mK])|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_BAR = re.compile(r"(?<!\\)\|")  # ends a cell in Markdown
 _BREAKABLE = 12  # a word that is longer may be broken where nothing else makes a table fit
 
 
@@ -44,6 +49,7 @@ class Table(NamedTuple):
         lines: List[List[str]] = [[column.head for column in columns], *map(list, rows)]
         if markdown:
             lines.insert(1, ["--:" if column.form else "---" for column in columns])
+            lines = [[_BAR.sub(r"\|", text) for text in line] for line in lines]
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
         lines = [[plain(text) for text in line] for line in lines]
         for line, above in zip(lines[:1:-1], lines[-2:0:-1]):
@@ -101,8 +107,27 @@ def plain(text: str) -> str:
 
 def _written(value: Any, form: str) -> str:
     if value is None or isinstance(value, str):
-        return value or ""
+        return visible(" ".join((value or "").splitlines()))
     return format(value, form)
+
+
+def visible(text: str, coloured: bool = False) -> str:
+    r"""A text with its control characters written out, as \x1b. coloured: but for colours."""
+    return _CONTROL.sub(lambda sign: (coloured and sign[1]) or repr(sign[0])[1:-1], text)
+
+
+class Terminal:
+    """A terminal that is shown no control character of foreign text. stream: what is written to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text as `visible` has it."""
+        return self.stream.write(visible(text, coloured=True))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> tuple[List[int], str]:

@@ -27,7 +27,7 @@ from moa_fairseq.recipes import result
 from moa_fairseq.recipes.checkpoints import prepared_data
 from moa_fairseq.recipes.loading import build, load_recipe
 from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.scores import describe, flat_metrics, read_report, read_scores
+from moa_fairseq.recipes.scores import describe, flat_metrics, headline_of, read_report, read_scores
 from moa_fairseq.recipes.train_log import TrainLog, prune, summarise
 from moa_fairseq.study.design import Study, System, fitting_records, load_study, losses_of, runs_of
 from moa_fairseq.text import normalize_punctuation
@@ -351,7 +351,7 @@ SCORES = {
     "multi_bleu": {"score": 12.5, "line": "BLEU"},
     "moa_release_bleu": {"score": 13.5, "sd": 0.1},
     "sacrebleu": {"score": 12.0, "signature": "nrefs:1"},
-    "meta": {"evaluation": {"tokens": 5}, "warnings": []},
+    "meta": {"evaluation": {"tokens": 5}, "warnings": [], "hyphens": {"references": "split"}},
 }
 STATE = {
     "prepare": {"inputs": {}, "facts": {"folder": "/", "sentences": {"test": 3}, "fingerprint": "f"}},
@@ -375,7 +375,8 @@ def parse_state(place: Path) -> None:
 def parse_scores(place: Path) -> None:
     scores = read_scores(place / "input")
     json.dumps(flat_metrics(scores), allow_nan=False)
-    describe(build(Recipe, RECIPE, "fuzz", ""), {"test": scores}, 1.0)
+    recipe = build(Recipe, RECIPE, "fuzz", "")
+    describe(headline_of(recipe, recipe, scores), {"test": scores}, 1.0)
 
 
 RESULT: Dict[str, Any] = {

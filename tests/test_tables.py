@@ -1,8 +1,11 @@
 """Tables: widths, wrapping, and the same as Markdown."""
 
+import io
+
 import pytest
 
-from moa_fairseq.tables import Column, Table, page
+from moa_fairseq.cli import main
+from moa_fairseq.tables import Column, Table, Terminal, page
 
 TABLE = Table(
     [
@@ -41,6 +44,27 @@ def test_markdown_is_as_written():
         "| a_name | 12.5% | 12,345 | `code` and more words than fit |",
         "| a_name |  | 7 | - |",
     ]
+
+
+FOREIGN = "a|b\\|c\x1b]0;title\x07\x9b2J\nd"
+
+
+def test_foreign_text_stays_in_its_cell():
+    table = Table([Column("name", "Name")], [{"name": FOREIGN}])
+    (line,) = table.text(markdown=True).splitlines()[2:]
+    assert line == "| a\\|b\\|c\\x1b]0;title\\x07\\x9b2J d |"
+    assert not {"\x1b", "\x07", "\x9b"} & {*table.text(width=100)}
+
+
+def test_a_terminal_is_shown_no_control_character_but_colours():
+    stream = io.StringIO()
+    print("\r\x1b[K\033[38;5;9mred\033[0m", FOREIGN, file=Terminal(stream))
+    assert stream.getvalue() == "\r\x1b[K\033[38;5;9mred\033[0m a|b\\|c\\x1b]0;title\\x07\\x9b2J\nd\n"
+
+
+def test_an_error_about_a_foreign_name_moves_no_cursor(capsys):
+    assert main(["score", "no\x1b[2J\x9bfile"]) == 2
+    assert "no\\x1b[2J\\x9bfile" in capsys.readouterr().err
 
 
 def test_a_page_is_text_for_people_or_markdown():

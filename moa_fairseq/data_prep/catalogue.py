@@ -105,6 +105,7 @@ class Dataset:
     words: Mapping[str, int] = dataclasses.field(default_factory=dict)
     licence: str = ""
     disk: float = 0
+    raw: str = ""
 
     @property
     def downloadable(self) -> bool:
@@ -156,10 +157,11 @@ class Dataset:
     def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> Tuple[Step, ...]:
         """The line functions for one language of a split, as moa_fairseq.text.apply_steps takes them.
 
-        settings: of a recipe's data section, whose `lowercase` and `tokenize` add to those of the table.
+        settings: of a recipe's data section. `lowercase` adds to those of the table; `tokenize` means Moses'
+        where the table has none.
         """
         rows = self.steps.get(split, self.steps.get("other", ()))
-        rows = [*rows, *(_WITH_LANGUAGE if settings.get("tokenize") else ())]
+        rows = rows or (_WITH_LANGUAGE if settings.get("tokenize") else ())
         named = [(row, {}) if isinstance(row, str) else next(iter(row.items())) for row in rows]
         if settings.get("lowercase") and not any(name == "lowercase" for name, _ in named):
             named.insert(0, ("lowercase", {}))
@@ -167,6 +169,30 @@ class Dataset:
             (name, {**options, "lang": language} if name in _WITH_LANGUAGE else dict(options))
             for name, options in named
         )
+
+    def treatment(self, split: str, settings: Mapping[str, Any]) -> str:
+        """The line functions of a split in words, the same for both languages."""
+        found = []
+        for name, options in self.steps_for(split, "", settings):
+            said = [f"{key}={value}" for key, value in options.items() if key != "lang"]
+            found.append(name + (f" ({', '.join(said)})" if said else ""))
+        return ", ".join(found) or "none"
+
+    @property
+    def splits_hyphens(self) -> bool:
+        """True where its tokeniser writes a hyphen between letters as ` @-@ `."""
+        return any(options.get("aggressive_hyphens") for _, options in self.steps_for("test", "", {}))
+
+    @property
+    def takes_raw(self) -> bool:
+        """True where raw text of one's own may go through its line functions: `tokenize`."""
+        return self.name == "parallel" or (self.kind == TRANSLATION and self.archives and bool(self.steps))
+
+    def of_own_text(self, raw: bool) -> Dataset:
+        """This data set made of train, valid and test of one's own. raw: through its line functions."""
+        own = datasets()["parallel"]
+        steps = {"other": self.steps.get("test", ()), **self.steps}
+        return dataclasses.replace(own, steps=steps, clean=self.clean) if raw else own
 
     def cleaning(self, stage: str, split: str) -> Optional[Cleaning]:
         """What drops pairs of a split after `stage` ("tokens" or "bpe"); None: nothing."""

@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="LANG", help="target language")
     merges = "joint merges to learn, 0 for none (default: the data set's); of text_sp: SentencePiece pieces"
     add("--bpe", type=int, metavar="N", help=merges)
-    raw = "of parallel: whether its text is raw, and gets Moses' tokeniser here (default: raw is an error)"
+    raw = (
+        "of train, valid and test of your own: whether they are raw, and get the data set's tokeniser here, "
+        "which is Moses' of parallel (default: raw is an error)"
+    )
     add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
     drawn = parser.add_argument_group("data that is drawn (listops)")
     defaults = datasets()["listops"].generated
@@ -128,7 +131,8 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
         (not (one_language or dataset.languages or all(pair)), f"{name}: say --source and --target"),
         (segmented and args.bpe is not None, f"{name} has a segmentation of its own: leave --bpe out"),
         ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
-        (name != "parallel" and args.tokenize is not None, f"{name}: leave --tokenize and --no-tokenize out"),
+        (args.tokenize and not dataset.takes_raw, f"{name}: leave --tokenize out"),
+        (args.tokenize is False and one_language, f"{name}: leave --no-tokenize out"),
         (not drawn and (args.sizes or args.seed is not None), f"{name}: leave --sizes and --seed out"),
         (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
     ]

@@ -109,13 +109,15 @@ def encode_texts(
 ) -> Dict[str, Dict[str, Any]]:
     """Encode the text of each split into `folder/<split>`, line by line.
 
-    Returns for each split its file, lines, words (white-space separated, without ends of lines), subwords,
-    and unk and hyphen, the number of words `<unk>` and `@-@`.
+    Returns for each split its file, lines, of these the filled ones, words (white-space separated, without
+    ends of lines), subwords, and unk and hyphen, the number of words `<unk>` and `@-@`.
     """
     work, facts = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab)), {}
     folder.mkdir(parents=True, exist_ok=True)
     for split, text in texts.items():
-        counts: collections.Counter[str] = collections.Counter(lines=0, words=0, subwords=0, unk=0, hyphen=0)
+        counts: collections.Counter[str] = collections.Counter(
+            lines=0, filled=0, words=0, subwords=0, unk=0, hyphen=0
+        )
         with open(folder / split, "w", encoding="utf-8", newline="\n") as stream:
             batches = chunks(read_lines(text), CHUNK)
             for encoded, counted in ordered_map(work, batches, workers, f"GPT-2 BPE, {split}"):
@@ -136,7 +138,14 @@ def _encode(lines: List[str], encoder: str, vocab: str) -> Tuple[List[str], Dict
     encoded = [" ".join(map(str, bpe.encode(line.strip()))) for line in lines]
     subwords = sum(len(line.split()) for line in encoded)
     marks = {name: words.count(mark) for name, mark in MARKS.items()}
-    return encoded, {"lines": len(lines), "words": len(words), "subwords": subwords, **marks}
+    filled = sum(bool(line.strip()) for line in lines)
+    return encoded, {
+        "lines": len(lines),
+        "filled": filled,
+        "words": len(words),
+        "subwords": subwords,
+        **marks,
+    }
 
 
 @functools.lru_cache(maxsize=1)

@@ -44,6 +44,8 @@ def manifest_of(
     compared = {root / "bpe" / name: md5 for name, md5 in published["md5"].items()} if same else {}
     return {
         "settings": {**settings, "summary": dataset.summary},
+        "dataset": dataset.name,  # which may be another than was asked for: text of one's own
+        "steps": {split: dataset.treatment(split, settings) for split in sorted(texts)},
         "licence": dataset.licence,
         "sources": dict(sorted(sources.items())),
         "texts": {split: [piece.path.name for piece in pieces] for split, pieces in texts.items()},

@@ -45,7 +45,16 @@ from moa_fairseq.data_prep.gpt2_files import (
 from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.data_prep.manifest import MANIFEST, manifest_of
 from moa_fairseq.data_prep.obtain import MEMORY, Store, known_checksum
-from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, find_file, is_raw, read_lines, read_pairs
+from moa_fairseq.data_prep.parallel_text import (
+    WHOLE,
+    Piece,
+    PiecePair,
+    find_file,
+    hyphens,
+    is_raw,
+    read_lines,
+    read_pairs,
+)
 from moa_fairseq.data_prep.text_stages import Split, Treatment, learn_codes, write_splits
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
@@ -130,8 +139,11 @@ class Preparation:
         dataset = self.dataset or datasets()[self.settings["recipe"]]
         own = [f"train.{language}" for language in self.languages] if dataset.archives else []
         if self.source and own and all(find_file(self.source, name) for name in own):
-            log.info("%s holds %s: taken as tokenised and cleaned", self.source, " and ".join(own))
-            return datasets()["parallel"]
+            raw = bool(self.settings.get("tokenize"))
+            form = f"raw text, which goes through the steps of {dataset.name}"
+            what = form if raw else "tokenised and cleaned"
+            log.info("%s holds %s: taken as %s", self.source, " and ".join(own), what)
+            return dataset.of_own_text(raw)
         return dataset
 
     @functools.cached_property
@@ -236,7 +248,7 @@ class Preparation:
             origins = self.store.origins
             write_json(new, manifest_of(self.root, described, origins, self.texts, self.data))
 
-        return Step("manifest", self.root / MANIFEST, write, {"last": last})
+        return Step("manifest", self.root / MANIFEST, write, {"last": last, "of": self.data.name})
 
 
 def _translation(job: Preparation) -> List[Step]:
@@ -273,13 +285,23 @@ def _translation(job: Preparation) -> List[Step]:
         # For people, who see whether the sides belong together, and whether the text is segmented already.
         for sides in sample[:SHOWN]:
             log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
+        asked = datasets()[settings["recipe"]]
         taken = not data.steps and not data.codes and settings.get("tokenize") is None
         if taken and is_raw(itertools.chain(*sample)):
-            remedy = (
-                "--tokenize (in a recipe: --set data.recipe=parallel --set data.tokenize=true) tokenises it, "
+            way = datasets()[asked.raw or asked.name]
+            sets = f"--set data.recipe={way.name} --set data.bpe={way.merges} " if asked.raw else ""
+            what = "Moses' tokeniser" if way.name == "parallel" else f"the steps of {way.name}"
+            raise UserError(
+                f"{pairs('train')[0][0].path} looks like raw text: `moa-fairseq prepare {way.name}` with "
+                f"--tokenize (in a recipe: {sets}--set data.tokenize=true) takes it through {what}, "
+                f"--no-tokenize (data.tokenize=false) takes it as it stands."
             )
-            remedy += "--no-tokenize (data.tokenize=false) takes it as it stands"
-            raise UserError(f"{pairs('train')[0][0].path} looks like raw text: {remedy}.")
+        if asked.splits_hyphens and not data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
+            log.warning(
+                "%s has compounds with their hyphens (a-b), which %s splits (a @-@ b): BLEU of it is not "
+                "comparable with the paper's without a compound split",
+                *(pairs("train")[0][1].path, asked.name),
+            )
         return write_splits(tokenised(), languages, new, job.workers)
 
     def segment(new: Path) -> Dict[str, Any]:

@@ -19,7 +19,7 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import get_vocabulary, learn_bpe
 
 from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut
-from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, PiecePair, read_lines, read_pairs
+from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, LONG, PiecePair, read_lines, read_pairs
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.text import Step, apply_steps
@@ -128,8 +128,14 @@ def _write_split(
     bad = {why: count for why, count in dropped.items() if why in BAD_LINES}
     if sum(bad.values()) > MOST_BAD * read:
         stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
-        remedy = "Convert it, for example with iconv -f latin1 -t utf-8, or fetch it again"
-        raise UserError(f"{files}: of {read:,} pairs of lines too many are not text ({stories}). {remedy}.")
+        remedy = "Fetch it again." if LONG in bad else ""
+        for path in () if remedy else (piece.path for pair in split.files for piece in pair):
+            try:
+                collections.deque(read_lines(path), maxlen=0)
+            except UserError as error:  # of which file
+                remedy = str(error)
+                break
+        raise UserError(f"{files}: of {read:,} pairs of lines too many are not text ({stories}). {remedy}")
     if not counts[split.name]["lines"]:
         raise UserError(f"{files}: no pair with text on both sides is left of {read:,}.")
     for name, count in counts.items():

@@ -1,12 +1,15 @@
 """The text processing that papers apply before BLEU: each chain of steps has a name."""
 
+import functools
 import re
+from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from sacrebleu.metrics import BLEU
+from sacrebleu.utils import SACREBLEU_DIR
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.text_marks import RUNNING, TOKENISED
+from moa_fairseq.evaluation.text_marks import RUNNING, TOKENISED, language_of, writes_no_spaces
 from moa_fairseq.text import detokenize, replace_unicode_punctuation, tokenize
 
 _HYPHEN = re.compile(rb"(\S)-(\S)")
@@ -66,10 +69,17 @@ DEFAULT_CHAINS = ("multi-bleu", "compound-split", SACREBLEU)
 KEYS = {**{name: chain.key for name, chain in CHAINS.items()}, SACREBLEU: SACREBLEU}  # in JSON
 
 
+TOKENIZERS = tuple(name for name in BLEU.TOKENIZERS if name != "spm")  # an old name of flores101
+_EXTRAS = {"ja-mecab": "ja", "ko-mecab": "ko"}
+# Where sacreBLEU keeps the model of its tokeniser for 200 languages, once somebody has asked for it.
+_FLORES200 = Path(SACREBLEU_DIR, "models", "flores200sacrebleuspm")
+
+
 class Texts(NamedTuple):
     """What is scored. lang: for Moses' detokenizer; detokenized: that the texts are running text already.
 
-    raw_references: running text, instead of the detokenised references.
+    raw_references: running text, instead of the detokenised references. tokenizer: sacreBLEU's, one of
+    TOKENIZERS (None: what it takes for the language).
     """
 
     hypotheses: List[str]
@@ -77,6 +87,7 @@ class Texts(NamedTuple):
     lang: str = "de"
     detokenized: bool = False
     raw_references: Optional[List[List[str]]] = None
+    tokenizer: Optional[str] = None
 
 
 def score(chain: str, texts: Texts, lowercase: bool = False) -> Dict[str, Any]:
@@ -89,7 +100,8 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> Dict[str, Any]:
         metric = BLEU(**text.settings, force=True)
         result = metric.corpus_score(text.hypotheses, text.references)
         signature = str(metric.get_signature())
-        return {**_plain(result), "signature": signature, "line": str(result), "chain": text.chain}
+        scores = {**_plain(result), "signature": signature, "line": str(result), "chain": text.chain}
+        return {**scores, **({"warning": text.warning} if text.warning else {})}
     _, hypothesis, reference, description, _ = CHAINS[chain]
     scores = multi_bleu(
         [*map(hypothesis, texts.hypotheses)],
@@ -143,28 +155,63 @@ def _plain(result: Any) -> Dict[str, object]:
     return {**scores, "hyp_len": result.sys_len, "ref_len": result.ref_len}
 
 
+@functools.cache
+def _usable(tokenizer: str) -> bool:
+    """Whether sacreBLEU has what the tokeniser needs, or can fetch it."""
+    try:
+        BLEU(tokenize=tokenizer)
+    except (Exception, SystemExit):  # whatever a missing package, model or network ends in
+        return False
+    return True
+
+
+def tokenizer_for(lang: str, wanted: Optional[str] = None) -> Tuple[str, str]:
+    """sacreBLEU's tokeniser for a language by its own rule, and a warning where that one cannot be had.
+
+    Languages without spaces for which it has no rule get flores200 where its model is on this machine, else
+    char. wanted: one of TOKENIZERS in its place. Raises UserError where it cannot be had.
+    """
+    lang = language_of(lang)
+    name = wanted or BLEU._TOKENIZER_MAP.get(lang, BLEU.TOKENIZER_DEFAULT)
+    own_rule = wanted or lang in BLEU._TOKENIZER_MAP or not writes_no_spaces(lang)
+    if own_rule and (name == BLEU.TOKENIZER_DEFAULT or _usable(name)):
+        return name, ""
+    extra = _EXTRAS.get(name)
+    remedy = f"pip install 'sacrebleu[{extra}]'" if extra else "see https://github.com/mjpost/sacrebleu"
+    if wanted:
+        raise UserError(f"--sacrebleu-tokenizer {name}: sacreBLEU cannot load it here ({remedy}).")
+    other = "flores200" if _FLORES200.is_file() and _usable("flores200") else "char"
+    if not own_rule:
+        return other, ""
+    why = f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({remedy})"
+    return other, f"{why}: {other} was taken instead, which is not comparable with it"
+
+
 class RunningText(NamedTuple):
-    """What sacreBLEU is given: hypotheses, references, how it counts, and `chain`, the same in words."""
+    """What sacreBLEU is given: hypotheses, references, how it counts; `chain`, the same in words."""
 
     hypotheses: List[str]
     references: List[List[str]]
     settings: Dict[str, Any]
     chain: str
+    warning: str = ""
 
 
 def running_text(texts: Texts) -> RunningText:
-    """Text for sacreBLEU (13a, cased), by Moses' detokenizer where it is not running text already.
+    """Text for sacreBLEU (cased), by Moses' detokenizer where it is not running text already.
 
-    Lower-cased tokens stay tokens (`case:lc|tok:none`): the running text that others are scored on does not
-    come back.
+    Lower-cased tokens stay tokens (`case:lc|tok:none`), unless a tokeniser is named: the running text that
+    others are scored on does not come back. Raises UserError for a tokeniser that cannot be had.
     """
+    tokenizer, warning = tokenizer_for(texts.lang, texts.tokenizer)
     hypotheses, references = texts.hypotheses, texts.raw_references or texts.references
     given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
     lowercase = all("\n".join(lines).islower() for lines in references)
     lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
-    as_tokens = lowercase and not any(given)
+    lowercase = lowercase and not writes_no_spaces(texts.lang)  # a few Latin letters say nothing of the text
+    as_tokens = lowercase and not any(given) and not texts.tokenizer
     form = "/".join("as given" if already else f"Moses detokenizer -l {texts.lang}" for already in given)
-    form = f"13a, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {form}"
+    form = f"{tokenizer}, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {form}"
     if not as_tokens and not given[0]:
         hypotheses = [detokenize(line, texts.lang) for line in hypotheses]
     if not as_tokens and not given[1]:
@@ -172,6 +219,7 @@ def running_text(texts: Texts) -> RunningText:
     return RunningText(
         hypotheses,
         references,
-        {"lowercase": lowercase, "tokenize": "none" if as_tokens else "13a"},
+        {"lowercase": lowercase, "tokenize": "none" if as_tokens else tokenizer},
         f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else form}",
+        "" if as_tokens else warning,
     )

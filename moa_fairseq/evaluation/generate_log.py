@@ -1,9 +1,13 @@
 """Reading what `fairseq-generate` prints: S- source, T- target, H- hypothesis, D- decoded hypothesis."""
 
+import contextlib
 import re
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
+import yaml
+
+from moa_fairseq.data_prep.parallel_text import encoding_remedy
 from moa_fairseq.errors import UserError
 
 _ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
@@ -87,6 +91,31 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
     )
 
 
+def beside_recipe(path: Union[str, Path]) -> Tuple[Path, Optional[str]]:
+    """A file, or the first log of a run folder; the target language that recipe.yaml beside it names.
+
+    Raises UserError for a folder without a log.
+    """
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    file, language = folder / "recipe.yaml", None
+    recipe: Any = {}
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError
+    ):
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        target: Any = recipe["data"]["target"]
+        language = target if isinstance(target, str) else None
+    if not given.is_dir():
+        return given, language
+    logs = sorted(folder.glob("generate-*.txt"))
+    with contextlib.suppress(LookupError, TypeError):
+        logs = [log for log in logs if log.name == f"generate-{recipe['generate']['subsets'][0]}.txt"] or logs
+    if not logs:
+        raise UserError(f"{path} holds no generate-SUBSET.txt: run its generate stage, or name a log.")
+    return logs[0], language
+
+
 def read_lines(path: Union[str, Path]) -> List[str]:
     """The lines of a UTF-8 file without their line ends, split at LF only (as Perl and fairseq do).
 
@@ -105,7 +134,7 @@ def read_lines(path: Union[str, Path]) -> List[str]:
             lines.append(row.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path}, line {number}: byte 0x{row[error.start]:02x} is not UTF-8. Convert the file "
-                f"(for instance with iconv) or find out what damaged it."
+                f"{path}, line {number}: byte 0x{row[error.start]:02x} is not UTF-8. "
+                f"{encoding_remedy(Path(path))}"
             ) from error
     return lines

@@ -103,7 +103,8 @@ def score(
         "masked_lm_ppl": ([r.perplexity() for r in results], "all masked tokens"),
         "masked_lm_text_ppl": ([r.text_perplexity() for r in results], "masked tokens but <s>, </s>"),
     }
-    if facts:
+    spaces = facts and not facts["words"] < 2 * facts.get("filled", 0)  # as text_marks.lacks_spaces
+    if spaces:
         by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
         values["masked_lm_word_ppl"] = (by_words, "shared out to words and ends of line")
     tokens, warnings = results[0].tokens, []
@@ -112,7 +113,12 @@ def score(
             f"{task.cfg.data} has no manifest.json that counts the words of {subset}: without it there is no "
             "word-level perplexity (moa-fairseq prepare writes one)"
         )
-    elif missing := facts["subwords"] + facts["lines"] - tokens[TEXT] - tokens[LINE_END]:
+    if facts and not spaces:
+        warnings.append(
+            f"{subset} has {facts['words']:,} words between spaces in {facts['filled']:,} lines with text: "
+            "its language writes no spaces, so there is no word-level perplexity"
+        )
+    if facts and (missing := facts["subwords"] + facts["lines"] - tokens[TEXT] - tokens[LINE_END]):
         warnings.append(
             f"{missing:,} of {facts['subwords'] + facts['lines']:,} tokens of {subset} were left out: their "
             "samples are longer than the model's positions (--sample-break-mode none cuts them to fit)"

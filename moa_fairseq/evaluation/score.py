@@ -1,7 +1,7 @@
 """BLEU of a fairseq-generate log, or of plain text files, by every chain that the papers use; perplexity
 of a masked language model; accuracy of a classifier.
 
-  moa-fairseq score generate-test.txt
+  moa-fairseq score generate-test.txt                      # or a run folder
   moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
   moa-fairseq score moa-seed1.txt moa-seed2.txt --against dense-seed1.txt dense-seed2.txt
   moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
@@ -15,7 +15,9 @@ Without --chain three numbers are printed, each with its chain:
   compound-split  the same after splitting hyphens, as fairseq's compound_split_bleu.sh does. It is
                   INFLATED (by about 0.7 to 1 BLEU for German): compare it only with its like. Text
                   with hyphens that are split already has its ` @-@ ` split once more
-  sacrebleu       detokenised, cased, with its signature: the number to publish. A reference word that
+  sacrebleu       detokenised, cased, with its signature: the number to publish. Its tokeniser is
+                  sacreBLEU's for the language: 13a, zh, ja-mecab, ko-mecab; for Thai, Khmer, Burmese, Lao
+                  and Cantonese flores200 where its model is at hand, else char. A reference word that
                   stands as <<unk>> in a log counts as one word that never matches. Lower-cased tokens
                   are scored as they are (case:lc, tok:none): a multi-bleu with a signature
 
@@ -66,6 +68,7 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
+from moa_fairseq.data_prep.parallel_text import hyphens
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import classification, masked_lm
 from moa_fairseq.evaluation.against import against, interval_of
@@ -74,22 +77,24 @@ from moa_fairseq.evaluation.chains import (
     DEFAULT_CHAINS,
     KEYS,
     SACREBLEU,
+    TOKENIZERS,
     RunningText,
     Texts,
     running_text,
     score,
 )
-from moa_fairseq.evaluation.generate_log import read_generate_log, read_lines
-from moa_fairseq.evaluation.text_marks import RUNNING, doubts, subword_kind
-from moa_fairseq.tables import Column, Table
+from moa_fairseq.evaluation.generate_log import beside_recipe, read_generate_log, read_lines
+from moa_fairseq.evaluation.text_marks import RUNNING, doubts, lacks_spaces, subword_kind
+from moa_fairseq.tables import Column, Table, visible
 
+_GERMAN = "does not name its language, so German is assumed: say --target-lang"
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
     add, chains, repeated = parser.add_argument, list(KEYS), "can be repeated"
-    add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed")
+    add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed, or a run folder")
     text = "instead of a log: one translation per line"
     add("--hypothesis", nargs="+", default=[], metavar="FILE", help=text)
     text = "another system's output of the same sentences, a file for each seed: is the difference real?"
@@ -98,7 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reference", metavar="FILE", action="append", default=[], help=text)
     add("--chain", action="append", choices=chains, help=f"only this chain; {repeated}")
     add("--also", action="append", default=[], choices=chains, help=f"a further chain; {repeated}")
-    add("--target-lang", metavar="LANG", help="sacreBLEU's language (default: the log's, else de)")
+    text = "sacreBLEU's language (default: the log's, or that of recipe.yaml beside it, else de)"
+    add("--target-lang", metavar="LANG", help=text)
+    text = "default: what sacreBLEU takes for the language"
+    add("--sacrebleu-tokenizer", choices=TOKENIZERS, help=text)
     text = "untokenised reference for sacreBLEU, one line per sentence"
     add("--raw-reference", metavar="FILE", help=text)
     text = "the texts are running text: sacreBLEU takes them as given"
@@ -146,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
         for _, meta in itertools.chain(*systems):
             _warn(meta)
         first, second = ([running_text(texts) for texts, _ in system] for system in systems)
+        _warn({"warnings": dict.fromkeys(text.warning for text in (*first, *second) if text.warning)})
         return _compare(first, second, args.json)
     if len(paths) > 1:
         raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
@@ -156,6 +165,16 @@ def run(args: argparse.Namespace) -> int:
     wants = {name: (form, form) if name == SACREBLEU else CHAINS[name].wants for name in chains}
     references = [line for reference in texts.references for line in reference]
     meta["warnings"] += doubts(wants, {"hypotheses": texts.hypotheses, "references": references})
+    meta["without_spaces"] = lacks_spaces(references)
+    words = [name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]]
+    if meta["without_spaces"] and words:
+        meta["warnings"].append(
+            f"{', '.join(words)}: the references have hardly more words between spaces than lines, so "
+            "n-grams of words say nothing: use sacrebleu with the target's --target-lang, or "
+            "--sacrebleu-tokenizer char"
+        )
+    meta["warnings"] += [values["warning"] for values in scores.values() if "warning" in values]
+    meta["hyphens"] = {"hypotheses": hyphens(texts.hypotheses), "references": hyphens(references)}
     if "compound-split" in chains and any(" @-@ " in line for line in texts.hypotheses):
         meta["warnings"].append(
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
@@ -174,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _warn(meta: Dict[str, Any]) -> None:
     for warning in meta["warnings"]:
-        print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
+        print(visible(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
 
 
 def _compare(first: List[RunningText], second: List[RunningText], as_json: bool) -> int:
@@ -204,7 +223,9 @@ def join_subwords(line: str, kind: str) -> str:
 
 
 def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
-    log = read_generate_log(path, args.allow_partial)
+    file, language = beside_recipe(path)
+    path, log = str(file), read_generate_log(file, args.allow_partial)
+    language = args.target_lang or log.target_lang or language
     wanted = args.remove_bpe or "auto"
     joined, kind = _joined(log.hypotheses, wanted)
     targets, target_kind = _joined(log.targets, wanted)
@@ -234,14 +255,14 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
         )
     if not log.complete:
         warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
-    if not (args.target_lang or log.target_lang):
-        warnings.append(f"{path} does not name its language, so German is assumed: say --target-lang")
+    if not language:
+        warnings.append(f"{path} {_GERMAN}")
     meta: Dict[str, Any] = {
         "input": str(path),
         "lines": len(log.ids),
         "hypothesis_lines": "D" if decoded else "H",
         "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
-        "target_lang": args.target_lang or log.target_lang or "de",
+        "target_lang": language or "de",
         "complete": log.complete,
         "warnings": warnings,
     }
@@ -250,7 +271,8 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
     # matches: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU would make five of it.
     hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
     references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
-    return Texts(hypotheses, references, meta["target_lang"], running, raw), meta
+    lang, tokenizer = meta["target_lang"], args.sacrebleu_tokenizer
+    return Texts(hypotheses, references, lang, running, raw, tokenizer), meta
 
 
 def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
@@ -266,17 +288,19 @@ def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, A
                 f"sentences in the same order. Check that both files are complete."
             )
     joined, kind = _joined(hypotheses, wanted)
+    language = args.target_lang or beside_recipe(path)[1]
     references = [_joined(texts[file], wanted) for file in args.reference]
     meta: Dict[str, Any] = {
         "input": str(path),
         "references": [str(file) for file in args.reference],
         "lines": len(hypotheses),
         "subwords_joined": {"hypotheses": kind, "references": [other for _, other in references]},
-        "target_lang": args.target_lang or "de",
-        "warnings": [],
+        "target_lang": language or "de",
+        "warnings": [] if language else [f"{path} {_GERMAN}"],
     }
     raw, sides = [texts[file] for file in raws] or None, [lines for lines, _ in references]
-    return Texts(joined, sides, meta["target_lang"], args.detokenized, raw), meta
+    lang, tokenizer = meta["target_lang"], args.sacrebleu_tokenizer
+    return Texts(joined, sides, lang, args.detokenized, raw, tokenizer), meta
 
 
 def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:

@@ -1,13 +1,38 @@
 """What a text shows: remaining subwords, whether it is tokenised, unknown words."""
 
 import re
-from typing import List, Mapping, Sequence
+from typing import Iterable, List, Mapping, Sequence
 
 TOKENISED, RUNNING = "tokenised already", "untokenised"
 _SUBWORD, _PIECE = re.compile(r"\S@@(?: |$)"), "\u2581"
 # Signs at their word, and alone. Commas stand in numbers, too, and full stops in abbreviations.
 _ATTACHED = re.compile(r"\w[,!?](?!\S)|\w\.$")
 _ALONE = re.compile(r"(?<!\S)[,!?](?!\S)|(?<!\S)\.$")
+
+
+# Languages that put no space between words, by their codes (ISO 639-1 and 639-3).
+_WITHOUT_SPACES = ("zh", "ja", "th", "km", "my", "lo", "yue", "bo", "dz")
+_CODES = {
+    **{"zho": "zh", "chi": "zh", "cmn": "zh", "jpn": "ja", "kor": "ko", "tha": "th", "khm": "km"},
+    **{"mya": "my", "bur": "my", "lao": "lo", "bod": "bo", "tib": "bo", "dzo": "dz"},
+}
+
+
+def language_of(code: str) -> str:
+    """The language of a code such as zh_CN, zho_Hans or ja, in ISO 639-1 where it has such a code."""
+    language = re.split("[-_]", code.lower())[0]
+    return _CODES.get(language, language)
+
+
+def writes_no_spaces(lang: str) -> bool:
+    """True for languages that put no space between words."""
+    return language_of(lang) in _WITHOUT_SPACES
+
+
+def lacks_spaces(lines: Iterable[str]) -> bool:
+    """True where lines have hardly more words between spaces than one: n-grams of words say nothing there."""
+    counts = [len(line.split()) for line in lines if line.strip()]
+    return bool(counts) and sum(counts) < 2 * len(counts)
 
 
 def subword_kind(lines: Sequence[str]) -> str:

@@ -24,14 +24,14 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number, write_json
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import precision_name
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.scores import describe, flat_metrics, scores_in
+from moa_fairseq.recipes.schema import TRANSLATION, Recipe, Score
+from moa_fairseq.recipes.scores import describe, flat_metrics, headline_of, scores_in
 from moa_fairseq.recipes.steps import Run, steps
 from moa_fairseq.recipes.train_log import summarise
 from moa_fairseq.running.make import changes, marks
 
-# What leaves the experiment the same; the user's own files, whose name does not tell what they hold.
-_FREE, _OWN = ("max_tokens", "headline", "seed"), ("parallel", "binarised")
+# What leaves the experiment the same.
+_FREE = ("max_tokens", "headline", "seed")
 _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 def settings(recipe: Recipe) -> Dict[str, Any]:
     """What a finished run of the recipe has done, whatever carried it out."""
     section, count = recipe.generate or recipe.score, recipe.average.count if recipe.average else 1
-    return _done(recipe.training_inputs, recipe.goal, count, dataclasses.asdict(section) if section else {})
+    evaluation = dataclasses.asdict(section) if section else {}
+    scoring = recipe.score.flags if recipe.generate and recipe.score else {}
+    return _done(recipe.training_inputs, recipe.goal, count, evaluation, scoring)
 
 
 def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
@@ -47,19 +49,25 @@ def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
     made, kind = marks(folder), "generate" if recipe.generate else "score"
     train, average = made.get("train", {}), made.get("average", {})
     with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
-        said = made[f"{kind}-{recipe.subsets[0]}"]["inputs"]
+        said, scoring = made[f"{kind}-{recipe.subsets[0]}"]["inputs"], {}
+        if recipe.generate and recipe.score:
+            scoring = made[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
         if recipe.finetune == "noft":  # nothing is trained
-            return {**settings(recipe), "evaluation": _kept(said["settings"])}
+            return {**settings(recipe), **_done({}, {}, 1, said["settings"], scoring)}
         averaged = said["made"][0] == average.get("fingerprint") is not None
         origin = average["inputs"]["train"][0] if averaged else said["made"][0]
         finished = origin is not None and origin == train.get("fingerprint")
         count = average["inputs"]["count"] if averaged else 1
-        return _done(train["inputs"] if finished else {}, train.get("goal", {}), count, said["settings"])
+        inputs = train["inputs"] if finished else {}
+        return _done(inputs, train.get("goal", {}), count, said["settings"], scoring)
     return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
-def _done(said: Mapping[str, Any], goal: Mapping[str, Any], count: int, section: Any) -> Dict[str, Any]:
-    done = {"averaged": count, "evaluation": _kept(section)}
+def _done(
+    said: Mapping[str, Any], goal: Mapping[str, Any], count: int, section: Any, scoring: Mapping[str, Any]
+) -> Dict[str, Any]:
+    flags = {key: value for key, value in scoring.items() if key != "also"}  # one number more
+    done = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
     return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done} if said else done
 
 
@@ -67,29 +75,69 @@ def _kept(values: Mapping[str, Any]) -> Dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _FREE}
 
 
-def data_differences(published: Recipe, folder: Path, lines: Mapping[str, int]) -> Dict[str, str]:
-    """How binarised data, of so many lines, differs from that of the row, where both are known."""
+def data_differences(
+    recipe: Recipe, folder: Path, lines: Mapping[str, int], claim: bool = False
+) -> Dict[str, str]:
+    """How binarised data, of so many lines, differs from a recipe's, where both are known.
+
+    claim: for a row of a paper, where what cannot be told counts as a difference.
+    """
+    name, dataset = recipe.data.recipe, datasets().get(recipe.data.recipe)
+    if claim and not (dataset and dataset.downloadable):
+        return {"data.recipe": f"{name} → cannot be told: it is text of one's own"}
     manifest: Dict[str, Any] = {}
     for place in (folder, folder.parent) if folder.name == "binarised" else (folder,):
         with contextlib.suppress(OSError, UserError, TypeError, ValueError):
             manifest = manifest or dict(read_manifest(place))
-    name, said = published.data.recipe, manifest.get("settings")
-    said, dataset = said if isinstance(said, dict) else {}, datasets().get(name)
-    made_by = said.get("recipe", manifest.get("recipe"))
-    found = {**{key: said.get(key) for key in _TEXT}, "recipe": None if made_by in _OWN else made_by}
-    row = {key: getattr(published.data, key) for key in (*_TEXT, "recipe")}
-    for split, number in dataset.expected.items() if dataset else ():
-        part = (published.data.train_fraction or 1) if split == "train" else 1
-        row[f"lines of {split}"] = max(1, math.ceil(number * part))
-    row.update({f"words of {split}": number for split, number in (dataset.words if dataset else {}).items()})
+    said = manifest.get("settings")
+    said = said if isinstance(said, dict) else {}
+    made = manifest.get("dataset", said.get("recipe", manifest.get("recipe")))
+    row: Dict[str, Any] = {} if name == "binarised" else {"recipe": name}
+    found: Dict[str, Any] = {"recipe": made} if made is not None else {}
+    if recipe.kind == TRANSLATION:
+        row.update(_text_facts(vars(recipe.data)))
+        found.update(_text_facts(said))
+    if dataset:
+        if dataset.generated:
+            row["generated"] = dict(dataset.generated)
+            found.update({key: said[key] for key in ("generated",) if key in said})
+        for split in dataset.splits if dataset.steps or dataset.codes else ():
+            row[f"steps of {split}"] = dataset.treatment(split, vars(recipe.data))
+        part = recipe.data.train_fraction or 1
+        for split, number in dataset.expected.items():
+            row[f"lines of {split}"] = max(1, math.ceil(number * part)) if split == "train" else number
+        row.update({f"words of {split}": number for split, number in dataset.words.items()})
     found.update({f"lines of {split}": number for split, number in lines.items()})
     with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest proves nothing
+        found.update({f"steps of {split}": steps for split, steps in manifest.get("steps", {}).items()})
         for split, fact in manifest.get("splits", {}).items():
             found[f"words of {split}"] = fact["words"] + fact["lines"]  # an end of line counts as one
-    known = {key for key in row if row[key] is not None and found.get(key) is not None}
-    if dataset and name not in _OWN and not known - {*_TEXT}:
-        return {"data.recipe": f"{name} → cannot be told: there is no manifest.json"}
-    return changes({key: row[key] for key in known}, {key: found[key] for key in known}, "data.")
+        for file, sums in manifest.get("published", {}).items() if claim else ():
+            row[f"md5 of {file}"] = sums["published"]
+            found[f"md5 of {file}"] = sums["md5"]
+    unread = {*(dataset.subsets if dataset else ())} - {*recipe.splits}
+    needed = {key for key in row if key.rpartition(" of ")[2] not in unread}
+    told = needed & found.keys()
+    differ = changes({key: row[key] for key in told}, {key: found[key] for key in told}, "data.")
+    if claim:
+        untold = sorted(needed - told, key=lambda key: (key != "recipe", "steps" not in key, key))
+        differ.update({f"data.{key}": f"{row[key]} → cannot be told" for key in untold})
+    elif dataset and name != "parallel" and not found:
+        differ["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
+    return differ
+
+
+def _text_facts(said: Mapping[str, Any]) -> Dict[str, Any]:
+    """What a data section, of a recipe or in a manifest, says of text in two languages."""
+    facts = {key: said[key] for key in _TEXT if key in said}
+    if facts:
+        flags, fraction = said.get("flags") or {}, said.get("train_fraction") or 1
+        facts["flags"] = {key: flags[key] for key in flags if key != "workers"}
+        facts["codes"] = said.get("codes")
+        facts["train_fraction"] = (
+            fraction if fraction == 1 else [fraction, said.get("train_fraction_seed", 1)]
+        )
+    return facts
 
 
 def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> List[str]:
@@ -130,8 +178,11 @@ def record(run: Run, started: float) -> Optional[Path]:
     metrics = {name: flat_metrics(values) for name, values in scores.items()}
     subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
     found: List[str] = []
+    headline = headline_of(recipe, options.published or recipe, scores[subset])
     if options.published and recipe.reproduces:
-        data = data_differences(options.published, run.prepared.folder, run.prepared.sentences)
+        data = data_differences(options.published, run.prepared.folder, run.prepared.sentences, claim=True)
+        if headline != (recipe.score or Score()).headline:
+            data["score.headline"] = f"{(recipe.score or Score()).headline} → {headline}"
         found = differences(options.published, done, data)
         cell = None if found else dataclasses.asdict(recipe.reproduces)
     if "valid_ppl" in summary:
@@ -142,7 +193,7 @@ def record(run: Run, started: float) -> Optional[Path]:
         "experiment": recipe.experiment,
         "reproduces": cell,
         **({"differences": found} if found else {}),
-        "headline": recipe.score.headline if recipe.score else None,
+        "headline": headline if recipe.score else None,
         "metrics": metrics.pop(subset),
         "subset": subset,
         "other_subsets": metrics,
@@ -158,7 +209,7 @@ def record(run: Run, started: float) -> Optional[Path]:
     }
     result = write_record(folder / "result.json", values, options.command_line)
     paper = cell["value"] if cell and is_number(cell["value"]) else None
-    log.info("%s: %s (%.0f s)", result, describe(recipe, scores, paper), time.time() - started)
+    log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
     if options.record:
         with atomic_write(options.record) as stream:
             stream.write(result.read_text(encoding="utf-8"))

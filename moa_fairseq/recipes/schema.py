@@ -106,7 +106,7 @@ class Data:
     joined_dictionary: bool = _key("one dictionary for both languages", default=True)
     lowercase: bool = _key("the text in lower case", default=False)
     tokenize: Optional[bool] = _key(
-        "of parallel: whether the text is raw; unless said, raw text is an error", True, default=None
+        "of text of your own: whether it is raw; unless said, raw text is an error", True, default=None
     )
     train_fraction: Optional[float] = _key(
         "part of the training pairs that is used, in (0, 1]; a smaller part lies in a larger", default=None
@@ -320,8 +320,10 @@ def _values(recipe: Recipe) -> Problems:
         remedy = "set data.joined_dictionary: true, or model.share_all_embeddings: false."
         why = f"one embedding for both languages needs one dictionary for both: {remedy}"
         yield "model.share_all_embeddings", why
-    if data.tokenize and data.recipe != "parallel":
-        yield "data.tokenize", f"is for data.recipe parallel: {data.recipe} is tokenised as it is published."
+    if data.tokenize and not (data.recipe in datasets() and datasets()[data.recipe].takes_raw):
+        other = datasets()[data.recipe].raw if data.recipe in datasets() else ""
+        remedy = f"use data.recipe {other or 'parallel'}"
+        yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text: {remedy}, or leave it out."
     if data.bpe and data.codes:
         yield "data.codes", "the merges are learned (data.bpe) or given (data.codes), not both."
     if data.train_fraction is not None and not 0 < data.train_fraction <= 1:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any, Dict, Optional
 
+from moa_fairseq.data_prep.catalogue import datasets
+from moa_fairseq.data_prep.parallel_text import SPLIT, WHOLE
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
-from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, Recipe, Score
+from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
 
+log = logging.getLogger(__name__)
 _FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
 _PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
 _TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
@@ -50,7 +54,9 @@ def read_scores(path: Path) -> Dict[str, Any]:
     scores = read_json(path, remedy)
     metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
     check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
-    check_kinds(scores.get("meta") or {}, {"evaluation": MAPPING}, f"{path}: meta", remedy)
+    check_kinds(
+        scores.get("meta") or {}, dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
+    )
     for name in metrics.keys() & scores.keys():
         check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
         for key in ("score", "sd"):  # that of a diverged model is a float, too, though no number
@@ -73,13 +79,43 @@ def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
     return metrics
 
 
-def describe(recipe: Recipe, scores: Dict[str, Dict[str, Any]], paper: Optional[float] = None) -> str:
+def headline_of(recipe: Recipe, published: Recipe, scores: Dict[str, Any]) -> str:
+    """The metric of a run's result, which depends on its references.
+
+    Without spaces between words it is sacreBLEU, whose tokeniser is the language's. A row's BLEU may be that
+    after one compound split, which the tokeniser (`-a`) or the chain has made: the same number of text with
+    the other kind of hyphens is that of the other chain. published: the recipe without any --set. scores:
+    those of the recipe's first subset.
+    """
+    headline = (recipe.score or Score()).headline
+    if recipe.kind == TRANSLATION and scores.get("meta", {}).get("without_spaces") is True:
+        signature = str(scores.get("sacrebleu", {}).get("signature"))
+        if headline != "sacrebleu" and not re.search(r"tok:(13a|none)\b", signature):
+            log.warning("the references have no spaces, which %s counts words by: see sacrebleu", headline)
+            return "sacrebleu"
+    dataset = datasets().get(published.data.recipe)
+    split_once = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
+    found = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
+    wanted = (published.score or Score()).headline
+    is_of_split_text = wanted == split_once[WHOLE] or (
+        wanted == split_once[SPLIT] and dataset is not None and dataset.splits_hyphens
+    )
+    if not is_of_split_text or headline != wanted or split_once.get(found, headline) == headline:
+        return headline
+    log.warning(
+        "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",
+        *(found, "a @-@ b" if found == SPLIT else "a-b", split_once[found], headline),
+    )
+    return split_once[found]
+
+
+def describe(headline: str, scores: Dict[str, Dict[str, Any]], paper: Optional[float] = None) -> str:
     """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
 
     paper: the number of the row that the run stands for.
     """
     names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
-    names.insert(0, (recipe.score or Score()).headline)
+    names.insert(0, headline)
     parts = []
     for subset, values in scores.items():
         found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]

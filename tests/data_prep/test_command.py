@@ -14,7 +14,7 @@ import pytest
 from moa_fairseq.cli import build_parser, main
 from moa_fairseq.data_prep import command
 from moa_fairseq.data_prep import prepare as prepare_module
-from moa_fairseq.data_prep.parallel_text import is_raw
+from moa_fairseq.data_prep.parallel_text import SPLIT, WHOLE, hyphens, is_raw
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "data-prep" / "README.md").read_text("utf-8")
@@ -76,8 +76,67 @@ def test_raw_pairs_of_ones_own(prepare, own_text, tmp_path):
     raw = (own_text / "train.de").read_text("utf-8").splitlines()
     assert len(tokens) == 30 and tokens[0].endswith(" Haus .") and raw[0].endswith(" Haus.")
     assert len((tmp_path / "out" / "bpe" / "codes").read_text("utf-8").splitlines()) == 31
+    facts = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
+    assert facts["dataset"] == "parallel" and facts["steps"]["test"] == "normalize_punctuation, tokenize"
     status, *_ = prepare(*words, "--no-tokenize")
     assert status == 0 and (tmp_path / "out" / "tokens" / "train.de").read_text("utf-8").splitlines() == raw
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy", "tokens", "steps"),
+    [
+        ("wmt14_en_de", ["--tokenize"], "E @-@ Mail", "tokenize (aggressive_hyphens=True)"),
+        ("iwslt14_de_en", ["--tokenize"], "e-mail", "tokenize, lowercase"),
+        (
+            "wmt14_en_de_vaswani",
+            [
+                "prepare wmt14_en_de_vaswani_rebuilt",
+                "data.recipe=wmt14_en_de_vaswani_rebuilt",
+                "data.bpe=32000",
+            ],
+            "E-Mail",
+            "tokenize (edition=2017-12)",
+        ),
+    ],
+)
+def test_raw_text_gets_the_tokeniser_of_its_data_set(
+    prepare, own_text, tmp_path, name, remedy, tokens, steps
+):
+    for path in own_text.iterdir():
+        path.write_text(path.read_text("utf-8").replace("Haus.", "E-Mail."), "utf-8")
+    words = ["out", "--from", own_text, "--bpe", 30]
+    status, _, complaint = prepare(name, *(words if "--tokenize" in remedy else words[:-2]))
+    assert status == 2 and all(word in complaint for word in remedy)
+    other = name if "--tokenize" in remedy else f"{name}_rebuilt"
+    status, said, _ = prepare(other, *words, "--tokenize")
+    assert status == 0 and "of one's own" not in said
+    facts = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
+    assert facts["dataset"] == "parallel" and steps in facts["steps"]["test"]
+    for split in ("train", "valid", "test"):
+        assert f" {tokens} ." in (tmp_path / "out" / "tokens" / f"{split}.de").read_text("utf-8")
+
+
+def test_whole_hyphens_where_the_data_set_splits_them_are_said(prepare, own_text):
+    for path in own_text.iterdir():
+        path.write_text(re.sub(r"([.,])", r" \1", path.read_text("utf-8")).replace("Haus", "E-Mail"), "utf-8")
+    words = ["out", "--from", own_text, "--bpe", 30]
+    _, said, complaint = prepare("wmt14_en_de", *words)
+    assert "wmt14_en_de splits (a @-@ b)" in said + complaint
+    _, said, complaint = prepare("iwslt14_de_en", "out2", *words[1:])
+    assert "(a @-@ b)" not in said + complaint
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [
+        (["ein E @-@ Mail @-@ Server", "a-b"], SPLIT),
+        (["E-Mail-Server", "-5 - x-", "@-@"], WHOLE),
+        (["a -- b", "7 -"], ""),
+        ([], ""),
+    ],
+)
+def test_hyphens_are_split_or_whole(lines, kind):
+    assert hyphens(lines) == kind
 
 
 @pytest.mark.parametrize(
@@ -110,7 +169,7 @@ def test_raw_text_is_told_from_tokenised(lines, raw):
         (["text_gpt2bpe"], "name its folder with --from"),
         (["parallel", "--from", ".", "--source", "fr"], "say --source and --target"),
         (["parallel", "--source", "fr", "--target", "en"], "name its folder with --from"),
-        (["multi30k", "--tokenize"], "leave --tokenize and --no-tokenize out"),
+        (["multi30k", "--tokenize"], "leave --tokenize out"),
         (["multi30k", "--bpe", -1], "--bpe -1"),
         (["enwik8", "--bpe", 100], "leave --bpe out"),
         (["wmt14_en_de", "--flavour", "vaswani", "--bpe", 100], "leave --bpe out"),

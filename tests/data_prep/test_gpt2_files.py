@@ -165,7 +165,15 @@ def test_ids_by_hand_counts_and_empty_lines(encode):
     assert lines[1] == f"{byte['t']} 257 261 258" and lines[0] == lines[2] == ""
     assert lines[3].startswith(f"262 {byte['t']} ")
     subwords = sum(len(line.split()) for line in lines)
-    assert facts == {"file": "text", "lines": 4, "words": 6, "subwords": subwords, "unk": 1, "hyphen": 1}
+    assert facts == {
+        "file": "text",
+        "lines": 4,
+        "filled": 2,
+        "words": 6,
+        "subwords": subwords,
+        "unk": 1,
+        "hyphen": 1,
+    }
 
 
 def test_encoding_loses_nothing(encode, toy_gpt2):

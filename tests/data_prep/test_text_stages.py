@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -87,6 +88,51 @@ def test_bad_bytes(tmp_path, name, content, words):
         list(read_lines(tmp_path / name))
     for word in [str(tmp_path / name), *words]:
         assert word in str(error.value)
+
+
+GERMAN = "Es ist ein „zitiertes“ Wort – ja.\nDer Preis ist heute 20 €.\n" * 20
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "encoding"),
+    [
+        ("x.de", GERMAN, "cp1252"),
+        ("x.fr", "L’été était très chaud, et la forêt brûlait.\n" * 20, "cp1252"),
+        ("x.pl", "Zażółć gęślą jaźń. Proszę bardzo.\n" * 20, "cp1250"),
+        ("x.ru", "Привет мир. Это русский текст для проверки.\n" * 20, "cp1251"),
+        ("x.ja", "今日は天気がいいです。私は学生です。\n" * 20, "shift_jis"),
+        *(("x.de", GERMAN, name) for name in ("utf-16", "utf-16-le", "utf-16-be")),
+    ],
+)
+def test_the_remedy_for_another_encoding_gives_the_text_back(tmp_path, name, text, encoding):
+    path, new = tmp_path / name, tmp_path / f"new{Path(name).suffix}"
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(UserError, match=r"iconv -f \S+ -t utf-8") as error:
+        list(read_lines(path))
+    command = re.search(r"iconv -f .* > NEW", str(error.value))[0].replace("NEW", str(new))
+    subprocess.run(command, shell=True, check=True)
+    assert list(read_lines(new)) == text.splitlines()
+
+
+def test_windows_text_that_was_taken_for_latin_1_is_refused(tmp_path):
+    path, new = tmp_path / "x.de", tmp_path / "new.de"
+    path.write_text(GERMAN.encode("cp1252").decode("latin-1"), "utf-8")
+    with pytest.raises(UserError, match="control characters") as error:
+        list(read_lines(path, mark_bad=True))
+    steps = re.search(r"this file with (iconv .*utf-8)\.", str(error.value))[1]
+    subprocess.run(f"cat {path} | {steps} > {new}", shell=True, check=True)
+    assert list(read_lines(new)) == GERMAN.splitlines()
+    path.write_text("gut\x85\n" * 9 + "gut\x80\n" * 2, "utf-8")  # accidents
+    assert len(list(read_lines(path))) == 11
+
+
+def test_lines_of_another_encoding_among_good_ones_are_not_for_iconv(tmp_path):
+    (tmp_path / "x.de").write_bytes("schön\n".encode() + "schön\n".encode("latin-1"))
+    with pytest.raises(UserError, match="Other lines are UTF-8"):
+        list(read_lines(tmp_path / "x.de"))
+    (tmp_path / "x.de").write_bytes(b"a\nbbbbbbbbbbbbbbbbbb c\0d\n")
+    with pytest.raises(UserError, match="tr -d"):
+        list(read_lines(tmp_path / "x.de"))
 
 
 def test_bad_lines_can_be_marked_instead(tmp_path):

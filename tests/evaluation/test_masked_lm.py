@@ -87,6 +87,19 @@ def test_text_report_and_missing_manifest(toy_masked_lm, toy_wiki_data, tmp_path
     assert "no word-level perplexity" in said.err
 
 
+def test_words_of_a_language_without_spaces_are_not_counted(toy_masked_lm, toy_wiki_data, tmp_path, capsys):
+    for path in toy_wiki_data.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    facts = manifest["splits"]["test"]
+    assert 0 < facts["filled"] < facts["lines"] and facts["words"] > 2 * facts["filled"]
+    facts["words"] = facts["filled"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", tmp_path)
+    assert "masked_lm_word_ppl" not in found and "masked_lm_ppl" in found
+    assert any("no word-level perplexity" in warning for warning in found["meta"]["warnings"])
+
+
 @pytest.mark.parametrize(
     "flags, says",
     [

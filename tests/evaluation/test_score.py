@@ -1,11 +1,14 @@
 """`moa-fairseq score` through its command line: keys, chains, subwords, what it doubts, bad input."""
 
 import json
+from pathlib import Path
 
 import pytest
 import sacrebleu
 
 from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation import chains
 from moa_fairseq.evaluation.score import join_subwords
 from moa_fairseq.evaluation.text_marks import subword_kind
 from moa_fairseq.text import detokenize, normalize_punctuation, tokenize
@@ -167,6 +170,94 @@ def test_bad_input_ends_with_status_2(tmp_path, capsys):
     ]:
         assert main(["score", *argv]) == 2, argv
         assert message in capsys.readouterr().err
+
+
+# --- languages without spaces between words
+
+JAPANESE = ["今日は天気がいいです。", "私は学生です。", "東京に行きました。"]
+JAPANESE_OUTPUT = ["今日は天気がいいです。", "私は先生です。", "東京に行った。"]
+SPACELESS = ("zh", "ja", "th", "km", "my", "lo", "yue")
+
+
+@pytest.mark.parametrize(
+    ("lang", "tokenizer", "extra"),
+    [
+        *((lang, "13a", "") for lang in ("de", "fr", "en_US", "vi", "")),
+        *((lang, "zh", "") for lang in ("zh", "zh_CN", "zho_Hans", "cmn")),
+        *((lang, "char", "sacrebleu[ja]") for lang in ("ja", "jpn_Jpan")),
+        *((lang, "char", "sacrebleu[ko]") for lang in ("ko", "ko_KR")),
+        *((lang, "char", "") for lang in ("th", "km", "my", "lo", "yue", "tha_Thai")),
+    ],
+)
+def test_the_tokeniser_is_that_of_the_language(monkeypatch, lang, tokenizer, extra):
+    """On a machine without the packages for Japanese and Korean, and without the model of flores200."""
+    monkeypatch.setattr(chains, "_FLORES200", Path("/nowhere"))
+    monkeypatch.setattr(chains, "_usable", lambda name: not name.endswith("mecab"))
+    found, warning = chains.tokenizer_for(lang)
+    assert found == tokenizer and (extra in warning if extra else not warning)
+
+
+def test_what_is_installed_is_taken(monkeypatch):
+    monkeypatch.setattr(chains, "_FLORES200", Path(__file__))
+    monkeypatch.setattr(chains, "_usable", lambda name: True)
+    rule = {lang: chains.tokenizer_for(lang) for lang in (*SPACELESS, "ko", "de")}
+    assert rule["ja"] == ("ja-mecab", "") and rule["ko"] == ("ko-mecab", "") and rule["de"] == ("13a", "")
+    assert all(rule[lang] == ("flores200", "") for lang in ("th", "km", "my", "lo", "yue"))
+    monkeypatch.setattr(chains, "_usable", lambda name: name != "ja-mecab")
+    assert chains.tokenizer_for("ja")[0] == "flores200" and chains.tokenizer_for("ja")[1]
+    assert chains.tokenizer_for("de", "char") == ("char", "")
+    with pytest.raises(UserError, match=r"--sacrebleu-tokenizer ja-mecab.*sacrebleu\[ja\]"):
+        chains.tokenizer_for("de", "ja-mecab")
+
+
+@pytest.mark.parametrize("lang", SPACELESS)
+def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monkeypatch, lang):
+    monkeypatch.setattr(chains, "_FLORES200", Path("/nowhere"))
+    monkeypatch.setattr(chains, "_usable", lambda name: not name.endswith("mecab"))
+    names = [write_text(tmp_path / side, text) for side, text in (("h", JAPANESE_OUTPUT), ("r", JAPANESE))]
+    argv = ["--hypothesis", names[0], "--reference", names[1], "--detokenized"]
+    found = score_json(capsys, *argv, "--target-lang", lang)
+    tokenizer = "zh" if lang == "zh" else "char"
+    expected = sacrebleu.corpus_bleu(JAPANESE_OUTPUT, [JAPANESE], tokenize=tokenizer).score
+    assert found["sacrebleu"]["score"] == pytest.approx(expected) and expected > 40
+    assert f"tok:{tokenizer}|" in found["sacrebleu"]["signature"] and found["meta"]["without_spaces"]
+    assert any("multi-bleu" in line and "spaces" in line for line in found["meta"]["warnings"])
+    other = score_json(capsys, *argv, "--target-lang", lang, "--sacrebleu-tokenizer", "13a")
+    assert other["sacrebleu"]["score"] < 1 and "tok:13a" in other["sacrebleu"]["signature"]
+    assert main(["score", *argv, "--target-lang", lang, "--against", names[0], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["metrics"]
+    assert rows[0]["first"] == pytest.approx(expected) and f"tok:{tokenizer}" in rows[0]["signature"]
+
+
+def test_a_few_small_latin_letters_do_not_make_a_text_lower_cased(tmp_path, capsys):
+    """`islower` looks at the letters that have cases alone: then the text was scored as tokens."""
+    names = [write_text(tmp_path / side, ["重さは 5 kg です。", "長さは 3 cm です。"]) for side in "hr"]
+    argv = ["--hypothesis", names[0], "--reference", names[1], "--target-lang", "zh"]
+    assert {"case:mixed", "tok:zh"} < set(score_json(capsys, *argv)["sacrebleu"]["signature"].split("|"))
+
+
+# --- run folders
+
+
+def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
+    log = write_log(tmp_path / "generate-test1.txt", RAW_TARGETS, RAW_OUTPUTS)
+    write_log(tmp_path / "generate-test.txt")
+    assert score_json(capsys, str(tmp_path))["meta"]["target_lang"] == "de"
+    assert "German is assumed" in warnings_of(score_json(capsys, log))
+    recipe = "data: {source: de, target: fr}\ngenerate: {subsets: [test1, test]}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    for argv in ([str(tmp_path)], [log], ["--hypothesis", log, "--reference", log]):
+        found = score_json(capsys, *argv)
+        assert found["meta"]["target_lang"] == "fr" and found["meta"]["input"] == log
+        assert "German" not in warnings_of(found)
+    assert score_json(capsys, log, "--target-lang", "en")["meta"]["target_lang"] == "en"
+    assert main(["score", str(tmp_path), "--against", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"][0]["difference"] == 0
+    for damaged in ("[", "data: 3", "generate: {subsets: {}}\ndata: {target: 7}", "\0", "- [" * 5000):
+        (tmp_path / "recipe.yaml").write_text(damaged)
+        assert "German is assumed" in warnings_of(score_json(capsys, log)), damaged
+    (tmp_path / "empty").mkdir()
+    assert main(["score", str(tmp_path / "empty")]) == 2 and "generate-SUBSET.txt" in capsys.readouterr().err
 
 
 def test_one_stray_lower_one_eighth_block_is_text():

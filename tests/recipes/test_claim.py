@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.cli import main
+from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.recipes.result import data_differences, differences, settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,46 +46,116 @@ def manifest(folder, **said):
     (folder / "manifest.json").write_text(json.dumps(said))
 
 
+def made_by(published, **changed):
+    """What manifest.json says of the data that a recipe asks for, but for some settings."""
+    values = {**vars(published.data), **changed}
+    made = values.pop("dataset", values["recipe"])
+    splits = datasets()[published.data.recipe].splits
+    steps = {split: datasets()[made].treatment(split, values) for split in splits}
+    return {"settings": values, "dataset": made, "steps": steps}
+
+
 @pytest.mark.parametrize(
-    ("said", "lines", "key"),
+    ("changed", "lines", "key"),
     [
         ({}, IWSLT, None),
+        ({"flags": {"workers": 5}}, IWSLT, None),
         ({}, MULTI30K, "data.lines of train"),
         ({}, {**IWSLT, "train": 160238}, "data.lines of train"),
-        ({"recipe": "iwslt14_de_en_cased", "bpe": 10000}, IWSLT, "data.recipe"),
-        ({"recipe": "iwslt14_de_en", "bpe": 8000}, IWSLT, "data.bpe"),
-        ({"recipe": "iwslt14_de_en", "lowercase": True}, IWSLT, "data.lowercase"),
-        ({"recipe": "iwslt14_de_en", "bpe": 10000}, IWSLT, None),
-        ({"recipe": "parallel", "bpe": None}, IWSLT, None),  # the user's own copy of the text
-        ({}, {}, "data.recipe"),  # of which nothing is known
+        ({}, {}, "data.lines of test"),  # which nobody has counted
+        ({"recipe": "iwslt14_de_en_cased"}, IWSLT, "data.recipe"),
+        ({"recipe": "iwslt14_de_en_cased"}, IWSLT, "data.steps of test"),
+        ({"bpe": 8000}, IWSLT, "data.bpe"),
+        ({"lowercase": True}, IWSLT, "data.lowercase"),
+        ({"codes": "their/codes"}, IWSLT, "data.codes"),
+        ({"train_fraction": 0.5}, IWSLT, "data.train_fraction"),
+        ({"flags": {"thresholdtgt": 9}}, IWSLT, "data.flags.thresholdtgt"),
+        ({"recipe": "parallel", "tokenize": True}, IWSLT, "data.recipe"),
+        (
+            {"dataset": "parallel"},
+            IWSLT,
+            "data.recipe",
+        ),  # asked for as the data set, and found to be own text
     ],
 )
-def test_data_that_differs_is_named(tmp_path, said, lines, key, shipped):
-    data = tmp_path / "binarised"
+def test_data_that_differs_is_named(tmp_path, changed, lines, key, shipped):
+    data, recipe = tmp_path / "binarised", shipped("iwslt14_deen_mae7")
     data.mkdir()
-    manifest(tmp_path, settings=said)
-    found = data_differences(shipped("iwslt14_deen_mae7"), data, lines)
+    manifest(tmp_path, **made_by(recipe, **changed))
+    found = data_differences(recipe, data, lines, claim=True)
     assert (key in found) if key else not found, found
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"settings": 3}', '{"splits": {"train": 3}, "recipe": []}'])
-def test_a_damaged_manifest_is_no_proof(tmp_path, text, shipped):
-    (tmp_path / "manifest.json").write_text(text)
-    assert data_differences(shipped("iwslt14_deen_mae7"), tmp_path, MULTI30K)
+@pytest.mark.parametrize("name", ["wmt14_ende_moa_base", "wmt14_ende_mae7", "iwslt14_deen_mae7"])
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", '{"settings": 3}', '{"splits": {"train": 3}, "recipe": [], "steps": 3}']
+)
+def test_what_cannot_be_told_stands_for_no_row(tmp_path, name, text, shipped):
+    """A folder of fairseq-preprocess alone, or with a manifest that proves nothing."""
+    recipe = shipped(name)
+    lines = {**datasets()[recipe.data.recipe].expected, "train": 4500966}
+    if text:
+        (tmp_path / "manifest.json").write_text(text)
+    found = data_differences(recipe, tmp_path, lines, claim=True)
+    assert {"data.recipe", "data.steps of test", "data.bpe"} <= found.keys()
+
+
+def test_an_older_manifest_does_not_tell_the_tokenisation(tmp_path, shipped):
+    recipe = shipped("wmt14_ende_moa_base")
+    whole = made_by(recipe)
+    lines = {"train": 4500000, "valid": 3000, "test": 3003}
+    manifest(tmp_path, settings=whole["settings"])
+    assert "data.steps of train" in data_differences(recipe, tmp_path, lines, claim=True)
+    manifest(tmp_path, **whole)
+    assert not data_differences(recipe, tmp_path, lines, claim=True)
+    whole["steps"]["test"] = "straight_apostrophe, tokenize"  # without -a
+    manifest(tmp_path, **whole)
+    assert "data.steps of test" in data_differences(recipe, tmp_path, lines, claim=True)
+    assert "data.steps of test" in data_differences(recipe, tmp_path, {}), "a contradiction for everybody"
+
+
+def test_a_row_of_text_of_ones_own_cannot_be_told(tmp_path, shipped):
+    """A file that inherits `reproduces` and says other data."""
+    recipe = shipped("wmt14_ende_moa_base", "data.recipe=parallel", "data.tokenize=true")
+    manifest(tmp_path, **made_by(recipe))
+    assert "data.recipe" in data_differences(recipe, tmp_path, {}, claim=True)
+    assert not data_differences(recipe, tmp_path, {})
+
+
+def test_expressions_that_are_drawn_otherwise_are_named(tmp_path, shipped):
+    recipe = shipped("listops_switchhead_2h")
+    generated = dict(datasets()["listops"].generated)
+    for seed, same in ((generated["seed"], True), (7, False)):
+        settings = {"recipe": "listops", "generated": {**generated, "seed": seed}}
+        manifest(tmp_path, settings=settings, dataset="listops", steps={})
+        found = data_differences(recipe, tmp_path, {}, claim=True)
+        assert ("data.generated.seed" not in found) == same and same == (not found)
+
+
+def test_text_that_is_not_the_published_one_is_named(tmp_path, shipped):
+    recipe = shipped("multi30k_ende_transformer_tiny")
+    for md5, same in (("a", True), ("b", False)):
+        said = {**made_by(recipe), "published": {"bpe/test.de": {"md5": md5, "published": "a"}}}
+        manifest(tmp_path, **said)
+        lines = datasets()["multi30k"].expected
+        found = data_differences(recipe, tmp_path, lines, claim=True)
+        assert found.keys() == (set() if same else {"data.md5 of bpe/test.de"})
 
 
 def test_words_of_a_masked_lms_text_and_a_part_of_the_pairs(tmp_path, shipped):
-    for words, recipe, same in ((103227021, "103", True), (103227020, "103", False), (103227021, "2", False)):
-        splits = {"train": {"words": words - 1801350, "lines": 1801350}}
-        manifest(tmp_path, recipe=f"wikitext{recipe}_gpt2bpe", splits=splits)
-        found = data_differences(shipped("wikitext103_mlm_transformer"), tmp_path, {"train": 1801350})
-        assert bool(found) != same
-    (tmp_path / "manifest.json").unlink()
+    recipe = shipped("wikitext103_mlm_transformer")
+    lines = datasets()["wikitext103_gpt2bpe"].expected
+    for words, name, same in ((103227021, "103", True), (103227020, "103", False), (103227021, "2", False)):
+        counts = {**datasets()["wikitext103_gpt2bpe"].words, "train": words}
+        splits = {split: {"words": counts[split] - lines[split], "lines": lines[split]} for split in lines}
+        manifest(tmp_path, recipe=f"wikitext{name}_gpt2bpe", splits=splits)
+        assert bool(data_differences(recipe, tmp_path, lines, claim=True)) != same
     tenth = shipped("iwslt14_ende_mae7_scratch", "data.train_fraction=0.1")
-    assert not data_differences(tenth, tmp_path, {"train": 16024, "valid": 7283})
+    manifest(tmp_path, **made_by(tenth))
+    assert not data_differences(tenth, tmp_path, {**IWSLT, "train": 16024}, claim=True)
 
 
-def test_it_is_said_before_the_training(make_lines, tmp_path, monkeypatch, capsys):
+def test_it_is_said_before_the_training(make_lines, tmp_path, monkeypatch, capsys, shipped):
     monkeypatch.chdir(tmp_path)
     line = ["recipe", "iwslt14_deen_mae7", "--dry-run", "--data"]
     for lines, word in (
@@ -92,6 +163,6 @@ def test_it_is_said_before_the_training(make_lines, tmp_path, monkeypatch, capsy
         (IWSLT, "\nstands for"),
     ):
         data = make_lines(tmp_path / f"{lines['train']}", lines)
-        manifest(data, settings={"recipe": "iwslt14_de_en"} if lines is IWSLT else {"recipe": "multi30k"})
+        manifest(data, **made_by(shipped("iwslt14_deen_mae7")))
         assert main([*line, str(data)]) == 0
         assert word in capsys.readouterr().out

@@ -203,12 +203,17 @@ CELL = {"paper": "moa", "table": "1", "row": "a row", "column": "BLEU", "value":
 
 
 @pytest.fixture
-def go(small, write_config, tmp_path, monkeypatch, binarised, said):
-    """go(*overrides, **options) runs the small recipe on binarised data; returns (said, result path)."""
+def go(small, write_config, tmp_path, monkeypatch, make_lines, said):
+    """go(*overrides, **options) runs the small recipe on the row's data; returns (said, result path)."""
     FakeExecutor.calls, FakeExecutor.fail = [], None
     monkeypatch.chdir(tmp_path)
-    small["data"]["recipe"] = "binarised"
+    small["data"]["recipe"] = "wmt14_en_de"
     path = write_config({**small, "reproduces": CELL})
+    binarised = make_lines(tmp_path / "bin", {"train": 1, "valid": 3000, "test": 3003}, "en-de")
+    dataset, settings = catalogue.datasets()["wmt14_en_de"], vars(load_recipe(path).data)
+    steps = {split: dataset.treatment(split, settings) for split in dataset.splits}
+    made = {"settings": settings, "dataset": "wmt14_en_de", "steps": steps}
+    (binarised / "manifest.json").write_text(json.dumps(made))
 
     def run(*overrides, **options):
         said.clear()
@@ -329,6 +334,44 @@ def test_the_result_says_how_the_file_it_scores_was_made(go):
     assert reproduces(go()[1])["row"] == "a row"
     go("train.max_epoch=5", stage="train")  # the average is of the shorter training
     assert reproduces(go(stage="score")[1]) is None
+
+
+def scored_text(monkeypatch, hyphens):
+    """The hyphens that the score step finds in the references."""
+    monkeypatch.setitem(SCORES, "meta", {"hyphens": {"references": hyphens, "hypotheses": ""}})
+
+
+def test_the_references_hyphens_choose_the_chain_of_one_compound_split(go, monkeypatch, tmp_path):
+    """The tokeniser splits the hyphens of this row's text; where they are whole a chain splits them."""
+    for hyphens, headline in (("split", "multi_bleu"), ("", "multi_bleu"), ("whole", "compound_split_bleu")):
+        scored_text(monkeypatch, hyphens)
+        _, result = go(save_dir=tmp_path / f"run_{hyphens}")
+        values = json.loads(result.read_text())
+        assert values["headline"] == headline
+        assert bool(values["reproduces"]) == (hyphens != "whole")
+    assert values["differences"] == ["score.headline: multi_bleu → compound_split_bleu"]
+    _, result = go("score.headline=sacrebleu", save_dir=tmp_path / "run_whole")
+    assert json.loads(result.read_text())["headline"] == "sacrebleu", "whoever asks for a metric gets it"
+
+
+def test_the_headline_of_text_without_spaces_is_sacrebleus(go, monkeypatch):
+    for tokenizer, headline in (
+        ("char", "sacrebleu"),
+        ("ja-mecab-0.996-IPA", "sacrebleu"),
+        ("13a", "multi_bleu"),
+    ):
+        monkeypatch.setitem(SCORES, "meta", {"without_spaces": True})
+        signature = f"nrefs:1|case:mixed|tok:{tokenizer}|smooth:exp"
+        monkeypatch.setitem(SCORES, "sacrebleu", {"score": 12.0, "signature": signature})
+        values = json.loads(go("score.flags.lowercase=false", restart=True)[1].read_text())
+        assert values["headline"] == headline
+        assert values["metrics"]["sacrebleu_signature"] == signature
+
+
+def test_flags_of_the_scoring_are_a_part_of_the_experiment(go):
+    _, result = go("score.flags.lowercase=true")
+    assert json.loads(result.read_text())["differences"] == ["scoring.lowercase: not set → True"]
+    assert reproduces(go("score.flags.also=moa-release")[1])
 
 
 def test_recalled_data_must_be_what_the_recipe_asks_for(go):
