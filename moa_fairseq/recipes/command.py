@@ -45,7 +45,8 @@ from moa_fairseq.recipes.batch import (
     sentence_sizes,
     training_set,
 )
-from moa_fairseq.recipes.checkpoints import finetuned, prepare_facts, prepared_data
+from moa_fairseq.recipes.checkpoints import LAST, finetuned, prepare_facts, prepared_data
+from moa_fairseq.recipes.ending import check_ending, check_files
 from moa_fairseq.recipes.hardware import (
     DEVICES,
     Hardware,
@@ -281,6 +282,8 @@ def run_recipe(
         log.info("%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}")))
     if hardware.shared:
         _check_shared(run)
+    if options.wants("train"):
+        check_files(recipe, first_start=not (recipe.finetune or (run.checkpoints / LAST).exists()))
     started, patience = time.time(), HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
     with terminate_as_interrupt(), locked(folder, patience) if hardware.leads else contextlib.nullcontext():
         recall = not options.wants("prepare") and (options.data is None or hardware.shared)
@@ -322,6 +325,8 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
             )
         batch = plan_batch(recipe.train, hardware.devices)
         log.info(batch.describe())
+        if known:
+            check_ending(recipe, batch, known)
         if options.training:
             size = training_set(recipe, known) if recipe.train.max_epoch else None
             if warning := schedule_warning(options.training, planned_updates(recipe.train, batch, size)):

@@ -19,6 +19,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation import score
 from moa_fairseq.evaluation.skeleton import parse_training_flags
 from moa_fairseq.files import shipped
+from moa_fairseq.recipes.ending import unmet
 from moa_fairseq.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
 from moa_fairseq.running.process import flags
 
@@ -58,7 +59,7 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     row, cell = FINETUNING.get(recipe.finetune or ""), recipe.reproduces
     if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
         recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
-    for key, problem in problems(recipe):
+    for key, problem in (*problems(recipe), *unmet(recipe)):
         fail(file, key, problem)
     return recipe
 
@@ -77,6 +78,8 @@ def _layers(path: Path, above: Sequence[Path] = ()) -> List[Dict[str, Any]]:
         if found.resolve() in (path.resolve(), *above):
             fail(str(path), "base", f"{found} is built on this file itself.")
         layers += _layers(found, (path.resolve(), *above))
+    if mapping.get("experiment") is None:  # that of a base is another one
+        mapping["experiment"] = path.stem
     if names:  # whose summary tells of another experiment
         mapping.setdefault("summary", path.stem.replace("_", " "))
     return [*layers, mapping]

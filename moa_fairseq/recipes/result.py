@@ -24,7 +24,7 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number, write_json
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import precision_name
-from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.schema import INTERVAL, Recipe, as_of_today
 from moa_fairseq.recipes.scores import describe, flat_metrics, scores_in
 from moa_fairseq.recipes.steps import Run, steps
 from moa_fairseq.recipes.train_log import summarise
@@ -39,13 +39,14 @@ log = logging.getLogger(__name__)
 def settings(recipe: Recipe) -> Dict[str, Any]:
     """What a finished run of the recipe has done, whatever carried it out."""
     section, count = recipe.generate or recipe.score, recipe.average.count if recipe.average else 1
-    return _done(recipe.training_inputs, recipe.goal, count, dataclasses.asdict(section) if section else {})
+    evaluation, interval = dataclasses.asdict(section) if section else {}, recipe.averaged_interval
+    return _done(recipe.training_inputs, recipe.goal, count, interval, evaluation)
 
 
 def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
     """The same, of the finished steps in a run folder that follow from each other."""
     made, kind = marks(folder), "generate" if recipe.generate else "score"
-    train, average = made.get("train", {}), made.get("average", {})
+    train, average = as_of_today(made.get("train", {})), made.get("average", {})
     with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
         said = made[f"{kind}-{recipe.subsets[0]}"]["inputs"]
         if recipe.finetune == "noft":  # nothing is trained
@@ -53,13 +54,19 @@ def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
         averaged = said["made"][0] == average.get("fingerprint") is not None
         origin = average["inputs"]["train"][0] if averaged else said["made"][0]
         finished = origin is not None and origin == train.get("fingerprint")
-        count = average["inputs"]["count"] if averaged else 1
-        return _done(train["inputs"] if finished else {}, train.get("goal", {}), count, said["settings"])
+        count, inputs = average["inputs"]["count"] if averaged else 1, train["inputs"] if finished else {}
+        of_updates = averaged and average["inputs"]["checkpoints"][0][0].startswith("checkpoint_")
+        interval = train["facts"].get(INTERVAL) if of_updates else None
+        return _done(inputs, train["goal"], count, interval, said["settings"])
     return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
-def _done(said: Mapping[str, Any], goal: Mapping[str, Any], count: int, section: Any) -> Dict[str, Any]:
-    done = {"averaged": count, "evaluation": _kept(section)}
+def _done(
+    said: Mapping[str, Any], goal: Mapping[str, Any], count: int, interval: Optional[int], section: Any
+) -> Dict[str, Any]:
+    done: Dict[str, Any] = {"averaged": count, "evaluation": _kept(section)}
+    if interval:  # of checkpoints of updates
+        done["averaged_every"] = interval
     return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done} if said else done
 
 

@@ -37,8 +37,9 @@ class Step:
     output. watch: gets each printed line. finish: checks or completes what a command made, and returns facts.
 
     in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints). Another
-    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost. resume:
-    further words of a command that goes on in a folder which holds something.
+    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost. ready: makes
+    a folder which holds something ready to be gone on in. as_of_today: turns the entry of state.json that an
+    earlier version wrote into today's.
     """
 
     name: str
@@ -50,7 +51,8 @@ class Step:
     finish: Callable[[Path], Any] = lambda made: None
     in_place: bool = False
     goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    resume: Callable[[], Sequence[str]] = lambda: ()
+    ready: Callable[[], None] = lambda: None
+    as_of_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda mark: mark
 
     @property
     def begun(self) -> bool:
@@ -63,9 +65,8 @@ class Step:
         if callable(self.argv):
             return []
         words = [word.replace(OUT, str(self.output)) for word in self.argv]
-        further = self.resume() if self.in_place and self.begun else []
         redirect = [REDIRECT, str(self.output)] if self.captured else []
-        return [*words, *further, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
+        return [*words, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
 
 
 def make(
@@ -98,15 +99,16 @@ def make(
                 facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS)
             elif step.in_place:
                 known = marks(folder)
-                _refuse_others(step, known.get(step.name, {}), _resolved(step, known))
+                mark = step.as_of_today(known.get(step.name, {}))
+                _refuse_others(step, mark, _resolved(step, known))
     return facts
 
 
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> Any:
     known = marks(folder)
-    inputs, mark = _resolved(step, known), known.get(step.name, {})
+    inputs, mark = _resolved(step, known), step.as_of_today(known.get(step.name, {}))
     fingerprint = fingerprint_of(inputs, dict(step.goal))
-    if mark.get("fingerprint") == fingerprint:
+    if mark.get("fingerprint") and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint:
         files = mark["files"]
         if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
             log.info("%s: done before (%s)", step.name, step.output)
@@ -116,6 +118,8 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
         _refuse_others(step, mark, inputs)
         # Said before it begins, so that an interrupted one is known for what it is.
         put_mark(folder, step.name, inputs=inputs, facts=mark.get("facts") or {})
+        if step.begun:
+            step.ready()
     else:
         partial = step.output.with_name(step.output.name + PARTIAL)
         step.output.parent.mkdir(parents=True, exist_ok=True)
