@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
+from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.errors import UserError
@@ -264,6 +265,10 @@ def print_user_errors(kind: type, error: BaseException, trace: Optional[types.Tr
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
     if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
         error = UserError(str(error))
+    if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
+        how = f"was killed ({error.signal_name})" if error.signal_name else f"ended with {error.exit_code}"
+        remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
+        error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says beside the recipe. command_line: for result.json.
+    """What the command line says beside the recipe. command_line: for result.json. preparation: the line that
+    makes the data alone.
 
     user_dir: a plugin of the user's own, which imports this one. published: the recipe without any --set,
     which may stand for a row of a paper. training: what fairseq makes of the training's flags, for a look at
@@ -57,6 +58,7 @@ class Options:
     restart: bool = False
     record: Optional[Path] = None
     command_line: str = ""
+    preparation: str = ""
     user_dir: Optional[Path] = None
     data_root: Path = Path("data")
     published: Optional[Recipe] = None
@@ -176,6 +178,7 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         "num-epoch-checkpoints": average.epochs,
         "num-update-checkpoints": average.updates,
         "output": OUT,
+        "force": True,  # for whoever runs the commands again: here it writes beside
     }
 
     def inputs() -> Dict[str, Any]:
