@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import reprlib
 import typing
 from pathlib import Path
@@ -59,7 +60,7 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     row, cell = FINETUNING.get(recipe.finetune or ""), recipe.reproduces
     if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
         recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
-    for key, problem in (*problems(recipe), *unmet(recipe)):
+    for key, problem in itertools.chain(problems(recipe), unmet(recipe)):
         fail(file, key, problem)
     return recipe
 

@@ -225,7 +225,12 @@ class Score:
 class Recipe:
     """One experiment, from data to score. A section that is null is a stage left out."""
 
-    experiment: str = _key("the file's own name; runs/ has a folder of that name", "recipe")
+    experiment: str = _key(
+        "the file's own name, also where it is not said; runs/ has a folder of that name",
+        "recipe",
+        default="",
+        kw_only=True,
+    )
     summary: str = _key("one line that a reader sees", "every key of a recipe")
     data: Data = _key("")
     model: Model = _key("")
