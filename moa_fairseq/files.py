@@ -55,17 +55,18 @@ def atomic_write(
     encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        lock = -1
         if temporary is None:
             remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp")
-            lock = -1
-            while lock < 0:
-                handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-                lock = _lock(handle, Path(temporary))
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            lock = _lock(handle, Path(temporary))
+        while lock < 0:
+            if temporary is None:
+                handle, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+            else:
+                written = str(temporary)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(written)
+                handle = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            lock = _lock(handle, Path(written))
     except OSError as error:
         raise as_user_error(error, path) from error
     try:
@@ -73,22 +74,21 @@ def atomic_write(
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        check(str(temporary))
+        check(written)
         # the temporary file is private; results are as readable as the user's umask says.
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+        os.chmod(written, 0o666 & ~umask)
+        os.replace(written, path)
         _sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(written)
         if isinstance(error, OSError):
             raise as_user_error(error, path) from error
         raise
     finally:
-        if lock >= 0:
-            os.close(lock)
+        os.close(lock)
 
 
 def _lock(handle: int, path: Path) -> int:
@@ -112,6 +112,8 @@ def _lock(handle: int, path: Path) -> int:
 def remove_leftovers(folder: Path, pattern: str) -> None:
     """Remove the temporary files of this name that killed processes left; those of living ones stay."""
     for path in folder.glob(pattern):
+        if path.is_symlink() or not path.is_file():  # a pipe would hang
+            continue
         # another process may have removed it, or the file system have no locks
         with contextlib.suppress(OSError), open(path, "rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

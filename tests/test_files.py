@@ -77,6 +77,8 @@ def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(t
     others = [".out[1].txt.notes.tmp", ".out[1].txt.old.abcdefgh.tmp", ".out1.txt.abcdefgh.tmp"]
     for name in others:
         (tmp_path / name).write_text("mine")
+    others.append(".out[1].txt.pipepipe.tmp")  # which nobody writes to
+    os.mkfifo(tmp_path / others[-1])
     for _ in range(2):
         assert subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -signal.SIGKILL
         assert len(names(tmp_path)) == len(others) + 1  # the second one has removed the first one's
