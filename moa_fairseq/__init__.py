@@ -9,13 +9,17 @@ import functools
 import importlib.util
 import logging
 import sys
+import warnings
 
 __version__ = "0.1.0"
+# How torch 2.14 warns of what fairseq does when it is imported: no user can change that.
+JIT_WARNING = "`torch.jit.script` is deprecated"
 
 
 @functools.cache
 def register() -> None:
     """Prepare fairseq and torch, and register tasks, models and criterions; nothing without fairseq."""
+    warnings.filterwarnings("ignore", JIT_WARNING, FutureWarning)
     if importlib.util.find_spec("fairseq") is None:
         return
     root = logging.getLogger()

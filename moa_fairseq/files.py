@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import fcntl
+import glob
 import hashlib
 import os
 import stat
@@ -38,10 +40,10 @@ def atomic_write(
 
     path: the final name; its folder is created. mode: "w" (UTF-8, LF line ends) or "wb".
     temporary: the neighbour's name, for a file that only one process writes: what a killed process left there
-    is overwritten, so that large files do not pile up. By default a new, unique name. check: is called with
-    the temporary name when all is on the disk, and raises if the file is wrong. An exception inside the block
-    removes the temporary file and leaves an existing `path` as it was. Raises UserError when the disk is
-    full, the folder cannot be written, or `path` is not a file.
+    is overwritten. By default a new, unique name, and what killed writers of `path` left is removed. check:
+    is called with the temporary name when all is on the disk, and raises if the file is wrong. An exception
+    inside the block removes the temporary file and leaves an existing `path` as it was. Raises UserError when
+    the disk is full, the folder cannot be written, or `path` is not a file.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
@@ -53,12 +55,18 @@ def atomic_write(
     encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        lock = -1
         if temporary is None:
-            handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp")
+        while lock < 0:
+            if temporary is None:
+                handle, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+            else:
+                written = str(temporary)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(written)
+                handle = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            lock = _lock(handle, Path(written))
     except OSError as error:
         raise as_user_error(error, path) from error
     try:
@@ -66,19 +74,50 @@ def atomic_write(
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        check(str(temporary))
+        check(written)
         # the temporary file is private; results are as readable as the user's umask says.
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+        os.chmod(written, 0o666 & ~umask)
+        os.replace(written, path)
         _sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(written)
         if isinstance(error, OSError):
             raise as_user_error(error, path) from error
         raise
+    finally:
+        os.close(lock)
+
+
+def _lock(handle: int, path: Path) -> int:
+    """Hold an open file as long as this process lives: a second handle of it, to be closed in the end.
+
+    -1, and `handle` is closed, where `remove_leftovers` of another process had it first.
+    """
+    lock = os.dup(handle)  # outlives the closing of `handle`
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = path.exists()
+    except OSError as error:  # a file system may have no locks: then nothing is removed there
+        held = error.errno not in (errno.EAGAIN, errno.EACCES)
+    if held:
+        return lock
+    os.close(lock)
+    os.close(handle)
+    return -1
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Remove the temporary files of this name that killed processes left; those of living ones stay."""
+    for path in folder.glob(pattern):
+        if path.is_symlink() or not path.is_file():  # a pipe would hang
+            continue
+        # another process may have removed it, or the file system have no locks
+        with contextlib.suppress(OSError), open(path, "rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) -> None:

@@ -2,9 +2,13 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import save_checkpoint
@@ -56,6 +60,43 @@ def test_a_checkpoint_of_the_users_choice_leaves_its_neighbours(tmp_path):
     (tmp_path / "out.pt.tmp").write_text("mine")
     save_checkpoint({"a": 1}, tmp_path / "out.pt")
     assert (tmp_path / "out.pt.tmp").read_text() == "mine" and (tmp_path / "out.pt").is_file()
+
+
+KILLED = """
+import os, signal, sys
+from moa_fairseq.files import atomic_write
+with atomic_write(sys.argv[1], temporary=sys.argv[2] if len(sys.argv) > 2 else None) as stream:
+    stream.write("half")
+    stream.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path):
+    path = tmp_path / "out[1].txt"
+    others = [".out[1].txt.notes.tmp", ".out[1].txt.old.abcdefgh.tmp", ".out1.txt.abcdefgh.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    others.append(".out[1].txt.pipepipe.tmp")  # which nobody writes to
+    os.mkfifo(tmp_path / others[-1])
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -signal.SIGKILL
+        assert len(names(tmp_path)) == len(others) + 1  # the second one has removed the first one's
+    with atomic_write(path) as slow:
+        slow.write("slow")
+        with atomic_write(path) as fast:
+            fast.write("fast")
+        assert path.read_text() == "fast" and len(names(tmp_path)) == len(others) + 2
+    assert path.read_text() == "slow" and names(tmp_path) == sorted([*others, path.name])
+
+
+def test_a_training_removes_what_a_killed_save_left(tmp_path):
+    """Of a checkpoint that it does not write again, such as one of another update."""
+    left = tmp_path / "checkpoint_1_20.pt"
+    done = subprocess.run([sys.executable, "-c", KILLED, left, f"{left}.tmp"])
+    assert done.returncode == -signal.SIGKILL and names(tmp_path) == ["checkpoint_1_20.pt.tmp"]
+    checkpoint_utils.torch_persistent_save({"a": 1}, str(tmp_path / "checkpoint_1_40.pt"))
+    assert names(tmp_path) == ["checkpoint_1_40.pt"]
 
 
 @pytest.mark.parametrize("name", [".lock", "train.log", "generate-test.partial"])

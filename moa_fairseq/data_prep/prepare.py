@@ -79,8 +79,8 @@ class Preparation:
     settings: the recipe's `data` section as a mapping. subsets: those that training and scoring need. source:
     the --data folder, or None for a data set that is downloaded or drawn. root: where the stages are kept.
     downloads: where public files are kept (beside `root` unless given). dataset: in place of the table's row.
-    commands: the file that keeps the commands. unread: the steps are only shown, and the source may not be
-    there yet.
+    commands: the file that keeps the commands. whole: the line that makes all of it. unread: the steps are
+    only shown, and the source may not be there yet.
     """
 
     settings: Mapping[str, Any]
@@ -93,6 +93,7 @@ class Preparation:
     workers: int = dataclasses.field(default_factory=default_workers)
     dataset: Optional[Dataset] = None
     commands: Optional[Path] = None
+    whole: str = ""
     unread: bool = False
 
     def run(self) -> Prepared:
@@ -101,7 +102,7 @@ class Preparation:
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
         # Two runs of one data set may start together: the second one waits and finds everything done.
-        options: Dict[str, Any] = {"executor": self.executor, "commands": self.commands}
+        options: Dict[str, Any] = {"executor": self.executor, "commands": self.commands, "whole": self.whole}
         make(self.steps(), self.root, patience=math.inf, **options)
         known = marks(self.root)
         made = known.get("binarised") or known.get(f"binarised-{LABEL}")

@@ -19,7 +19,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.foreign_settings import forget_outputs
 from moa_fairseq.fairseq_patches.malformed_checkpoints import check_checkpoint
 from moa_fairseq.fairseq_patches.table import StandIn, made_of, patch
-from moa_fairseq.files import atomic_write, refuse_irregular
+from moa_fairseq.files import atomic_write, refuse_irregular, remove_leftovers
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,8 @@ def save_whole(save: Callable, state: Any, filename: str, async_write: bool = Fa
     """
     if _is_remote(filename):
         return save(state, filename, async_write)
+    # of killed trainings, which may have been at a checkpoint that is not written again
+    remove_leftovers(Path(filename).parent, "checkpoint*.pt.tmp")
     return save_checkpoint(state, filename, f"{filename}.tmp")
 
 

@@ -24,6 +24,8 @@ from moa_fairseq.fairseq_patches.table import StandIn, instead, made_of, patch
 DEFAULT_SECONDS = 1800  # one process writes a large checkpoint on a slow network disk, the others wait
 ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
 _STOPPED = "fairseq_patches/test_collectives.py::test_a_stopped_process_is_named"
+# What the collectives say of a process that is gone.
+_CUT_OFF = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,7 +56,18 @@ class TimedDist(StandIn):
     limit = timedelta(seconds=DEFAULT_SECONDS)
 
     def init_process_group(self, *args: Any, **options: Any) -> Any:
-        return dist.init_process_group(*args, **{"timeout": self.limit, **options})
+        try:
+            return dist.init_process_group(*args, **{"timeout": self.limit, **options})
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            place, flag = options.get("init_method"), "--distributed-init-method"
+            if place in (None, "env://"):
+                place, flag = ":".join(os.environ.get(name, "?") for name in _TORCHRUN[2:]), "MASTER_PORT"
+            raise UserError(
+                f"{place}: its port is taken by another program, perhaps another training on this machine. "
+                f"Give every process of this one another port ({flag})."
+            ) from error
 
     def new_group(self, *args: Any, **options: Any) -> Any:
         return dist.new_group(*args, **{"timeout": self.limit, **options})
@@ -68,11 +81,12 @@ def time_limit(cfg: Any) -> int:
 
 @patch("fairseq.distributed.utils:distributed_main", _STOPPED, instead)
 def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -> None:
-    """When a process hangs, the others wait for half an hour and never say for which one.
+    """When a process hangs, the others wait for half an hour and never say for which one; when one is killed,
+    they end in a traceback that names none.
 
-    Raises UserError that names the processes that did not answer within the limit. It is not a wrapper under
-    fairseq's name: spawned processes import a function from the module that defines it, so they import this
-    package before they connect.
+    Raises UserError that names the processes that did not answer, within the limit or at all. It is not a
+    wrapper under fairseq's name: spawned processes import a function from the module that defines it, so they
+    import this package before they connect.
     """
     limit = time_limit(cfg)
     distributed_utils.dist.limit = timedelta(seconds=limit)
@@ -81,10 +95,16 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        silent = _silent_ranks()
-        if not any(sign in str(error).lower() for sign in ("timed out", "timeout")):
-            raise
+        silent, text = _silent_ranks(), str(error).lower()
         who = " and ".join(map(str, silent)) or "another process"
+        if any(sign in text for sign in _CUT_OFF):
+            raise UserError(
+                f"Rank {dist.get_rank()} (of {dist.get_world_size()}) lost rank {who}, which failed or was "
+                f"killed: look at its log, and at the memory of its machine. Start the same training again; "
+                f"it goes on from the last checkpoint."
+            ) from error
+        if not any(sign in text for sign in ("timed out", "timeout")):
+            raise
         raise UserError(
             f"Rank {dist.get_rank()} (of {dist.get_world_size()}) waited {limit} seconds for rank {who}, "
             f"which did not answer: it hangs, was stopped, or its machine is gone. Look at its log, end what "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import types
@@ -12,6 +13,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
+from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.errors import UserError
@@ -149,6 +151,53 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
         ) from error
 
 
+def _program() -> Dict[str, Any]:
+    """The names of fairseq-train, called as a program or as a module; {} in another program."""
+    modules = (sys.modules.get(name) for name in ("__main__", "fairseq_cli.train"))
+    functions = (getattr(module, "should_stop_early", None) for module in modules)
+    return next((function.__globals__ for function in functions if function), {})
+
+
+@patch("fairseq_cli.train:train", _RESUME + "test_a_training_at_its_goal_makes_no_further_update", None)
+def end_at_the_goal() -> None:
+    """A training that goes on at its last update (--max-update) makes one more before it ends."""
+    program = _program()
+    if "train" not in program:
+        return
+
+    def train(cfg: Any, trainer: Any, *args: Any, **options: Any) -> Any:
+        if trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf):
+            return [None], True
+        return original(cfg, trainer, *args, **options)
+
+    original, program["train"] = program["train"], train
+
+
+_PATIENCE = _RESUME + "test_patience_goes_on_where_it_was"
+
+
+@patch("fairseq.trainer:Trainer.save_checkpoint", _PATIENCE)
+def save_patience(save: Callable, trainer: Any, filename: str, extra_state: Dict[str, Any]) -> Any:
+    """--patience counts anew after each restart, so that a training that was interrupted goes on for longer:
+    the count is saved with the checkpoint.
+    """
+    count = vars(_program().get("should_stop_early", save))
+    if "num_runs" in count:
+        extra_state["patience"] = {"best": float(count["best"]), "num_runs": count["num_runs"]}
+    return save(trainer, filename, extra_state)
+
+
+@patch("fairseq.checkpoint_utils:load_checkpoint", _PATIENCE)
+def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
+    """The count of --patience that was saved is gone on with, unless the training begins anew."""
+    extra_state, epoch_itr = load(cfg, trainer, **options)
+    program, count = _program(), (extra_state or {}).get("patience")
+    if program and isinstance(count, dict) and trainer.get_num_updates():
+        program["should_stop_early"].best = count["best"]
+        program["should_stop_early"].num_runs = count["num_runs"]
+    return extra_state, epoch_itr
+
+
 def _differences(state: Dict[str, Any], model: Any) -> List[str]:
     """Each of the model's own flags whose value in the checkpoint is not that of this command."""
     before, now = (
@@ -216,6 +265,10 @@ def print_user_errors(kind: type, error: BaseException, trace: Optional[types.Tr
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
     if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
         error = UserError(str(error))
+    if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
+        how = f"was killed ({error.signal_name})" if error.signal_name else f"ended with {error.exit_code}"
+        remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
+        error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

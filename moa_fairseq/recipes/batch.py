@@ -165,10 +165,17 @@ def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) 
 def schedule_warning(args: argparse.Namespace, updates: Optional[int]) -> Optional[str]:
     """A warning when the learning rate ends far from its minimum: the model would not have annealed.
 
-    args: the training as fairseq parsed it. None when all is well, when the schedule has no minimum
-    (inverse_sqrt, fixed) and when the number of updates is unknown.
+    args: the training as fairseq parsed it. None when all is well, when the number of updates is unknown, and
+    when a schedule without a minimum (inverse_sqrt, fixed) has at least reached its peak.
     """
-    if args.lr_scheduler not in SCHEDULES or updates is None:
+    if updates is None:
+        return None
+    key = "warmup_steps" if args.lr_scheduler == "tri_stage" else "warmup_updates"
+    if (warmup := getattr(args, key, 0) or 0) >= updates:
+        flag = f"train.flags.{key.replace('_', '-')}"
+        rising = f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,}"
+        return f"WARNING: {rising} ({flag}). Set that to a part of the updates, or train longer."
+    if args.lr_scheduler not in SCHEDULES:
         return None
     import torch
     from fairseq import optim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import zipfile
 import zlib
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any, Dict, Optional, Tuple
 from moa_fairseq.data_prep.prepare import CODES
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import numbered_checkpoints
-from moa_fairseq.fairseq_patches.checkpoint_files import check_sums
+from moa_fairseq.fairseq_patches.checkpoint_files import check_sums, copy_whole, load_checkpoint
 from moa_fairseq.recipes.schema import Recipe
 from moa_fairseq.running.make import marks
 
-LAST = "checkpoint_last.pt"
+LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +50,7 @@ def checkpoint_to_resume(folder: Path) -> Optional[Path]:
     """
     numbered = [path for kind in (False, True) for _, path in numbered_checkpoints(folder, by_updates=kind)]
     numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    candidates = [folder / LAST, *numbered, folder / "checkpoint_best.pt"]
+    candidates = [folder / LAST, *numbered, folder / BEST]
     candidates = [path for path in candidates if path.exists()]
     for path in candidates:
         try:
@@ -65,6 +66,22 @@ def checkpoint_to_resume(folder: Path) -> Optional[Path]:
             f"No checkpoint in {folder} is whole: start again with --restart, which moves it aside."
         )
     return None
+
+
+def complete_the_last(folder: Path) -> None:
+    """Before a training goes on: checkpoint_last.pt is there and whole, where any checkpoint is.
+
+    A save writes a numbered checkpoint, then the best and the last as copies of it. A disk that was full in
+    between, or a kill, has left the copies out. Raises UserError as `checkpoint_to_resume`.
+    """
+    found = checkpoint_to_resume(folder)
+    if found is None or found.name == LAST:
+        return
+    log.info("train: %s is damaged or missing; going on from %s", LAST, found.name)
+    state = load_checkpoint(found).get("extra_state") or {}
+    better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
+    for name in [BEST] * (better and found.name != BEST) + [LAST]:  # the last one says that all is done
+        copy_whole(shutil.copy, str(found), str(folder / name))
 
 
 def prepared_data(run_folder: Path) -> Optional[Path]:

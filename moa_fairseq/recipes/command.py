@@ -4,10 +4,10 @@
   moa-fairseq recipe configs/wmt14_ende_moa_base.yaml --dry-run --gpus 8
   moa-fairseq recipe configs/quickstart_moa.yaml --set train.max_epoch=2 --save-dir runs/try
 
-Prints the plain fairseq commands that it runs; they also stand in <save-dir>/commands.sh. Run the same
-line again after an interruption: finished stages are skipped, training goes on from its last
-checkpoint. --gpus says how many GPUs to use (all that torch sees; 0: the CPU); --update-freq follows,
-so that one update has the recipe's number of tokens on any machine.
+Prints the plain fairseq commands that it runs; they also stand in <save-dir>/commands.sh, which makes the
+same run again in another folder. Run the same line again after an interruption: finished stages are
+skipped, training goes on from its last checkpoint. --gpus says how many GPUs to use (all that torch sees;
+0: the CPU); --update-freq follows, so that one update has the recipe's number of tokens on any machine.
 
   moa-fairseq recipe configs/wmt14_ende_moa_big.yaml --plan                    what it will cost
   bash scripts/launch/slurm.sh --help                  Slurm; multinode.sh and torchrun.sh beside it
@@ -45,7 +45,8 @@ from moa_fairseq.recipes.batch import (
     sentence_sizes,
     training_set,
 )
-from moa_fairseq.recipes.checkpoints import finetuned, prepare_facts, prepared_data
+from moa_fairseq.recipes.checkpoints import LAST, finetuned, prepare_facts, prepared_data
+from moa_fairseq.recipes.ending import check_ending, check_files
 from moa_fairseq.recipes.hardware import (
     DEVICES,
     Hardware,
@@ -64,6 +65,7 @@ from moa_fairseq.running.process import (
     PATIENCE_SECONDS,
     Executor,
     environment_of_a_child,
+    flags,
     locked,
     terminate_as_interrupt,
     to_shell,
@@ -218,6 +220,9 @@ def _run_once(args: argparse.Namespace, config: Path) -> Optional[Path]:
     kind = "throughput" if args.stage == "train" else "measured"
     copy = (Path("results") if installed else results) / kind / f"{args.record or config.stem}.json"
     here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
+    given = {"data": args.data and args.data.absolute(), "save-dir": folder, "gpus": args.gpus}
+    preparing = ["moa-fairseq", *flags({"user-dir": plugin}), "recipe", str(config.absolute())]
+    preparing += [*flags({**given, "stage": "prepare"}), *(f"--set={text}" for text in args.overrides)]
     options = Options(
         stage=args.stage,
         data=data,
@@ -226,6 +231,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Optional[Path]:
         user_dir=plugin,
         record=None if args.record is None else copy,
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
+        preparation=shlex.join(preparing),
         published=row if recipe.reproduces else None,
         training=training,
     )
@@ -281,6 +287,8 @@ def run_recipe(
         log.info("%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}")))
     if hardware.shared:
         _check_shared(run)
+    if options.wants("train"):
+        check_files(recipe, first_start=not (recipe.finetune or (run.checkpoints / LAST).exists()))
     started, patience = time.time(), HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
     with terminate_as_interrupt(), locked(folder, patience) if hardware.leads else contextlib.nullcontext():
         recall = not options.wants("prepare") and (options.data is None or hardware.shared)
@@ -322,6 +330,8 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
             )
         batch = plan_batch(recipe.train, hardware.devices)
         log.info(batch.describe())
+        if known:
+            check_ending(recipe, batch, known)
         if options.training:
             size = training_set(recipe, known) if recipe.train.max_epoch else None
             if warning := schedule_warning(options.training, planned_updates(recipe.train, batch, size)):
@@ -373,6 +383,7 @@ def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
     source = corpus_root if embedded else source
     root, downloads = prepared_folder(data, source, options.data_root), options.data_root / "downloads"
     places: Dict[str, Any] = {"downloads": downloads, "commands": commands, "unread": dry_run}
+    places["whole"] = options.preparation
     job = Preparation(data, run.recipe.splits, source, root, executor, **places)
     corpus = ["moa-fairseq", "corpus", "--output", str(source)]
     if dry_run:
@@ -380,7 +391,8 @@ def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
             return Prepared(source or Path("DATA-BIN"), {}, "")
         if options.wants("prepare"):
             first = [Step("corpus", corpus_root, corpus)] if embedded else []
-            make([*first, *job.steps()], root, executor=executor, dry_run=True)
+            whole = options.preparation
+            make([*first, *job.steps()], root, executor=executor, dry_run=True, whole=whole)
         done = prepared_data(run.folder) if before and not options.data else None
         return Prepared(done or root / "binarised", {}, "")
     require_source(data, source)

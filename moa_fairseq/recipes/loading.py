@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import reprlib
 import typing
@@ -21,6 +22,7 @@ from moa_fairseq.evaluation import score
 from moa_fairseq.evaluation.skeleton import parse_training_flags
 from moa_fairseq.files import shipped
 from moa_fairseq.json_files import read_yaml
+from moa_fairseq.recipes.ending import unmet
 from moa_fairseq.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
 from moa_fairseq.running.process import flags
 
@@ -61,7 +63,7 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
     row, cell = FINETUNING.get(recipe.finetune or ""), recipe.reproduces
     if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
         recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
-    for key, problem in problems(recipe):
+    for key, problem in itertools.chain(problems(recipe), unmet(recipe)):
         fail(file, key, problem)
     return recipe
 
@@ -88,6 +90,8 @@ def _layers(
                 f"makes a recipe of more than {MOST_LAYERS} files: write some into one.",
             )
         _layers(found, (path.resolve(), *above), layers)
+    if mapping.get("experiment") is None:  # that of a base is another one
+        mapping["experiment"] = path.stem
     if names:  # whose summary tells of another experiment
         mapping.setdefault("summary", path.stem.replace("_", " "))
     layers.append(mapping)

@@ -24,7 +24,7 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.json_files import is_number, write_json
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import precision_name
-from moa_fairseq.recipes.schema import TRANSLATION, Recipe, Score
+from moa_fairseq.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
 from moa_fairseq.recipes.scores import describe, flat_metrics, headline_of, scores_in
 from moa_fairseq.recipes.steps import Run, steps
 from moa_fairseq.recipes.train_log import summarise
@@ -41,33 +41,42 @@ def settings(recipe: Recipe) -> Dict[str, Any]:
     section, count = recipe.generate or recipe.score, recipe.average.count if recipe.average else 1
     evaluation = dataclasses.asdict(section) if section else {}
     scoring = recipe.score.flags if recipe.generate and recipe.score else {}
-    return _done(recipe.training_inputs, recipe.goal, count, evaluation, scoring)
+    return _done(recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring)
 
 
 def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
     """The same, of the finished steps in a run folder that follow from each other."""
     made, kind = marks(folder), "generate" if recipe.generate else "score"
-    train, average = made.get("train", {}), made.get("average", {})
+    train, average = as_of_today(made.get("train", {})), made.get("average", {})
     with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
         said, scoring = made[f"{kind}-{recipe.subsets[0]}"]["inputs"], {}
         if recipe.generate and recipe.score:
             scoring = made[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
         if recipe.finetune == "noft":  # nothing is trained
-            return {**settings(recipe), **_done({}, {}, 1, said["settings"], scoring)}
+            return {**settings(recipe), **_done({}, {}, 1, None, said["settings"], scoring)}
         averaged = said["made"][0] == average.get("fingerprint") is not None
         origin = average["inputs"]["train"][0] if averaged else said["made"][0]
         finished = origin is not None and origin == train.get("fingerprint")
         count = average["inputs"]["count"] if averaged else 1
         inputs = train["inputs"] if finished else {}
-        return _done(inputs, train.get("goal", {}), count, said["settings"], scoring)
+        of_updates = averaged and average["inputs"]["checkpoints"][0][0].startswith("checkpoint_")
+        interval = train["facts"].get(INTERVAL) if of_updates else None
+        return _done(inputs, train.get("goal", {}), count, interval, said["settings"], scoring)
     return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
 def _done(
-    said: Mapping[str, Any], goal: Mapping[str, Any], count: int, section: Any, scoring: Mapping[str, Any]
+    said: Mapping[str, Any],
+    goal: Mapping[str, Any],
+    count: int,
+    interval: Optional[int],
+    section: Any,
+    scoring: Mapping[str, Any],
 ) -> Dict[str, Any]:
     flags = {key: value for key, value in scoring.items() if key != "also"}  # one number more
-    done = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
+    done: Dict[str, Any] = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
+    if interval:  # of checkpoints of updates
+        done["averaged_every"] = interval
     return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done} if said else done
 
 

@@ -8,7 +8,7 @@ import math
 import re
 import reprlib
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from moa_fairseq.data_prep.catalogue import CLASSIFICATION, MASKED_LM, TRANSLATION, datasets
 from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING as CAUSAL_LM
@@ -68,9 +68,30 @@ EXECUTION_FLAGS = (
     *("fp16-init-scale", "fp16-scale-window"),
     # data loading and logs
     *("num-workers", "data-buffer-size", "tensorboard-logdir", "wandb-project"),
+    # which checkpoints are written: what they are needed for comes after the training
+    *("save-interval", "save-interval-updates", "keep-interval-updates", "keep-interval-updates-pattern"),
+    *("keep-best-checkpoints", "no-epoch-checkpoints", "load-checkpoint-on-all-dp-ranks"),
 )
-# How often a checkpoint is written; part of the experiment where these are the ones that are averaged.
-INTERVAL_FLAGS = ("save-interval-updates", "keep-interval-updates")
+INTERVAL = "save-interval-updates"
+# How far a training goes, beside its max_epoch and max_update: it may go further at its next start.
+STOP_FLAGS = ("patience", "stop-time-hours", "stop-min-lr")
+# What fairseq-train would do again at each start, or would not find there: no run of a recipe could go on.
+_ONCE = "it would be done again at every start, and what was trained be lost"
+_FROM = "to begin with the weights of a model, say train.flags.finetune-from-model, which does it once"
+_NOTHING = "a run goes on from the last checkpoint and is evaluated by what it saved"
+CANNOT_GO_ON = {
+    "restore-file": f"{_ONCE}; {_FROM}",
+    "reset-optimizer": f"{_ONCE}; {_FROM}, with an optimizer of its own",
+    "reset-lr-scheduler": f"{_ONCE}; {_FROM}, with a schedule of its own",
+    "reset-meters": f"{_ONCE}; {_FROM}",
+    "reset-dataloader": f"{_ONCE}; {_FROM}, and with the first epoch",
+    "optimizer-overrides": "a run that was interrupted would train otherwise than one that was not; say the "
+    "values themselves, such as train.flags.lr",
+    "no-save": f"{_NOTHING}; for fewer files say train.flags.no-epoch-checkpoints",
+    "no-last-checkpoints": f"{_NOTHING}; for fewer files say train.flags.no-epoch-checkpoints",
+    "use-sharded-state": f"{_NOTHING}, one file; leave it out, and fairseq gathers the shards",
+    "use-bmuf": "its momentum is in no checkpoint, and lost at every start",
+}
 
 
 def _key(text: str, example: Any = None, choices: Iterable[str] = (), **default: Any) -> Any:
@@ -205,7 +226,12 @@ class Score:
 class Recipe:
     """One experiment, from data to score. A section that is null is a stage left out."""
 
-    experiment: str = _key("the file's own name; runs/ has a folder of that name", "recipe")
+    experiment: str = _key(
+        "the file's own name, also where it is not said; runs/ has a folder of that name",
+        "recipe",
+        default="",
+        kw_only=True,
+    )
     summary: str = _key("one line that a reader sees", "every key of a recipe")
     data: Data = _key("")
     model: Model = _key("")
@@ -235,26 +261,24 @@ class Recipe:
         return {**self.model.flags, **self.train.flags}
 
     @property
-    def execution_flags(self) -> Sequence[str]:
-        """The flags of fairseq-train that leave this experiment the same."""
-        averages_updates = self.average and self.average.updates
-        return EXECUTION_FLAGS if averages_updates else (*EXECUTION_FLAGS, *INTERVAL_FLAGS)
-
-    @property
     def training_inputs(self) -> Dict[str, Any]:
         """What must not change between two starts of one training, its data aside."""
         sections = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.train)}
         for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
             del sections["train"][key]
-        for section in sections.values():
-            said = section["flags"].items()
-            section["flags"] = {key: value for key, value in said if key not in self.execution_flags}
-        return sections
+        return as_of_today({"inputs": sections})["inputs"]
 
     @property
-    def goal(self) -> Dict[str, Optional[int]]:
+    def goal(self) -> Dict[str, Any]:
         """How far the training goes."""
-        return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update}
+        said = self.training_flags
+        stops = {name: said[name] for name in STOP_FLAGS if said.get(name) is not None}
+        return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update, **stops}
+
+    @property
+    def averaged_interval(self) -> Optional[int]:
+        """Updates between two of the checkpoints that are averaged, where these are not of epochs."""
+        return self.train.flags.get(INTERVAL) if self.average and self.average.updates else None
 
     @property
     def subsets(self) -> List[str]:
@@ -269,6 +293,22 @@ class Recipe:
         return list(dict.fromkeys(["train", "valid", *self.subsets]))
 
 
+def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
+    """What state.json says of a training, also where an earlier version counted more among its inputs."""
+    if "inputs" not in mark:
+        return dict(mark)
+    inputs, facts, stops = dict(mark["inputs"]), dict(mark.get("facts") or {}), {}
+    for name in ("model", "train"):
+        if isinstance(section := inputs.get(name), dict) and isinstance(flags := section.get("flags"), dict):
+            stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
+            left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
+            named = {key: value for key, value in flags.items() if key not in left_out}
+            inputs[name] = {**section, "flags": named}
+            if INTERVAL in flags:
+                facts.setdefault(INTERVAL, flags[INTERVAL])
+    return {**mark, "inputs": inputs, "facts": facts, "goal": {**stops, **mark.get("goal", {})}}
+
+
 def problems(recipe: Recipe) -> Problems:
     """(key, what is wrong with it), where keys contradict each other or a value is not allowed."""
     for rule in (_values, _average, _kind, _flags):
@@ -281,6 +321,8 @@ def reserved(section: str, flag: str) -> str:
     if flag in REFUSED:
         why = "fairseq would run a program for it, or write outside of the run folder"
         return f"{why}, which a recipe must not decide: leave it out."
+    if section in ("model", "train") and flag in CANNOT_GO_ON:
+        return f"{CANNOT_GO_ON[flag]}. Leave it out."
     owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
     owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
     instead = f"say {owner.__name__.lower()}.{key}" if owner else "the runner sets it"

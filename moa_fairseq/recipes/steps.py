@@ -11,13 +11,13 @@ from typing import Any, Callable, Dict, List, Mapping, Optional
 import moa_fairseq
 from moa_fairseq.data_prep.binarised import Prepared
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.average import last_checkpoints
+from moa_fairseq.evaluation.average import last_checkpoints, numbered_checkpoints
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.checkpoints import (
     LAST,
     check_pretrained,
-    checkpoint_to_resume,
+    complete_the_last,
     is_whole,
     pretrained_checkpoint,
 )
@@ -25,11 +25,13 @@ from moa_fairseq.recipes.hardware import Hardware, precision_name
 from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
     CLASSIFICATION,
+    INTERVAL,
     TRANSLATION,
     Average,
     Generate,
     Recipe,
     Score,
+    as_of_today,
 )
 from moa_fairseq.recipes.scores import scores_in
 from moa_fairseq.recipes.train_log import TrainLog
@@ -42,7 +44,8 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says beside the recipe. command_line: for result.json.
+    """What the command line says beside the recipe. command_line: for result.json. preparation: the line that
+    makes the data alone.
 
     user_dir: a plugin of the user's own, which imports this one. published: the recipe without any --set,
     which may stand for a row of a paper. training: what fairseq makes of the training's flags, for a look at
@@ -55,6 +58,7 @@ class Options:
     restart: bool = False
     record: Optional[Path] = None
     command_line: str = ""
+    preparation: str = ""
     user_dir: Optional[Path] = None
     data_root: Path = Path("data")
     published: Optional[Recipe] = None
@@ -151,16 +155,18 @@ def _train(run: Run) -> Step:
                 f"fairseq-train wrote no checkpoint into {checkpoints}; its output is in {log_file}."
             )
         parameters = sum(told.parameters) or None
-        return {"parameters": parameters, "updated": told.updated, "hardware": hardware.describe()}
+        saved = {INTERVAL: train.flags.get(INTERVAL)}
+        return {"parameters": parameters, "updated": told.updated, "hardware": hardware.describe(), **saved}
 
-    def resume() -> List[str]:
-        found = checkpoint_to_resume(run.checkpoints)
-        if not found or found.name == LAST:
-            return []
-        log.info("train: %s is damaged or missing; going on from %s", LAST, found.name)
-        return ["--restore-file", str(found)]
+    def ready() -> None:
+        complete_the_last(run.checkpoints)
+        if recipe.training_flags.get("no-save-optimizer-state") and (run.checkpoints / LAST).exists():
+            why = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
+            remedy = "Start again with --restart; without the flag a run can go on."
+            raise UserError(f"The training in {run.checkpoints} cannot go on: {why}. {remedy}")
 
-    goes_on: Dict[str, Any] = {"in_place": True, "goal": recipe.goal, "resume": resume}
+    goes_on: Dict[str, Any] = {"in_place": True, "goal": recipe.goal, "ready": ready}
+    goes_on["as_of_today"] = as_of_today
     line = run.command("fairseq-train", values)
     return Step("train", run.checkpoints, line, inputs, watch=told, finish=facts, **goes_on)
 
@@ -172,15 +178,17 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         "num-epoch-checkpoints": average.epochs,
         "num-update-checkpoints": average.updates,
         "output": OUT,
+        "force": True,  # for whoever runs the commands again: here it writes beside
     }
 
     def inputs() -> Dict[str, Any]:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
         except UserError as error:
-            key = "average.updates" if by_updates else "average.epochs"
-            # without an average of updates, how often one is saved is no part of the experiment any more
-            fewer = f"For fewer: --set {key}=N" + ("." if by_updates else ", or none: --set average=null.")
+            key, kept = "average.epochs", len(numbered_checkpoints(run.checkpoints, by_updates))
+            key = "average.updates" if by_updates else key
+            fewer = f"--set {key}={kept} averages those, " if kept > 1 else ""
+            fewer += "--set average=null evaluates the best checkpoint."
             raise UserError(f"{key}: {error} {fewer}") from error
         damaged = next((path for path in last if not is_whole(path)), None)
         if damaged:
@@ -197,7 +205,10 @@ def _evaluated(run: Run, settings: Any, subset: str, made: List[Step]) -> Callab
     def inputs() -> Dict[str, Any]:
         if not is_whole(run.model):
             missing = "average" if run.recipe.average else "train"
-            raise UserError(f"{run.model} is missing or cut off: run --stage {missing} first.")
+            remedy = f"run --stage {missing} first"
+            if missing == "train" and (run.checkpoints / LAST).exists():  # which would find itself done
+                remedy = "if the training is done, average its checkpoints: --set average.epochs=N"
+            raise UserError(f"{run.model} is missing or cut off: {remedy}.")
         said = {"settings": dataclasses.asdict(settings), "data": run.prepared.fingerprint, "subset": subset}
         return {**said, "made": made[-1] if made else None, "model": run.model}
 

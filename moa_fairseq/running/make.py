@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, disk_errors, refuse_link
+from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_leftovers
 from moa_fairseq.json_files import saved_json, write_json
 from moa_fairseq.running.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
 
 OUT = "{out}"  # in a command: where it writes
-STATE, COMMANDS, PARTIAL = "state.json", "commands.sh", ".partial"
+STATE, COMMANDS, PARTIAL, COMMENT = "state.json", "commands.sh", ".partial", "#   "
 log = logging.getLogger(__name__)
 Inputs = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
 
@@ -37,8 +37,9 @@ class Step:
     output. watch: gets each printed line. finish: checks or completes what a command made, and returns facts.
 
     in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints). Another
-    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost. resume:
-    further words of a command that goes on in a folder which holds something.
+    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost. ready:
+    makes a folder that holds something ready for that. as_of_today: turns an entry of state.json that an
+    earlier version wrote into today's.
     """
 
     name: str
@@ -50,7 +51,8 @@ class Step:
     finish: Callable[[Path], Any] = lambda made: None
     in_place: bool = False
     goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    resume: Callable[[], Sequence[str]] = lambda: ()
+    ready: Callable[[], None] = lambda: None
+    as_of_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda mark: mark
 
     @property
     def begun(self) -> bool:
@@ -63,9 +65,8 @@ class Step:
         if callable(self.argv):
             return []
         words = [word.replace(OUT, str(self.output)) for word in self.argv]
-        further = self.resume() if self.in_place and self.begun else []
         redirect = [REDIRECT, str(self.output)] if self.captured else []
-        return [*words, *further, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
+        return [*words, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
 
 
 def make(
@@ -76,37 +77,44 @@ def make(
     dry_run: bool = False,
     patience: float = PATIENCE_SECONDS,
     commands: Optional[Path] = None,
+    whole: str = "",
     wanted: Callable[[Step], bool] = lambda step: True,
 ) -> Dict[str, Any]:
     """Make every wanted output that is not there yet, in order; returns name → facts.
 
     folder: keeps state.json and the logs; one program at a time makes something in it (patience: seconds to
     wait for another). dry_run: the commands are shown, and nothing is done. commands: the file that keeps
-    what was run. Raises UserError where a step fails, or one that is not wanted was begun in place from other
-    inputs; finished ones stay.
+    what was run. whole: the line that makes all of it; it is shown and kept, and the commands, which need
+    what functions make, stand below it as comments. Raises UserError where a step fails, or one that is not
+    wanted was begun in place from other inputs; finished ones stay.
     """
     executor, facts = executor or Executor(), {}
+    prefix = COMMENT if whole else ""
     if dry_run:
+        if whole:
+            log.info("$ %s", whole)
         for command in filter(None, (step.command for step in steps if wanted(step))):
-            log.info("$ %s", to_shell(command, executor.environment))
+            log.info("%s%s", prefix or "$ ", to_shell(command, executor.environment))
         return {}
     with locked(folder, patience), disk_errors(folder):
-        for left in folder.glob(".*.tmp"):  # by a process that was killed while it wrote (atomic_write)
-            left.unlink()
+        remove_leftovers(folder, ".*.tmp")
+        if whole:
+            keep_command(whole, commands or folder / COMMANDS)
         for step in steps:
             if wanted(step):
-                facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS)
+                facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS, prefix)
             elif step.in_place:
                 known = marks(folder)
-                _refuse_others(step, known.get(step.name, {}), _resolved(step, known))
+                mark = step.as_of_today(known.get(step.name, {}))
+                _refuse_others(step, mark, _resolved(step, known))
     return facts
 
 
-def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> Any:
+def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, prefix: str) -> Any:
     known = marks(folder)
-    inputs, mark = _resolved(step, known), known.get(step.name, {})
+    inputs, mark = _resolved(step, known), step.as_of_today(known.get(step.name, {}))
     fingerprint = fingerprint_of(inputs, dict(step.goal))
-    if mark.get("fingerprint") == fingerprint:
+    if mark.get("fingerprint") and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint:
         files = mark["files"]
         if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
             log.info("%s: done before (%s)", step.name, step.output)
@@ -116,6 +124,8 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
         _refuse_others(step, mark, inputs)
         # Said before it begins, so that an interrupted one is known for what it is.
         put_mark(folder, step.name, inputs=inputs, facts=mark.get("facts") or {})
+        if step.begun:
+            step.ready()
     else:
         partial = step.output.with_name(step.output.name + PARTIAL)
         step.output.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +136,7 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path) -> A
         command = step.command
         line = to_shell(command, executor.environment)
         log.info("$ %s", line)
-        keep_command(line, commands)
+        keep_command(prefix + line, commands)
         executor.run(
             command if step.in_place else [word.replace(OUT, str(partial)) for word in step.argv],
             folder / f"{step.name}.log",

@@ -47,7 +47,7 @@ HINTS = {
     r"Minimum loss scale reached": "fp16 training diverged: use train.precision bf16 or fp32, or a lower lr.",
     r"no kernel image is available|not compatible with the current PyTorch": "This torch was not built for "
     "this GPU: install a torch built for it (V100: CUDA 12.6 or older).",
-    r"Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|NCCL (error|communicator)|"
+    r"lost rank|Connection (closed by peer|reset by peer|refused)|ProcessGroupNCCL|NCCL (error|communicator)|"
     r"Watchdog caught collective|ProcessExitedException|ProcessRaisedException|DistBackendError": "Another "
     "process of this training stopped first: see its log (train.log, train.process*.log). Start the same "
     "command again on every machine; training goes on from the last whole checkpoint.",
@@ -118,6 +118,9 @@ def environment_of_a_child() -> Dict[str, str]:
     `fairseq-train` does not. This same package is found though it is not installed.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "PYTHONSAFEPATH": "1"}
+    silent = f"ignore:{moa_fairseq.JIT_WARNING}:FutureWarning"
+    # the later one wins
+    environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), silent]))
     root = Path(moa_fairseq.__file__).resolve().parents[1]
     if not {"site-packages", "dist-packages"} & set(root.parts):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))

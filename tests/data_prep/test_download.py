@@ -6,7 +6,9 @@ import gzip
 import hashlib
 import http.server
 import re
+import subprocess
 import threading
+import time
 
 import pytest
 
@@ -58,6 +60,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     self.wfile.write(b"\x1f\x8b" + b"x" * 99_998)
                     self.server.sent += 100_000
             return None
+        if name == "/slow.gz":
+            return self._trickle()
         if name not in ("/file.gz", "/plain.gz"):
             return self._send(404, b"gone", "text/plain")
         start, status = 0, 200
@@ -67,6 +71,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if start >= len(self.server.content):
                 return self._send(416, b"", "text/plain")
         return self._send(status, self.server.content[start:], "application/gzip", start)
+
+    def _trickle(self):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(CONTENT)))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            for number in range(100):
+                self.wfile.write(CONTENT[number : number + 1])
+                time.sleep(0.02)
+        self.close_connection = True
 
     def _send(self, status, body, kind, start=0):
         self.send_response(status)
@@ -250,6 +264,24 @@ def test_nobody_answers(tmp_path, monkeypatch):
     gone = PublicFile("file.gz", ("http://127.0.0.1:9/file.gz",))
     with pytest.raises(UserError, match=r"127\.0\.0\.1:9/file\.gz: Failed to establish .* refused\."):
         download(gone, tmp_path)
+
+
+def test_a_server_that_sends_next_to_nothing_is_one_that_broke_off(server, tmp_path, monkeypatch):
+    """Each byte begins the time limit of a connection anew; the next address serves."""
+    monkeypatch.setattr(module, "WATCHED", 0.3)
+    assert download(source(server, "slow.gz", "file.gz"), tmp_path, ()).read_bytes() == CONTENT
+    assert [path for path, _ in server.requests] == ["/slow.gz", "/file.gz"]
+
+
+def test_pip_has_an_end_too(tmp_path, monkeypatch):
+    def hang(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(module.subprocess, "run", hang)
+    wheel = PublicFile("x-1-py3-none-any.whl", ("pip:x==1",), size=1024 * 1000, sha256="0" * 64)
+    with pytest.raises(UserError, match="pip had not fetched it after 1,600 seconds"):
+        download(wheel, tmp_path, ())
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_full_disk(server, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from moa_fairseq.recipes import hardware as module
 from moa_fairseq.recipes.batch import plan_batch, planned_updates, schedule_warning, training_set
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, check_sharding, find_world
 from moa_fairseq.recipes.loading import check_flags, load_recipe
-from moa_fairseq.recipes.schema import OWN, REFUSED, SECTIONS
+from moa_fairseq.recipes.schema import CANNOT_GO_ON, OWN, REFUSED, SECTIONS
 from moa_fairseq.running import process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +96,16 @@ def test_no_section_takes_what_runs_or_writes(small, write_config, section, name
     del small[section]["flags"][name]
     with pytest.raises(UserError, match=rf"{section}\.flags\.{name}: "):
         load_recipe(write_config(small), [f"{section}.flags.{name}={json.dumps(value)}"])
+
+
+@pytest.mark.parametrize("section", ["model", "train"])
+@pytest.mark.parametrize("name", CANNOT_GO_ON)
+def test_flags_with_which_no_training_goes_on(small, write_config, section, name):
+    """Each is one of fairseq-train, and named with what to say in its place."""
+    assert f"--{name}" in options.get_training_parser()._option_string_actions
+    small[section]["flags"][name] = True
+    with pytest.raises(UserError, match=rf"{section}\.flags\.{name}: .*(say|leave it out|Leave it out)"):
+        load_recipe(write_config(small))
 
 
 @pytest.mark.parametrize(
@@ -206,11 +216,18 @@ def test_fairseq_takes_every_recipe_and_its_schedule_ends_at_its_minimum(shipped
         ("quickstart_mlm", ["train.max_update=900"], ["(900)", "train.flags.total-num-update"]),
         ("quickstart_mlm", ["train.max_update=900", "train.flags.total-num-update=900"], None),
         ("wikitext103_mlm_transformer", ["train.max_epoch=35"], ["(7,840)", "49% of"]),
+        (
+            "quickstart_mlm",
+            ["train.max_update=300", "train.flags.total-num-update=300", "train.flags.warmup-updates=300"],
+            ["(300)", "train.flags.warmup-updates"],
+        ),
+        ("wmt14_ende_moa_base", ["train.max_update=3000"], ["(3,000)", "4,000", "warmup-updates"]),
     ],
 )
 def test_a_schedule_that_does_not_anneal_is_told(shipped, name, overrides, words):
     said = warning(shipped(name, *overrides))
     assert said is None if words is None else all(word in said for word in words)
+    assert said is None or "warmup" not in said or "total-num-update" not in said
 
 
 def test_updates_of_epochs_are_measured_on_data(toy_data, recipe, capsys, tmp_path, monkeypatch):

@@ -78,6 +78,15 @@ def test_averaging_updates_needs_update_checkpoints(small, write_config):
     assert load_recipe(write_config(small)).average.count == 2
 
 
+def test_a_file_need_not_repeat_its_name(small, write_config):
+    """Nor that of its base is taken."""
+    del small["experiment"]
+    assert load_recipe(write_config(small, "plain")).experiment == "plain"
+    assert load_recipe(write_config({"base": "plain.yaml"}, "child")).experiment == "child"
+    with pytest.raises(UserError, match=r"experiment: .*names folders"):
+        load_recipe(write_config(small, "Not-a-name"))
+
+
 def test_the_experiment_is_the_file_name(small, write_config):
     with pytest.raises(UserError, match="other"):
         load_recipe(write_config(small, name="other"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 import yaml
 
 from moa_fairseq.cli import main
@@ -246,6 +247,8 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
         ("train.max_epoch=5", ALL),  # going on for longer is the same training
         ("train.max_tokens=100", []),  # the same for another machine
         ("train.flags.ddp-backend=legacy_ddp", []),
+        ("train.flags.keep-best-checkpoints=2", []),
+        ("train.flags.stop-time-hours=2", ALL),
     ],
 )
 def test_only_what_a_change_touches_runs_again(go, override, again):
@@ -281,13 +284,82 @@ def test_what_failed_is_made_again_and_nothing_else(go, tmp_path, program):
     assert FakeExecutor.programs() == ALL[len(done) :]
 
 
-def test_a_cut_off_last_checkpoint_is_replaced_by_the_epochs(go, tmp_path):
-    go()
-    FakeExecutor.programs()
+@pytest.mark.parametrize("best", [2.0, 1.0])
+def test_a_save_that_a_full_disk_cut_short_is_completed(go, tmp_path, monkeypatch, best):
+    """The copies to best and last had no space, and fairseq has nothing left to do."""
+    go(stage="train")
     folder = tmp_path / "runs" / "small" / "checkpoints"
-    (folder / "checkpoint_last.pt").write_bytes((folder / "checkpoint3.pt").read_bytes()[:-10])
+    state = {"model": {"w": torch.ones(2)}, "extra_state": {"val_loss": 2.0, "best": best}}
+    torch.save(state, folder / "checkpoint3.pt")
+    (folder / "checkpoint_last.pt").unlink()
+    (folder / "checkpoint_best.pt").write_bytes(b"PK half")
+    run = FakeExecutor.run
+
+    def trains_no_more(self, command, *words, **options):
+        return (
+            FakeExecutor.calls.append(command)
+            if "train" in command[0]
+            else run(self, command, *words, **options)
+        )
+
+    monkeypatch.setattr(FakeExecutor, "run", trains_no_more)
     go("train.max_epoch=4")
-    assert option(FakeExecutor.calls[0], "--restore-file").endswith("checkpoint3.pt")
+    assert FakeExecutor.programs() == ALL[:1] + ALL and "--restore-file" not in FakeExecutor.calls
+    newest = (folder / "checkpoint3.pt").read_bytes()
+    assert (folder / "checkpoint_last.pt").read_bytes() == newest
+    assert ((folder / "checkpoint_best.pt").read_bytes() == newest) == (best == 2.0)
+
+
+def test_a_training_without_its_optimizer_does_not_go_on(go):
+    """fairseq would begin at update 0 again, with the trained weights."""
+    flag = "train.flags.no-save-optimizer-state=true"
+    go(flag)
+    assert FakeExecutor.programs() == ALL
+    go(flag)
+    with pytest.raises(UserError, match=r"train\.flags\.no-save-optimizer-state.*--restart"):
+        go(flag, "train.max_epoch=4")
+    assert FakeExecutor.programs() == []
+    go(flag, "train.max_epoch=4", restart=True)
+
+
+def test_a_run_of_an_earlier_version_is_known(go, tmp_path):
+    """Which counted more flags among what a training is."""
+    flags = ["train.flags.save-interval-updates=7", "train.flags.patience=3"]
+    go(*flags)
+    path = tmp_path / "runs" / "small" / "state.json"
+    state = json.loads(path.read_text())
+    state["train"]["inputs"]["train"]["flags"].update({"save-interval-updates": 7, "patience": 3})
+    del state["train"]["goal"]["patience"], state["train"]["facts"]["save-interval-updates"]
+    path.write_text(json.dumps(state))
+    FakeExecutor.programs()
+    go(*flags)
+    assert FakeExecutor.programs() == []
+    go(*flags, "train.flags.patience=4")  # which may go further
+    assert FakeExecutor.programs() == ALL
+
+
+def test_what_comes_after_the_training_may_be_changed_after_it(go, tmp_path):
+    """No remedy leads back to where it came from."""
+    updates = ["average.epochs=null", "average.updates=2", "train.flags.save-interval-updates=1"]
+    go("train.flags.save-interval-updates=2")
+    with pytest.raises(UserError, match=r"average\.updates: .*--set average=null"):
+        go(*updates, stage="average")  # the fake training leaves epochs only
+    FakeExecutor.programs()
+    go("average=null")
+    assert FakeExecutor.programs() == ALL[2:]
+    (tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_best.pt").unlink()
+    with pytest.raises(UserError, match=r"checkpoint_best\.pt is missing.*average\.epochs=N"):
+        go("average=null")
+    go("average.epochs=2")
+    assert FakeExecutor.programs() == ALL[2:]
+
+
+@pytest.mark.parametrize("section", ["train", "generate", "score"])
+def test_files_are_asked_for_before_the_training(go, section):
+    flag = {"train": "continue-once", "generate": "lm-path", "score": "raw-reference"}[section]
+    with pytest.raises(UserError, match=rf"{section}\.flags\.{flag}: there is no file nowhere"):
+        go(f"{section}.flags.{flag}=nowhere")
+    assert FakeExecutor.programs() == []
 
 
 @pytest.mark.parametrize(

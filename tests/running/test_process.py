@@ -4,10 +4,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.running import process
 
@@ -149,3 +151,18 @@ def alive(pid):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def test_of_torchs_warnings_of_fairseq_one_is_silent():
+    """In this program and in those that it starts; users' own filters stay."""
+    said = "`torch.jit.script` is deprecated. Please switch to `torch.compile` or `torch.export`."
+    code = f"import warnings; warnings.warn({said!r}, FutureWarning); warnings.warn('other', FutureWarning)"
+    environment = process.environment_of_a_child()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "other" in done.stderr and "torch.jit" not in done.stderr
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        moa_fairseq.register.__wrapped__()
+        warnings.warn(said, FutureWarning, stacklevel=1)
+        warnings.warn(said, DeprecationWarning, stacklevel=1)
+    assert [warning.category for warning in caught] == [DeprecationWarning]
