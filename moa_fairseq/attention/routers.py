@@ -42,7 +42,7 @@ class TopKRouter(Observer):
     same gates and the learned ones' gradient, so that the task teaches the choice alone.
 
     With "full" and one expert for each token the gate is p/p = 1, and no gradient of the task reaches the
-    router: training raises a UserError (`is_constant`), unless even gates are asked for or nothing is learned.
+    router: training raises a UserError (`is_constant`), unless gates are even or nothing is learned.
 
     backend: a choice of `--expert-backend`; with triton, plain routing is one kernel. All of it runs in
     float32, whatever the model's dtype or autocast. Raises UserError unless 1 ≤ K ≤ E and renormalize,

@@ -87,8 +87,8 @@ def measure(
         add_up(result.nll, guessed, nll.double())
     if missing := len(task.dataset(subset)) - samples:
         raise UserError(
-            f"--subset {subset}: {missing:,} of {missing + samples:,} samples are longer than the model reads or "
-            "--max-tokens allows, and the score would be one of the others. Cut them to fit with "
+            f"--subset {subset}: {missing:,} of {missing + samples:,} samples are longer than the model "
+            "reads or --max-tokens allows, and the score would be one of the others. Cut them to fit with "
             "--sample-break-mode none (in a recipe: score.flags.sample-break-mode=none)."
         )
     if not result.masked[TEXT]:

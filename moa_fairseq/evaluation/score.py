@@ -231,8 +231,8 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
         warnings.append(
-            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq leaves out what "
-            "is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
+            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq leaves out "
+            "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
             "--num-shards, and without this plugin a last batch that is not full"
         )
     if not log.complete:

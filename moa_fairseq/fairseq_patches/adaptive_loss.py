@@ -43,7 +43,8 @@ class WholeAdaptiveLoss(AdaptiveLoss):
         self, model: nn.Module, sample: Dict[str, Any], reduce: bool = True
     ) -> Tuple[Tensor, int, Dict[str, Any]]:
         """As fairseq's. Raises UserError where padding has no place in the first cluster."""
-        softmax: Any = model.decoder.adaptive_softmax
+        decoder: Any = model.decoder
+        softmax = decoder.adaptive_softmax
         if self.as_fairseq or softmax is None:  # fairseq complains
             return super().forward(model, sample, reduce)
         if softmax.cutoff[0] <= self.padding_idx:

@@ -63,8 +63,8 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
             if len(too_long):
                 raise UserError(
                     f"{data}: sentence {too_long[0] + 1:,} of {split} has {sizes[too_long[0]]:,} tokens, and "
-                    f"at most {limit:,} are read; {len(too_long):,} of {len(sizes):,} are too long. Take them "
-                    f"out of the text, or {remedy.format(int(sizes.max()))}."
+                    f"at most {limit:,} are read; {len(too_long):,} of {len(sizes):,} are too long. Take "
+                    f"them out of the text, or {remedy.format(int(sizes.max()))}."
                 )
 
 

@@ -52,8 +52,8 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> Dict[
             length = recipe.training_flags.get("tokens-per-sample")
             raise UserError(
                 f"{path}: fairseq-eval-lm evaluated {count:,} of {wanted:,} tokens; it leaves out what is "
-                f"longer than the model. Run the recipe again with --set score.flags.tokens-per-sample={length} "
-                "and score.flags.sample-break-mode=none."
+                f"longer than the model. Run the recipe again with --set "
+                f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
             )
     return {
         "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},

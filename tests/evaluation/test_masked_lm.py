@@ -62,9 +62,10 @@ def test_no_sample_is_left_out_because_it_is_long(toy_masked_lm, toy_wiki_data):
     model, task = load_trained(toy_masked_lm, toy_wiki_data)
     positions = task.cfg.tokens_per_sample
     task.cfg.tokens_per_sample = 100_000
-    with pytest.raises(UserError, match="1 of 1 samples are longer .*--sample-break-mode none"):
+    with pytest.raises(UserError, match=r"1 of 1 samples are longer .*--sample-break-mode none"):
         measure(model.eval(), task, "test", 1, 240, CPU)
-    task.cfg.tokens_per_sample, task.cfg.sample_break_mode = positions, "none"
+    task.cfg.tokens_per_sample = positions
+    task.cfg.sample_break_mode = "none"
     words = read_manifest(toy_wiki_data)["splits"]["test"]
     assert measure(model, task, "test", 1, 240, CPU).tokens[TEXT] == words["subwords"]
 

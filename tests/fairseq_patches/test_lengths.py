@@ -1,4 +1,4 @@
-"""What is longer than a model is an error in an evaluation, or cut to fit; it is never left out in silence."""
+"""What is longer than a model is an error in an evaluation, or cut to fit; it is never left out."""
 
 import numpy
 import pytest
