@@ -86,10 +86,10 @@ def name_the_sentence_that_is_too_long(
             first = min(left_out)
             raise UserError(
                 f"Sentence {first + 1} has {dataset.num_tokens(first):,} tokens, and the model or "
-                f"--max-tokens allows {max_positions}; {len(left_out)} of {len(indices)} are too long. Take them "
-                "out of the data, or train with a larger --max-source-positions and --max-target-positions (of a "
-                "language model --tokens-per-sample). --skip-invalid-size-inputs-valid-test goes on without "
-                "them, and the result is then of fewer sentences."
+                f"--max-tokens allows {max_positions}; {len(left_out)} of {len(indices)} are too long. Take "
+                "them out of the data, or train with a larger --max-source-positions and "
+                "--max-target-positions (of a language model --tokens-per-sample). With "
+                "--skip-invalid-size-inputs-valid-test the result is one of fewer sentences."
             )
         return kept
     return filter_indices_by_size(task, indices, dataset, max_positions, ignore_invalid_inputs)

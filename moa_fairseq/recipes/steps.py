@@ -233,7 +233,7 @@ def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Ste
         if len(translated) < total:
             raise UserError(
                 f"fairseq-generate translated {len(translated):,} of {total:,} sentences of subset {subset}: "
-                f"a score would be one of these alone. It says why in {run.folder / f'generate-{subset}.log'}."
+                f"a score would be one of these. It says why in {run.folder / f'generate-{subset}.log'}."
             )
 
     output, line = run.folder / f"generate-{subset}.txt", run.command("fairseq-generate", values)
