@@ -17,7 +17,7 @@ import moa_fairseq
 from moa_fairseq import fairseq_compat
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches import table
-from moa_fairseq.fairseq_patches.training import take_bf16_for_a_gpu
+from moa_fairseq.fairseq_patches.training import refuse_half_precision_on_a_cpu, take_bf16_for_a_gpu
 
 USER_DIR = os.path.dirname(moa_fairseq.__file__)
 
@@ -89,6 +89,22 @@ def test_bf16_is_a_gpu_dtype_when_there_is_a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         take_bf16_for_a_gpu(lambda args: seen.append(args.tpu), argparse.Namespace(bf16=True, tpu=True))
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize("half", ["fp16", "bf16"])
+def test_half_precision_needs_a_gpu(half, monkeypatch):
+    def parsed(cpu=True, **more):
+        line = argparse.Namespace(**{"cpu": cpu, "lr_scheduler": "fixed", half: True, **more})
+        return refuse_half_precision_on_a_cpu(lambda args: "taken", line)
+
+    with pytest.raises(UserError, match=f"--{half} needs a GPU.*--amp"):
+        parsed()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parsed(cpu=False) == "taken"
+    with pytest.raises(UserError, match=f"--{half}"):
+        parsed(cpu=True)
+    evaluation = argparse.Namespace(**{"cpu": True, half: True})
+    assert refuse_half_precision_on_a_cpu(lambda args: "taken", evaluation) == "taken"
 
 
 def test_workers_send_each_other_configs_but_load_no_file(toy_checkpoint):

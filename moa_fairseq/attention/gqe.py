@@ -97,6 +97,7 @@ class GroupedQueryExperts(MixtureOfAttention):
             )
         sizes = (embed_dim, num_experts, experts_per_token, renormalize)
         router = TopKRouter(*sizes, backend=backend, groups=groups)
+        router.is_constant &= output != "hard"  # which has no gates
         super().__init__(
             embed_dim,
             num_experts=shared_heads + groups * num_experts,

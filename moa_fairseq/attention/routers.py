@@ -41,6 +41,9 @@ class TopKRouter(Observer):
     only auxiliary losses still move the router, and none of them knows the task. "straight-through" has the
     same gates and the learned ones' gradient, so that the task teaches the choice alone.
 
+    With "full" and one expert for each token the gate is p/p = 1, and no gradient of the task reaches the
+    router: training raises a UserError (`is_constant`), unless gates are even or nothing is learned.
+
     backend: a choice of `--expert-backend`; with triton, plain routing is one kernel. All of it runs in
     float32, whatever the model's dtype or autocast. Raises UserError unless 1 ≤ K ≤ E and renormalize,
     activation, choice and gates are known and go together.
@@ -96,6 +99,8 @@ class TopKRouter(Observer):
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.renormalize, self.gates, self.groups = renormalize, gates, groups
         every = groups * num_experts
+        self.is_constant = renormalize == "full" and groups * experts_per_token == 1 < every
+        self.is_constant &= choice == "learned" and gates != "uniform"
         self.projection = nn.Linear(model_dim, every, bias=False)
         self.noise_projection = nn.Linear(model_dim, every, bias=False) if noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
@@ -120,8 +125,15 @@ class TopKRouter(Observer):
     ) -> RoutingDecision:
         """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero.
 
-        observed: whether the decision counts among the loads that move the biases.
+        observed: whether the decision counts among the loads that move the biases. Raises UserError in a
+        training whose gates are all 1.
         """
+        if self.training and self.is_constant:
+            raise UserError(
+                "--router-renormalize full and one expert for each token: the gate is p/p = 1, and the task "
+                "would not train the router. Choose --router-renormalize detached, which has the same "
+                "values and a gradient, or none; or raise --experts-per-token."
+            )
         with full_precision(x.device.type):
             routed = self._in_one_kernel(x, padding_mask)
             if routed is not None:

@@ -10,7 +10,6 @@ from typing import List, Sequence
 
 import torch
 from fairseq import tasks
-from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
 from omegaconf import OmegaConf
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from moa_fairseq.convert.models import Checkpoint
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches, shortened
+from moa_fairseq.fairseq_patches.adaptive_loss import WholeAdaptiveLoss
 
 _PAD, _FIRST_WORD = 1, 4
 _LENGTHS = (9, 5, 1)
@@ -91,7 +91,7 @@ def mean_losses(
     if job == "masked LM":
         criterion = MaskedLmLoss(MaskedLmConfig(tpu=False), task)
     elif getattr(checkpoint.settings, "adaptive_softmax_cutoff", None):
-        criterion = AdaptiveLoss(task, False)
+        criterion = WholeAdaptiveLoss(task, False)
     models = [model.float().eval() for model in models]
     sums, tokens = [0.0] * len(models), 0
     with torch.no_grad():

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from fairseq.criterions import register_criterion
-from fairseq.criterions.adaptive_loss import AdaptiveLoss, AdaptiveLossConfig
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion, CrossEntropyCriterionConfig
 from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterion,
@@ -13,6 +12,7 @@ from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
 from fairseq.criterions.sentence_prediction import SentencePredictionConfig, SentencePredictionCriterion
 
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig, RoutingLossMixin
+from moa_fairseq.fairseq_patches.adaptive_loss import WholeAdaptiveLoss, WholeAdaptiveLossConfig
 
 
 @dataclass
@@ -48,12 +48,12 @@ class CrossEntropyWithRouting(RoutingLossMixin, CrossEntropyCriterion):
 
 
 @dataclass
-class AdaptiveLossWithRoutingConfig(RoutingLossConfig, AdaptiveLossConfig):
+class AdaptiveLossWithRoutingConfig(RoutingLossConfig, WholeAdaptiveLossConfig):
     pass
 
 
 @register_criterion("adaptive_loss_with_routing", dataclass=AdaptiveLossWithRoutingConfig)
-class AdaptiveLossWithRouting(RoutingLossMixin, AdaptiveLoss):
+class AdaptiveLossWithRouting(RoutingLossMixin, WholeAdaptiveLoss):
     """Causal language models with an adaptive softmax (`--adaptive-softmax-cutoff`)."""
 
 

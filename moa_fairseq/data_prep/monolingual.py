@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, Dict, Iterable, Iterator, Mapping, Sequence
 
 import sentencepiece
 
-from moa_fairseq.data_prep.parallel_text import Piece
+from moa_fairseq.data_prep.parallel_text import SYMBOLS, Piece, refuse_symbols
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.text.workers import chunks
@@ -24,8 +24,19 @@ _BYTES = [f"{value} " for value in range(256)]
 
 
 def write_lines(texts: Texts, folder: Path) -> Facts:
-    """Copy the lines of each split, checked, to `folder/<split>`. Returns split → lines, tokens."""
-    return {split: _write(folder / split, _lines(pieces)) for split, pieces in texts.items()}
+    """Copy the lines of each split, checked, to `folder/<split>`. Returns split → lines, tokens.
+
+    Raises UserError for words that are symbols of fairseq's, but for the <unk> of WikiText.
+    """
+    symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
+
+    def lines(pieces: Iterable[Piece]) -> Iterator[str]:
+        for piece in pieces:
+            for number, line in enumerate(piece.lines(), 1):
+                refuse_symbols(line, piece.path, number, symbols)
+                yield line
+
+    return {split: _write(folder / split, lines(pieces)) for split, pieces in texts.items()}
 
 
 def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:

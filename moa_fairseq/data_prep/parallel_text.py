@@ -20,6 +20,8 @@ MAX_LINE_BYTES = 1_000_000
 # Begins what read_lines gives for a line that cannot be used; no good line holds a NUL.
 BAD = "\0"
 BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
+# Words that fairseq's dictionary takes for its own symbols: padding, unknown words, ends of sentences.
+SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 _GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
 SPLIT, WHOLE = "split", "whole"  # hyphens
@@ -135,6 +137,19 @@ MARKUP: Dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
         _TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS)
     ),
 }
+
+
+def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = SYMBOLS) -> None:
+    """Raise UserError, naming the line, where a word of the text would become a symbol of fairseq's."""
+    found = set(symbols).intersection(text.split())
+    if found:
+        word = min(found)
+        escaped = word.replace("<", "&lt;").replace(">", "&gt;")
+        raise UserError(
+            f"{path}, line {number:,}: the word {word} would become fairseq's symbol of that name, which is "
+            f"no text. Write another word, such as {escaped}, which detokenising turns back; or tokenise raw "
+            "text here (data.tokenize: true), which does so."
+        )
 
 
 class Piece(NamedTuple):

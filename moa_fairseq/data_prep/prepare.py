@@ -274,7 +274,8 @@ def _translation(job: Preparation) -> List[Step]:
             steps = [data.steps_for(split, language, settings) for language in languages]
             treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
             train = split == "train"
-            found.append(Split(split, pairs(split), treatment, data.hold_out if train else None, train))
+            own, hold_out = not data.downloadable, data.hold_out if train else None
+            found.append(Split(split, pairs(split), treatment, hold_out, train, own))
         return found
 
     def token_inputs() -> Dict[str, Any]:

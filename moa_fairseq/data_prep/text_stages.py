@@ -19,7 +19,15 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import get_vocabulary, learn_bpe
 
 from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut
-from moa_fairseq.data_prep.parallel_text import BAD, BAD_LINES, LONG, PiecePair, read_lines, read_pairs
+from moa_fairseq.data_prep.parallel_text import (
+    BAD,
+    BAD_LINES,
+    LONG,
+    PiecePair,
+    read_lines,
+    read_pairs,
+    refuse_symbols,
+)
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 from moa_fairseq.text import Step, apply_steps
@@ -51,7 +59,8 @@ class Treatment(NamedTuple):
 class Split(NamedTuple):
     """One split: its files and their treatment. hold_out: lines that go to another split.
 
-    lenient: lines that are not text are dropped and counted; else they are an error.
+    lenient: lines that are not text are dropped and counted; else they are an error. own: a text of the
+    user's, in which words that are symbols of fairseq's are an error.
     """
 
     name: str
@@ -59,6 +68,7 @@ class Split(NamedTuple):
     treatment: Treatment
     hold_out: Optional[HoldOut] = None
     lenient: bool = False
+    own: bool = False
 
 
 def treat(pairs: Sequence[Pair], treatment: Treatment) -> List[Union[Pair, str]]:
@@ -118,6 +128,8 @@ def _write_split(
             if isinstance(result, str):
                 dropped[result] += 1
                 continue
+            for piece, text in zip(split.files[0], result) if split.own else ():
+                refuse_symbols(text, piece.path, read)
             kept += 1
             name = names[bool(every and kept % every == 0)]
             counts[name]["lines"] += 1

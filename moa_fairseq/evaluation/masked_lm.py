@@ -60,10 +60,10 @@ def measure(
     """Mask a subset with `seed` and the probabilities of the model's training, and let the model guess.
 
     Which tokens are masked depends only on the seed and their place in the data, not on the batches.
-    Raises UserError for a subset that does not exist or is empty.
+    Raises UserError for a subset that does not exist or is empty, and for samples that are too long.
     """
     task.cfg.seed = seed
-    result = Masking()
+    result, samples = Masking(), 0
     dictionary = task.source_dictionary
 
     def add_up(sums: Dict[str, Any], tokens: Tensor, values: Tensor) -> None:
@@ -72,6 +72,7 @@ def measure(
             sums[kind] += values[chosen].sum().item()
 
     for sample in batches(task, model, subset, max_tokens, device):
+        samples += sample["nsentences"]
         target = sample["target"]
         masked = target.ne(dictionary.pad())
         original = torch.where(masked, target, sample["net_input"]["src_tokens"])
@@ -84,16 +85,33 @@ def measure(
         nll = F.cross_entropy(logits.float().view(-1, logits.size(-1)), guessed, reduction="none")
         add_up(result.masked, guessed, torch.ones_like(guessed))
         add_up(result.nll, guessed, nll.double())
+    if missing := len(task.dataset(subset)) - samples:
+        raise UserError(
+            f"--subset {subset}: {missing:,} of {missing + samples:,} samples are longer than the model "
+            "reads or --max-tokens allows, and the score would be one of the others. Cut them to fit with "
+            "--sample-break-mode none (in a recipe: score.flags.sample-break-mode=none)."
+        )
     if not result.masked[TEXT]:
         raise UserError(f"The subset {subset} has too little text: nothing of it was masked.")
     return result
 
 
 def score(
-    checkpoint: Path, data: Optional[Path], subset: str, seeds: List[int], max_tokens: int, cpu: bool
+    checkpoint: Path,
+    data: Optional[Path],
+    subset: str,
+    seeds: List[int],
+    max_tokens: int,
+    cpu: bool,
+    break_mode: Optional[str] = None,
 ) -> Dict[str, Any]:
-    """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored."""
+    """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored.
+
+    break_mode: how the text is cut, in place of the training's --sample-break-mode.
+    """
     model, task = load_masked_lm(checkpoint, data)
+    if break_mode:
+        task.cfg.sample_break_mode = break_mode
     device = device_for(cpu)
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
@@ -120,8 +138,8 @@ def score(
         )
     if facts and (missing := facts["subwords"] + facts["lines"] - tokens[TEXT] - tokens[LINE_END]):
         warnings.append(
-            f"{missing:,} of {facts['subwords'] + facts['lines']:,} tokens of {subset} were left out: their "
-            "samples are longer than the model's positions (--sample-break-mode none cuts them to fit)"
+            f"{missing:,} of {facts['subwords'] + facts['lines']:,} tokens of {subset} were left out by the "
+            f"training's --shorten-method or --sample-break-mode {task.cfg.sample_break_mode}"
         )
     meta = {
         "checkpoint": str(checkpoint),
@@ -158,7 +176,8 @@ def run(args: argparse.Namespace) -> int:
         flag = "--maskings" if args.maskings < 1 else "--max-tokens"
         raise UserError(f"{flag} must be at least 1.")
     seeds = list(range(args.mask_seed, args.mask_seed + args.maskings))
-    scores = score(args.masked_lm, args.data, args.subset, seeds, args.max_tokens, args.cpu)
+    mode = args.sample_break_mode
+    scores = score(args.masked_lm, args.data, args.subset, seeds, args.max_tokens, args.cpu, mode)
     for warning in scores["meta"]["warnings"]:
         print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
     if args.json:

@@ -124,6 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--subset", default="test", help="default: %(default)s")
     add("--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)")
     add("--cpu", action="store_true", help="do not use a GPU")
+    text = "of --masked-lm: how the text is cut (default: as in training); none cuts long lines to fit"
+    add("--sample-break-mode", choices=["none", "complete", "complete_doc", "eos"], help=text)
     text = "of --masked-lm: how many are averaged (default: %(default)s)"
     add("--maskings", type=int, default=5, metavar="N", help=text)
     text = "of --masked-lm: seeds S, S+1, ... (default: %(default)s)"
@@ -250,8 +252,9 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
         warnings.append(
-            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq drops a last "
-            f"batch that is not full: generate with --required-batch-size-multiple 1"
+            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq leaves out "
+            "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
+            "--num-shards, and without this plugin a last batch that is not full"
         )
     if not log.complete:
         warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")

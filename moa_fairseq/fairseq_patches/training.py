@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import os
 import sys
@@ -36,6 +37,24 @@ def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace
     """
     if getattr(args, "bf16", False) and torch.cuda.is_available():
         args.tpu = False
+    return override_module_args(args)
+
+
+@patch("fairseq.dataclass.utils:override_module_args", _COMPAT + "test_half_precision_needs_a_gpu")
+def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
+    """--fp16 and --bf16 end in tracebacks of CUDA and of TPUs in a training on a CPU.
+
+    Evaluations take both there, and so does a training with --fp16-no-flatten-grads.
+    """
+    half = next((name for name in ("fp16", "bf16") if getattr(args, name, False)), "")
+    on_gpu = torch.cuda.is_available() and not getattr(args, "cpu", False)
+    on_tpu = half == "bf16" and importlib.util.find_spec("torch_xla")
+    flattens = half == "bf16" or not getattr(args, "fp16_no_flatten_grads", False)
+    if half and flattens and hasattr(args, "lr_scheduler") and not on_gpu and not on_tpu:
+        raise UserError(
+            f"--{half} needs a GPU, and this training is on the CPU: leave it out, or give --amp, which is "
+            "bfloat16 there."
+        )
     return override_module_args(args)
 
 

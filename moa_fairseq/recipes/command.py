@@ -56,6 +56,7 @@ from moa_fairseq.recipes.hardware import (
     detect_hardware,
     find_world,
 )
+from moa_fairseq.recipes.lengths import check_sentences
 from moa_fairseq.recipes.loading import check_flags, find_recipe, load_recipe
 from moa_fairseq.recipes.result import data_differences, differences, record, settings
 from moa_fairseq.recipes.schema import Recipe
@@ -320,6 +321,8 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
     cell, options, sentences = recipe.reproduces, run.options, prepared.sentences
     if not hardware.leads:
         return run
+    if known and options.training:
+        check_sentences(recipe, options.training, known)
     if options.wants("train") and recipe.finetune != "noft":
         if fewer:
             log.warning(fewer)

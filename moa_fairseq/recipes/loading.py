@@ -23,6 +23,7 @@ from moa_fairseq.evaluation.skeleton import parse_training_flags
 from moa_fairseq.files import shipped
 from moa_fairseq.json_files import read_yaml
 from moa_fairseq.recipes.ending import unmet
+from moa_fairseq.recipes.lengths import check_blocks
 from moa_fairseq.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
 from moa_fairseq.running.process import flags
 
@@ -164,7 +165,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     """Ask the program of each section about its flags; returns the training's as fairseq takes them.
 
     Raises UserError for a flag that its program does not know by that very name, or knows as one that is
-    reserved; and for a training that fairseq's parser refuses, with its complaint.
+    reserved; for a training that fairseq's parser refuses, with its complaint; and for an evaluation of
+    blocks that are longer than the model.
     """
     refusal, asked = "fairseq does not accept the recipe's flags", recipe.task_flags
     line = {**asked, **recipe.model.as_flags(), "criterion": recipe.train.criterion, **recipe.train.flags}
@@ -187,6 +189,9 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
                 raise UserError(f"{section}.flags.{name}: its program has no such flag{near}.")
             if problem := reserved(section, known[f"--{name}"].dest):  # of a flag that has two names
                 raise UserError(f"{section}.flags.{name}: {problem}")
+    if recipe.kind == CAUSAL_LM and recipe.score:
+        words, parser = flags({**asked, **recipe.score.flags}), options.get_eval_lm_parser()
+        check_blocks(recipe, args, parse_training_flags(["DATA", "--path", "MODEL", *words], refusal, parser))
     per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
     if per_token and experts and per_token > experts:
         raise UserError(

@@ -183,7 +183,9 @@ def record(run: Run, started: float) -> Optional[Path]:
     scored = [step for step in steps(run) if step.name.startswith("score-")]
     if not options.wants("score") or not scored:
         return None
-    scores = {step.name.removeprefix("score-"): scores_in(step.output, recipe) for step in scored}
+    outputs = {step.name.removeprefix("score-"): step.output for step in scored}
+    folder_of_data = run.prepared.folder
+    scores = {name: scores_in(path, recipe, folder_of_data, name) for name, path in outputs.items()}
     metrics = {name: flat_metrics(values) for name, values in scores.items()}
     subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
     found: List[str] = []

@@ -12,6 +12,7 @@ from moa_fairseq.data_prep.parallel_text import SPLIT, WHOLE
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
+from moa_fairseq.recipes.batch import sentence_sizes
 from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
 
 log = logging.getLogger(__name__)
@@ -25,22 +26,39 @@ _SETTINGS = (
 )
 
 
-def scores_in(path: Path, recipe: Recipe) -> Dict[str, Any]:
-    """The scores that an evaluation of the recipe's kind wrote. Raises UserError for a damaged file."""
-    if recipe.kind == CAUSAL_LM:
-        return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe)
-    return read_scores(path)
+def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> Dict[str, Any]:
+    """The scores that an evaluation of the recipe's kind wrote.
+
+    data: the binarised folder. Raises UserError for a damaged file, or if it is of a part of the subset.
+    """
+    if recipe.kind != CAUSAL_LM:
+        return read_scores(path)
+    sizes, _ = sentence_sizes(recipe, data, subset)
+    # "complete_doc" takes empty lines for the ends of documents
+    whole = (recipe.score or Score()).flags.get("sample-break-mode") != "complete_doc"
+    tokens = int(sizes[sizes > (0 if whole else 1)].sum())
+    return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
 
 
-def read_report(text: str, path: Path, recipe: Recipe) -> Dict[str, Any]:
-    """fairseq-eval-lm's output as scores. Raises UserError if it holds no perplexity."""
+def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> Dict[str, Any]:
+    """fairseq-eval-lm's output as scores.
+
+    wanted: tokens of the data. Raises UserError if it holds no perplexity, or one of fewer tokens.
+    """
     found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
     if not found:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
     said = recipe.score.flags if recipe.score else {}
     evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
     if tokens:
-        evaluation["tokens"] = int(tokens.group(1).replace(",", ""))
+        evaluation["tokens"] = count = int(tokens.group(1).replace(",", ""))
+        if count < wanted:
+            length = recipe.training_flags.get("tokens-per-sample")
+            raise UserError(
+                f"{path}: fairseq-eval-lm evaluated {count:,} of {wanted:,} tokens; it leaves out what is "
+                f"longer than the model. Run the recipe again with --set "
+                f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
+            )
     return {
         "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
         "lm_bits": {"score": float(found.group(1))},  # of a token, which is a byte of enwik8

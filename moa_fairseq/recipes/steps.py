@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import moa_fairseq
 from moa_fairseq.data_prep.binarised import Prepared
@@ -226,20 +226,26 @@ def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Ste
         "remove-bpe": section.remove_bpe,
         **section.flags,
     }
-    translated, total = 0, run.prepared.sentences.get(subset, 0)
+    translated: Set[str] = set()  # ids of sentences, which have --nbest lines
+    total = run.prepared.sentences.get(subset, 0)
     pace, goal = max(100, (total or 1000) // 10), f" of {total:,}" if total else ""
 
     def watch(line: str) -> None:
-        nonlocal translated
-        if re.match(r"H-\d+\t", line):
-            translated += 1
-            if translated % pace == 0:
-                log.info("  %s%s sentences", f"{translated:,}", goal)
+        found = re.match(r"H-\d+\t", line)
+        if found and found.group() not in translated:
+            translated.add(found.group())
+            if len(translated) % pace == 0:
+                log.info("  %s%s sentences", f"{len(translated):,}", goal)
 
     def finish(made: Path) -> None:
         if not translated:
             where = f"see {run.folder / f'generate-{subset}.log'} and {made}"
             raise UserError(f"fairseq-generate translated nothing of subset {subset}; {where}.")
+        if len(translated) < total:
+            raise UserError(
+                f"fairseq-generate translated {len(translated):,} of {total:,} sentences of subset {subset}: "
+                f"a score would be one of these. It says why in {run.folder / f'generate-{subset}.log'}."
+            )
 
     output, line = run.folder / f"generate-{subset}.txt", run.command("fairseq-generate", values)
     inputs = _evaluated(run, section, subset, made)
@@ -277,6 +283,6 @@ def _scored(run: Run, name: str, file: str, line: List[str], inputs: Any, captur
     """A step whose output must hold scores."""
 
     def finish(made: Path) -> None:
-        scores_in(made, run.recipe)
+        scores_in(made, run.recipe, run.prepared.folder, name.removeprefix("score-"))
 
     return Step(name, run.folder / file, line, inputs, captured, finish=finish)

@@ -79,6 +79,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
     these read the same texts.
     """
 
+    reads_any_length = True  # positions are relative, and no chunk is left out
     _carried: Optional[Dict[str, Any]] = None  # what the next checkpoint will hold
 
     @classmethod

@@ -1,5 +1,7 @@
 """GroupedQueryExperts beside its equations (test_equations.py): MoA and dense attention in it, refusals."""
 
+import itertools
+
 import equations
 import pytest
 import torch
@@ -27,8 +29,10 @@ def padded(batch=3, length=7):
 
 @pytest.mark.parametrize("positions", [None, "rope"])
 @pytest.mark.parametrize("kdim", [None, 20])
-@pytest.mark.parametrize("per_token", [1, 4, 8])
-@pytest.mark.parametrize("renormalize", ["detached", "full", "none"])
+@pytest.mark.parametrize(
+    ("renormalize", "per_token"),
+    [*itertools.product(["detached", "full", "none"], [4, 8]), ("detached", 1), ("none", 1)],
+)
 def test_one_group_without_a_shared_head_is_moa_bit_by_bit(renormalize, per_token, kdim, positions):
     """4K8E48D: the same seed gives the same weights, outputs and gradients, with padding and dropout."""
     sizes = {"num_experts": 8, "experts_per_token": per_token, "expert_dim": 48}
@@ -120,6 +124,21 @@ def test_the_task_trains_the_router_unless_outputs_are_hard(output, learns):
     module(x, x, x)[0].square().sum().backward()
     gradient = module.router.projection.weight.grad
     assert learns == (gradient is not None and bool(gradient.abs().sum() > 0))
+
+
+@pytest.mark.parametrize("output", ["paper", "weighted", "experts"])
+def test_one_gate_that_is_always_one_is_not_trained(output):
+    """One group, k = 1: p/p has no gradient. The remedy has the same values, and one."""
+    sizes = {"groups": 1, "experts_per_token": 1, "output": output}
+    constant, remedy = build(**sizes), build(**sizes, renormalize="detached")
+    remedy.load_state_dict(constant.state_dict())
+    x, _ = padded()
+    torch.testing.assert_close(constant(x, x, x)[0], remedy(x, x, x)[0])  # in evaluation nothing is refused
+    with pytest.raises(UserError, match="--router-renormalize detached"):
+        constant.train()(x, x, x)
+    remedy.train()(x, x, x)[0].square().sum().backward()
+    assert remedy.router.projection.weight.grad.abs().sum() > 1e-2
+    build(**{**sizes, "output": "hard"}).train()(x, x, x)  # has no gates at all
 
 
 def test_its_cost():

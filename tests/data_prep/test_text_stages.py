@@ -15,6 +15,7 @@ from subword_nmt.learn_bpe import learn_bpe
 
 from moa_fairseq.data_prep import text_stages
 from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut, datasets
+from moa_fairseq.data_prep.monolingual import write_lines
 from moa_fairseq.data_prep.parallel_text import BAD, Piece, read_lines, read_pairs
 from moa_fairseq.data_prep.prepare import sample_pairs
 from moa_fairseq.data_prep.text_stages import (
@@ -188,6 +189,36 @@ def test_unusable_training_lines_are_dropped_with_their_partner(run, said):
 def test_what_is_no_text_is_refused(run, name, source, target, words):
     with pytest.raises(UserError, match=words):
         run(source, target, name)
+
+
+@pytest.mark.parametrize("word", ["<pad>", "</s>", "<s>", "<unk>"])
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_a_word_that_is_a_symbol_of_fairseqs_is_refused(write, tmp_path, name, word):
+    def made(target, steps=((), ()), own=True):
+        treatment = TREATMENT._replace(steps=steps)
+        split = Split(name, [write("a\nb\nc\n", target, name)], treatment, None, name == "train", own)
+        write_splits([split], ("en", "de"), tmp_path / "out", 1)
+        return (tmp_path / "out" / f"{name}.de").read_text()
+
+    text = f"x\ny {word} z\nx\n"
+    with pytest.raises(UserError, match=rf"{name}\.de, line 2: the word {word} ") as refusal:
+        made(text)
+    remedy = str(refusal.value).partition("such as ")[2].split(",")[0]
+    assert made(text.replace(word, remedy)) == text.replace(word, remedy)
+    assert word not in made(text, steps=((), (("tokenize", {"lang": "de"}),))).split()  # the other remedy
+    assert made(f"x\ny{word} z\nx\n") == f"x\ny{word} z\nx\n"  # in a longer word
+    assert made(text, own=False) == text
+
+
+def test_words_of_a_language_model_that_are_symbols_of_fairseqs(tmp_path):
+    texts = {split: [Piece(tmp_path / split)] for split in ("train", "test")}
+    (tmp_path / "train").write_text("a b\nc <unk> d\n")  # as WikiText has it
+    for word in ("<pad>", "</s>", "<s>"):
+        (tmp_path / "test").write_text(f"a\nb {word}\n")
+        with pytest.raises(UserError, match=rf"test, line 2: the word {word} "):
+            write_lines(texts, tmp_path / "text")
+    (tmp_path / "test").write_text("a\n")
+    assert write_lines(texts, tmp_path / "text")["train"] == {"lines": 2, "tokens": 5}
 
 
 def test_dos_files_with_a_mark_at_the_beginning_and_empty_lines_of_a_test(run):

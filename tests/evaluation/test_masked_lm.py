@@ -10,6 +10,7 @@ import torch
 import moa_fairseq
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep.manifest import read_manifest
+from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.masked_lm import LINE_END, TEXT, Masking, measure
 from moa_fairseq.evaluation.trained_model import load_trained
 
@@ -55,6 +56,18 @@ def test_each_kind_of_token_is_counted_for_itself(toy_masked_lm, toy_wiki_data):
     assert all(0 < result.masked[kind] < result.tokens[kind] for kind in (TEXT, LINE_END))
     share = sum(result.masked.values()) / sum(result.tokens.values())
     assert share == pytest.approx(task.cfg.mask_prob, abs=0.03)
+
+
+def test_no_sample_is_left_out_because_it_is_long(toy_masked_lm, toy_wiki_data):
+    model, task = load_trained(toy_masked_lm, toy_wiki_data)
+    positions = task.cfg.tokens_per_sample
+    task.cfg.tokens_per_sample = 100_000
+    with pytest.raises(UserError, match=r"1 of 1 samples are longer .*--sample-break-mode none"):
+        measure(model.eval(), task, "test", 1, 240, CPU)
+    task.cfg.tokens_per_sample = positions
+    task.cfg.sample_break_mode = "none"
+    words = read_manifest(toy_wiki_data)["splits"]["test"]
+    assert measure(model, task, "test", 1, 240, CPU).tokens[TEXT] == words["subwords"]
 
 
 def test_the_word_level_number_shares_subwords_out():

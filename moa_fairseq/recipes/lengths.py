@@ -1,0 +1,93 @@
+"""What an evaluation will find too long is found before the training."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Iterator, Tuple
+
+import numpy
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.lengths import DEFAULT_BLOCK
+from moa_fairseq.recipes.batch import MAX_POSITIONS, sentence_sizes
+from moa_fairseq.recipes.schema import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    LARGEST,
+    MASKED_LM,
+    TRANSLATION,
+    Recipe,
+)
+
+# Values of --sample-break-mode that keep a line whole, however long it is.
+WHOLE_LINES = ("complete", "complete_doc", "eos")
+BREAK_MODE = "sample-break-mode"
+SKIP = "skip-invalid-size-inputs-valid-test"
+
+
+def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argparse.Namespace) -> None:
+    """Raise UserError where fairseq-eval-lm would read longer blocks than the language model.
+
+    training, evaluation: the flags of fairseq-train and fairseq-eval-lm, as fairseq parsed them.
+    """
+    limit = getattr(training, "max_target_positions", None) or training.tokens_per_sample
+    block, window = evaluation.tokens_per_sample, evaluation.context_window
+    if hasattr(evaluation, "carried_chunks"):
+        if window:
+            raise UserError(
+                f"score.flags.context-window: {window} and train.task {recipe.train.task} are two ways to "
+                "look back: leave context-window out, or say train.task: language_modeling."
+            )
+        return  # chunks may have any length
+    if block > limit and block != DEFAULT_BLOCK:
+        raise UserError(
+            f"score.flags.tokens-per-sample: blocks of {block:,} tokens are longer than the model reads "
+            f"({limit:,}, train.flags.tokens-per-sample): say score.flags.tokens-per-sample={limit}."
+        )
+    if window >= min(block, limit):
+        raise UserError(
+            f"score.flags.context-window: {window:,} leaves no token to evaluate in a block of "
+            f"{min(block, limit):,}: choose a smaller one."
+        )
+
+
+def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) -> None:
+    """Raise UserError where a sentence of an evaluated subset is longer than the model reads.
+
+    fairseq would stop at it after the training, or leave it out. data: the binarised folder.
+    """
+    for split, limits, remedy in _limits(recipe, training):
+        for sizes, limit in zip(sentence_sizes(recipe, data, split), limits):
+            too_long = numpy.flatnonzero(sizes > limit)
+            if len(too_long):
+                raise UserError(
+                    f"{data}: sentence {too_long[0] + 1:,} of {split} has {sizes[too_long[0]]:,} tokens, and "
+                    f"at most {limit:,} are read; {len(too_long):,} of {len(sizes):,} are too long. Take "
+                    f"them out of the text, or {remedy.format(int(sizes.max()))}."
+                )
+
+
+def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[Tuple[str, Tuple[int, int], str]]:
+    """(subset, tokens that its source and target sentences may have, how to raise that)."""
+    if getattr(training, "shorten_method", "none") != "none":
+        return
+    subsets = dict.fromkeys([*recipe.subsets, *([] if recipe.training_flags.get(SKIP) else ["valid"])])
+    if recipe.kind in (TRANSLATION, CLASSIFICATION):
+        names = ["max_source_positions", "max_target_positions"]
+        if recipe.kind == CLASSIFICATION:
+            names = ["max_positions"] * 2
+        class_token = getattr(training, "init_token", None) is not None  # before every sentence
+        source, target = ((getattr(training, name, None) or MAX_POSITIONS) - class_token for name in names)
+        flags = [f"model.flags.{name.replace('_', '-')}={{0}}" for name in dict.fromkeys(names)]
+        if getattr(training, "truncate_source", False):
+            source = LARGEST
+        yield from ((subset, (source, target), f"say {' and '.join(flags)}") for subset in subsets)
+        return
+    block = training.tokens_per_sample - (recipe.kind == MASKED_LM)  # less <s>
+    for subset in subsets:
+        section, flags_of_mode = "train", recipe.training_flags
+        if recipe.kind == CAUSAL_LM and subset in recipe.subsets and recipe.score:
+            section, flags_of_mode = "score", recipe.score.flags
+        if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
+            yield subset, (block, block), f"say {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"

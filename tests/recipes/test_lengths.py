@@ -1,0 +1,81 @@
+"""Whatever is longer than the model is found before the training, and no score is one of a part."""
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.recipes.lengths import check_sentences
+from moa_fairseq.recipes.loading import check_flags, load_recipe
+from moa_fairseq.recipes.scores import read_report
+
+REPORT = "Evaluated {} tokens in 12.5s\nLoss (base 2): 4.2258, Perplexity: 18.71\n"
+
+
+@pytest.fixture
+def causal(small, write_config):
+    """causal(*overrides) → the recipe of a language model that reads 24 tokens."""
+    flags = {"tokens-per-sample": 24, "optimizer": "adam", "lr": 0.01}
+    train = {"task": "language_modeling", "criterion": "cross_entropy", "max_tokens": 240, "max_epoch": 2}
+    model = {"arch": "transformer_lm", "flags": {"decoder-layers": 1, "decoder-embed-dim": 16}}
+    mapping = {
+        **{key: small[key] for key in ("experiment", "summary")},
+        "data": {"recipe": "binarised"},
+        "model": model,
+        "train": {**train, "flags": flags},
+        "score": {"headline": "lm_ppl", "subsets": ["test"]},
+    }
+    path = write_config(mapping)
+    return lambda *overrides: load_recipe(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["score.flags.tokens-per-sample=25"], "score.flags.tokens-per-sample=24"),
+        (["score.flags.context-window=24"], "score.flags.context-window"),
+        (["score.flags.context-window=2000"], "score.flags.context-window"),
+        (["train.task=language_modeling_truncated_bptt", "score.flags.context-window=4"], "context-window"),
+        ([], None),
+        (["score.flags.tokens-per-sample=24", "score.flags.context-window=23"], None),
+        (["score.flags.tokens-per-sample=25", "model.flags.max-target-positions=25"], None),
+        (["train.task=language_modeling_truncated_bptt", "score.flags.tokens-per-sample=48"], None),
+    ],
+)
+def test_blocks_of_a_language_model(causal, overrides, key):
+    if key is None:
+        check_flags(causal(*overrides))
+        return
+    with pytest.raises(UserError, match=key):
+        check_flags(causal(*overrides))
+
+
+def test_a_perplexity_of_fewer_tokens_is_no_result(causal, tmp_path):
+    with pytest.raises(UserError, match=r"15 of 4,239 tokens.*score\.flags\.tokens-per-sample=24"):
+        read_report(REPORT.format(15), tmp_path / "eval-lm-test.txt", causal(), 4239)
+    scores = read_report(REPORT.format("4,239"), tmp_path / "eval-lm-test.txt", causal(), 4239)
+    assert scores["lm_ppl"]["score"] == 18.71 and scores["meta"]["evaluation"]["tokens"] == 4239
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_sentence_that_is_longer_than_the_model(small, write_config, make_lines, tmp_path, side, split):
+    """make_lines' sentences have two tokens."""
+    small["data"]["recipe"] = "binarised"
+    path, key = write_config(small), f"model.flags.max-{side}-positions"
+    data = make_lines(tmp_path / "bin", {"train": 3, "valid": 3, "test": 3}, "en-de")
+    overrides = [f"{key}=1"]
+    if split == "test":
+        overrides.append("train.flags.skip-invalid-size-inputs-valid-test=true")  # not of what is scored
+    recipe = load_recipe(path, overrides)
+    with pytest.raises(UserError, match=rf"sentence 1 of (valid|test) has 2 tokens.*{key}=2") as refusal:
+        check_sentences(recipe, check_flags(recipe), data)
+    assert split == "valid" or "of test" in str(refusal.value)
+    recipe = load_recipe(path, [f"{key}=2"])
+    check_sentences(recipe, check_flags(recipe), data)
+
+
+@pytest.mark.parametrize(
+    "flag", ["max-source-positions=9", "skip-invalid-size-inputs-valid-test=true", "num-shards=2"]
+)
+def test_flags_that_make_a_score_one_of_a_part(small, write_config, flag):
+    with pytest.raises(UserError, match=f"generate.flags.{flag.partition('=')[0]}"):
+        load_recipe(write_config(small), [f"generate.flags.{flag}"])
