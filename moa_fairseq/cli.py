@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable, Iterator, List, Optional
 
 import moa_fairseq
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, printable
 
 # verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
@@ -34,7 +34,7 @@ VERBS = {
 }
 
 # The packages whose log messages a user is shown.
-REPORTING = ("analysis", "corpus", "data_prep", "recipes", "running", "study")
+REPORTING = ("analysis", "corpus", "data_prep", "inference", "recipes", "running", "study")
 
 
 class Console(logging.Handler):
@@ -47,7 +47,7 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        self.write(level + record.getMessage())
+        self.write(printable(level + record.getMessage()))
 
 
 @contextlib.contextmanager
@@ -117,6 +117,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
+    if sys.stderr is None:  # `2>&-`: a message must not land in the standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         args = build_parser(argv).parse_args(argv)
     except ImportError as error:  # the attention needs torch alone, the commands need more
@@ -127,15 +129,16 @@ def main(argv: Optional[List[str]] = None) -> int:
         )
         return 2
     logging.getLogger().setLevel(logging.WARNING)  # fairseq turns it up to DEBUG
-    # With --json the standard output holds the JSON alone.
-    stream = sys.stderr if getattr(args, "json", None) is True else sys.stdout
+    # With --json the standard output holds the JSON alone, of these verbs the text alone.
+    alone = getattr(args, "json", None) is True or args.verb in ("translate", "complete", "fill-mask")
+    stream = sys.stderr if alone else sys.stdout
     try:
         if args.user_dir is not None:
             _import_plugin(args)
         with reporting_to(Console(functools.partial(print, file=stream, flush=True))):
             return args.run(args)
     except UserError as error:
-        print(f"moa-fairseq {args.verb}: error: {error}", file=sys.stderr)
+        print(printable(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 141

@@ -1,5 +1,6 @@
 """The one exception that a user is meant to read."""
 
+import unicodedata
 from typing import Sequence
 
 
@@ -9,6 +10,19 @@ class UserError(Exception):
     The message is one paragraph: it names the flag, file or line at fault and the remedy. The
     command line prints it without a traceback and exits with status 2.
     """
+
+
+def printable(text: str) -> str:
+    """Foreign text for a terminal: a control character, which could give it orders, as `\\x1b`."""
+    if text.isprintable():
+        return text
+    kept = "\n\t"
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in ("Cc", "Cs") and letter not in kept
+        else letter
+        for letter in text
+    )
 
 
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:

@@ -216,6 +216,8 @@ def print_user_errors(kind: type, error: BaseException, trace: Optional[types.Tr
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
     if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
         error = UserError(str(error))
+    if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
+        error = UserError(f"{str(error).rstrip('.')}.")
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

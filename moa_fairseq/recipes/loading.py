@@ -65,7 +65,7 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
 
 def _layers(path: Path, above: Sequence[Path] = ()) -> List[Dict[str, Any]]:
     """The mappings of a recipe file: those of its bases, lowest first, then its own."""
-    mapping, layers = _read_yaml(path), []
+    mapping, layers = read_mapping(path, "recipe"), []
     names = mapping.pop("base", [])
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
@@ -182,7 +182,8 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else f" (known: {', '.join(sorted(known))[:300]})"
 
 
-def _read_yaml(path: Path) -> Dict[str, Any]:
+def read_mapping(path: Path, kind: str) -> Dict[str, Any]:
+    """The mapping in a YAML file. kind: what the file is, such as "recipe". Raises UserError."""
     try:
         text = path.read_text(encoding="utf-8")
         if any(isinstance(token, (yaml.AnchorToken, yaml.AliasToken)) for token in yaml.scan(text)):
@@ -191,9 +192,9 @@ def _read_yaml(path: Path) -> Dict[str, Any]:
     except FileNotFoundError:
         near = sorted({p.stem for folder in (path.parent, shipped("configs")) for p in folder.glob("*.yaml")})
         hint = did_you_mean(path.stem, near) if near else ""
-        raise UserError(f"There is no recipe file {path}{hint}.") from None
+        raise UserError(f"There is no {kind} file {path}{hint}.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the recipe file {path}: {error}.") from error
+        raise UserError(f"Cannot read the {kind} file {path}: {error}.") from error
     except _NOT_YAML as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:500]}") from error
     if not isinstance(mapping, dict) or text.lstrip()[:1] in ("", "-"):
