@@ -112,7 +112,8 @@ def kept_text(checkpoint: Path) -> Optional[Path]:
     run = _run_of(checkpoint)
     if run is None or not (run / KEPT / MANIFEST).is_file():
         return None
-    check_text(run / KEPT / BINARISED)
+    remedy = f"Delete {run / KEPT}: the text is then read by the run's data, if that is unchanged."
+    check_text(run / KEPT / BINARISED, remedy)
     return run / KEPT / BINARISED
 
 
@@ -153,10 +154,10 @@ def warn_of(unknown: List[str], checkpoint: Path, data: Path) -> None:
         log.warning("%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, why)
 
 
-def check_text(data: Path) -> List[str]:
+def check_text(data: Path, remedy: str = _REMEDY) -> List[str]:
     """Raises UserError for text files that the manifest.json beside a binarised folder lists otherwise.
 
-    Returns those that it does not list.
+    Returns those that it does not list. remedy: ends the message.
     """
     manifest, found = data.parent / MANIFEST, text_files(data)
     outputs = read_manifest(data.parent).get("outputs") if manifest.is_file() else None
@@ -170,9 +171,9 @@ def check_text(data: Path) -> List[str]:
     for name, expected in listed.items():
         path = found.get(name)
         if path is None:
-            raise UserError(f"{data.parent / name} is missing, which {manifest} lists. {_REMEDY}")
+            raise UserError(f"{data.parent / name} is missing, which {manifest} lists. {remedy}")
         if checksum(path) != expected:
-            raise UserError(f"{path} is not the file that {manifest} lists: it was changed. {_REMEDY}")
+            raise UserError(f"{path} is not the file that {manifest} lists: it was changed. {remedy}")
     return sorted(found.keys() - listed)
 
 

@@ -15,6 +15,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.inference import text_model
 from moa_fairseq.inference.text_model import answers, hypotheses, lines_of, shown, status_of
 
+ANY_ORDER = True  # FILE may stand behind the flags
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq complete`."""

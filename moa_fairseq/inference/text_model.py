@@ -66,17 +66,14 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
     if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
         data = data / "binarised"
-    if kept := kept_text(checkpoint):
-        if args.data and data:
-            same_text(checkpoint, data.resolve(), named=True)
-        data = kept
+    kept = kept_text(checkpoint)
+    data = kept if kept and not args.data else data
     if data is None or not data.is_dir():
         missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
         gone = f"{missing} is not a folder" if missing else f"{args.run_dir} does not tell its data"
         raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
-    data = data.resolve()
-    if not kept:
-        warn_of(same_text(checkpoint, data, named=args.data is not None), checkpoint, data)
+    warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
+    data = kept or data.resolve()
     codec = WordCodec() if args.segmented else codec_of(data, kind)
     overrides = {"data": str(data)}
     models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)

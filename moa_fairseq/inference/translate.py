@@ -28,6 +28,8 @@ from moa_fairseq.recipes.schema import Generate
 # Of the terminal's 256 colours, those that differ most on dark and on light.
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
 
+ANY_ORDER = True  # FILE may stand behind the flags
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq translate`."""
