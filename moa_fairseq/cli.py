@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Callable, Iterator, List, Optional
 
 import moa_fairseq
-from moa_fairseq.errors import UserError
-from moa_fairseq.tables import Terminal, visible
+from moa_fairseq.errors import UserError, printable
+from moa_fairseq.tables import Terminal
 
 # verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
@@ -35,7 +35,7 @@ VERBS = {
 }
 
 # The packages whose log messages a user is shown.
-REPORTING = ("analysis", "corpus", "data_prep", "recipes", "running", "study")
+REPORTING = ("analysis", "corpus", "data_prep", "inference", "recipes", "running", "study")
 
 
 class Console(logging.Handler):
@@ -48,7 +48,7 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-        self.write(level + visible(record.getMessage()))
+        self.write(printable(level + record.getMessage()))
 
 
 @contextlib.contextmanager
@@ -118,6 +118,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
+    if sys.stderr is None:  # `2>&-`: a message must not land in the standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         args = build_parser(argv).parse_args(argv)
     except ImportError as error:  # the attention needs torch alone, the commands need more
@@ -128,8 +130,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         )
         return 2
     logging.getLogger().setLevel(logging.WARNING)  # fairseq turns it up to DEBUG
-    # With --json the standard output holds the JSON alone.
-    stream = sys.stderr if getattr(args, "json", None) is True else sys.stdout
+    # With --json the standard output holds the JSON alone, of these verbs the text alone.
+    alone = getattr(args, "json", None) is True or args.verb in ("translate", "complete", "fill-mask")
+    stream = sys.stderr if alone else sys.stdout
     try:
         if args.user_dir is not None:
             _import_plugin(args)
@@ -139,14 +142,14 @@ def main(argv: Optional[List[str]] = None) -> int:
         with guard, reporting_to(Console(functools.partial(print, file=stream, flush=True))):
             return args.run(args)
     except UserError as error:
-        print(visible(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
+        print(printable(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 141
     except OSError as error:
         where = error.filename or "a file"
         print(
-            visible(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}."), file=sys.stderr
+            printable(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}."), file=sys.stderr
         )
         return 2
     except KeyboardInterrupt:

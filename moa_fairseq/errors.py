@@ -1,5 +1,6 @@
 """The one exception that a user is meant to read."""
 
+import re
 from typing import Sequence
 
 
@@ -9,6 +10,28 @@ class UserError(Exception):
     The message is one paragraph: it names the flag, file or line at fault and the remedy. The
     command line prints it without a traceback and exits with status 2.
     """
+
+
+# Control characters, which a terminal obeys, beside those sequences that this package itself writes: colours,
+# and the end of a line that is written anew.
+_CONTROL = re.compile(r"(\x1b\[[0-9;]*[mK]|\r)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str, coloured: bool = False) -> str:
+    r"""Foreign text for a terminal.
+
+    Args:
+        text: what may hold control characters or halves of a character.
+        coloured: whether colours, and returns to the beginning of a line, stay.
+
+    Returns:
+        The text with each of them written out, such as \x1b.
+    """
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(
+        lambda sign: sign[0] if coloured and sign[1] else sign[0].encode("unicode_escape").decode(), text
+    )
 
 
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:

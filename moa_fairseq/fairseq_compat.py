@@ -14,6 +14,7 @@ try:
         collectives,
         cpu_autocast,
         foreign_settings,
+        generation,
         lengths,
         literals,
         malformed_checkpoints,
@@ -32,7 +33,7 @@ load_checkpoint = checkpoint_files.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
-    *(lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm),
+    *(lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
 )
 PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
 

@@ -8,9 +8,8 @@ import textwrap
 from itertools import zip_longest
 from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, TextIO, Union
 
-# Control characters, which a terminal obeys, and those sequences that this package itself writes: colours,
-# and the end of a line that is written anew.
-_CONTROL = re.compile(r"(\x1b\[[0-9;]*[mK])|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+from moa_fairseq.errors import printable
+
 _BAR = re.compile(r"(?<!\\)\|")  # ends a cell in Markdown
 _BREAKABLE = 12  # a word that is longer may be broken where nothing else makes a table fit
 
@@ -107,13 +106,8 @@ def plain(text: str) -> str:
 
 def _written(value: Any, form: str) -> str:
     if value is None or isinstance(value, str):
-        return visible(" ".join((value or "").splitlines()))
+        return printable(" ".join((value or "").splitlines()))
     return format(value, form)
-
-
-def visible(text: str, coloured: bool = False) -> str:
-    r"""A text with its control characters written out, as \x1b. coloured: but for colours."""
-    return _CONTROL.sub(lambda sign: (coloured and sign[1]) or repr(sign[0])[1:-1], text)
 
 
 class Terminal:
@@ -123,8 +117,8 @@ class Terminal:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text as `visible` has it."""
-        return self.stream.write(visible(text, coloured=True))
+        """Write a text as `printable` has it."""
+        return self.stream.write(printable(text, coloured=True))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

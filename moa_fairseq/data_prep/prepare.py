@@ -120,11 +120,7 @@ class Preparation:
             raise UserError(f"{problem}: name the folder of that data set, or leave --data away.")
         log.info("%s: binarised already; used as it is", source)
         sentences = check_binarised(source, self.languages, self.subsets, self._joined)
-        # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-        place = source / INPUT if is_classification(source) else source
-        files = [path for path in sorted(place.glob("*.*")) if path.suffix in (".bin", ".idx", ".txt")]
-        sizes = {path.name: path.stat().st_size for path in files if path.is_file()}
-        return Prepared(source, sentences, fingerprint_of("given", sizes))
+        return Prepared(source, sentences, given_fingerprint(source))
 
     def steps(self) -> List[Step]:
         """All steps, in order; nothing is read but the names of files."""
@@ -469,6 +465,14 @@ _KINDS: Dict[str, Callable[[Preparation], List[Step]]] = {
     MASKED_LM: _masked_lm,
     CLASSIFICATION: _classification,
 }
+
+
+def given_fingerprint(source: Path) -> str:
+    """Of a binarised folder that was made elsewhere."""
+    # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
+    place = source / INPUT if is_classification(source) else source
+    files = [path for path in sorted(place.glob("*.*")) if path.suffix in (".bin", ".idx", ".txt")]
+    return fingerprint_of("given", {path.name: path.stat().st_size for path in files if path.is_file()})
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:

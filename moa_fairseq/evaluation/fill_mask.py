@@ -5,12 +5,14 @@ moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save t
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
 from moa_fairseq.data_prep.gpt2_files import bpe_files, obtain_gpt2_files
-from moa_fairseq.errors import UserError
+from moa_fairseq.data_prep.text_files import kept_text, same_text, warn_of
+from moa_fairseq.errors import UserError, printable
 from moa_fairseq.evaluation.trained_model import load_masked_lm
 
 
@@ -27,8 +29,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the most probable tokens; </s> and other symbols are left out."""
     if args.text.count("<mask>") != 1 or args.top < 1:
         raise UserError("Give a text with exactly one <mask>, and --top 1 or more.")
-    model, task = load_masked_lm(args.checkpoint, args.data)
-    data, dictionary = Path(task.cfg.data), task.source_dictionary
+    kept = kept_text(args.checkpoint)
+    model, task = load_masked_lm(args.checkpoint, args.data or kept)
+    data, dictionary = kept or Path(task.cfg.data).resolve(), task.source_dictionary
+    if not kept:
+        warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
     encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))
     before, after = (side.rstrip() for side in args.text.split("<mask>"))
     ids = [*map(str, encoder.encode(before)), "<mask>", *map(str, encoder.encode(after))]
@@ -41,5 +46,9 @@ def run(args: argparse.Namespace) -> int:
     texts = [(encoder.decode([int(symbol)]), p) for symbol, p in ranked if symbol.isdigit()][: args.top]
     rows = [{"token": t, "probability": p, "text": (before + t + after).strip()} for t, p in texts]
     lines = [f"{row['probability']:7.4f}  {row['token']!r:<16} {row['text']}" for row in rows]
-    print(json.dumps(rows, indent=1, ensure_ascii=False) if args.json else "\n".join(lines))
+    if sys.stdout is None:  # `>&-`
+        raise UserError("Standard output is closed: redirect it with `> FILE`.")
+    # the token as `repr` shows it, the text with whatever it holds
+    shown = printable if sys.stdout.isatty() else str
+    print(json.dumps(rows, indent=1, ensure_ascii=False) if args.json else shown("\n".join(lines)))
     return 0

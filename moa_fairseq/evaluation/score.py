@@ -69,7 +69,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
 from moa_fairseq.data_prep.parallel_text import hyphens
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, printable
 from moa_fairseq.evaluation import classification, masked_lm
 from moa_fairseq.evaluation.against import against, interval_of
 from moa_fairseq.evaluation.chains import (
@@ -85,7 +85,7 @@ from moa_fairseq.evaluation.chains import (
 )
 from moa_fairseq.evaluation.generate_log import beside_recipe, read_generate_log, read_lines
 from moa_fairseq.evaluation.text_marks import RUNNING, doubts, lacks_spaces, subword_kind
-from moa_fairseq.tables import Column, Table, visible
+from moa_fairseq.tables import Column, Table
 
 _GERMAN = "does not name its language, so German is assumed: say --target-lang"
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _warn(meta: Dict[str, Any]) -> None:
     for warning in meta["warnings"]:
-        print(visible(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
+        print(printable(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
 
 
 def _compare(first: List[RunningText], second: List[RunningText], as_json: bool) -> int:

@@ -11,6 +11,7 @@ from fairseq import checkpoint_utils, utils
 from torch import nn
 
 import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
+from moa_fairseq.data_prep.text_files import same_text
 from moa_fairseq.errors import UserError
 
 
@@ -18,7 +19,7 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
     """The model and the task of a checkpoint, the task reading the binarised `data`.
 
     data: None for the folder that it was trained on. Raises UserError if the checkpoint or the folder is not
-    there, or if they do not fit together.
+    there, or if they do not fit together: where a run keeps its dictionaries, by content.
     """
     if not checkpoint.is_file():
         why = "is a folder" if checkpoint.is_dir() else "does not exist"
@@ -35,6 +36,8 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
             f"{'' if os.path.isabs(folder) else ' as seen from this folder'}: name that data, or other data "
             "with the same dictionaries, with --data DATA_BIN. All other settings are in the checkpoint."
         )
+    if folder:
+        same_text(checkpoint, (data or Path(folder)).resolve(), named=data is not None)
     models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], state=state)
     return models[0], task
 

@@ -218,6 +218,20 @@ def _check_use(task: Any, models: List[Any]) -> None:
                 raise ValueError(f"the longest sentence (such as --max-source-positions) is {limit}")
 
 
+@patch(
+    "fairseq.models.fairseq_model:BaseFairseqModel.load_state_dict",
+    "fairseq_patches/test_generation.py::test_weights_of_another_kind_are_refused",
+)
+def refuse_other_kinds(load: Callable, model: Any, state: Dict[str, Any], *args: Any, **options: Any) -> Any:
+    """torch turns integers and complex numbers into weights without a word."""
+    for name, parameter in model.named_parameters():
+        weight = state.get(name)
+        if isinstance(weight, Tensor) and weight.is_floating_point() != parameter.is_floating_point():
+            why = f"is made of {weight.dtype}, and no training saves that"
+            raise UserError(f"The weight {name[:80]} {why}. {_REMEDY}")
+    return load(model, state, *args, **options)
+
+
 @patch("fairseq.criterions:build_criterion", _TEST)
 def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
     """fairseq-validate builds whatever criterion a checkpoint's settings describe."""

@@ -288,6 +288,8 @@ def print_user_errors(kind: type, error: BaseException, trace: Optional[types.Tr
         how = f"was killed ({error.signal_name})" if error.signal_name else f"ended with {error.exit_code}"
         remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
         error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
+    if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
+        error = UserError(f"{str(error).rstrip('.')}.")
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

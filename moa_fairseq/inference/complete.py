@@ -7,16 +7,15 @@ moa-fairseq complete RUN prompts.txt --sample 10 --seed 3      draws among the 1
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 
 import torch
 
 from moa_fairseq.data_prep.catalogue import LANGUAGE_MODELING
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
 from moa_fairseq.inference import text_model
-from moa_fairseq.inference.text_model import hypotheses, lines_of
+from moa_fairseq.inference.text_model import answers, hypotheses, lines_of, shown, status_of
+
+ANY_ORDER = True  # FILE may stand behind the flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +47,11 @@ def run(args: argparse.Namespace) -> int:
     settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
     if args.sample:
         settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
-    place = atomic_write(args.output) if args.output else contextlib.nullcontext(sys.stdout)
-    with place as stream, torch.no_grad():
+    left_out = 0
+    with answers(args) as stream, torch.no_grad():
         for batch in lines_of(args):
-            for _, found in hypotheses(model, batch, settings, room):
-                print(model.decode(found[0]["tokens"]) if found else "", file=stream)
+            for symbols, found in hypotheses(model, batch, settings, room):
+                print(shown(model.decode(found[0]["tokens"]), stream) if found else "", file=stream)
+                left_out += symbols is not None and not found
             stream.flush()
-    return 0
+    return status_of(left_out)

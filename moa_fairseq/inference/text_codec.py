@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Tuple
+from typing import Any, NamedTuple, Tuple
 
-from moa_fairseq.data_prep.catalogue import TRANSLATION, Dataset, datasets
-from moa_fairseq.data_prep.manifest import MANIFEST
+from moa_fairseq.data_prep.catalogue import TRANSLATION
+from moa_fairseq.data_prep.manifest import MANIFEST, read_manifest
 from moa_fairseq.data_prep.monolingual import MODEL
+from moa_fairseq.data_prep.prepare import CODES
+from moa_fairseq.data_prep.text_files import rules_of, text_files
 from moa_fairseq.data_prep.text_stages import load_codes, words_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.json_files import read_json
 from moa_fairseq.text import Step
 from moa_fairseq.text.tokenizer import detokenize
 
@@ -88,26 +89,22 @@ def codec_of(data: Path, kind: str) -> Any:
     Raises UserError for a folder of another origin, and for another kind of data.
     """
     root, remedy = data.parent, "Give text that is tokenised and segmented as the model's, with --segmented."
-    if not (root / MANIFEST).is_file():
-        raise UserError(f"{data} has no {MANIFEST} beside it that says how its text was prepared. {remedy}")
-    settings: Dict[str, Any] = read_json(root / MANIFEST, remedy).get("settings") or {}
-    dataset = datasets().get(settings.get("recipe", ""))
-    if dataset is None or dataset.kind != kind:
-        verb = "translate" if kind != TRANSLATION else "complete"
-        remedy = f"`moa-fairseq {verb}` reads such runs" if dataset else remedy
-        raise UserError(
-            f"{root / MANIFEST} is of {settings.get('recipe')}, no data set for {kind}: {remedy}."
-        )
-    return _translation(root, settings, dataset) if kind == TRANSLATION else _running_text(root, dataset)
-
-
-def _translation(root: Path, settings: Dict[str, Any], dataset: Dataset) -> TranslationCodec:
-    steps = dataset.steps_for("test", settings["source"], settings)
-    found = [path for path in (root / "bpe" / "codes", root / "codes") if path.is_file()]
-    return TranslationCodec(steps, str(found[0]) if found else "", settings["target"])
-
-
-def _running_text(root: Path, dataset: Dataset) -> Any:
-    if dataset.encoder == "sentencepiece":
-        return PieceCodec(str(root / "model" / MODEL))
-    return ByteCodec() if dataset.encoder == "bytes" else WordCodec()
+    rules = rules_of(read_manifest(root))
+    if not rules:
+        raise UserError(f"No {MANIFEST} beside {data} says how its text was prepared. {remedy}")
+    if rules.get("kind") != kind or (kind == TRANSLATION and not rules.get("target")):
+        verb = "translate" if rules.get("kind") == TRANSLATION else "complete"
+        other = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
+        raise UserError(f"{root / MANIFEST} is not of data for {kind}: {other}")
+    found = text_files(data)
+    if kind == TRANSLATION:
+        codes = next((str(found[name]) for name in (f"bpe/{CODES}", CODES) if name in found), "")
+        if rules.get("merges") and not codes:
+            raise UserError(f"{root}/bpe/{CODES} is missing, by which the text was segmented. {remedy}")
+        steps = tuple((name, options) for name, options in rules.get("steps", ()))
+        return TranslationCodec(steps, codes, rules["target"])
+    if rules.get("encoder") != "sentencepiece":
+        return ByteCodec() if rules.get("encoder") == "bytes" else WordCodec()
+    if f"model/{MODEL}" not in found:
+        raise UserError(f"{root}/model/{MODEL} is missing, by which the text was segmented. {remedy}")
+    return PieceCodec(str(found[f"model/{MODEL}"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -15,13 +16,15 @@ from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.hub_utils import GeneratorHubInterface
 
 from moa_fairseq.data_prep.binarised import is_binarised
-from moa_fairseq.errors import UserError
+from moa_fairseq.data_prep.text_files import kept_text, same_text, warn_of
+from moa_fairseq.errors import UserError, printable
 from moa_fairseq.evaluation.trained_model import device_for
-from moa_fairseq.files import refuse_overwriting
+from moa_fairseq.files import atomic_write, refuse_overwriting
 from moa_fairseq.inference.text_codec import WordCodec, codec_of
 from moa_fairseq.recipes.checkpoints import checkpoint_and_data, prepare_facts
 from moa_fairseq.text.workers import chunks
 
+log = logging.getLogger(__name__)
 BATCH = 64  # lines that are read before the first of them is answered, where nobody types them
 
 
@@ -63,11 +66,15 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
     if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
         data = data / "binarised"
+    kept = kept_text(checkpoint)
+    data = kept if kept and not args.data else data
     if data is None or not data.is_dir():
         missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
         gone = f"{missing} is not a folder" if missing else f"{args.run_dir} does not tell its data"
         raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
-    codec = WordCodec() if args.segmented else codec_of(data.resolve(), kind)
+    warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
+    data = kept or data.resolve()
+    codec = WordCodec() if args.segmented else codec_of(data, kind)
     overrides = {"data": str(data)}
     models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
     config.dataset.max_tokens, config.dataset.batch_size = 4096, BATCH
@@ -79,18 +86,39 @@ def lines_of(args: argparse.Namespace) -> Iterator[List[Tuple[int, str]]]:
     if args.file is not None and (args.file.is_dir() or not args.file.exists()):
         why = "is a folder" if args.file.is_dir() else "does not exist"
         raise UserError(f"{args.file} {why}: name a text file, or none for standard input.")
+    if args.file is None and sys.stdin is None:  # `<&-`
+        raise UserError("Standard input is closed: name a text FILE, or redirect one with `< FILE`.")
     typed = args.file is None and sys.stdin.isatty()
     # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
-    text: Dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n"}
+    # nor does a byte that is no UTF-8: its line alone is left out
+    text: Dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
     source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
     with source as stream:
         if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
-            stream.reconfigure(**text, errors="strict")
+            stream.reconfigure(**text)
         numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
-        try:
-            yield from chunks(numbered, 1 if typed else BATCH)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{args.file or 'standard input'} is not UTF-8: {error}.") from error
+        yield from chunks(numbered, 1 if typed else BATCH)
+
+
+def answers(args: argparse.Namespace) -> Any:
+    """Context of the stream that is written to: --output's, else standard output. Raises UserError."""
+    if args.output:
+        return atomic_write(args.output)
+    if sys.stdout is None:  # `>&-`
+        raise UserError("Standard output is closed: name a file with --output.")
+    return contextlib.nullcontext(sys.stdout)
+
+
+def shown(text: str, stream: Any) -> str:
+    """Text of a model as it is, but to a terminal without orders for that terminal."""
+    return printable(text) if stream.isatty() else text
+
+
+def status_of(left_out: int) -> int:
+    """The exit status: 1 where lines were left out, which is said again at the end."""
+    if left_out:
+        log.warning("%d lines were left out; an empty line stands for each", left_out)
+    return int(left_out > 0)
 
 
 def hypotheses(
@@ -98,14 +126,27 @@ def hypotheses(
 ) -> Iterator[Tuple[Optional[torch.Tensor], List[Dict[str, Any]]]]:
     """(symbols, fairseq's hypotheses, best first) for every line; (None, []) for an empty one.
 
-    room: how many symbols a line may have. Raises UserError for a longer line.
+    room: how many symbols a line may have. A warning names a longer line, and one that is not UTF-8, which
+    have no hypotheses.
     """
-    tokens = {number: model.encode(line) for number, line in batch if line.strip()}
     limit = model.max_positions
     most = room or (limit[0] if isinstance(limit, tuple) else limit)
-    for number, symbols in tokens.items():
+    tokens: Dict[int, torch.Tensor] = {}
+    left_out: Dict[int, torch.Tensor] = {}
+    for number, line in batch:
+        if not line.strip():
+            continue
+        try:
+            line.encode("utf-8")
+        except UnicodeEncodeError:
+            log.warning("line %d is left out: it is not UTF-8; convert it with iconv", number)
+            left_out[number] = torch.empty(0, dtype=torch.long)
+            continue
+        symbols = model.encode(line)
         if len(symbols) > most:
-            raise UserError(f"Line {number} has {len(symbols)} symbols, the model reads {most}: split it.")
+            story = "line %d is left out: it has %d symbols, the model reads %d; split it"
+            log.warning(story, number, len(symbols), most)
+        (left_out if len(symbols) > most else tokens)[number] = symbols
     found = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
     for number, _ in batch:
-        yield (tokens[number], next(found)) if number in tokens else (None, [])
+        yield (tokens[number], next(found)) if number in tokens else (left_out.get(number), [])

@@ -8,26 +8,27 @@ moa-fairseq translate runs/quickstart_moa english.txt --show-experts
 from __future__ import annotations
 
 import argparse
-import contextlib
+import math
 import os
-import sys
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
-import yaml
 from torch import Tensor
 
 from moa_fairseq.attention.base import MixtureAttention
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.data_prep.catalogue import TRANSLATION
-from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
+from moa_fairseq.errors import UserError, printable
 from moa_fairseq.inference import text_model
-from moa_fairseq.inference.text_model import TextModel, hypotheses, lines_of
+from moa_fairseq.inference.text_model import TextModel, answers, hypotheses, lines_of, shown, status_of
+from moa_fairseq.recipes.loading import build, read_mapping
+from moa_fairseq.recipes.schema import Generate
 
 # Of the terminal's 256 colours, those that differ most on dark and on light.
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
+
+ANY_ORDER = True  # FILE may stand behind the flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Translate line by line. Returns the exit status."""
-    settings = {"beam": 5, "lenpen": 1.0, **_generation(args)}
-    if settings["beam"] < 1:
-        raise UserError(f"--beam {settings['beam']} must be at least 1.")
+    settings = _generation(args)
     if args.layer is not None and not args.show_experts:
         raise UserError(f"--layer {args.layer} goes with --show-experts.")
     if not 1 <= args.n_best <= settings["beam"]:
@@ -58,30 +57,41 @@ def run(args: argparse.Namespace) -> int:
     model = text_model.load(args, TRANSLATION)
     if args.show_experts and not any(isinstance(part, MixtureAttention) for part in model.modules()):
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
-    place = atomic_write(args.output) if args.output else contextlib.nullcontext(sys.stdout)
-    with place as stream, torch.no_grad():
+    left_out = 0
+    with answers(args) as stream, torch.no_grad():
         for batch in lines_of(args):
             for symbols, found in hypotheses(model, batch, settings):
                 for hypothesis in found[: args.n_best]:
                     score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
-                    print(score + model.decode(hypothesis["tokens"]), file=stream)
-                if symbols is None:
+                    print(score + shown(model.decode(hypothesis["tokens"]), stream), file=stream)
+                left_out += symbols is not None and not found
+                if not found:
                     print("\n" * args.n_best, end="", file=stream)
                 elif args.show_experts:
                     coloured = stream.isatty() and "NO_COLOR" not in os.environ
                     for line in _experts(model, symbols, found[0]["tokens"], args.layer, coloured):
                         print(line, file=stream)
             stream.flush()
-    return 0
+    return status_of(left_out)
 
 
 def _generation(args: argparse.Namespace) -> Dict[str, Any]:
-    """Beam and length penalty as they were given, else as the run's recipe has them."""
-    recipe = args.run_dir / "recipe.yaml"
-    said = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("generate") if recipe.is_file() else None
-    found = {key: value for key, value in (said or {}).items() if key in ("beam", "lenpen")}
+    """Beam and length penalty as they were given, else as the run's recipe has them.
+
+    Raises UserError for others than numbers, and for a recipe.yaml that is none.
+    """
+    recipe, found = args.run_dir / "recipe.yaml", {}
+    if os.path.lexists(recipe) and (said := read_mapping(recipe, "recipe").get("generate")) is not None:
+        section = build(Generate, said, str(recipe), "generate")
+        found = {"beam": section.beam, "lenpen": section.lenpen}
     given = {"beam": args.beam, "lenpen": args.lenpen}
-    return {**found, **{key: value for key, value in given.items() if value is not None}}
+    used = {"beam": 5, "lenpen": 1.0, **found}
+    used.update({key: value for key, value in given.items() if value is not None})
+    for key, least in (("beam", 1), ("lenpen", -math.inf)):
+        where = f"{recipe}: generate.{key}" if given[key] is None else f"--{key}"
+        if not (least <= used[key] and math.isfinite(used[key])):
+            raise UserError(f"{where} {used[key]}: give a number{', at least 1' if key == 'beam' else ''}.")
+    return used
 
 
 def _experts(
@@ -122,7 +132,7 @@ def _marked(words: Sequence[str], decision: RoutingDecision, coloured: bool) -> 
     rows = chosen.gather(-1, order).tolist()
     marked = []
     for word, experts in zip(words if decision.scope == "tokens" else ["sentence"], rows):
-        text = f"{word}[{','.join(str(expert) for expert in experts)}]"
+        text = f"{printable(word)}[{','.join(str(expert) for expert in experts)}]"
         colour: Optional[int] = _COLOURS[experts[0] % len(_COLOURS)] if coloured and experts else None
         marked.append(text if colour is None else f"\033[38;5;{colour}m{text}\033[0m")
     return marked

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Tuple
 
 from moa_fairseq.data_prep.prepare import CODES
+from moa_fairseq.data_prep.text_files import same_text
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import numbered_checkpoints
 from moa_fairseq.fairseq_patches.checkpoint_files import check_sums, copy_whole, load_checkpoint
@@ -160,6 +161,7 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
             f"{recipe.pretrained} does not tell what it was trained on; {data} must have its dictionaries"
         )
         return
+    same_text(checkpoint, original.resolve(), named=False)
     if recipe.data.codes is None and recipe.data.recipe != "binarised":
         log.warning(
             f"no BPE merges were found with {original}: name those of the model with --set data.codes=FILE"

@@ -298,7 +298,8 @@ def run_recipe(
         if recipe.training_flags.get("wandb-project"):
             executor.environment["WANDB_DIR"] = str(folder)
         if (world := hardware.world) and world.rank:  # of another program's run: writes nothing but a log
-            command, name = steps(run)[0].command, f"train.process{world.rank}"
+            command = next(step.command for step in steps(run) if step.name == "train")
+            name = f"train.process{world.rank}"
             log.info("$ %s", to_shell(command, executor.environment))
             executor.run(command, folder / f"{name}.log")
             log.info("%s is done; the machine of process 0 has the results", name)

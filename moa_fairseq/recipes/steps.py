@@ -10,9 +10,11 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Set
 
 import moa_fairseq
 from moa_fairseq.data_prep.binarised import Prepared
+from moa_fairseq.data_prep.text_files import KEPT, keep_text, text_files
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import last_checkpoints, numbered_checkpoints
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
+from moa_fairseq.files import checksum
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.checkpoints import (
     LAST,
@@ -102,14 +104,30 @@ def steps(run: Run) -> List[Step]:
     """All steps of a run, in order: what --dry-run shows and what a run makes."""
     recipe = run.recipe
     made = [] if recipe.finetune == "noft" else [_train(run)]
+    before = [_text(run)] if made else []
     if recipe.average:
         made.append(_average(run, recipe.average, made[0]))
     if recipe.kind != TRANSLATION:
-        return [*made, *(_evaluate(run, recipe.score or Score(), name, made) for name in recipe.subsets)]
+        scores = [_evaluate(run, recipe.score or Score(), name, made) for name in recipe.subsets]
+        return [*before, *made, *scores]
     if not recipe.generate:
-        return made
+        return [*before, *made]
     translations = [_generate(run, recipe.generate, name, made) for name in recipe.subsets]
-    return [*made, *translations, *(_score(run, recipe.score, step) for step in translations if recipe.score)]
+    scores = [_score(run, recipe.score, step) for step in translations if recipe.score]
+    return [*before, *made, *translations, *scores]
+
+
+def _text(run: Run) -> Step:
+    """The run's own copy of its dictionaries, merges and rules; in place, so that others are refused."""
+    data = run.prepared.folder
+
+    def inputs() -> Dict[str, Any]:
+        return {name: checksum(path) for name, path in text_files(data).items()}
+
+    def keep(new: Path) -> None:
+        keep_text(data, run.folder, run.prepared.fingerprint, new)
+
+    return Step("train-text", run.folder / KEPT, keep, inputs, in_place=True)
 
 
 def _train(run: Run) -> Step:

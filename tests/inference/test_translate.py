@@ -1,10 +1,13 @@
 """`moa-fairseq translate` beside the run's own generation; `complete` beside a literal greedy loop."""
 
 import io
+import json
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +15,10 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep.prepare import Preparation
+from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
 from moa_fairseq.inference.text_codec import codec_of
+from moa_fairseq.inference.text_model import shown
 from moa_fairseq.text import detokenize
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
@@ -138,10 +143,153 @@ def test_what_is_refused(run, capsys, words, named):
     assert named in capsys.readouterr().err
 
 
-def test_too_long_a_line_is_named(run, capsys, tmp_path):
-    (tmp_path / "long.en").write_text("short\n" + "dog " * 2000 + "\n", encoding="utf-8")
-    assert main(["translate", str(run), str(tmp_path / "long.en"), "--cpu"]) == 2
-    assert "Line 2" in capsys.readouterr().err
+def test_a_line_that_cannot_be_read_is_named_and_the_rest_translated(run, capsys, tmp_path):
+    good = answer(capsys, "translate", run, run.parent / "test.en")
+    first, second = (run.parent / "test.en").read_bytes().splitlines()[:2]
+    lines = [first, b"dog " * 2000, b"caf\xe9", b"", second]
+    (tmp_path / "long.en").write_bytes(b"\n".join(lines) + b"\n")
+    words = ["translate", str(run), str(tmp_path / "long.en"), "--cpu"]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 1
+    assert (tmp_path / "out").read_text().splitlines() == [good[0], "", "", "", good[1]]
+    said = capsys.readouterr()
+    assert "line 2 " in said.err and "line 3 " in said.err and "line 4 " not in said.err and not said.out
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """The run, its data and a recipe in a folder of their own, to be damaged."""
+    shutil.copytree(run, tmp_path / "run")
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    shutil.copytree(data.parent, tmp_path / "data")
+    return SimpleNamespace(run=tmp_path / "run", data=tmp_path / "data", text=run.parent / "test.en")
+
+
+def _swap(folder):
+    for path in folder.glob("binarised/dict.*.txt"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([lines[1], lines[0], *lines[2:]]))
+
+
+def _exchange(folder):
+    for path in folder.glob("binarised/dict.*.txt"):
+        path.write_text("".join([*path.read_text().splitlines(keepends=True)[1:], "zzz 1\n"]))
+
+
+def _mark(folder):
+    for path in folder.glob("binarised/dict.*.txt"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+
+
+def _cut(folder):
+    codes = (folder / "bpe" / "codes").read_text().splitlines(keepends=True)
+    (folder / "bpe" / "codes").write_text("".join(codes[: len(codes) // 2]))
+
+
+DAMAGES = [_swap, _exchange, _mark, _cut, lambda folder: (folder / "bpe" / "codes").unlink()]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_text_is_read_by_other_dictionaries_or_merges(copy, damage, capsys):
+    damage(copy.data)
+    named = ["translate", str(copy.run), str(copy.text), "--data", str(copy.data / "binarised"), "--cpu"]
+    assert main(named) == 2  # others than its own
+    shutil.rmtree(copy.run / "text")  # as a run of an older version
+    assert main(named) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_changed_copy_is_refused_and_the_remedy_works(copy, damage, capsys):
+    damage(copy.run / "text")
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 2
+    assert f"Delete {copy.run / 'text'}" in capsys.readouterr().err
+    shutil.rmtree(copy.run / "text")
+    assert answer(capsys, "translate", copy.run, copy.text)
+
+
+def test_a_run_translates_without_its_data(run, copy, capsys):
+    state = json.loads((copy.run / "state.json").read_text())
+    state["prepare"]["facts"]["folder"] = str(copy.data / "gone")
+    (copy.run / "state.json").write_text(json.dumps(state))
+    assert answer(capsys, "translate", copy.run, copy.text) == answer(capsys, "translate", run, copy.text)
+
+
+def test_an_old_run_refuses_data_that_was_prepared_anew(run, copy, capsys):
+    shutil.rmtree(copy.run / "text")
+    for place, key in ((copy.run, "prepare"), (copy.data, "binarised")):
+        state = json.loads((place / "state.json").read_text())
+        mark = state[key].get("facts", {}) if key == "prepare" else state[key]
+        mark.update({"fingerprint": "0" * 16} if key == "binarised" else {"folder": f"{copy.data}/binarised"})
+        (place / "state.json").write_text(json.dumps(state))
+    words = ["translate", str(copy.run), str(copy.text), "--cpu"]
+    assert main(words) == 2
+    remedy = re.search(r"--data (\S+),", capsys.readouterr().err).group(1)
+    assert main([*words, "--data", remedy]) == 0
+    said = capsys.readouterr()
+    assert "WARNING" in said.err and "bpe/codes" in said.err and "WARNING" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("generate: {subsets: [test], beam: 2, lenpen: .nan}", "lenpen"),
+        ("generate: {subsets: [test], beam: 0}", "beam"),
+        ("generate: {subsets: [test], beam: [1, 2]}", "beam"),
+        ("generate: 3", "generate"),
+        ("- 1", "recipe.yaml"),
+        ("a: &a [1]\nb: *a", "recipe.yaml"),
+        ("{", "recipe.yaml"),
+    ],
+)
+def test_an_odd_recipe_is_one_paragraph(copy, text, named, capsys):
+    (copy.run / "recipe.yaml").write_text(text)
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 2
+    said = capsys.readouterr().err
+    assert named in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "[]",
+        "{",
+        {"rules": [1]},
+        {"rules": {"kind": "translation", "target": "fr", "steps": [["tokenize", {"odd": 1}]]}},
+        {"rules": {"kind": "translation", "target": "fr", "steps": 3}},
+        {"rules": {"kind": 7}},
+        {"rules": None, "settings": {"recipe": []}},
+        {"rules": None, "settings": 3},
+        {"rules": None, "settings": {}},
+    ],
+)
+def test_an_odd_manifest_is_one_paragraph(run, change, tmp_path, capsys):
+    shutil.copytree(run / "text", tmp_path / "text")
+    manifest = tmp_path / "text" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(change if isinstance(change, str) else json.dumps({**content, **change}))
+    with pytest.raises(UserError, match="manifest"):
+        codec_of(tmp_path / "text" / "binarised", "translation")
+
+
+@pytest.mark.parametrize("verb", ["translate", "complete"])
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_named(run, verb, stream, monkeypatch, capsys):
+    model = SimpleNamespace(models=[SimpleNamespace(max_positions=lambda: 99)], tgt_dict=[])
+    monkeypatch.setattr("moa_fairseq.inference.text_model.load", lambda args, kind: model)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("dog\n"))
+    monkeypatch.setattr(sys, stream, None)
+    assert main([verb, str(run)]) == 2
+    assert {"stdin": "Standard input", "stdout": "Standard output"}[stream] in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_orders_of_foreign_text(capsys):
+    terminal = SimpleNamespace(isatty=lambda: True)
+    file = SimpleNamespace(isatty=lambda: False)
+    text = "caf\u00e9 \u65e5 \x1b[31m\x9b2J\x07\ttab"
+    assert shown(text, terminal) == "caf\u00e9 \u65e5 \\x1b[31m\\x9b2J\\x07\ttab"
+    assert shown(text, file) == text
+    assert main(["translate", "no\x1b[2Jrun"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

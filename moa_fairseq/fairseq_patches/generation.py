@@ -1,0 +1,103 @@
+"""Flags of generation that fairseq takes the wrong way, or answers with a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any, Callable, Dict, Optional
+
+import torch
+from omegaconf import DictConfig, open_dict
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.table import patch
+
+_HERE = "fairseq_patches/test_generation.py::"
+_SIDES = ("encoder", "decoder")
+_SEARCHES = {
+    "sampling": lambda value: value,
+    "diverse_beam_groups": lambda value: value > 0,
+    "diversity_rate": lambda value: value > 0,
+    "match_source_len": lambda value: value,
+}
+
+
+@patch("fairseq.checkpoint_utils:prune_state_dict", _HERE + "test_layers_of_one_side_leave_the_other_whole")
+def keep_the_other_side(prune: Callable, state: Dict[str, Any], model_cfg: Any = None) -> Dict[str, Any]:
+    """Where --model-overrides names the layers of one side to keep, fairseq drops all layers of the other,
+    and its message blames the file.
+    """
+    named = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
+    if not any(named.values()):
+        return prune(state, model_cfg)
+    for side, text in named.items():
+        matches = (re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state)
+        known = sorted({int(match.group(1)) for match in matches if match})
+        if not text:
+            is_config = isinstance(model_cfg, DictConfig)
+            with open_dict(model_cfg) if is_config else contextlib.nullcontext():
+                setattr(model_cfg, f"{side}_layers_to_keep", ",".join(map(str, known)) or None)
+            continue
+        words = [word.strip() for word in str(text).split(",")]
+        if len(set(words)) < len(words) or not {*words} <= {*map(str, known)}:
+            choice = f"write some of {known}, each once, with commas" if known else "that side has no layers"
+            raise UserError(f"--model-overrides: {side}_layers_to_keep {str(text)[:80]!r}: {choice}.")
+    return prune(state, model_cfg)
+
+
+@patch("fairseq.tasks.fairseq_task:FairseqTask.build_generator", _HERE + "test_flags_that_do_not_go_together")
+def check_flags_of_search(
+    build: Callable, task: Any, models: Any, args: Any, *further: Any, **options: Any
+) -> Any:
+    """Flags that do not go together end in a traceback, or are ignored: --nbest above --beam, and what only
+    models print that refine whole sentences.
+    """
+
+    def said(name: str) -> Any:
+        return getattr(args, name, None)
+
+    chosen = [f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)]
+    if len(chosen) > 1:
+        raise UserError(f"{' and '.join(chosen)} are different searches: give one of them.")
+    beam, groups, nbest = said("beam") or 5, said("diverse_beam_groups") or -1, said("nbest") or 1
+    if groups > 0 and beam % groups:
+        raise UserError(f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one.")
+    if nbest > beam and not said("score_reference"):
+        raise UserError(f"--nbest {nbest}: a beam of {beam} finds no more than {beam}: raise --beam.")
+    for name in ("print_step", "retain_iter_history"):
+        if said(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is for models that refine whole sentences in steps: leave it out.")
+    return build(task, models, args, *further, **options)
+
+
+@patch("fairseq.search:DiverseBeamSearch.step", _HERE + "test_diverse_groups_of_any_sentences")
+def count_rows_not_sentences(
+    step_of: Callable,
+    search: Any,
+    step: int,
+    lprobs: torch.Tensor,
+    scores: Any,
+    prev_output_tokens: Any = None,
+    original_batch_idxs: Optional[torch.Tensor] = None,
+) -> Any:
+    """--diverse-beam-groups looks up a table with a row for each sentence of the batch by the numbers that
+    sentences have in the data set: an IndexError.
+    """
+    ids = torch.arange(lprobs.size(0)) if original_batch_idxs is None else original_batch_idxs
+    if step == 0:
+        search.sentences = ids.clone()
+    rows = (ids[:, None] == search.sentences[None, :]).int().argmax(1)
+    return step_of(search, step, lprobs, scores, prev_output_tokens, rows)
+
+
+@patch(
+    "fairseq.search:LexicallyConstrainedBeamSearch.init_constraints",
+    _HERE + "test_constraints_need_a_program_that_reads_them",
+)
+def ask_for_constraints(init: Callable, search: Any, batch_constraints: Any, beam_size: int) -> None:
+    """fairseq-generate takes --constraints and reads none."""
+    if batch_constraints is None:
+        remedy = "use fairseq-interactive, which reads them behind each sentence, after a tab"
+        raise UserError(f"--constraints: there are none in binarised data; {remedy}.")
+    init(search, batch_constraints, beam_size)

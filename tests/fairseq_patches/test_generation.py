@@ -1,0 +1,103 @@
+"""Flags of generation: what fairseq got wrong, on tiny models."""
+
+import argparse
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, search
+from fairseq.data import Dictionary
+from fairseq.models import BaseFairseqModel
+from fairseq.tasks.fairseq_task import FairseqTask
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.training import print_user_errors
+
+
+def words(count=8):
+    dictionary = Dictionary()
+    for number in range(count):
+        dictionary.add_symbol(f"w{number}")
+    return dictionary
+
+
+def pruned(**kept):
+    state = {f"{side}.layers.{n}.fc1.weight": n for side in ("encoder", "decoder") for n in range(3)}
+    settings = argparse.Namespace(arch="moa_transformer_tiny", **kept)
+    return checkpoint_utils.prune_state_dict({**state, "encoder.embed.weight": 9}, settings)
+
+
+def test_layers_of_one_side_leave_the_other_whole():
+    for side, other in (("encoder", "decoder"), ("decoder", "encoder")):
+        found = pruned(**{f"{side}_layers_to_keep": "0,2"})
+        assert {key: found[key] for key in found if key.startswith(f"{side}.layers")} == {
+            f"{side}.layers.0.fc1.weight": 0,
+            f"{side}.layers.1.fc1.weight": 2,
+        }
+        assert [found[f"{other}.layers.{n}.fc1.weight"] for n in range(3)] == [0, 1, 2]
+        assert found["encoder.embed.weight"] == 9
+
+
+@pytest.mark.parametrize("kept", ["7", "x", "0,0", "-1"])
+def test_layers_that_are_not_there_are_refused_by_name(kept):
+    with pytest.raises(UserError, match=r"--model-overrides.*decoder_layers_to_keep"):
+        pruned(decoder_layers_to_keep=kept)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"sampling": True, "diversity_rate": 0.5}, "--sampling and --diversity-rate"),
+        ({"beam": 4, "diverse_beam_groups": 3}, "--diverse-beam-groups 3"),
+        ({"beam": 2, "nbest": 3}, "--nbest 3"),
+        ({"print_step": True}, "--print-step"),
+        ({"retain_iter_history": True}, "--retain-iter-history"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, named):
+    with pytest.raises(UserError, match=named):
+        FairseqTask(None).build_generator([], argparse.Namespace(**flags))
+
+
+def test_diverse_groups_of_any_sentences():
+    """Numbers of sentences beyond the size of the batch, and sentences that leave it early."""
+    dictionary = words()
+    rows, step = 4, search.DiverseBeamSearch(dictionary, 2, 0.5)
+    torch.manual_seed(1)
+    likely = torch.randn(3, rows, 4, len(dictionary)).log_softmax(-1)
+    results = []
+    for ids in (torch.arange(rows), torch.tensor([90, 7, 33, 12])):
+        scores = torch.zeros(rows, 4, 3)
+        found = [step.step(0, likely[0].clone(), scores[:, :, :0], None, ids)]
+        found.append(step.step(1, likely[1].clone(), scores[:, :, :1], None, ids))
+        left = torch.tensor([0, 2, 3])  # the second one has ended
+        found.append(step.step(2, likely[2][left].clone(), scores[left][:, :, :2], None, ids[left]))
+        results.append(found)
+    for one, other in zip(*results):
+        assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def test_constraints_need_a_program_that_reads_them():
+    constrained = search.LexicallyConstrainedBeamSearch(words(), "ordered")
+    with pytest.raises(UserError, match=r"--constraints.*fairseq-interactive"):
+        constrained.init_constraints(None, 2)
+
+
+def test_fairseqs_checks_of_flags_are_one_paragraph(capsys):
+    print_user_errors(AssertionError, AssertionError("--sampling requires --nbest"), None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "--sampling requires --nbest." in said and "Traceback" not in said
+    print_user_errors(AssertionError, AssertionError("x is not y"), None)
+    assert "AssertionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.complex64])
+def test_weights_of_another_kind_are_refused(kind):
+    class Model(BaseFairseqModel):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.BatchNorm1d(3)  # which counts batches in an integer
+
+    state = Model().state_dict()
+    Model().load_state_dict(state)
+    with pytest.raises(UserError, match=r"inner\.weight"):
+        Model().load_state_dict({**state, "inner.weight": torch.ones(3, dtype=kind)})
