@@ -164,6 +164,18 @@ def test_only_what_is_asked_for_is_differentiated(use, walk, monkeypatch):
             torch.testing.assert_close(grad, together[name])
 
 
+@pytest.mark.parametrize("shape", ["K = E", "E = 1"])
+def test_only_what_is_asked_for_is_differentiated_where_every_expert_is_chosen(shape):
+    for use in USES:
+        for case in variants(SHAPES[shape], use):
+            index, inputs, upstream = case.inputs
+            for name in inputs:
+                leaves = {n: t.float().requires_grad_(n == name) for n, t in inputs.items()}
+                out = case.projected("grouped", True)(index, leaves)
+                (grad,) = torch.autograd.grad(out, leaves[name], upstream.float())
+                assert_close(grad, case.exact[name], f"{name}, {case}")
+
+
 def test_plans_of_a_slot_order_are_made_once(monkeypatch):
     monkeypatch.setattr(expert_loop, "_PIECE", 5)
     index = torch.randint(0, 6, (29, 4), generator=torch.Generator().manual_seed(1))

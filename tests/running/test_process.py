@@ -1,5 +1,6 @@
 """The real executor on tiny Python programs."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -34,6 +35,17 @@ def test_output_and_errors_are_kept_apart(execute, tmp_path):
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == "ä yes\n"
     assert lines == ["ä yes"]
     assert log.startswith("$ ") and log.endswith("warning\n")
+
+
+def test_a_runs_own_environment_comes_before_the_callers(execute, monkeypatch):
+    monkeypatch.setenv("FROM_TEST", "no")
+    assert "\nyes\n" in execute("import os; print(os.environ['FROM_TEST'])")
+
+
+def test_children_find_this_package_before_another_copy(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    first, *rest = process.environment_of_a_child()["PYTHONPATH"].split(os.pathsep)
+    assert first == str(Path(process.__file__).resolve().parents[2]) and rest == ["elsewhere"]
 
 
 def test_without_output_file_the_log_has_both(execute):

@@ -1,0 +1,26 @@
+"""Default sizes of a conversion, without a model."""
+
+import argparse
+
+import pytest
+
+from moa_fairseq.convert.weights import default_values
+from moa_fairseq.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "heads, shared, routed", [(8, 4, 2), (5, 2, 1), (7, 3, 2), (3, 1, 1), (2, 1, 1), (1, 0, 1)]
+)
+def test_half_of_the_heads_are_shared_and_half_of_the_rest_chosen(heads, shared, routed):
+    """Halves of odd numbers are rounded down, but one head is chosen at least."""
+    settings = argparse.Namespace(encoder_attention_heads=heads, decoder_attention_heads=99)
+    found = default_values("moh", settings, "masked LM", {})
+    assert (found["moh_shared_heads"], found["experts_per_token"]) == (shared, routed)
+
+
+def test_the_side_with_fewer_heads_decides():
+    settings = argparse.Namespace(encoder_attention_heads=8, decoder_attention_heads=4)
+    assert default_values("moh", settings, "translation", {})["moh_shared_heads"] == 2
+    assert default_values("moh", settings, "causal LM", {})["experts_per_token"] == 1
+    with pytest.raises(UserError, match="at most 3"):
+        default_values("moh", settings, "translation", {"moh_shared_heads": 4})
