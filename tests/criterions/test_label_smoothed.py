@@ -179,3 +179,15 @@ def test_statistics_of_each_module_stand_under_its_own_name():
             assert log[f"{key}.{name}"] == pytest.approx(value.item(), abs=1e-5), (key, name)
     dead = [log[f"dead_experts.{name}"] for name, _ in named]
     assert log["dead_experts"] == pytest.approx(sum(dead)) and sum(dead) > 0
+
+
+def test_a_mean_over_updates_weighs_passes_alike():
+    """An update of three passes counts three times as much as one of a single pass."""
+    key = "router/max_load"
+    plain = dict.fromkeys(("loss", "nll_loss", "ntokens", "sample_size"), 1)
+    sums = ([0.2, 1.0], [1.8, 3.0])  # of the statistic, and of the passes
+    updates = [{**plain, key: torch.tensor(both)} for both in sums]
+    with metrics.aggregate(new_root=True) as aggregate:
+        for update in updates:
+            LabelSmoothedCrossEntropyWithRouting.reduce_metrics([update])
+    assert aggregate["max_load"].avg == pytest.approx((0.2 + 1.8) / 4)

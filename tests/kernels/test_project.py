@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.kernels import SlotOrder, grouped, project
-from moa_fairseq.kernels.grouped import EveryExpert, ExpertLoop, SortedRows, expert_loop, sorted_rows
+from moa_fairseq.kernels.grouped import EveryExpert, ExpertLoop, SortedRows, dense, expert_loop, sorted_rows
 
 # name → the class of the plan, and the constants that make it go in steps
 WALKS = {
@@ -184,6 +184,7 @@ def test_plans_of_a_slot_order_are_made_once(monkeypatch):
     assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
     rows = order.plan(SortedRows, 4, 1)
     assert order.plan(SortedRows, 4, 1) is rows and order.plan(SortedRows, 2, 1) is not rows
+    assert order.plan(SortedRows, 4, 2) is not rows and order.plan(ExpertLoop, 4, 1) is not rows
     loop = order.plan(ExpertLoop, 4, 1)
     assert loop.unchosen == [6] and all(1 <= len(rows) <= 7 for rows in loop.wide_rows)
 
@@ -243,3 +244,25 @@ def test_decision_sorts_once_and_not_at_all_when_every_expert_is_chosen():
     assert some.slot_order is some.slot_order
     every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs, 3)
     assert every.slot_order.in_order and not some.slot_order.in_order
+
+
+@pytest.mark.parametrize("walk", ["expert_loop", "every_expert"])
+def test_in_half_precision_a_sum_of_slots_is_rounded_once(walk, monkeypatch):
+    """256 + 1 is 256 in bfloat16, and so seven times; but the sum of all eight is 264."""
+    walk_by(walk, monkeypatch)
+    order, gate = SlotOrder(torch.arange(8).expand(3, -1), 8), torch.tensor([256.0] + [1.0] * 7)
+    slots, weight = torch.eye(4)[:1].expand(24, -1).bfloat16(), torch.ones(8, 4, 16).bfloat16()
+    fan = dict(into="model", slots_per_row=1, slots_per_sum=8, backend="grouped")
+    out = project(slots.contiguous(), order, weight, gate=gate.repeat(3), **fan)
+    assert out.shape == (3, 16) and (out == 264).all()
+
+
+def test_a_gate_in_float32_is_not_rounded_to_the_slots_half_precision():
+    """Where every expert is chosen, in pieces of rows: a gate of 1 + 2^-9 is no 1."""
+    slots = torch.ones(2 * 1500, 4).bfloat16().mul_(257)  # 257 is 256 in bfloat16
+    gate = torch.full((3000,), 1 + 2**-9)
+    got = dense._times_gate(slots, gate)
+    assert torch.equal(got, (slots.float() * gate[:, None]).bfloat16())
+    odd = torch.full((3000, 4), 1.0078125).bfloat16()
+    gate[1500:] = 1.00390625 + 2**-12  # rounded to 1.0078125 or 1, the product would be another one
+    assert torch.equal(dense._times_gate(odd, gate), (odd.float() * gate[:, None]).bfloat16())
