@@ -13,11 +13,13 @@ import datetime
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -101,7 +103,10 @@ class Copy:
         }
 
     def ask(self, words, timeout):
-        """Run pytest with these words; returns (its status or None for no answer in time, failed tests)."""
+        """Run pytest with these words; returns (its status or None for no answer in time, failed tests).
+
+        Words such as NAME=VALUE before the others are of the environment.
+        """
         answer = self.folder.parent / "answer.json"
         answer.unlink(missing_ok=True)
         child = multiprocessing.get_context("fork").Process(target=self._test, args=(words, answer))
@@ -119,7 +124,8 @@ class Copy:
         log = os.open(self.folder.parent / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for number in (1, 2):
             os.dup2(log, number)
-        os.environ.update(self.environment)
+        settings = list(itertools.takewhile(lambda word: re.fullmatch(r"[A-Z_]+=\S+", word), words))
+        os.environ.update({**self.environment, **dict(word.split("=", 1) for word in settings)})
         sys.dont_write_bytecode = True
         os.chdir(self.folder)
         tests = str(Path(__file__).parent)
@@ -143,7 +149,7 @@ class Copy:
         scratch = self.folder.parent / "tmp"
         shutil.rmtree(scratch, ignore_errors=True)
         options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={scratch}"]
-        status = int(pytest.main([*options, *words], plugins=[Listener()]))
+        status = int(pytest.main([*options, *words[len(settings) :]], plugins=[Listener()]))
         answer.write_text(json.dumps({"status": status, "failed": failed}))
         os._exit(0)  # threads of a test that failed may not end
 
@@ -154,6 +160,13 @@ def _inherit_the_server():
 
     if forkserver._forkserver._forkserver_pid is not None:  # a child cannot wait for its parent's child
         forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
+
+
+def words_of(target):
+    """Files and folders, or a test, whose name may hold blanks; settings of the environment before them."""
+    settings = re.match(r"(?:[A-Z_]+=\S+ )*", target)[0]
+    rest = target[len(settings) :]
+    return [*settings.split(), *([rest] if "::" in rest else rest.split())]
 
 
 def verdict(fault, copy, timeout, confirms, most=None):
@@ -169,7 +182,7 @@ def verdict(fault, copy, timeout, confirms, most=None):
     for target in targets:
         path.write_text(before.replace(fault["old"], fault["new"]), encoding="utf-8")
         try:
-            status, failed = copy.ask([target] if "::" in target else target.split(), timeout)
+            status, failed = copy.ask(words_of(target), timeout)
         finally:
             path.write_text(before, encoding="utf-8")
         if status is None:
@@ -179,8 +192,9 @@ def verdict(fault, copy, timeout, confirms, most=None):
                 continue  # renamed since
             return NO_VERDICT, f"{target} has no test"
         if status:
-            name = failed[0] if failed else target
-            if confirms and not _passes(copy, name if "::" in name else target, timeout):
+            settings = [word for word in target.split() if "=" in word and "::" not in word]
+            name = " ".join([*settings, failed[0]]) if failed and "::" in failed[0] else target
+            if confirms and not _passes(copy, name, timeout):
                 return NO_VERDICT, f"{name} fails without the fault, too"
             return CAUGHT, name
     return SURVIVES, " ".join(targets)
@@ -191,7 +205,7 @@ def _passes(copy, test, timeout):
     known = json.loads(MEMORY.read_text()) if MEMORY.is_file() else {}
     passed = known.get(copy.checksum, [])
     if test not in passed:
-        status, _ = copy.ask([test] if "::" in test else test.split(), timeout)
+        status, _ = copy.ask(words_of(test), timeout)
         if status != 0:
             return False
         MEMORY.parent.mkdir(exist_ok=True)
