@@ -28,14 +28,18 @@ def test_writes_and_replaces(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), OSError(errno.ENOSPC, "No space")])
+FULL, QUOTA = OSError(errno.ENOSPC, "No space"), OSError(errno.EDQUOT, "Quota")
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), FULL, QUOTA])
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, failure):
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
     expected = UserError if isinstance(failure, OSError) else type(failure)
-    with pytest.raises(expected), atomic_write(path, "wb") as stream:
+    with pytest.raises(expected) as raised, atomic_write(path, "wb") as stream:
         stream.write(b"half")
         raise failure
+    assert expected is not UserError or "disk is full" in str(raised.value)
     assert path.read_bytes() == b"old" and names(tmp_path) == ["file.bin"]
 
 

@@ -161,3 +161,29 @@ def alive(pid):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize("program, first", [("fairseq-train", "SIGTERM"), ("fairseq-generate", "SIGINT")])
+def test_a_training_is_told_to_save_before_it_is_interrupted(monkeypatch, tmp_path, program, first):
+    """It saves a checkpoint at SIGTERM; other programs have nothing to save."""
+    monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", command[1]])
+    code = """
+import signal, sys, time
+def told(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    sys.exit(1)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, told)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    lines = []
+
+    def interrupt(line):
+        lines.append(line)
+        if line == "ready":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.Executor().run([program, code], tmp_path / "x.log", on_line=interrupt)
+    assert lines == ["ready", first]
