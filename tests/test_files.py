@@ -1,6 +1,7 @@
 """Half a file never takes a name that could be mistaken for a result."""
 
 import errno
+import math
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import save_checkpoint
 from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import is_number
 from moa_fairseq.running.process import Executor, locked
 
 
@@ -76,3 +78,8 @@ def test_a_run_writes_through_no_link(tmp_path, name):
         else:
             Executor().run(["moa-fairseq", "--help"], tmp_path / "run" / "x.log", tmp_path / "run" / name)
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_what_counts_as_a_number_in_a_file_of_json():
+    for value, counts in ((1, True), (0.5, True), (True, False), (math.inf, False), (10**400, False), ("1", False)):
+        assert is_number(value) == counts
