@@ -35,7 +35,13 @@ FILE = ROOT / "tests" / "faults.yaml"
 MEMORY = ROOT / ".pytest_cache" / "faults.json"  # tests that pass without any fault, by the tree's checksum
 CAUGHT, SURVIVES, NO_VERDICT, MISSING = "caught", "survives", "no verdict", "does not apply"
 _PRELOADED = (
-    *("torch._dynamo", "torch.utils.checkpoint", "fairseq.trainer", "fairseq_cli.preprocess", "fairseq.tasks"),
+    *(
+        "torch._dynamo",
+        "torch.utils.checkpoint",
+        "fairseq.trainer",
+        "fairseq_cli.preprocess",
+        "fairseq.tasks",
+    ),
     *("hydra", "sacrebleu", "sacremoses", "sentencepiece", "scipy.stats", "matplotlib.figure", "requests"),
     *("polib", "subword_nmt.learn_bpe", "omegaconf", "portalocker", "regex", "tqdm", "pytest"),
 )
@@ -230,7 +236,9 @@ def main(words=None):
     add("names", nargs="*", metavar="ROOM|ID", help="which faults (all)")
     add("--sample", type=int, metavar="N", help="N of them, chosen by the date")
     add("--date", default=datetime.date.today().isoformat(), metavar="YYYY-MM-DD", help="of --sample (today)")
-    add("--no-baseline", action="store_true", help="believe a catch without asking the test without the fault")
+    add(
+        "--no-baseline", action="store_true", help="believe a catch without asking the test without the fault"
+    )
     add("--first", action="store_true", help="ask the first of a fault's tests alone")
     add("--timeout", type=int, default=600, metavar="S", help="seconds a test file or folder may take (600)")
     add("--jobs", type=int, default=1, metavar="N", help="faults at a time, each in a copy of its own (1)")

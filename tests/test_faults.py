@@ -58,7 +58,9 @@ def test_there_are_enough_of_them_and_each_has_a_name_of_its_own():
     assert len({fault["id"] for fault in FAULTS}) == len(FAULTS) >= 150
     rooms = {path.name.removesuffix(".py") for path in (faults.ROOT / "moa_fairseq").iterdir()}
     lines = {
-        room: sum(len(path.read_text().splitlines()) for path in (faults.ROOT / "moa_fairseq" / room).rglob("*.py"))
+        room: sum(
+            len(path.read_text().splitlines()) for path in (faults.ROOT / "moa_fairseq" / room).rglob("*.py")
+        )
         for room in rooms
     }
     large = {room for room, count in lines.items() if count > 300}

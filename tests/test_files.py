@@ -81,5 +81,12 @@ def test_a_run_writes_through_no_link(tmp_path, name):
 
 
 def test_what_counts_as_a_number_in_a_file_of_json():
-    for value, counts in ((1, True), (0.5, True), (True, False), (math.inf, False), (10**400, False), ("1", False)):
+    for value, counts in (
+        (1, True),
+        (0.5, True),
+        (True, False),
+        (math.inf, False),
+        (10**400, False),
+        ("1", False),
+    ):
         assert is_number(value) == counts

@@ -163,7 +163,7 @@ def test_only_the_t_test_sees_that_a_run_is_better_as_a_whole():
 
 
 def test_no_number_of_trials_makes_p_zero():
-    """Two systems that differ in every sentence: of 50 deals none is as far apart, and the real one counts."""
+    """Systems that differ in every sentence: none of 50 deals is as far apart, and the real one counts."""
     values = np.stack([np.ones((40, 1)), np.zeros((40, 1))])
     p = approximate_randomisation(values[:1], values[1:], lambda total: float(total[0]), trials=50)
     assert p == pytest.approx(1 / 51)

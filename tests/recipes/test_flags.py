@@ -230,7 +230,7 @@ def test_updates_of_epochs_are_measured_on_data(toy_data, recipe, capsys, tmp_pa
 
 @pytest.mark.parametrize("updates, told", [(90, True), (91, False), (100, False)])
 def test_the_rate_of_the_last_update_counts(recipe, updates, told):
-    """A straight line that would reach zero behind update 100: of the 90th 11 % are left, of the 91st 10 %."""
+    """A straight line that reaches zero behind update 100: 11 % are left of the 90th, 10 % of the 91st."""
     schedule = ["lr-scheduler=polynomial_decay", "total-num-update=100", "lr=1.0"]
     values = ["train.max_epoch=null", f"train.max_update={updates}", *(f"train.flags.{x}" for x in schedule)]
     assert bool(warning(recipe(*values))) == told

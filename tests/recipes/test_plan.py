@@ -202,7 +202,8 @@ def test_a_tied_weight_of_a_gpu_is_written_under_each_name(shipped):
 
 
 @pytest.mark.parametrize(
-    "batches, devices, steps, updates", [(9, 2, 2, 3), (8, 2, 2, 2), (1, 8, 4, 1), (7, 3, 1, 3), (10, 1, 4, 3)]
+    "batches, devices, steps, updates",
+    [(9, 2, 2, 3), (8, 2, 2, 2), (1, 8, 4, 1), (7, 3, 1, 3), (10, 1, 4, 3)],
 )
 def test_a_last_round_that_is_not_full_is_an_update(batches, devices, steps, updates):
     size = CorpusSize("x", 9, 9, 9, 9, 1.0, "here", batches=batches)
