@@ -11,6 +11,8 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import TokenBlockDataset, data_utils
+from fairseq.dataclass.configs import EMAConfig
+from fairseq.models.ema.ema import EMA
 from fairseq.nan_detector import NanDetector
 
 import moa_fairseq
@@ -210,3 +212,10 @@ def test_the_module_that_made_a_nan_is_named(build_trainer, caplog):
     with NanDetector(model), caplog.at_level("WARNING"):
         model(**sample["net_input"])[0].sum().backward()
     assert "NaN detected in output of encoder.layers.0." in caplog.text
+
+
+def test_a_moving_average_copies_counts_and_what_it_is_told_to():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    average = EMA(model, EMAConfig(), skip_keys={"0.bias"})
+    assert average.skip_keys == {"0.bias", "1.num_batches_tracked"}
+    assert EMA(model, EMAConfig()).skip_keys == {"1.num_batches_tracked"}

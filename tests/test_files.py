@@ -1,6 +1,7 @@
 """Half a file never takes a name that could be mistaken for a result."""
 
 import errno
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from fairseq import checkpoint_utils
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import save_checkpoint
 from moa_fairseq.files import atomic_write
+from moa_fairseq.json_files import is_number
 from moa_fairseq.running.process import Executor, locked
 
 
@@ -32,14 +34,18 @@ def test_writes_and_replaces(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), OSError(errno.ENOSPC, "No space")])
+FULL, QUOTA = OSError(errno.ENOSPC, "No space"), OSError(errno.EDQUOT, "Quota")
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), FULL, QUOTA])
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, failure):
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
     expected = UserError if isinstance(failure, OSError) else type(failure)
-    with pytest.raises(expected), atomic_write(path, "wb") as stream:
+    with pytest.raises(expected) as raised, atomic_write(path, "wb") as stream:
         stream.write(b"half")
         raise failure
+    assert expected is not UserError or "disk is full" in str(raised.value)
     assert path.read_bytes() == b"old" and names(tmp_path) == ["file.bin"]
 
 
@@ -113,3 +119,15 @@ def test_a_run_writes_through_no_link(tmp_path, name):
         else:
             Executor().run(["moa-fairseq", "--help"], tmp_path / "run" / "x.log", tmp_path / "run" / name)
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_what_counts_as_a_number_in_a_file_of_json():
+    for value, counts in (
+        (1, True),
+        (0.5, True),
+        (True, False),
+        (math.inf, False),
+        (10**400, False),
+        ("1", False),
+    ):
+        assert is_number(value) == counts

@@ -74,3 +74,17 @@ def test_a_page_is_text_for_people_or_markdown():
     )
     text = page(blocks, width=12).splitlines()
     assert text[:9] == ["Head", "====", "", "Some bold", "words", "", "- one of", "  several", "- two"]
+
+
+def test_what_stands_in_the_line_above_is_left_out_where_the_column_says_so():
+    rows = [{"name": name, "same": "same"} for name in ("a", "a", "a", "b", "a")]
+    table = Table([Column("name", "Name", once=True), Column("same", "Same")], rows)
+    lines = table.text(width=40).splitlines()[2:]
+    assert [line.split() for line in lines] == [
+        ["a", "same"],
+        ["same"],
+        ["same"],
+        ["b", "same"],
+        ["a", "same"],
+    ]
+    assert table.text(markdown=True).count("| a |") == 4

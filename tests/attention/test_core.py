@@ -154,3 +154,14 @@ def test_cudnns_attention_is_left_out_unless_asked_for():
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True
         )
         assert done.stdout.split()[-4:] == ["True", "False", "True", expected], done.stderr
+
+
+def test_dropout_acts_where_weights_are_asked_for_too():
+    """The weights that are returned are from before it."""
+    q, k, v = random(2, 4, 6, 8), random(2, 2, 6, 8), random(2, 2, 6, 8, seed=1)
+    out, weights = attend(q, k, v, need_weights=True)
+    torch.manual_seed(0)
+    dropped = torch.stack([attend(q, k, v, dropout=0.5, need_weights=True)[0] for _ in range(400)])
+    assert not torch.allclose(dropped[0], dropped[1])
+    torch.testing.assert_close(dropped.mean(0), out, rtol=0.2, atol=0.25)
+    torch.testing.assert_close(attend(q, k, v, dropout=0.5, need_weights=True)[1], weights)

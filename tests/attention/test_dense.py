@@ -1,7 +1,9 @@
 """Dense attention whose heads are dropped; without, it stands in test_equations.py."""
 
 import equations
+import pytest
 import torch
+from fairseq.modules import MultiheadAttention
 
 from moa_fairseq.attention.dense import DenseAttention
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
@@ -39,3 +41,17 @@ def test_one_dropped_head_is_an_f_step_of_uniform_mae():
         out, _ = dense(query, query, query)
         assert any(torch.allclose(out, drawn) for drawn in by_draw)
     torch.testing.assert_close(dense.eval()(query, query, query), uniform.eval()(query, query, query))
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 8, "vdim": 8}, {"kdim": 8, "vdim": 20}], ids=str)
+def test_it_starts_as_fairseqs(widths):
+    """Also where keys are of another width, as in a decoder beside a wider encoder."""
+    starts = []
+    for build in (MultiheadAttention, DenseAttention):
+        torch.manual_seed(1)
+        module = build(C, H, **widths)
+        starts.append({name: (p.std(), p.abs().max()) for name, p in module.named_parameters()})
+    assert starts[0].keys() == starts[1].keys()
+    for name in ("k_proj.weight", "v_proj.weight", "q_proj.weight", "out_proj.weight"):
+        fairseqs, ours = (torch.stack(start[name]) for start in starts)
+        torch.testing.assert_close(ours, fairseqs, rtol=0.15, atol=0)

@@ -111,6 +111,39 @@ def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, pos
 
 
 @pytest.mark.parametrize("family", DECODERS)
+def test_padding_that_first_comes_in_a_later_step_stays_where_it_stands(family):
+    """Each step names its own padding, or all so far, or none while there is none; real tokens follow."""
+    attention = build(family, self_attention=True)
+    x = torch.randn(6, 3, WIDTH, dtype=torch.float64)
+    padding = torch.arange(6) == torch.tensor([[6], [3], [4]])
+    whole, _ = attention(x, x, x, key_padding_mask=padding, attn_mask=future(6).double())
+    for sizes, of_all in (([1] * 6, False), ([1] * 6, True), ([2, 1, 2, 1], False), ([2, 1, 2, 1], True)):
+        state, parts, start = {}, [], 0
+        for size in sizes:
+            end = start + size
+            mask = padding[:, 0 if of_all else start : end]
+            mask = future(end)[start:].double(), mask if mask.any() else None
+            now = x[start:end]
+            options = {"attn_mask": mask[0], "key_padding_mask": mask[1], "incremental_state": state}
+            parts.append(attention(now, None, None, query_padding_mask=padding[:, start:end], **options)[0])
+            start = end
+        real = ~padding.t()
+        torch.testing.assert_close(torch.cat(parts)[real], whole[real])
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_beam_may_have_several_queries_at_once_and_a_mask(family):
+    """As a forced beginning of a translation has."""
+    attention = build(family, encoder_decoder_attention=True)
+    memory = torch.randn(5, 2, WIDTH, dtype=torch.float64).repeat_interleave(3, 1)
+    x, mask = torch.randn(4, 6, WIDTH, dtype=torch.float64), future(5)[:4].roll(1, 1).double()
+    whole, _ = attention(x, memory, memory, attn_mask=mask)
+    with hypotheses(3):
+        shared, _ = attention(x, memory, memory, incremental_state={}, static_kv=True, attn_mask=mask)
+    torch.testing.assert_close(shared, whole)
+
+
+@pytest.mark.parametrize("family", DECODERS)
 def test_a_beam_projects_its_source_once(family):
     attention = build(family, encoder_decoder_attention=True, kdim=10, vdim=10)
     memory = torch.randn(5, 2, 10, dtype=torch.float64).repeat_interleave(3, 1)

@@ -5,9 +5,10 @@ import pickle
 
 import pytest
 import torch
+from fairseq.modules.fairseq_dropout import FairseqDropout
 from fairseq.nan_detector import NanDetector
 
-from moa_fairseq.attention.collector import collect_decisions
+from moa_fairseq.attention.collector import collect_decisions, query_padding
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
@@ -94,3 +95,25 @@ def test_a_nan_is_traced_to_its_module(build, caplog):
     with caplog.at_level("WARNING", "fairseq.nan_detector"), NanDetector(attention):
         attention(torch.randn(3, 2, WIDTH, requires_grad=True), None, None)[0].sum().backward()
     assert "NaN detected in output of v_proj" in caplog.text
+
+
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_retained_dropout_reaches_the_weights_of_attention(retained, need_weights):
+    """fairseq's --retain-dropout: a module says that it drops out in evaluation, too."""
+    dropout = FairseqDropout(0.5, module_name="MixtureOfAttention")
+    dropout.apply_during_inference = retained
+    attention = moa(self_attention=True, dropout=dropout).eval()
+    x = torch.randn(6, 2, WIDTH)
+    first, second = (attention(x, x, x, need_weights=need_weights)[0] for _ in range(2))
+    assert torch.equal(first, second) != retained
+
+
+def test_the_padding_that_is_declared_comes_before_that_of_the_keys():
+    """What the caller gives counts first, then what is declared, then the keys' own padding."""
+    given, declared, of_keys = (torch.arange(4) >= torch.tensor([[n], [4]]) for n in (1, 2, 3))
+    attention, x = moa(self_attention=True), torch.randn(4, 2, WIDTH)
+    for words, expected in (({"query_padding_mask": given}, given), ({}, declared)):
+        with query_padding(declared), collect_decisions() as decisions:
+            attention(x, x, x, key_padding_mask=of_keys, **words)
+        assert torch.equal(decisions[0][1].padding_mask, expected.reshape(-1))

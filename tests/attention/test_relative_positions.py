@@ -151,3 +151,12 @@ def test_costs_count_the_distances():
     assert with_xl["projections"] - without["projections"] == 12 * C * 2 * D  # 5 + 8 − 1 distances
     assert with_xl["scores"] - without["scores"] == 2 * 5 * 12 * D
     assert without == {"router": 0, "projections": (2 * 5 + 2 * 8) * C * 2 * D, "scores": 2 * 5 * 8 * 2 * D}
+
+
+def test_sinusoids_made_in_inference_mode_do_not_reach_training():
+    """They are kept for all layers, and autograd refuses tensors of that mode."""
+    found, q = positions(1), torch.randn(1, 1, 3, D)
+    with torch.inference_mode():
+        found.bias(q, 41, 38)
+    found.bias(q, 41, 38).sum().backward()
+    assert found.projection.weight.grad.abs().sum() > 0

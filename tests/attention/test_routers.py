@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.namoh import NativeMixtureOfHeads
+from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.kernels import wide_linear
@@ -126,3 +129,23 @@ def test_what_observers_keep_over_updates_stays_in_float32(dtype):
     assert router.pending.sum().item() == 40 * 101 * 7 * 2
     moved = balanced().to("meta", dtype).router.selection_bias
     assert moved.device.type == "meta" and moved.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["MoA", "NAMOH", "MAE"])
+def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
+    """Validation comes between the micro-batches of training; also with gradients, as an analysis may."""
+    balance = dict(num_experts=4, experts_per_token=2, expert_dim=4, routing_bias_rate=0.1)
+    attention = {
+        "MoA": lambda: MixtureOfAttention(8, **balance, encoder_decoder_attention=True),
+        "NAMOH": lambda: NativeMixtureOfHeads(8, **balance, encoder_decoder_attention=True),
+        "MAE": lambda: MixtureOfAttentiveExperts(8, 4, encoder_decoder_attention=True),
+    }[kind]()
+    x, memory = torch.randn(5, 2, 8), torch.randn(7, 2, 8)
+    attention(x, memory, memory)
+    observers = observers_of(attention)
+    before = {name: buffer.clone() for name, buffer in attention.named_buffers()}
+    assert observers and all(observer.pending.abs().sum() > 0 for observer in observers)
+    attention.eval()
+    attention(x, memory, memory)
+    for name, buffer in attention.named_buffers():
+        assert torch.equal(buffer, before[name]), name

@@ -210,6 +210,8 @@ def test_draws_depend_on_seed_update_sequence_and_module_only():
     for other in (ExpertDraw(ids, 2, 5), ExpertDraw(ids, 1, 6), ExpertDraw(ids + 1, 1, 5)):
         assert not torch.isclose(other.uniform("a"), u, atol=1e-3).any()
     assert not torch.isclose(draw.uniform("b"), u, atol=1e-3).any()
+    one, other = ExpertDraw(ids, 1, 6).uniform("a"), ExpertDraw(ids, 2, 5).uniform("a")
+    assert not torch.isclose(one, other, atol=1e-3).any()  # the next seed is not the next update
     many = torch.stack([ExpertDraw(torch.arange(4000), 1, n).uniform("a") for n in range(4)])
     assert torch.corrcoef(many).fill_diagonal_(0).abs().max() < 0.06  # 4 standard errors
     with pytest.raises(ValueError, match="5 sequence ids for 4 sequences"):

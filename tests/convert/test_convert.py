@@ -6,7 +6,9 @@ import re
 
 import pytest
 import torch
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 
+from moa_fairseq.convert import check
 from moa_fairseq.evaluation.trained_model import batches, load_trained
 from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint, save_checkpoint
 
@@ -290,3 +292,19 @@ def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tm
     )
     if "--head-gate" in control:
         assert "--head-gate" in convert(mixture, tmp_path / "dense.pt", "--to", "dense", status=2)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_so_many_batches_are_measured_and_no_more(most, dense, convert, tmp_path, monkeypatch):
+    checkpoint, data = dense("translation")
+    seen = []
+
+    class Counted(CrossEntropyCriterion):
+        def forward(self, model, sample, reduce=True):
+            seen.append(sample["id"].tolist())
+            return super().forward(model, sample, reduce)
+
+    monkeypatch.setattr(check, "CrossEntropyCriterion", Counted)
+    few = ("--data", data, "--max-tokens", 40, "--max-batches", most)
+    convert(checkpoint, tmp_path / "out.pt", "--to", "moh", *few)
+    assert len(seen) == 2 * most and seen[::2] == seen[1::2]  # both models, the same batches

@@ -103,3 +103,15 @@ def test_matching_key_ignores_case_punctuation_and_spacing():
     assert matching_key("Straße öffnen") == matching_key("STRASSE ÖFFNEN")
     assert matching_key("Save the file") != matching_key("Save the files")
     assert matching_key("?! …") == ""
+
+
+def test_a_name_with_an_underscore_is_no_shortcut():
+    """Both sides have it: the pair is dropped with its name, and no letter of it is lost."""
+    assert list(clean_message("Edit the file my_name now", "Jetzt die Datei my_name bearbeiten")) == []
+    pair = ("Edit the file now", "Jetzt die Datei bearbeiten")
+    assert list(clean_message("Edit _the file now", "Jetzt die _Datei bearbeiten")) == [pair]
+
+
+def test_english_in_the_place_of_german_is_dropped_whatever_its_words():
+    assert list(clean_message("The file was saved on a disk", "It is not possible to open that")) == []
+    assert list(clean_message("Es ist nicht der erste Ordner", "Die Datei wurde auf Platte gesichert")) == []

@@ -12,8 +12,10 @@ from fairseq.logging import meters, metrics
 from torch import nn
 
 from moa_fairseq.attention.collector import collect_decisions, record
+from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import load_balance_loss, z_loss
 from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.criterions.with_routing import (
     LabelSmoothedCrossEntropyWithRouting,
     LabelSmoothedCrossEntropyWithRoutingConfig,
@@ -134,3 +136,58 @@ def test_a_model_without_routers_is_scored_as_by_fairseq():
     plain, _, _ = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)(dense, batch)
     loss, _, log = build()(dense, batch)
     assert loss.item() == plain.item() and not any(key.startswith("router/") for key in log)
+
+
+def decisions_of_three_kinds():
+    """TopK routers about 1, 9 and 1 tokens, between them attention without auxiliary losses."""
+    torch.manual_seed(3)
+    routers = {
+        "a": (TopKRouter(8, 4, 2), 1),
+        "b": (SigmoidTopKRouter(8, 4, 2, auxiliary=False), 5),
+        "c": (TopKRouter(8, 4, 2), 9),
+        "d": (TopKRouter(8, 4, 2), 1),
+        "e": (SigmoidTopKRouter(8, 4, 2), 7),
+    }
+    for router, _ in routers.values():
+        nn.init.normal_(router.projection.weight, std=2.0)
+    named = [(name, router(torch.randn(tokens, 8))) for name, (router, tokens) in routers.items()]
+    return {name: router.projection.weight for name, (router, _) in routers.items()}, named
+
+
+def test_losses_act_on_those_decisions_alone_that_allow_it():
+    weights, named = decisions_of_three_kinds()
+    auxiliary, _ = build().terms(named)
+    held = [decision for name, decision in named if name != "b"]
+    assert auxiliary.item() == pytest.approx(
+        sum((0.01 * load_balance_loss(d) + 0.001 * z_loss(d)).item() for d in held), rel=1e-5
+    )
+    auxiliary.backward()
+    assert weights["b"].grad is None or weights["b"].grad.abs().sum() == 0
+    assert all(weights[name].grad.abs().sum() > 0 for name in "acde")
+    mean, _ = build(aux_loss_reduce="mean").terms(named)
+    assert mean.item() == pytest.approx(auxiliary.item() / 4, rel=1e-5)
+    only, _ = build().terms([named[1]])
+    assert only.item() == 0
+
+
+def test_statistics_of_each_module_stand_under_its_own_name():
+    _, named = decisions_of_three_kinds()
+    log = values_of(build(router_log="modules").terms(named)[1])
+    for name, decision in named:
+        expected = {"load_balance_loss": load_balance_loss(decision), "z_loss": z_loss(decision)}
+        for key, value in {**expected, **load_statistics(decision)}.items():
+            assert log[f"{key}.{name}"] == pytest.approx(value.item(), abs=1e-5), (key, name)
+    dead = [log[f"dead_experts.{name}"] for name, _ in named]
+    assert log["dead_experts"] == pytest.approx(sum(dead)) and sum(dead) > 0
+
+
+def test_a_mean_over_updates_weighs_passes_alike():
+    """An update of three passes counts three times as much as one of a single pass."""
+    key = "router/max_load"
+    plain = dict.fromkeys(("loss", "nll_loss", "ntokens", "sample_size"), 1)
+    sums = ([0.2, 1.0], [1.8, 3.0])  # of the statistic, and of the passes
+    updates = [{**plain, key: torch.tensor(both)} for both in sums]
+    with metrics.aggregate(new_root=True) as aggregate:
+        for update in updates:
+            LabelSmoothedCrossEntropyWithRouting.reduce_metrics([update])
+    assert aggregate["max_load"].avg == pytest.approx((0.2 + 1.8) / 4)

@@ -24,6 +24,8 @@ PLAIN = {  # path → status, content and its kind
     "/page.gz": (200, b"<html><title>Please log in</title></html>", "text/html"),
     "/disguised.gz": (200, b"<!DOCTYPE html><html>", "application/gzip"),
     "/busy.gz": (503, b"", "text/plain"),
+    "/slow.gz": (408, b"", "text/plain"),
+    "/often.gz": (429, b"", "text/plain"),
 }
 ODD = {  # path → status and headers; /endless ones never stop sending
     "/endless.gz": [200],
@@ -185,6 +187,14 @@ def test_a_download_that_was_whole_but_for_its_name_is_not_fetched_again(server,
     assert server.requests[3:] == [("/file.gz", f"bytes={len(CONTENT)}-")]
 
 
+def test_what_is_sent_all_over_again_takes_the_place_of_a_longer_part(server, tmp_path, broken_off):
+    """By a server without ranges: the part's tail is not kept, and one request is enough."""
+    broken_off.write_bytes(b"\x1f\x8b" + b"?" * (len(CONTENT) + 99_998))
+    server.requests.clear()
+    assert fetch(server, tmp_path, "plain.gz").read_bytes() == CONTENT
+    assert len(server.requests) == 1
+
+
 @pytest.mark.parametrize("pins", [{}, {"sha256": None}])
 def test_a_part_that_turns_out_wrong_is_fetched_anew_at_once(server, tmp_path, broken_off, pins):
     """Without a checksum nothing is gone on from: nobody could tell an older file's beginning."""
@@ -226,6 +236,8 @@ def test_the_next_mirror_serves(server, tmp_path):
         (["gone.gz"], {}, ["gone.gz", "HTTP 404"], 1),
         (["astray.gz"], {}, ["astray.gz"], 3),
         (["busy.gz"], {}, ["HTTP 503"], 3),
+        (["slow.gz"], {}, ["HTTP 408"], 3),
+        (["often.gz"], {}, ["HTTP 429"], 3),
         (["file.gz"], {"sha256": "0" * 64}, [SHA, "instead of 000"], 1),
         (["file.gz"], {"sha256": None, "md5": "0" * 32}, ["md5"], 1),
         (["file.gz"], {"size": 12}, [f"{len(CONTENT):,} bytes instead of 12"], 1),

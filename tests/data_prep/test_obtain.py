@@ -1,8 +1,11 @@
 """Files at hand and fetched ones: announced, taken, refused with the remedy, opened safely."""
 
 import collections
+import contextlib
 import gzip
+import hashlib
 import io
+import os
 import shutil
 import tarfile
 import zipfile
@@ -235,3 +238,27 @@ def test_the_archive_that_is_gone_says_what_to_do_instead(tables, tmp_path, monk
             Store(None, tmp_path / "downloads", offline).pieces([part])
         for word in ("since 2021", gone.md5, "--flavour vaswani_rebuilt", "--from"):
             assert word in str(error.value)
+
+
+def test_checksums_of_two_kinds_are_remembered_apart_and_a_changed_file_is_read(tmp_path):
+    file, memory = tmp_path / "x", tmp_path / "memory.json"
+    file.write_bytes(b"one")
+    for _ in range(2):
+        for kind in ("sha256", "md5"):
+            assert obtain.known_checksum(memory, file, kind) == hashlib.new(kind, b"one").hexdigest()
+    time = file.stat().st_mtime_ns
+    file.write_bytes(b"two")
+    os.utime(file, ns=(time + 1, time + 1))
+    assert obtain.known_checksum(memory, file) == hashlib.sha256(b"two").hexdigest()
+
+
+def test_two_folders_on_one_disk_need_room_for_both(tmp_path, monkeypatch):
+    """36 MB are fetched, and prepared the data takes 1.0 GB with them: each alone would fit."""
+    dataset = datasets()["enwik8"]
+    fetched = sum(file.bytes for file in dataset.files())
+    whole = dataset.disk * 1e9
+    arguments = (dataset, tmp_path / "out", tmp_path / "downloads", dataset.files())
+    for free, fits in ((whole + 1e6, True), (whole - fetched / 2, False)):
+        monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path, free=free: Usage(10**10, 0, free))
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="disk"):
+            before_download(*arguments)

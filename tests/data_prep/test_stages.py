@@ -101,6 +101,16 @@ def test_other_merges_keep_the_tokens_and_lower_case_does_not(prepare, raw, said
     assert not (root.parent / "plain" / "bpe").exists()
 
 
+def test_merges_that_were_changed_under_their_name_are_used(prepare, raw, tmp_path, said):
+    codes, found = tmp_path / "given", []
+    for merge in ("e r</w>", "e n</w>"):
+        codes.write_text(f"#version: 0.2\n{merge}\n", encoding="utf-8")
+        _, root = prepare("multi30k", raw, **{**MULTI30K, "bpe": None, "codes": str(codes)})
+        found.append((root / "bpe" / "train.de").read_text("utf-8"))
+    assert found[0] != found[1] and found[0].replace("@@ ", "") == found[1].replace("@@ ", "")
+    assert [line.partition(":")[0] for line in said if "done before" in line] == ["tokens"]
+
+
 def test_pairs_with_an_empty_side_leave_the_training_text_only(prepare, raw, said):
     for name in ("train", "val"):
         lines = (raw / f"{name}.de").read_text("utf-8").split("\n", 1)[1]

@@ -261,8 +261,8 @@ def test_samples_are_nested_and_pairs_stay_together(write, tmp_path):
         assert facts == {"lines": len(english), "of": 100}
         return set(english)
 
-    samples = [sample(fraction) for fraction in (0.0001, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)]
-    assert [len(kept) for kept in samples] == [1, 5, 10, 25, 50, 75, 100]
+    samples = [sample(fraction) for fraction in (0.0001, 0.05, 0.1, 0.25, 0.5, 0.743, 1.0)]
+    assert [len(kept) for kept in samples] == [1, 5, 10, 25, 50, 75, 100]  # rounded up
     assert all(small < large for small, large in zip(samples, samples[1:]))
     assert sample(0.25) == samples[3] != sample(0.25, seed=2)
 
@@ -286,6 +286,14 @@ def test_the_same_codes_and_subwords_as_subword_nmt(texts, tmp_path, made):
         assert ours.segment(line) == theirs.segment(line)
     learn_codes(texts, 2, tmp_path / "codes")  # new codes under an old name are noticed
     assert load_codes(str(tmp_path / "codes")) is not ours
+
+
+def test_codes_of_the_same_size_under_an_old_name_are_read_anew(tmp_path):
+    codes = tmp_path / "codes"
+    for number, merge in enumerate(("a b", "c d")):
+        codes.write_text(f"#version: 0.2\n{merge}</w>\n", encoding="utf-8")
+        os.utime(codes, ns=(number, number))
+        assert load_codes(str(codes)).segment("ab cd") == ("ab c@@ d", "a@@ b cd")[number]
 
 
 def test_the_memory_of_words_has_an_end(texts, tmp_path, monkeypatch):

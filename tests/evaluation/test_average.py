@@ -219,3 +219,10 @@ def test_no_trained_checkpoint_is_overwritten(kind, tmp_path, capsys):
     assert main(["average", "--inputs", *inputs, "--output", str(output)]) == 2
     assert f"--output {output} is the same file as the input" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_the_context_of_a_training_is_no_part_of_its_average(tmp_path):
+    """It belongs to the text behind the last checkpoint, and may be larger than the model."""
+    more = {"extra_state": {"epoch": 2, "carried_context": {"inputs": [torch.ones(9)]}}}
+    paths = [save(tmp_path / f"{name}.pt", model(1), **more) for name in "ab"]
+    assert average_checkpoints(paths)["extra_state"] == {"epoch": 2}

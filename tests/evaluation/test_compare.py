@@ -83,6 +83,11 @@ def test_seeds_are_averaged_with_their_spread(results):
     assert "| Ours | BLEU B | 30.0 | 29.00 | -1.00 |" in text
 
 
+def test_a_score_of_zero_is_a_score(results):
+    cell = cells(record(results, run(bleu=0.0), run(bleu=1.0)))["BLEU A"]
+    assert (cell.ours, cell.runs, cell.difference) == (0.5, 2, -19.5)
+
+
 def test_a_score_by_two_chains_gets_two_lines(results):
     paper = json.loads(json.dumps(PAPER))
     paper["tables"][0]["columns"]["BLEU A"]["also"] = ["moa_release_bleu"]

@@ -12,7 +12,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.masked_lm import LINE_END, TEXT, Masking, measure
-from moa_fairseq.evaluation.trained_model import load_trained
+from moa_fairseq.evaluation.trained_model import batches, load_trained
 
 CPU = torch.device("cpu")
 
@@ -130,3 +130,10 @@ def test_bad_input(toy_masked_lm, capsys, flags, says):
 def test_a_translation_model_is_refused(toy_checkpoint, toy_data, capsys):
     assert main(["score", "--masked-lm", str(toy_checkpoint), "--data", str(toy_data)]) == 2
     assert "is not a masked language model" in capsys.readouterr().err
+
+
+def test_batches_come_in_a_fixed_order_whoever_asks(toy_masked_lm, toy_wiki_data):
+    model, task = load_trained(toy_masked_lm, toy_wiki_data)
+    found = [sample["id"].tolist() for sample in batches(task, model, "test", 120, CPU)]
+    iterator = task.get_batch_iterator(task.dataset("test"), max_tokens=120)
+    assert found == [list(batch) for batch in iterator.frozen_batches] and len(found) > 3

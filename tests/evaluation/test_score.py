@@ -128,6 +128,16 @@ def test_raw_reference_serves_sacrebleu_only(tmp_path, capsys):
     assert other["sacrebleu"]["score"] < plain["sacrebleu"]["score"]
 
 
+def test_of_a_raw_reference_those_lines_count_that_the_log_has(tmp_path, capsys):
+    """Sentences are told by their numbers: the log lacks 0 and 2 to 5."""
+    path = tmp_path / "log"
+    write_log(path)
+    path.write_text(path.read_text(encoding="utf-8").replace("-0\t", "-6\t"), encoding="utf-8")
+    lines = ["nichts", RAW_OUTPUTS[1], *["nichts"] * 4, RAW_OUTPUTS[0]]
+    raw = write_text(tmp_path / "raw", lines)
+    assert score_json(capsys, str(path), "--raw-reference", raw)["sacrebleu"]["score"] == pytest.approx(100)
+
+
 def test_several_references(tmp_path, capsys):
     hypothesis = write_text(tmp_path / "h", OUTPUTS)
     files = [write_text(tmp_path / "r1", TARGETS), write_text(tmp_path / "r2", OUTPUTS)]

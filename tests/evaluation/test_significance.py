@@ -160,3 +160,10 @@ def test_only_the_t_test_sees_that_a_run_is_better_as_a_whole():
         found.append((p < 0.05, paired((scores[:5] - scores[5:]).tolist(), 0).p < 0.05))
     by_randomisation, by_t_test = np.mean(found, axis=0)
     assert by_randomisation > 0.2 and by_t_test < 0.12
+
+
+def test_no_number_of_trials_makes_p_zero():
+    """Systems that differ in every sentence: none of 50 deals is as far apart, and the real one counts."""
+    values = np.stack([np.ones((40, 1)), np.zeros((40, 1))])
+    p = approximate_randomisation(values[:1], values[1:], lambda total: float(total[0]), trials=50)
+    assert p == pytest.approx(1 / 51)

@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from fairseq_cli import eval_lm, generate, interactive, train, validate
 
 from moa_fairseq.cli import main as moa_fairseq
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.foreign_settings import FAIRSEQ_HOST, LocalFiles
 
 TOY = ("--cpu", "--num-workers", "0")
 SMALL = ("--encoder-layers", "1", "--decoder-layers", "1", "--share-all-embeddings")
@@ -292,3 +294,12 @@ def test_a_planted_checkpoint_does_nothing(attack, way, sound, toy_data, tmp_pat
         assert "The setting encoder_layers is refused" in f"{error}{capsys.readouterr().err}"
     elif (attack, way) == ("ctc.wer_args", "validate"):
         assert "The setting wer_args is refused" in str(error)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "s3"])
+def test_a_tokenizers_file_is_fetched_from_nowhere_but_fairseqs_own_address(scheme):
+    files = LocalFiles(SimpleNamespace(__name__="file_utils", cached_path=lambda name, cache_dir=None: name))
+    with pytest.raises(UserError, match=f"downloaded from {scheme}://elsewhere"):
+        files.cached_path(f"{scheme}://elsewhere/bpe/encoder.json")
+    own = f"https://{FAIRSEQ_HOST}/fairseq/gpt2_bpe/encoder.json"
+    assert files.cached_path(own) == own

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.kernels import SlotOrder, grouped, project
-from moa_fairseq.kernels.grouped import EveryExpert, ExpertLoop, SortedRows, expert_loop, sorted_rows
+from moa_fairseq.kernels.grouped import EveryExpert, ExpertLoop, SortedRows, dense, expert_loop, sorted_rows
 
 # name → the class of the plan, and the constants that make it go in steps
 WALKS = {
@@ -164,6 +164,18 @@ def test_only_what_is_asked_for_is_differentiated(use, walk, monkeypatch):
             torch.testing.assert_close(grad, together[name])
 
 
+@pytest.mark.parametrize("shape", ["K = E", "E = 1"])
+def test_only_what_is_asked_for_is_differentiated_where_every_expert_is_chosen(shape):
+    for use in USES:
+        for case in variants(SHAPES[shape], use):
+            index, inputs, upstream = case.inputs
+            for name in inputs:
+                leaves = {n: t.float().requires_grad_(n == name) for n, t in inputs.items()}
+                out = case.projected("grouped", True)(index, leaves)
+                (grad,) = torch.autograd.grad(out, leaves[name], upstream.float())
+                assert_close(grad, case.exact[name], f"{name}, {case}")
+
+
 def test_plans_of_a_slot_order_are_made_once(monkeypatch):
     monkeypatch.setattr(expert_loop, "_PIECE", 5)
     index = torch.randint(0, 6, (29, 4), generator=torch.Generator().manual_seed(1))
@@ -172,6 +184,7 @@ def test_plans_of_a_slot_order_are_made_once(monkeypatch):
     assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
     rows = order.plan(SortedRows, 4, 1)
     assert order.plan(SortedRows, 4, 1) is rows and order.plan(SortedRows, 2, 1) is not rows
+    assert order.plan(SortedRows, 4, 2) is not rows and order.plan(ExpertLoop, 4, 1) is not rows
     loop = order.plan(ExpertLoop, 4, 1)
     assert loop.unchosen == [6] and all(1 <= len(rows) <= 7 for rows in loop.wide_rows)
 
@@ -231,3 +244,22 @@ def test_decision_sorts_once_and_not_at_all_when_every_expert_is_chosen():
     assert some.slot_order is some.slot_order
     every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs, 3)
     assert every.slot_order.in_order and not some.slot_order.in_order
+
+
+@pytest.mark.parametrize("walk", ["expert_loop", "every_expert"])
+def test_in_half_precision_a_sum_of_slots_is_rounded_once(walk, monkeypatch):
+    """256 + 1 is 256 in bfloat16, and so seven times; but the sum of all eight is 264."""
+    walk_by(walk, monkeypatch)
+    order, gate = SlotOrder(torch.arange(8).expand(3, -1), 8), torch.tensor([256.0] + [1.0] * 7)
+    slots, weight = torch.eye(4)[:1].expand(24, -1).bfloat16(), torch.ones(8, 4, 16).bfloat16()
+    fan = dict(into="model", slots_per_row=1, slots_per_sum=8, backend="grouped")
+    out = project(slots.contiguous(), order, weight, gate=gate.repeat(3), **fan)
+    assert out.shape == (3, 16) and (out == 264).all()
+
+
+def test_a_gate_in_float32_is_not_rounded_to_the_slots_half_precision():
+    """Where every expert is chosen, in pieces of rows: the product is rounded, and nothing before it."""
+    slots, gate = torch.rand(3000, 4).bfloat16(), torch.rand(3000)
+    exact = (slots.float() * gate[:, None]).bfloat16()
+    assert torch.equal(dense._times_gate(slots, gate), exact)
+    assert not torch.equal(slots * gate.bfloat16()[:, None], exact), "the case tells nothing"

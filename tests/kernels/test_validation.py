@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,33 @@ def test_auto_takes_triton_only_where_it_was_checked(on_a_gpu, caplog):
     assert "expert backend: triton" in caplog.text and "7 checks passed" in caplog.text
     validation.write(outcome(["MoA queries: weight is off"]))
     assert automatic()[0] == "grouped" and "1 of 7 checks failed" in automatic()[1]
-    for broken in ("{", "[]", json.dumps({**json.loads(written.read_text()), "triton": "0.0"})):
+    for broken in ("{", "[]"):
         written.write_text(broken)
         assert automatic()[0] == "grouped", broken
+
+
+def test_a_check_of_another_machine_is_not_believed(on_a_gpu):
+    """Of another GPU, torch, Triton or source text, each alone: the name of the file is not all."""
+    written = validation.write(outcome())
+    good = json.loads(written.read_text())
+    assert automatic()[0] == "auto" and {"gpu", "torch", "triton", "kernels"} <= good.keys()
+    for key in validation.machine():
+        written.write_text(json.dumps({**good, key: "other"}))
+        assert automatic()[0] == "grouped", key
+        assert "something else" in automatic()[1]
+
+
+def test_every_source_of_the_kernels_is_part_of_what_was_checked(on_a_gpu, monkeypatch, tmp_path):
+    folder = Path(validation.__file__).parent / "triton"
+    shutil.copytree(folder, tmp_path / "triton")
+    monkeypatch.setattr(validation, "__file__", str(tmp_path / "validation.py"))
+    before = validation.machine()["kernels"]
+    for source in folder.glob("*.py"):
+        copy = tmp_path / "triton" / source.name
+        copy.write_bytes(source.read_bytes() + b"#")
+        validation.machine.cache_clear()
+        assert validation.machine()["kernels"] != before, source.name
+        copy.write_bytes(source.read_bytes())
 
 
 def test_auto_trusts_the_dtypes_that_were_gone_through(on_a_gpu, monkeypatch):

@@ -98,7 +98,11 @@ def test_ties_go_to_the_lower_number():
 
 @pytest.mark.parametrize(
     "tokens, experts, per_token, hot",
-    [(1, 3, 2, 0.0), (300, 5, 2, 0.0), (37, 33, 8, 0.0), (0, 4, 2, 0.0), (5, 1, 1, 0.0), (500, 5, 1, 1.0)],
+    [
+        *[(1, 3, 2, 0.0), (300, 5, 2, 0.0), (37, 33, 8, 0.0), (0, 4, 2, 0.0), (5, 1, 1, 0.0)],
+        (500, 5, 1, 1.0),
+        (1100, 300, 2, 0.0),  # blocks of 16 tokens: more than are counted at once
+    ],
 )
 def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, per_token, hot):
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from whole_models import PAD, batch, build
+from whole_models import PAD, batch, build, settings
 
 from moa_fairseq.attention.base import name_attentions
 from moa_fairseq.evaluation.complexity import complexity
@@ -95,3 +95,19 @@ def test_equal_macs_and_equal_parameters_are_settings_of_one_architecture():
     same = complexity("dense_transformer_tiny", model_flags=["--attention-head-dim", "54"])
     assert macs.total_macs == pytest.approx(moa.total_macs, rel=0.01)
     assert same.total_parameters == pytest.approx(moa.total_parameters, rel=0.01)
+
+
+def test_a_post_norm_language_model_stays_one_and_its_context_is_not_normalised():
+    """fairseq's architectures of language models switch pre-norm on; a setting that says no is kept."""
+    args = settings("transformer_xl_lm_tiny")
+    args.decoder_normalize_before = False
+    model = build("transformer_xl_lm_tiny", args=args).eval()
+    assert not any(layer.normalize_before for layer in model.decoder.layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith("layer_norm.weight"):
+            torch.nn.init.normal_(parameter)  # a norm too many shows
+    tokens = torch.randint(4, 40, (2, 9))
+    whole, _ = model(tokens)
+    model.decoder.carry_context(3)
+    parts = [model(tokens[:, 3 * i : 3 * i + 3], chunk=i)[0] for i in range(3)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)

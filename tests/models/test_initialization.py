@@ -168,3 +168,21 @@ def test_weights_of_now_keep_their_scale():
     second.load_state_dict(first.state_dict(), strict=True)
     assert second.decoder.embed_scale == 1
     torch.testing.assert_close(first_input(second), first_input(first))
+
+
+def test_switchheads_own_start_is_the_papers_in_roberta_too():
+    """BERT's initialisation draws every nn.Linear anew; the attention's is restored in all of its parts."""
+    model = build("switchhead_roberta_listops", "--initialization", "own")
+    for layer in model.encoder.sentence_encoder.layers:
+        attention = layer.self_attn
+        for projection, fan_in in (("q_proj", 128), ("k_proj", 128), ("v_proj", 128), ("out_proj", 56)):
+            weight = getattr(attention, projection).weight
+            assert weight.std().item() == pytest.approx(1 / math.sqrt(fan_in), rel=0.05), projection
+        assert layer.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)  # BERT's
+
+
+def test_listops_models_have_the_papers_activation():
+    model = build("switchhead_roberta_listops")
+    assert {layer.activation_fn for layer in model.encoder.sentence_encoder.layers} == {torch.relu} or all(
+        layer.activation_fn is torch.nn.functional.relu for layer in model.encoder.sentence_encoder.layers
+    )

@@ -243,3 +243,17 @@ def test_updates_of_epochs_are_measured_on_data(toy_data, recipe, capsys, tmp_pa
     line = ["recipe", str(ROOT / "configs" / "quickstart_mlm.yaml"), "--dry-run", "--gpus", "0"]
     assert main([*line, "--set", "train.max_update=900"]) == 0
     assert "WARNING: the learning rate of the last update (900)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("updates, told", [(90, True), (91, False), (100, False)])
+def test_the_rate_of_the_last_update_counts(recipe, updates, told):
+    """A straight line that reaches zero behind update 100: 11 % are left of the 90th, 10 % of the 91st."""
+    schedule = ["lr-scheduler=polynomial_decay", "total-num-update=100", "lr=1.0"]
+    values = ["train.max_epoch=null", f"train.max_update={updates}", *(f"train.flags.{x}" for x in schedule)]
+    assert bool(warning(recipe(*values))) == told
+
+
+def test_machines_without_a_gpu_have_a_process_each_and_numbers_follow_on():
+    assert [find_world(0, 3, rank, "head", {}).rank for rank in range(3)] == [0, 1, 2]
+    assert find_world(0, 3, 1, "head", {}).size == 3
+    assert [find_world(4, 3, rank, "head", {}).rank for rank in range(3)] == [0, 4, 8]

@@ -1,5 +1,6 @@
 """Recipe files: what is accepted, what is refused, and that the message names file and key."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -217,3 +218,21 @@ def test_an_absent_file_suggests_its_neighbours(small, write_config):
 @pytest.mark.parametrize(("text", "value"), [("1e-1", 0.1), ("2", 2.0), ("'0.5'", 0.5)])
 def test_numbers_that_yaml_takes_for_text(small, write_config, text, value):
     assert load_recipe(write_config(small), [f"generate.lenpen={text}"]).generate.lenpen == value
+
+
+@pytest.mark.parametrize(
+    "fraction, allowed", [(1, True), (1.0, True), (0.001, True), (0, False), (1.001, False)]
+)
+def test_the_whole_training_text_is_a_fraction_of_it(small, write_config, fraction, allowed):
+    small["data"]["train_fraction"] = fraction
+    path = write_config(small)
+    with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="train_fraction"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("kept, allowed", [(2, True), (1, False)])
+def test_as_many_epochs_as_are_kept_can_be_averaged(small, write_config, kept, allowed):
+    small["train"]["keep_last_epochs"] = kept
+    path = write_config(small)
+    with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="keep_last_epochs"):
+        load_recipe(path)

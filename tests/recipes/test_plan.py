@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.utils import move_to_cpu
 
 from moa_fairseq.cli import main
 from moa_fairseq.evaluation.skeleton import build_skeleton
-from moa_fairseq.recipes.batch import TABLE, BatchPlan, known_size, measured_size
+from moa_fairseq.recipes.batch import TABLE, BatchPlan, CorpusSize, known_size, measured_size
 from moa_fairseq.recipes.command import Options, run_recipe
-from moa_fairseq.recipes.hardware import Hardware, device_kind
+from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import (
     UTILISATION,
@@ -198,3 +199,44 @@ def test_a_tied_weight_of_a_gpu_is_written_under_each_name(shipped):
     state = sum(parameter.numel() for parameter in model.parameters()) * 8
     assert planned["checkpoint"] - state == size
     assert disk(recipe, model, False, None, None)["checkpoint"] < planned["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "batches, devices, steps, updates",
+    [(9, 2, 2, 3), (8, 2, 2, 2), (1, 8, 4, 1), (7, 3, 1, 3), (10, 1, 4, 3)],
+)
+def test_a_last_round_that_is_not_full_is_an_update(batches, devices, steps, updates):
+    size = CorpusSize("x", 9, 9, 9, 9, 1.0, "here", batches=batches)
+    assert size.updates_per_epoch(BatchPlan(devices, steps, 60, 240)) == updates
+
+
+def test_the_vocabulary_of_a_masked_language_model_has_its_mask(shipped, toy_wiki_data):
+    lines = len((toy_wiki_data / "dict.txt").read_text().splitlines())
+    assert measured_size(shipped("quickstart_mlm"), toy_wiki_data, 512).vocabulary == lines + 4 + 1
+    causal = shipped("wikitext2_lm_moa_tiny", "data.recipe=binarised")
+    assert measured_size(causal, toy_wiki_data, 512).vocabulary == lines + 4
+
+
+def test_hours_follow_a_recorded_speed_by_the_number_of_devices(shipped, tmp_path):
+    """Recorded on 2 GPUs, 1,000 tokens a second: 8 of them have four times as many, and 1 has half."""
+    recipe = shipped("wmt14_ende_transformer_base")
+    (tmp_path / "throughput").mkdir()
+    record = {"experiment": recipe.experiment, "hardware": "2 x NVIDIA A100-SXM4-80GB"}
+    (tmp_path / "throughput" / "a.json").write_text(json.dumps({**record, "tokens_per_second": 1000}))
+    machines = [assumed_hardware("A100", count) for count in (1, 2, 8)]
+    entries = plan(recipe, None, machines, tmp_path)["hardware"]
+    for entry, speed in zip(entries, (500, 1000, 4000)):
+        assert entry["hours"] == pytest.approx(entry["target_tokens"] / speed / 3600, rel=0.05)
+        assert "throughput/a.json" in entry["speed_origin"]
+
+
+def test_the_best_checkpoints_that_are_kept_count_too(small, write_config):
+    """fairseq keeps `checkpoint_last.pt`, the best, and --keep-best-checkpoints more beside them."""
+    recipe = load_recipe(write_config(small))
+    model = torch.nn.Linear(2, 2)
+    files = disk(recipe, model, False, 30, 3)["files"]
+    small["train"]["flags"]["keep-best-checkpoints"] = 4
+    assert disk(load_recipe(write_config(small)), model, False, 30, 3)["files"] == files + 4
+    small["train"]["flags"] = {**small["train"]["flags"], "disable-validation": True}
+    del small["train"]["flags"]["keep-best-checkpoints"]
+    assert disk(load_recipe(write_config(small)), model, False, 30, 3)["files"] == files - 1

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.running import make as make_module
 from moa_fairseq.running import process
 from moa_fairseq.running.make import OUT, Step, make, marks
 from moa_fairseq.running.process import held_locks, locked
@@ -199,3 +201,53 @@ def test_a_child_keeps_the_lock_that_it_inherited(tmp_path):
     child.wait()
     with locked(tmp_path, patience=0.2):
         pass
+
+
+def test_an_old_output_is_forgotten_before_the_new_one_takes_its_place(tmp_path, monkeypatch):
+    """Killed between the two, nothing says of the new file what was true of the old one, of the same size."""
+    make(chain(tmp_path)[:1], tmp_path)
+
+    def stop(new, old):
+        os.replace(new, old)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(make_module, "replace", stop)
+        make(chain(tmp_path, word="b")[:1], tmp_path)
+    assert "0 b\n" in (tmp_path / "slow.txt").read_text() and "slow" not in marks(tmp_path)
+    make(chain(tmp_path)[:1], tmp_path)
+    assert "0 a\n" in (tmp_path / "slow.txt").read_text()
+
+
+def test_what_a_killed_step_left_is_no_part_of_the_next_ones_output(tmp_path):
+    (tmp_path / "x.partial").mkdir()
+    (tmp_path / "x.partial" / "stale").write_text("stale")
+
+    def write(new):
+        new.mkdir(exist_ok=True)
+        (new / "fresh").write_text("fresh")
+
+    make([Step("x", tmp_path / "x", write)], tmp_path)
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["fresh"]
+
+
+def test_facts_of_earlier_parts_of_a_training_stay(tmp_path):
+    """Later parts may not see them again (the number of parameters is said once); new values count."""
+    facts = iter([{"parameters": 7, "updates": 3, "speed": 1}, {"parameters": None, "updates": 5}, None])
+
+    def train(goal):
+        line = ["python", GOES_ON, OUT, str(goal)]
+        finish = lambda made: next(facts)  # noqa: E731
+        return Step("train", tmp_path / "train", line, in_place=True, goal={"steps": goal}, finish=finish)
+
+    assert make([train(1)], tmp_path)["train"] == {"parameters": 7, "updates": 3, "speed": 1}
+    for goal in (2, 3):
+        assert make([train(goal)], tmp_path)["train"] == {"parameters": 7, "updates": 5, "speed": 1}
+
+
+def test_a_folder_by_another_name_is_the_same_folder(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    monkeypatch.chdir(tmp_path)
+    with locked(tmp_path / "run"), locked(Path("run"), 0.1), locked(tmp_path / "link", 0.1):
+        assert len(held_locks()) == 1

@@ -1,5 +1,6 @@
 """The real executor on tiny Python programs."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -36,6 +37,17 @@ def test_output_and_errors_are_kept_apart(execute, tmp_path):
     assert (tmp_path / "out.txt").read_text(encoding="utf-8") == "ä yes\n"
     assert lines == ["ä yes"]
     assert log.startswith("$ ") and log.endswith("warning\n")
+
+
+def test_a_runs_own_environment_comes_before_the_callers(execute, monkeypatch):
+    monkeypatch.setenv("FROM_TEST", "no")
+    assert "\nyes\n" in execute("import os; print(os.environ['FROM_TEST'])")
+
+
+def test_children_find_this_package_before_another_copy(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    first, *rest = process.environment_of_a_child()["PYTHONPATH"].split(os.pathsep)
+    assert first == str(Path(process.__file__).resolve().parents[2]) and rest == ["elsewhere"]
 
 
 def test_without_output_file_the_log_has_both(execute):
@@ -166,3 +178,29 @@ def test_of_torchs_warnings_of_fairseq_one_is_silent():
         warnings.warn(said, FutureWarning, stacklevel=1)
         warnings.warn(said, DeprecationWarning, stacklevel=1)
     assert [warning.category for warning in caught] == [DeprecationWarning]
+
+
+@pytest.mark.parametrize("program, first", [("fairseq-train", "SIGTERM"), ("fairseq-generate", "SIGINT")])
+def test_a_training_is_told_to_save_before_it_is_interrupted(monkeypatch, tmp_path, program, first):
+    """It saves a checkpoint at SIGTERM; other programs have nothing to save."""
+    monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", command[1]])
+    code = """
+import signal, sys, time
+def told(number, frame):
+    print(signal.Signals(number).name, flush=True)
+    sys.exit(1)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, told)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    lines = []
+
+    def interrupt(line):
+        lines.append(line)
+        if line == "ready":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.Executor().run([program, code], tmp_path / "x.log", on_line=interrupt)
+    assert lines == ["ready", first]

@@ -1,12 +1,15 @@
 """Joint training of MAE's experts and gates (--bcd none, NOBCD): who moves what, and by how much."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.optim.amp_optimizer import AMPOptimizer
 from trainer_updates import HALF, changed, is_gate, is_statistic, manual_gate_gradient, snapshot, update
 
-from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.attention.sequence_gate import SequenceGate, gates_of
+from moa_fairseq.coordinate_descent.gate_steps import JointStep
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -57,3 +60,27 @@ def test_joint_training_moves_everything(build_trainer):
     assert {n for n in still if not n.endswith(("k_proj.bias", "version", "_float_tensor"))} == set()
     assert "bcd_step" not in log and log["gate_entropy"] > 1.9
     assert trainer.get_model().encoder.layers[0].self_attn.gate.norm.num_batches_tracked == 1
+
+
+class Scaled(AMPOptimizer):
+    """fairseq's optimizer under --amp, of which the scale is all that counts here."""
+
+    def __init__(self, *scales):
+        self._scaler = SimpleNamespace(get_scale=iter(scales).__next__)
+
+    @property
+    def scaler(self):
+        return self._scaler
+
+
+@pytest.mark.parametrize("scales, steps", [((1.0,) * 4, True), ((8.0,) * 4, True), ((8.0, 4.0, 4.0), False)])
+def test_under_amp_gates_skip_an_update_only_if_its_scale_was_lowered(scales, steps):
+    """On a CPU the scale is 1 throughout."""
+    gate = SequenceGate(4, 3, dropout=0.0).requires_grad_(False)
+    step, before = JointStep(gate, lr=1.0, clip_norm=0.0), gate.fc2.weight.clone()
+    with step.passing():
+        (gate(torch.randn(5, 4))[0].square().sum() * scales[0]).backward()
+    step.sample_size = 5.0
+    with step.stepping(Scaled(*scales)):
+        pass
+    assert torch.equal(gate.fc2.weight, before) != steps

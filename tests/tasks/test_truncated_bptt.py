@@ -137,6 +137,9 @@ def test_what_breaks_a_text_breaks_the_context():
     torch.testing.assert_close(after(read(0), train), with_context)  # training has a context of its own
     torch.testing.assert_close(after(read(0), lambda: model(tokens)), with_context)  # a pass beside the text
     torch.testing.assert_close(after(read(2)), alone)
+    torch.testing.assert_close(after(read(0), lambda: model(tokens[:, :3], chunk=5)), alone)
+    read(0)()
+    torch.testing.assert_close(model(tokens[:, 3:6], chunk=2)[0], alone)  # a chunk was left out
     torch.testing.assert_close(after(read(0), read(1)), alone)  # the same chunk again: another text
     torch.testing.assert_close(after(read(0, rows=2)), alone)  # texts that were not there before
     read(0)()

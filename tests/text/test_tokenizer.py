@@ -12,11 +12,14 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.text import (
     detokenize,
+    normalize,
     normalize_punctuation,
     remove_nonprinting,
     replace_unicode_punctuation,
     tokenize,
+    tokenizer,
 )
+from moa_fairseq.text.normalize import lowercase
 
 RECORDED = json.loads((Path(__file__).parent / "moses_recorded.json").read_text(encoding="utf-8"))
 SCRIPTS = os.environ.get("MOSES_SCRIPTS")
@@ -32,6 +35,7 @@ def ours(command: str, line: str) -> str:
     return {
         "remove-non-printing-char.perl": remove_nonprinting,
         "replace-unicode-punctuation.perl": replace_unicode_punctuation,
+        "lowercase.perl": lowercase,
     }[script](line)
 
 
@@ -41,6 +45,57 @@ def test_equals_recorded_perl(command):
     assert len(outputs) == len(RECORDED["lines"]) >= 26
     for line, expected in zip(RECORDED["lines"], outputs):
         assert ours(command, line) == expected, f"{command} on {line!r}"
+
+
+def differs(script):
+    """Whether some recorded line shows that a script's functions are not what they were."""
+    return any(
+        ours(command, line) != expected
+        for command, outputs in RECORDED["perl"].items()
+        if command.startswith(script)
+        for line, expected in zip(RECORDED["lines"], outputs)
+    )
+
+
+def test_every_rule_of_normalization_has_a_recorded_line(monkeypatch):
+    rules, unseen = normalize._normalization_rules, []
+    for rule in dict.fromkeys([*rules("de", "current"), *rules("en", "current")]):
+
+        def others(lang, edition, rule=rule):
+            return [row for row in rules(lang, edition) if row != rule]
+
+        monkeypatch.setattr(normalize, "_normalization_rules", others)
+        if not differs("normalize-punctuation.perl"):
+            unseen.append(rule)
+    # A later rule does the same, but in the edition of 2017.
+    assert [pattern.pattern for _, pattern, _ in unseen] == ["([a-zA-Z])‘([a-zA-Z])"]
+    monkeypatch.undo()
+    assert normalize_punctuation("l‘eau", "fr", edition="2017-12") == "l'eau"
+
+
+def test_every_sign_that_is_replaced_has_a_recorded_line(monkeypatch):
+    for sign in normalize._UNICODE_TRANSLATION:
+        table = {key: value for key, value in normalize._UNICODE_TRANSLATION.items() if key != sign}
+        monkeypatch.setattr(normalize, "_UNICODE_TRANSLATION", table)
+        assert differs("replace-unicode-punctuation.perl"), chr(sign)
+
+
+@pytest.mark.parametrize("table", ["_COMMAS", "_ESCAPES", "en", "fr"])
+def test_every_rule_of_the_tokenizer_has_a_recorded_line(monkeypatch, table):
+    of_language = table in tokenizer._APOSTROPHES
+    rules = tokenizer._APOSTROPHES[table] if of_language else getattr(tokenizer, table)
+    for rule in rules:
+        rest = [row for row in rules if row != rule]
+        if of_language:
+            monkeypatch.setitem(tokenizer._APOSTROPHES, table, rest)
+        else:
+            monkeypatch.setattr(tokenizer, table, rest)
+        assert differs("tokenizer.perl"), rule
+
+
+def test_every_control_character_is_taken_out():
+    for number in [*range(0x09), *range(0x0E, 0x20)]:
+        assert tokenize(f"a{chr(number)}b", "en") == "ab"
 
 
 @pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")

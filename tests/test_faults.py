@@ -1,0 +1,135 @@
+"""The planted faults of faults.yaml: each can be planted, and what it asks is there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import faults
+import pytest
+
+FAULTS = faults.load()
+FIELDS = {"id", "room", "file", "old", "new", "what", "tests"}
+OF_VERDICTS = {"caught", "witness", "reason"}
+SMALL = {
+    "id": "errors-01",
+    "room": "errors",
+    "file": "moa_fairseq/errors.py",
+    "what": "",
+    "old": "class UserError(",
+    "new": "class OtherError(",
+}
+# A test in the copy; and, in a Python that has imported nothing of this package, how it is asked.
+TEST = """
+import subprocess, sys
+from pathlib import Path
+
+FIND = "import importlib.util; print(importlib.util.find_spec('moa_fairseq').origin)"
+
+def test_a_child_finds_the_copy():
+    words = [sys.executable, "-c", FIND]
+    package = Path(subprocess.run(words, cwd="/", capture_output=True, text=True).stdout.strip()).parent
+    assert package.parent == Path.cwd()
+    assert "class UserError(" in (package / "errors.py").read_text()
+"""
+PROGRAM = """
+import sys, tempfile
+sys.path.insert(0, {tests!r})
+import faults
+with tempfile.TemporaryDirectory() as folder:
+    copy = faults.Copy(folder)
+    (copy.folder / "tests" / "conftest.py").write_text("")
+    (copy.folder / "tests" / "test_child.py").write_text({test!r})
+    print(copy.ask(["tests/test_child.py"], 300))
+    print(faults.verdict({fault!r}, copy, 300, False))
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["id"])
+def test_a_fault_can_be_planted(fault):
+    assert not faults.problem(fault)
+    assert fault["old"] != fault["new"] and fault["what"]
+    assert FIELDS <= fault.keys() <= FIELDS | OF_VERDICTS
+    assert fault["file"].split("/")[1].removesuffix(".py") == fault["room"]
+    paths = [word.partition("::")[0] for target in fault["tests"] for word in faults.words_of(target)]
+    assert paths and all((faults.ROOT / path).exists() for path in paths if "=" not in path)
+
+
+def test_there_are_enough_of_them_and_each_has_a_name_of_its_own():
+    assert len({fault["id"] for fault in FAULTS}) == len(FAULTS) >= 150
+    rooms = {path.name.removesuffix(".py") for path in (faults.ROOT / "moa_fairseq").iterdir()}
+    lines = {
+        room: sum(
+            len(path.read_text().splitlines()) for path in (faults.ROOT / "moa_fairseq" / room).rglob("*.py")
+        )
+        for room in rooms
+    }
+    large = {room for room, count in lines.items() if count > 300}
+    assert large <= {fault["room"] for fault in FAULTS}
+
+
+def test_few_faults_survive_and_each_of_these_says_why():
+    survivors = [fault for fault in FAULTS if "reason" in fault]
+    assert len(survivors) <= 0.03 * len(FAULTS)
+    assert not [fault["id"] for fault in FAULTS if "caught" not in fault and "reason" not in fault]
+
+
+def test_a_sample_follows_from_the_date():
+    ids = lambda date: [fault["id"] for fault in faults.chosen(FAULTS, [], 10, date)]  # noqa: E731
+    assert ids("2026-01-01") == ids("2026-01-01") != ids("2026-01-02")
+    assert len(set(ids("2026-01-01"))) == 10
+    rooms = faults.chosen(FAULTS, ["text", "attention-01"], None, "")
+    assert {fault["room"] for fault in rooms} == {"text", "attention"} and rooms[-1]["id"] == "attention-01"
+    with pytest.raises(SystemExit, match="nowhere"):
+        faults.chosen(FAULTS, ["nowhere"], None, "")
+
+
+class Answers:
+    """A copy of the tree in which tests end as they are told to."""
+
+    checksum = "0"
+
+    def __init__(self, folder, *statuses):
+        self.folder, self.statuses, self.asked = Path(folder), list(statuses), []
+        (self.folder / "moa_fairseq").mkdir()
+        (self.folder / SMALL["file"]).write_text((faults.ROOT / SMALL["file"]).read_text())
+
+    def ask(self, words, timeout):
+        planted = SMALL["new"] in (self.folder / SMALL["file"]).read_text()
+        self.asked.append((words, planted))
+        status = self.statuses.pop(0)
+        return status, [f"{words[0]}::test_x"] if status == 1 else []
+
+
+@pytest.mark.parametrize(
+    "statuses, expected",
+    [
+        ((1, 0), (faults.CAUGHT, "tests/a.py::test_x")),
+        ((0, 1, 0), (faults.CAUGHT, "tests/b::test_x")),  # another folder is asked
+        ((1, 1), (faults.NO_VERDICT, "tests/a.py::test_x fails without the fault, too")),
+        ((0, 0), (faults.SURVIVES, "tests/a.py tests/b")),
+        ((None,), (faults.NO_VERDICT, "tests/a.py took more than 9 s")),
+        ((5,), (faults.NO_VERDICT, "tests/a.py has no test")),
+    ],
+)
+def test_a_verdict(tmp_path, monkeypatch, statuses, expected):
+    monkeypatch.setattr(faults, "MEMORY", tmp_path / "memory.json")
+    copy = Answers(tmp_path, *statuses)
+    assert faults.verdict({**SMALL, "tests": ["tests/a.py", "tests/b"]}, copy, 9, True) == expected
+    confirmed = [planted for words, planted in copy.asked if "::" in words[0]]
+    assert not any(confirmed) and all(planted for words, planted in copy.asked if "::" not in words[0])
+    assert SMALL["old"] in (tmp_path / SMALL["file"]).read_text(), "the fault was left behind"
+
+
+def test_a_fault_whose_old_text_is_gone_does_not_apply(tmp_path):
+    copy = Answers(tmp_path)
+    assert faults.verdict({**SMALL, "old": "nowhere", "tests": ["x"]}, copy, 9, True)[0] == faults.MISSING
+    assert not copy.asked
+
+
+def test_a_test_and_its_child_processes_see_the_planted_fault():
+    """In a real copy: nothing else of this package is found."""
+    fault = {**SMALL, "tests": ["tests/test_child.py"]}
+    program = PROGRAM.format(tests=str(Path(faults.__file__).parent), test=TEST, fault=fault)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    caught = (faults.CAUGHT, "tests/test_child.py::test_a_child_finds_the_copy")
+    assert done.stdout.splitlines() == ["(0, [])", str(caught)], done.stderr
