@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                 left_out += symbols is not None and not found
                 if not found:
                     print("\n" * args.n_best, end="", file=stream)
-                elif args.show_experts:
+                elif args.show_experts and symbols is not None:
                     coloured = stream.isatty() and "NO_COLOR" not in os.environ
                     for line in _experts(model, symbols, found[0]["tokens"], args.layer, coloured):
                         print(line, file=stream)
