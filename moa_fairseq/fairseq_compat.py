@@ -16,6 +16,7 @@ try:
         literals,
         malformed_checkpoints,
         save_on_sigterm,
+        saved_numbers,
         table,
         training,
     )
@@ -30,7 +31,7 @@ load_checkpoint = checkpoint_files.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
-    *(training, malformed_checkpoints, save_on_sigterm),
+    *(saved_numbers, training, malformed_checkpoints, save_on_sigterm),
 )
 PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
 
