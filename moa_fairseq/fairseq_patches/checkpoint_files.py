@@ -61,10 +61,10 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
             raise UserError(
-                f"Checkpoint {name} was refused: it holds {_offender(error)}, and a fairseq checkpoint needs only "
-                "tensors, plain containers and argparse.Namespace. Loading it could run the code of whoever "
-                "wrote it; nothing was run. Use a checkpoint from a source that you trust and that was saved "
-                "by fairseq."
+                f"Checkpoint {name} was refused: it holds {_offender(error)}, and a fairseq checkpoint needs "
+                "only tensors, plain containers and argparse.Namespace. Loading it could run the code of "
+                "whoever wrote it; nothing was run. Use a checkpoint from a source that you trust and that "
+                "was saved by fairseq."
             ) from error
         raise _damaged(name, "torch.save did not write it") from error
     except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
@@ -190,8 +190,8 @@ def save_whole(save: Callable, state: Any, filename: str, async_write: bool = Fa
             state.get("model", {}),
             f"{filename} was not written, because the model holds",
             "Checkpoints that were written before are whole: start the same training again with a lower "
-            "learning rate (--lr; of MAE's gates --gate-lr), or with gradients clipped (--clip-norm; of MAE's "
-            "gates --gate-clip-norm).",
+            "learning rate (--lr; of MAE's gates --gate-lr), or with gradients clipped (--clip-norm; of "
+            "MAE's gates --gate-clip-norm).",
         )
     if _is_remote(filename):
         return save(state, filename, async_write)

@@ -167,6 +167,24 @@ def test_asynchronous_writing_is_taken_back(fairseq, toy_data, tmp_path):
     assert {"checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"} == set(only_whole_files(folder))
 
 
+def test_a_caller_may_have_no_setting_for_asynchronous_writing():
+    cfg = SimpleNamespace(no_save=True, maximize_best_checkpoint_metric=False, save_dir="")
+    trainer = SimpleNamespace(data_parallel_rank=1, task=None)
+    assert checkpoint_utils.save_checkpoint(cfg, trainer, None, None) is None
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_weights_that_diverged_replace_no_good_ones(old, value):
+    state = {"model": {"w": torch.ones(2), "diverged": torch.tensor([1.0, float(value)])}}
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt was not written.* in diverged"):
+        checkpoint_utils.torch_persistent_save(state, str(old))
+    assert only_whole_files(old.parent) == ["checkpoint_last.pt"]
+    crash = old.with_name("crash.pt")  # fairseq saves it to be looked into
+    checkpoint_utils.torch_persistent_save(state, str(crash))
+    with pytest.raises(UserError, match=r"crash\.pt holds .* in diverged: its training had diverged"):
+        load_checkpoint(crash)
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 
