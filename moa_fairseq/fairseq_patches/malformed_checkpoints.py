@@ -62,6 +62,8 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
 def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) -> None:
     """Raises UserError, which begins and ends so, if a weight is NaN or infinite."""
     for name, weight in weights.items():
+        if weight.is_floating_point() and weight.element_size() == 1:  # float8 lacks isfinite
+            weight = weight.float()
         if not weight.isfinite().all():
             kind = "NaN" if weight.isnan().any() else "infinity"
             raise UserError(f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}")

@@ -162,7 +162,8 @@ def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> 
 
 def _can_be_best(value: float, cfg: Any) -> bool:
     """Whether other values could be better than this one: NaN and the infinite best cannot be surpassed."""
-    return value < math.inf if cfg.maximize_best_checkpoint_metric else value > -math.inf
+    maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)  # a caller may have fewer settings
+    return value < math.inf if maximize else value > -math.inf
 
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)

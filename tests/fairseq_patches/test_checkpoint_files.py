@@ -7,6 +7,7 @@ import resource
 import signal
 import zipfile
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -167,10 +168,16 @@ def test_asynchronous_writing_is_taken_back(fairseq, toy_data, tmp_path):
     assert {"checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"} == set(only_whole_files(folder))
 
 
-def test_a_caller_may_have_no_setting_for_asynchronous_writing():
-    cfg = SimpleNamespace(no_save=True, maximize_best_checkpoint_metric=False, save_dir="")
-    trainer = SimpleNamespace(data_parallel_rank=1, task=None)
+def test_a_caller_may_have_fewer_settings_than_fairseqs_commands():
+    """Those that fairseq's own functions read."""
+    cfg = SimpleNamespace(no_save=True, save_dir="", restore_file="none.pt", optimizer_overrides="{}")
+    cfg.finetune_from_model = None
+    for name in ("optimizer", "lr_scheduler", "meters", "dataloader"):
+        setattr(cfg, f"reset_{name}", False)
+    trainer = MagicMock(data_parallel_rank=1, checkpoint_suffix="")
+    trainer.load_checkpoint.return_value = None
     assert checkpoint_utils.save_checkpoint(cfg, trainer, None, None) is None
+    assert checkpoint_utils.load_checkpoint(cfg, trainer)[0] is None
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
