@@ -19,6 +19,7 @@ try:
         literals,
         malformed_checkpoints,
         save_on_sigterm,
+        saved_numbers,
         table,
         training,
     )
@@ -33,7 +34,7 @@ load_checkpoint = checkpoint_files.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
-    *(lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
+    *(saved_numbers, lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
 )
 PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
 

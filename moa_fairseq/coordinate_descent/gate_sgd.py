@@ -4,6 +4,7 @@ The paper keeps gates away from momentum-based optimisers, which let the rich ge
 parameters have to be stored in a checkpoint and agreed upon between workers.
 """
 
+import logging
 from typing import List, Optional, Sequence
 
 import torch
@@ -11,7 +12,10 @@ from fairseq.logging import metrics
 from torch import Tensor
 from torch.nn import Parameter
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.transformer.model import sum_over_workers
+
+logger = logging.getLogger(__name__)
 
 
 class GateGradients:
@@ -54,12 +58,50 @@ class GateGradients:
         parts = flat.split([parameter.numel() for parameter in self.parameters])
         return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters)]
 
-    def step(self, finite: bool, lr: float, clip_norm: float) -> None:
-        """Update the gates along the mean, unless it is not finite; both are logged."""
+
+class GateSGD:
+    """The steps of a training's gates along their gradients; both are logged.
+
+    lr, clip_norm: see `sgd_step`. A step is skipped if its gradients are not finite and the training scales
+    its loss: in half precision a batch may overflow.
+    """
+
+    MOST_SKIPPED = 20  # in a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
+
+    def __init__(self, lr: float, clip_norm: float):
+        self.lr, self.clip_norm, self.skipped = lr, clip_norm, 0
+
+    def step(self, gradients: GateGradients, finite: bool, may_overflow: bool) -> None:
+        """Update the gates, or skip that.
+
+        Args:
+            gradients: of all workers.
+            finite: whether they are.
+            may_overflow: whether the training scales its loss.
+
+        Raises:
+            UserError: the gates have diverged. Their weights are not finite, or no step can be taken.
+        """
+        self.skipped = 0 if finite else self.skipped + 1
         metrics.log_scalar("g_skipped", int(not finite), round=3)
         if finite:
-            norm = sgd_step(self.parameters, self.mean(), lr, clip_norm)
+            norm = sgd_step(gradients.parameters, gradients.mean(), self.lr, self.clip_norm)
             metrics.log_scalar("gate_gnorm", float(norm), round=4)
+        may_go_on = finite or (may_overflow and self.skipped < self.MOST_SKIPPED)
+        if not may_go_on or not all_finite(gradients.parameters):
+            raise UserError(
+                "The gates have diverged: their gradients or weights are NaN or infinite. The checkpoints of "
+                "this training hold the gates from before: start it again with a lower --gate-lr (now "
+                f"{self.lr:g}) or with --gate-clip-norm (now {self.clip_norm:g}; 0: no clipping). If that "
+                "ends so, too, go on from an older checkpoint (--restore-file)."
+            )
+        if not finite:
+            logger.warning("the gradients of the gates overflowed: their step is skipped")
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no number in them is NaN or infinite; asks the device once."""
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
 @torch.no_grad()

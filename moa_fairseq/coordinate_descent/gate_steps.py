@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.coordinate_descent.gate_sgd import GateGradients
+from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, GateSGD
 from moa_fairseq.transformer.model import sum_over_workers
 
 
@@ -26,7 +26,7 @@ class GStep:
     """
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
-        self.trainer, self.lr, self.clip_norm = trainer, lr, clip_norm
+        self.trainer, self.sgd = trainer, GateSGD(lr, clip_norm)
         self._done: Optional[List[Dict[str, Any]]] = None
 
     def __call__(self, samples: List[Dict[str, Any]]) -> None:
@@ -44,7 +44,7 @@ class GStep:
                 break
             scale /= 2
         update_observers(observers_of(model), sum_over_workers())
-        gradients.step(finite, self.lr, self.clip_norm)
+        self.sgd.step(gradients, finite, scales_loss(self.trainer.optimizer))
         if finite:
             loss, sample_size = gradients.flat[-2:].tolist()
             metrics.log_scalar("g_loss", loss / max(sample_size, 1.0) / math.log(2), sample_size, round=3)
@@ -88,7 +88,7 @@ class JointStep:
 
     def __init__(self, model: nn.Module, lr: float, clip_norm: float):
         self.parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
-        self.lr, self.clip_norm, self.sample_size = lr, clip_norm, 0.0
+        self.sgd, self.sample_size = GateSGD(lr, clip_norm), 0.0
 
     def begin(self) -> None:
         """Drop what an incomplete update has left."""
@@ -110,14 +110,22 @@ class JointStep:
         gradients = GateGradients(self.parameters)
         gradients.take([parameter.grad for parameter in self.parameters], self.sample_size, scale)
         self.begin()
-        gradients.step(gradients.meet(), self.lr, self.clip_norm)
+        self.sgd.step(gradients, gradients.meet(), scales_loss(optimizer))
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether fairseq multiplies the loss before backward, and skips updates that overflow."""
+    scaler = getattr(optimizer, "scaler", None)
+    if isinstance(optimizer, AMPOptimizer):
+        return bool(scaler.is_enabled())  # not on a CPU
+    return scaler is not None
 
 
 def loss_scale(optimizer: Any) -> float:
     """What a fairseq optimizer multiplies the loss by before backward: 1 but in fp16 and --amp."""
-    scaler = getattr(optimizer, "scaler", None)
-    if scaler is None:
+    if not scales_loss(optimizer):
         return 1.0
+    scaler = optimizer.scaler
     return float(scaler.get_scale() if isinstance(optimizer, AMPOptimizer) else scaler.loss_scale)
 
 

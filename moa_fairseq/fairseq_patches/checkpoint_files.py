@@ -17,7 +17,8 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.foreign_settings import forget_outputs
-from moa_fairseq.fairseq_patches.malformed_checkpoints import check_checkpoint
+from moa_fairseq.fairseq_patches.malformed_checkpoints import check_checkpoint, check_weights
+from moa_fairseq.fairseq_patches.saved_numbers import numpy_stand_ins, plain
 from moa_fairseq.fairseq_patches.table import StandIn, made_of, patch
 from moa_fairseq.files import atomic_write, refuse_irregular, remove_leftovers
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 ALLOWED_TYPES = (argparse.Namespace,)
 ATTEMPTS = 3
 SECONDS_BETWEEN = 2.5  # fairseq's own patience with a disk
+CRASH = "crash.pt"  # what fairseq saves of a training that ends in an error, to be looked into
 _CHUNK = 1 << 20  # bytes
 _BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
 _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
@@ -55,21 +57,29 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
                 raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
             end = chunk[-len(_BYTEARRAY) :]
         stream.seek(start)
-        with torch.serialization.safe_globals(list(ALLOWED_TYPES)):
-            return forget_outputs(torch.load(stream, weights_only=True, **options))
+        return forget_outputs(_load_plain(stream, **options))
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
-            found = _GLOBAL_PATTERN.search(str(error))
-            offender = found.group(1) if found else str(error).splitlines()[0]
             raise UserError(
-                f"Checkpoint {name} was refused: it holds {offender}, and a fairseq checkpoint needs only "
-                "tensors, plain containers and argparse.Namespace. Loading it could run the code of whoever "
-                "wrote it; nothing was run. Use a checkpoint from a source that you trust and that was saved "
-                "by fairseq."
+                f"Checkpoint {name} was refused: it holds {_offender(error)}, and a fairseq checkpoint needs "
+                "only tensors, plain containers and argparse.Namespace. Loading it could run the code of "
+                "whoever wrote it; nothing was run. Use a checkpoint from a source that you trust and that "
+                "was saved by fairseq."
             ) from error
         raise _damaged(name, "torch.save did not write it") from error
     except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
         raise _damaged(name, _first_sentence(error)) from error
+
+
+def _load_plain(source: Any, **options: Any) -> Any:
+    with torch.serialization.safe_globals([*ALLOWED_TYPES, *numpy_stand_ins()]):
+        return torch.load(source, weights_only=True, **options)
+
+
+def _offender(error: pickle.UnpicklingError) -> str:
+    """The name of what torch's reader refused."""
+    found = _GLOBAL_PATTERN.search(str(error))
+    return found.group(1) if found else str(error).splitlines()[0]
 
 
 def check_sums(stream: IO[bytes]) -> None:
@@ -151,17 +161,38 @@ def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[
     """Write a checkpoint under a temporary name; rename it once it is checked and on the disk.
 
     temporary: that name, which is overwritten, for a training that saves again and again; by default a new
-    one, so that no file of the user's is. Raises UserError when the third attempt fails; an earlier file of
-    that name is then still there.
+    one, so that no file of the user's is. Raises UserError for what could not be loaded again, and when the
+    third attempt fails; an earlier file of that name is then still there.
     """
-    _write_checked(filename, lambda stream: torch.save(state, stream), temporary)
+    state = plain(state)
+
+    def read(written: str) -> None:
+        _load_plain(written, map_location="cpu", mmap=True)
+
+    try:
+        _write_checked(filename, lambda stream: torch.save(state, stream), temporary, read)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{filename} was not written: the state of this training holds {_offender(error)}, and nothing "
+            "could load it again, because a checkpoint is read only if it has tensors, plain containers and "
+            "argparse.Namespace. What a task, a criterion or an optimizer adds to a checkpoint must be of "
+            "these."
+        ) from error
 
 
 @patch("fairseq.checkpoint_utils:torch_persistent_save", _HERE + "test_a_disk_that_is_full_for_a_moment")
 def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
     """fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, its
-    second attempt appends to what the first one left.
+    second attempt appends to what the first one left; and weights that diverged take the place of good ones.
     """
+    if os.path.basename(filename) != CRASH:
+        check_weights(
+            state.get("model", {}),
+            f"{filename} was not written, because the model holds",
+            "Checkpoints that were written before are whole: start the same training again with a lower "
+            "learning rate (--lr; of MAE's gates --gate-lr), or with gradients clipped (--clip-norm; of "
+            "MAE's gates --gate-clip-norm).",
+        )
     if _is_remote(filename):
         return save(state, filename, async_write)
     # of killed trainings, which may have been at a checkpoint that is not written again
@@ -181,7 +212,11 @@ def copy_whole(copy: Callable, src_path: str, dst_path: str, overwrite: bool = F
         with open(src_path, "rb") as original:
             shutil.copyfileobj(original, stream, _CHUNK)
 
-    _write_checked(dst_path, write, f"{dst_path}.tmp", os.path.getsize(src_path))
+    def compare(written: str) -> None:
+        if os.path.getsize(written) != os.path.getsize(src_path):
+            raise OSError(f"{os.path.getsize(written)} of {os.path.getsize(src_path)} bytes were written")
+
+    _write_checked(dst_path, write, f"{dst_path}.tmp", compare)
     return True
 
 
@@ -196,15 +231,14 @@ def _write_checked(
     filename: Union[str, Path],
     write: Callable[[IO[bytes]], None],
     temporary: Optional[str],
-    size: Optional[int] = None,
+    check_content: Callable[[str], None],
 ) -> None:
-    """Try to write a checkpoint, whole or not at all; size: how many bytes it must have, where known."""
+    """Try to write a checkpoint, whole or not at all; check_content raises if the written file is wrong."""
 
     def check(written: str) -> None:
-        if size is not None and os.path.getsize(written) != size:
-            raise OSError(f"{os.path.getsize(written)} of {size} bytes were written")
         with open(written, "rb") as stream:
             check_sums(stream)
+        check_content(written)
 
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -225,7 +259,7 @@ def _write_checked(
 @patch("fairseq.checkpoint_utils:save_checkpoint", _HERE + "test_asynchronous_writing_is_taken_back")
 def save_at_once(save: Callable, cfg: Any, *args: Any, **options: Any) -> Any:
     """Asynchronous writing writes under the final name, and never writes checkpoint_last.pt."""
-    if cfg.write_checkpoints_asynchronously:
+    if getattr(cfg, "write_checkpoints_asynchronously", False):  # a caller may have fewer settings
         logger.warning(
             "--write-checkpoints-asynchronously is ignored: it writes under the final name, where an "
             "interrupted training would leave half a checkpoint, and it leaves checkpoint_last.pt out"

@@ -12,7 +12,7 @@ import contextlib
 import math
 import traceback
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, NoReturn, Optional, Set
+from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, Mapping, NoReturn, Optional, Set
 
 import torch
 from fairseq.modules.fairseq_dropout import FairseqDropout
@@ -32,7 +32,7 @@ _REMEDY = "Use another checkpoint, or the file that this one was copied from."
 def check_checkpoint(state: Any, name: str, size: int) -> None:
     """Raises UserError unless `state`, read from a file of `size` bytes, can be one of fairseq's checkpoints.
 
-    Weights are dense tensors that the file holds, without NaN; the configuration is made of mappings.
+    Weights are dense tensors that the file holds, all finite; the configuration is made of mappings.
     """
 
     def refuse(reason: str) -> NoReturn:
@@ -44,11 +44,9 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     for key, value in state["model"].items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             refuse(f"the weight {str(key)[:80]} is of the type {type(value).__name__}")
-        if value.isnan().any():
-            raise UserError(
-                f"Checkpoint {name} holds NaN in {key[:80]}: its training had diverged. Use an earlier "
-                "checkpoint of it, if there is one."
-            )
+    check_weights(
+        state["model"], f"Checkpoint {name} holds", "Use an earlier checkpoint of it, if there is one."
+    )
     cfg, args = state.get("cfg"), state.get("args")
     _check_size_of_settings([cfg, args], refuse)
     if args is not None and not isinstance(args, argparse.Namespace):
@@ -59,6 +57,16 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
         for group in ("model", "task"):
             if not isinstance(cfg.get(group, {}), (dict, argparse.Namespace)):
                 refuse(f"cfg.{group} is of the type {type(cfg[group]).__name__}")
+
+
+def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) -> None:
+    """Raises UserError, which begins and ends so, if a weight is NaN or infinite."""
+    for name, weight in weights.items():
+        if weight.is_floating_point() and weight.element_size() == 1:  # float8 lacks isfinite
+            weight = weight.float()
+        if not weight.isfinite().all():
+            kind = "NaN" if weight.isnan().any() else "infinity"
+            raise UserError(f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}")
 
 
 def _parts(value: Any) -> List[Any]:

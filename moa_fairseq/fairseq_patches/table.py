@@ -50,9 +50,14 @@ class Patch(NamedTuple):
             self.change()
             return
         for owner, name in self.places():
-            changed = self.way(getattr(owner, name, None), self.change)
+            original = getattr(owner, name, None)
+            changed = self.way(original, self.change)
             static = isinstance(vars(owner).get(name), staticmethod)
             setattr(owner, name, staticmethod(changed) if static else changed)
+            # the module that a spawned process began with is a copy, and its functions look into the original
+            names = getattr(original, "__globals__", {})
+            if names.get(name) is original:
+                names[name] = changed
 
 
 ROWS: List[Patch] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import inspect
+import logging
 import math
 import os
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
+from fairseq import checkpoint_utils
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
 from torch.multiprocessing import ProcessExitedException
 
@@ -22,8 +25,11 @@ from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint
 from moa_fairseq.fairseq_patches.table import made_of, patch
 from moa_fairseq.files import DISK_FULL, as_user_error
 
+logger = logging.getLogger(__name__)
+
 _MOST = 8  # differences that are listed
 _COMPAT, _RESUME = "test_fairseq_compat.py::", "test_resume.py::"
+_BEST = "fairseq_patches/test_best_checkpoint.py::"
 _CONTEXT = "tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one"
 
 
@@ -137,6 +143,50 @@ def announce_saves(save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args
     return save(cfg, trainer, epoch_itr, *args, **options)
 
 
+@patch("fairseq.checkpoint_utils:save_checkpoint", _BEST + "test_nan_is_no_best")
+def nan_is_no_best(
+    save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, *args: Any, **options: Any
+) -> Any:
+    """A validation of NaN becomes fairseq's best value, after which any other one is better: a worse model
+    takes the place of checkpoint_best.pt.
+    """
+    if val_loss is not None and not _can_be_best(val_loss, cfg):
+        logger.warning(
+            f"the validation's {cfg.best_checkpoint_metric} is {val_loss}: it does not count as a best one"
+        )
+        val_loss = None
+    return save(cfg, trainer, epoch_itr, val_loss, *args, **options)
+
+
+@patch("fairseq.checkpoint_utils:load_checkpoint", _BEST + "test_a_best_value_of_nan_is_not_restored")
+def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
+    """Checkpoints from before hold NaN as the best value: it is read from checkpoint_best.pt instead."""
+    result = load(cfg, trainer, **options)
+    save = checkpoint_utils.save_checkpoint
+    if not _can_be_best(getattr(save, "best", 0.0), cfg):
+        path = os.path.join(cfg.save_dir, f"checkpoint_best{trainer.checkpoint_suffix}.pt")
+        state = load_checkpoint(path) if os.path.exists(path) else {}
+        del save.best
+        best = state.get("extra_state", {}).get("val_loss")
+        if best is not None and _can_be_best(best, cfg):
+            save.best = best
+    return result
+
+
+@patch("fairseq_cli.*:should_stop_early", _BEST + "test_nan_does_not_end_a_training_early")
+def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> bool:
+    """If the first validation is NaN, no later one is better: --patience ends the training."""
+    if valid_loss is not None and not _can_be_best(valid_loss, cfg.checkpoint):
+        valid_loss = -math.inf if cfg.checkpoint.maximize_best_checkpoint_metric else math.inf
+    return should_stop_early(cfg, valid_loss)
+
+
+def _can_be_best(value: float, cfg: Any) -> bool:
+    """Whether other values could be better than this one: NaN and the infinite best cannot be surpassed."""
+    maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)  # a caller may have fewer settings
+    return value < math.inf if maximize else value > -math.inf
+
+
 @patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)
 def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
     """fairseq hands a task its saved state without the model or the place in the epoch.
@@ -174,7 +224,7 @@ def _program() -> Dict[str, Any]:
     """The names of fairseq-train, called as a program or as a module; {} in another program."""
     modules = (sys.modules.get(name) for name in ("__main__", "fairseq_cli.train"))
     functions = (getattr(module, "should_stop_early", None) for module in modules)
-    return next((function.__globals__ for function in functions if function), {})
+    return next((inspect.unwrap(function).__globals__ for function in functions if function), {})
 
 
 @patch("fairseq_cli.train:train", _RESUME + "test_a_training_at_its_goal_makes_no_further_update", None)

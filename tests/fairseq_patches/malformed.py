@@ -139,6 +139,7 @@ CASES = {
     "embedding of one row": put("model/encoder.embed_tokens.weight", torch.ones(1, 64)),
     "weights of integers": weights(lambda value: value.to(torch.int64)),
     "weights of NaN": weights(lambda value: value * NAN if value.is_floating_point() else value),
+    "an infinite weight": put(f"model/{WEIGHT}", SMALL * float("inf")),
     "torch.complex64 NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(torch.complex64)),
     "torch.float8_e4m3fn NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(torch.float8_e4m3fn)),
     "weights transposed": weights(lambda value: value.t() if value.dim() == 2 else value),
@@ -410,7 +411,13 @@ NAMES = [*CASES, *FILES, FIFO]
 # what would hang, fill the memory or translate into nonsense: no way of loading the model takes it
 DANGEROUS = (
     *("torch.complex64 NaN", "torch.float8_e4m3fn NaN"),
-    *("weights of NaN", "weight of one stored number", "weight on meta", "cfg holds 10^12 values"),
+    *(
+        "weights of NaN",
+        "an infinite weight",
+        "weight of one stored number",
+        "weight on meta",
+        "cfg holds 10^12 values",
+    ),
     *("deflated", "3 MB for 3 GB", "data.pkl asks for 10 GB", "legacy asks for 10 GB"),
 )
 HEAVY = (

@@ -7,6 +7,7 @@ import resource
 import signal
 import zipfile
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -165,6 +166,30 @@ def test_asynchronous_writing_is_taken_back(fairseq, toy_data, tmp_path):
     done = fairseq.train(toy_data, folder, *flags, env={"PYTHONPATH": str(tmp_path)})
     assert "--write-checkpoints-asynchronously is ignored" in done.stdout + done.stderr
     assert {"checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"} == set(only_whole_files(folder))
+
+
+def test_a_caller_may_have_fewer_settings_than_fairseqs_commands():
+    """Those that fairseq's own functions read."""
+    cfg = SimpleNamespace(no_save=True, save_dir="", restore_file="none.pt", optimizer_overrides="{}")
+    cfg.finetune_from_model = None
+    for name in ("optimizer", "lr_scheduler", "meters", "dataloader"):
+        setattr(cfg, f"reset_{name}", False)
+    trainer = MagicMock(data_parallel_rank=1, checkpoint_suffix="")
+    trainer.load_checkpoint.return_value = None
+    assert checkpoint_utils.save_checkpoint(cfg, trainer, None, None) is None
+    assert checkpoint_utils.load_checkpoint(cfg, trainer)[0] is None
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_weights_that_diverged_replace_no_good_ones(old, value):
+    state = {"model": {"w": torch.ones(2), "diverged": torch.tensor([1.0, float(value)])}}
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt was not written.* in diverged"):
+        checkpoint_utils.torch_persistent_save(state, str(old))
+    assert only_whole_files(old.parent) == ["checkpoint_last.pt"]
+    crash = old.with_name("crash.pt")  # fairseq saves it to be looked into
+    checkpoint_utils.torch_persistent_save(state, str(crash))
+    with pytest.raises(UserError, match=r"crash\.pt holds .* in diverged: its training had diverged"):
+        load_checkpoint(crash)
 
 
 # --- reading --------------------------------------------------------------------------------------

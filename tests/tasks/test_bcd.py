@@ -23,8 +23,9 @@ from trainer_updates import (
 from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
 from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.coordinate_descent.gate_sgd import GateGradients
+from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, GateSGD
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_compat import load_checkpoint
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -150,6 +151,66 @@ def test_a_batch_that_only_fills_a_gap_is_not_observed(build_trainer, joint):
         update(trainer, F_EPOCH, [*gap, samples[1]])
         seen.append(statistics(trainer))
     assert seen[0].keys() and all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def poisoned(trainer, value=math.nan):
+    """A weight of the first gate is not a number any more."""
+    with torch.no_grad():
+        next(gates_of(trainer.get_model())[0].parameters()).view(-1)[0] = value
+
+
+@pytest.mark.parametrize("common", [{}, HALF["fp16"], HALF["bf16"]], ids=["float32", "fp16", "bf16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_poisoned_gate_ends_the_training_at_its_next_step(build_trainer, common, value):
+    trainer, samples = build_trainer(*EVERY_SECOND, common=common)
+    update(trainer, G_EPOCH, samples[:1])
+    poisoned(trainer, value)
+    with pytest.raises(UserError, match=r"gates have diverged.*--gate-lr \(now 1\)"):
+        update(trainer, G_EPOCH, samples[:1])
+
+
+def test_a_poisoned_gate_that_takes_no_step_is_never_saved(build_trainer, tmp_path):
+    """F steps draw experts from it and change nothing in it."""
+    trainer, samples = build_trainer(*EVERY_SECOND)
+    trainer.consolidate_optimizer()
+    trainer.save_checkpoint(str(tmp_path / "checkpoint_last.pt"), {})
+    poisoned(trainer)
+    update(trainer, F_EPOCH, samples[:1])
+    with pytest.raises(UserError, match=r"was not written.*NaN in .*gate"):
+        trainer.save_checkpoint(str(tmp_path / "checkpoint_last.pt"), {})
+    state = load_checkpoint(tmp_path / "checkpoint_last.pt")
+    assert state["optimizer_history"][-1]["num_updates"] == 0
+
+
+def test_a_step_that_no_float_can_hold_ends_the_training(build_trainer):
+    trainer, samples = build_trainer(*EVERY_SECOND, "--gate-lr", 1e40)
+    with pytest.raises(UserError, match=r"--gate-lr \(now 1e\+40\)"):
+        for _ in range(20):
+            update(trainer, G_EPOCH, samples[:1])
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_gradients_that_overflow_are_skipped_in_half_precision_only(scaled):
+    """And not for ever: fairseq's own scaler gives up, too."""
+    gate = torch.nn.Parameter(torch.ones(3))
+    sgd, skips = GateSGD(1.0, 0.0), 0
+
+    def step(value):
+        gradients = GateGradients([gate])
+        gradients.take([torch.full((3,), value)], 1)
+        with metrics.aggregate(new_root=True) as log:
+            sgd.step(gradients, gradients.meet(), scaled)
+        return log.get_smoothed_values()
+
+    assert step(0.25)["g_skipped"] == 0 and gate.tolist() == [0.75] * 3
+    with pytest.raises(UserError, match="gates have diverged"):
+        while skips < 1000:
+            assert step(math.inf)["g_skipped"] == 1
+            skips += 1
+            if skips == 10:
+                step(0.0)  # one good step, and the count begins again
+    assert gate.tolist() == [0.75] * 3
+    assert skips == (10 + GateSGD.MOST_SKIPPED - 1 if scaled else 0)
 
 
 @pytest.mark.parametrize("joint", [(), ("--bcd", "none")])
