@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, then runs lint, type checks and tests, side by side on up to four cores. Arguments go to pytest:
+#   bash scripts/test.sh --all               the tests marked thorough, too: kills, restarts, whole chains of commands
 #   bash scripts/test.sh tests/kernels -x
 set -euo pipefail
 

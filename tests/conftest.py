@@ -29,9 +29,28 @@ USER_DIR = str(Path(moa_fairseq.__file__).parent)
 ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
 
 
-def pytest_collection_modifyitems(items):
-    """The slow ones come first, so that none is the last and alone on one core."""
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", dest="thorough", help="run the tests marked thorough, too"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Without --all, what is marked thorough is left out unless it is named. The slow ones begin first.
+
+    `thorough(keep="text")` keeps the cases whose id has that text.
+    """
+    if not (config.getoption("thorough") or any("::" in word for word in config.args)):
+        left_out = [item for item in items if is_thorough(item)]
+        items[:] = [item for item in items if not is_thorough(item)]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def is_thorough(item):
+    mark = item.get_closest_marker("thorough")
+    keep = mark and mark.kwargs.get("keep")
+    return bool(mark) and not (keep and keep in item.name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -154,7 +154,7 @@ class Copy:
 
         scratch = self.folder.parent / "tmp"
         shutil.rmtree(scratch, ignore_errors=True)
-        options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={scratch}"]
+        options = ["--all", "-x", "-q", "-p", "no:cacheprovider", f"--basetemp={scratch}"]
         status = int(pytest.main([*options, *words[len(settings) :]], plugins=[Listener()]))
         answer.write_text(json.dumps({"status": status, "failed": failed}))
         os._exit(0)  # threads of a test that failed may not end
