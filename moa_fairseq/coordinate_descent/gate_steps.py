@@ -115,10 +115,9 @@ class JointStep:
 
 def scales_loss(optimizer: Any) -> bool:
     """Whether fairseq multiplies the loss before backward, and skips updates that overflow."""
-    scaler = getattr(optimizer, "scaler", None)
     if isinstance(optimizer, AMPOptimizer):
-        return bool(scaler.is_enabled())  # not on a CPU
-    return scaler is not None
+        return bool(optimizer.scaler.is_enabled())  # not on a CPU
+    return getattr(optimizer, "scaler", None) is not None
 
 
 def loss_scale(optimizer: Any) -> float:
