@@ -112,7 +112,7 @@ def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, pos
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_padding_that_first_comes_in_a_later_step_stays_where_it_stands(family):
-    """Each step names its own padding, or all so far, or none as long as there is none; real tokens follow."""
+    """Each step names its own padding, or all so far, or none before there is any; real tokens follow."""
     attention = build(family, self_attention=True)
     x = torch.randn(6, 3, WIDTH, dtype=torch.float64)
     padding = torch.arange(6) == torch.tensor([[6], [3], [4]])
