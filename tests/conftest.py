@@ -30,9 +30,7 @@ ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddin
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--all", action="store_true", dest="thorough", help="run the tests marked thorough, too"
-    )
+    parser.addoption("--all", action="store_true", dest="thorough", help="run the tests marked thorough, too")
 
 
 def pytest_collection_modifyitems(config, items):
