@@ -37,7 +37,8 @@ sys.path.insert(0, {tests!r})
 import faults
 with tempfile.TemporaryDirectory() as folder:
     copy = faults.Copy(folder)
-    (copy.folder / "tests" / "conftest.py").write_text("")
+    options = "def pytest_addoption(parser): parser.addoption('--all', action='store_true')"
+    (copy.folder / "tests" / "conftest.py").write_text(options)
     (copy.folder / "tests" / "test_child.py").write_text({test!r})
     print(copy.ask(["tests/test_child.py"], 300))
     print(faults.verdict({fault!r}, copy, 300, False))
