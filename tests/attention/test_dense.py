@@ -1,7 +1,8 @@
-"""Dense attention whose heads are dropped; without, it stands in test_equations.py."""
+"""Dense attention whose heads are dropped, or ordered as elsewhere; the rest stands in test_equations.py."""
 
 import equations
 import torch
+import torch.nn.functional as F
 
 from moa_fairseq.attention.dense import DenseAttention
 from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
@@ -39,3 +40,21 @@ def test_one_dropped_head_is_an_f_step_of_uniform_mae():
         out, _ = dense(query, query, query)
         assert any(torch.allclose(out, drawn) for drawn in by_draw)
     torch.testing.assert_close(dense.eval()(query, query, query), uniform.eval()(query, query, query))
+
+
+def test_weights_of_the_other_order_of_query_heads_fit_after_reordering():
+    """torch's grouped-query attention lets query head h read key head h // (H / G)."""
+    heads, groups, dim = 6, 2, 4
+    module = equations.drawn(DenseAttention(C, heads, head_dim=dim, key_heads=groups, bias=False)).double()
+    x = torch.randn(3, 5, C, dtype=torch.float64)
+    q, k, v = (
+        equations.into_heads(x, getattr(module, f"{name}_proj").weight, None, number)
+        for name, number in (("q", heads), ("k", groups), ("v", groups))
+    )
+    theirs = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+    expected = module.out_proj(theirs)
+    order = torch.arange(heads * dim).view(groups, heads // groups, dim).transpose(0, 1).flatten()
+    with torch.no_grad():
+        module.q_proj.weight.copy_(module.q_proj.weight[order])
+        module.out_proj.weight.copy_(module.out_proj.weight[:, order])
+    torch.testing.assert_close(module(x, x), expected)

@@ -29,6 +29,8 @@ SWITCHHEAD = partial(SwitchHeadAttention, WIDTH, num_heads=2, head_dim=4, num_ex
 MOH = partial(MixtureOfHeads, WIDTH, 4, shared_heads=1, routed_per_token=2)
 BUILD = {
     "dense": partial(DenseAttention, WIDTH, 4),
+    "dense, grouped": partial(DenseAttention, WIDTH, 4, key_heads=2),
+    "dense, multi-query": partial(DenseAttention, WIDTH, 4, key_heads=1),
     "moa": partial(MOA, experts_per_token=2, bias=True),
     "moa, all experts": partial(MOA, experts_per_token=4),
     "moa, biased choice": partial(MOA, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True),
