@@ -113,6 +113,16 @@ def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, pos
 
 
 @pytest.mark.parametrize("family", DECODERS)
+def test_a_token_leaves_as_many_bytes_in_the_cache_as_are_stated(family):
+    attention, state, sizes = made(family, self_attention=True).eval(), {}, []
+    for _ in range(6):  # longer than a window
+        attention(torch.randn(1, 1, WIDTH), None, None, incremental_state=state)
+        (cache,) = state.values()
+        sizes.append(sum(tensor.nbytes for tensor in cache.values() if tensor is not None))
+    assert sizes[-1] - sizes[-2] == attention.cache_bytes(number_bytes=4)
+
+
+@pytest.mark.parametrize("family", DECODERS)
 def test_a_beam_projects_its_source_once(family):
     attention = build(family, encoder_decoder_attention=True, kdim=10, vdim=10)
     memory = torch.randn(5, 2, 10, dtype=torch.float64).repeat_interleave(3, 1)
