@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, TypeV
 
 import torch
 from fairseq.distributed import utils as distributed
-from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, FairseqEncoderDecoderModel
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.families import add_family_args, settings_of
 
-INITIALIZATIONS = ("own", "depth-scaled")
+INITIALIZATIONS = ("own", "depth-scaled", "admin")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
 BRANCH = (
     "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
@@ -73,7 +73,8 @@ class MixtureModel(Extended):
             choices=INITIALIZATIONS,
             help="how the matrices of the layers start: as each module's paper or fairseq has it (own), or "
             "all normal with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: "
-            "SwitchHead's pre-norm models); default: the architecture's",
+            "SwitchHead's pre-norm models), or as own, with shortcuts x·ω in post-norm layers that a pass over "
+            "the first batch sets (admin, arXiv 2004.08249); default: the architecture's",
         )
         parser.add_argument(
             "--positions",
@@ -98,6 +99,17 @@ class MixtureModel(Extended):
         ARCH_CONFIG_REGISTRY[cls.default_arch](args)
         args.attention_family = cls.attention_family
         _set_positions(args)
+        if args.initialization == "admin":
+            other = ("normalize_before", "layerdrop")
+            other = [f"{side}_{name}" for name in other for side in ("encoder", "decoder")]
+            given = [f"--{name.replace('_', '-')}" for name in other if getattr(args, name, None)]
+            translates = issubclass(cls, FairseqEncoderDecoderModel)
+            if given or not translates or cls.attention_family != "dense":
+                found = " and ".join(given) or f"the model of --arch {args.arch}"
+                raise UserError(
+                    "--initialization admin is for dense translation models (dense_transformer_base) whose "
+                    f"norms follow their layers, all of which work; it does not fit {found}."
+                )
         for name, off in cls.refused.items():
             if getattr(args, name, None) not in (off, None):
                 flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")
