@@ -20,6 +20,12 @@ from moa_fairseq.transformer.families import add_family_args, settings_of
 
 INITIALIZATIONS = ("own", "depth-scaled", "admin")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
+INITIALIZATION = (
+    "how the matrices of the layers start: as each module's paper or fairseq has it (own), or all normal with "
+    "deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: SwitchHead's pre-norm models), "
+    "or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets (admin: dense "
+    "translation models, arXiv 2004.08249)"
+)
 BRANCH = (
     "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
     "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
@@ -71,10 +77,7 @@ class MixtureModel(Extended):
         parser.add_argument(
             "--initialization",
             choices=INITIALIZATIONS,
-            help="how the matrices of the layers start: as each module's paper or fairseq has it (own), or "
-            "all normal with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: "
-            "SwitchHead's pre-norm models), or as own, with shortcuts x·ω in post-norm layers that a pass over "
-            "the first batch sets (admin, arXiv 2004.08249); default: the architecture's",
+            help=f"{INITIALIZATION}; default: the architecture's",
         )
         parser.add_argument(
             "--positions",
