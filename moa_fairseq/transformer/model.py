@@ -103,12 +103,12 @@ class MixtureModel(Extended):
         args.attention_family = cls.attention_family
         _set_positions(args)
         if args.initialization == "admin":
-            other = ("normalize_before", "layerdrop")
-            other = [f"{side}_{name}" for name in other for side in ("encoder", "decoder")]
-            given = [f"--{name.replace('_', '-')}" for name in other if getattr(args, name, None)]
+            other = ("normalize-before", "layerdrop")
+            names = [f"--{side}-{name}" for name in other for side in ("encoder", "decoder")]
+            given = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
             translates = issubclass(cls, FairseqEncoderDecoderModel)
             if given or not translates or cls.attention_family != "dense":
-                found = " and ".join(given) or f"the model of --arch {args.arch}"
+                found = " and ".join(given) or f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
                 raise UserError(
                     "--initialization admin is for dense translation models (dense_transformer_base) whose "
                     f"norms follow their layers, all of which work; it does not fit {found}."
