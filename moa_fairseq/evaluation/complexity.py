@@ -13,7 +13,7 @@ attention counts as the full square that a GPU computes.
   attention in all     projections, routers, scores and values of every attention: half of a small model's
                        total may be its output layer, which hides what an attention costs
   cache                what a generated token leaves behind in each layer of a decoder: keys and values of its
-                       self-attention, two bytes a number, and the indices of keys' experts where there are any
+                       self-attention, two bytes a number, and indices of keys' experts where there are any
   SwitchHead's layer   one attention layer, one chunk of --tgt-len tokens, by the formula that prints the
                        tables of the SwitchHead paper: MACs, and the numbers that training stores;
                        with --positions xl a carried chunk is attended to as well

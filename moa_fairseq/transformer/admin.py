@@ -49,8 +49,8 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Optional[Callable[[Te
 
     the variances over all numbers of all real tokens. As x_i is normalised (but for the first, an embedding),
     ω² adds up the variances of the branches before. It is what the authors' code computes
-    (github.com/LiyuanLucasLiu/Transformer-Clinic): dropout is at work, and ω_i is in its place when f_{i+1} is
-    measured. Their variances include padding.
+    (github.com/LiyuanLucasLiu/Transformer-Clinic): dropout is at work, and ω_i is in its place when f_{i+1}
+    is measured. Their variances include padding.
 
     Args:
         model: With `Shortcut`s, in training mode.

@@ -21,9 +21,9 @@ from moa_fairseq.transformer.families import add_family_args, settings_of
 INITIALIZATIONS = ("own", "depth-scaled", "admin")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
 INITIALIZATION = (
-    "how the matrices of the layers start: as each module's paper or fairseq has it (own), or all normal with "
-    "deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: SwitchHead's pre-norm models), "
-    "or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets (admin: dense "
+    "how the matrices of the layers start: as each module's paper or fairseq has it (own), or all normal "
+    "with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: SwitchHead's pre-norm "
+    "models), or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets (admin: dense "
     "translation models, arXiv 2004.08249)"
 )
 BRANCH = (
@@ -108,7 +108,8 @@ class MixtureModel(Extended):
             given = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
             translates = issubclass(cls, FairseqEncoderDecoderModel)
             if given or not translates or cls.attention_family != "dense":
-                found = " and ".join(given) or f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
+                arch = getattr(args, "arch", cls.default_arch)
+                found = " and ".join(given) or f"the model of --arch {arch}"
                 raise UserError(
                     "--initialization admin is for dense translation models (dense_transformer_base) whose "
                     f"norms follow their layers, all of which work; it does not fit {found}."
