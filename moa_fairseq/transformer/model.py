@@ -23,8 +23,8 @@ POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
 INITIALIZATION = (
     "how the matrices of the layers start: as each module's paper or fairseq has it (own), or all normal "
     "with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: SwitchHead's pre-norm "
-    "models), or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets (admin: "
-    "dense translation models, arXiv 2004.08249)"
+    "models), or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets "
+    "(admin: dense translation models, arXiv 2004.08249)"
 )
 BRANCH = (
     "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
