@@ -37,7 +37,7 @@ from moa_fairseq.tables import Column, Table
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 from moa_fairseq.transformer.causal_lm import SWITCHES
 from moa_fairseq.transformer.families import FAMILIES
-from moa_fairseq.transformer.model import BRANCH, HEAD_GATE, POSITIONS
+from moa_fairseq.transformer.model import BRANCH, HEAD_GATE, INITIALIZATION, INITIALIZATIONS, POSITIONS
 
 ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -184,11 +184,12 @@ def flags() -> str:
     head = ["Flag", "Default", "Meaning"]
     tables = [f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections]
     positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; how tokens know where they stand"]
+    start = ["`--initialization`", "of the arch", f"{_choices(INITIALIZATIONS)}; {INITIALIZATION}"]
     branch = ["`--attention-branch-scale`", "–", BRANCH]
     gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE}"]
     switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
     for title, lines in (
-        ("Every architecture here", [positions, branch, gates]),
+        ("Every architecture here", [positions, start, branch, gates]),
         ("Causal language models", switches),
     ):
         tables.append(f"### {title}\n\n{grid(head, lines)}")

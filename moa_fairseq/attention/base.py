@@ -186,6 +186,16 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
                 macs[part] += count
         return macs
 
+    def cache_bytes(self, number_bytes: int = 2) -> int:
+        """Bytes that a token leaves in the cache of a generation, number_bytes for each number.
+
+        Keys and values of G heads: G = 1 in MoA, whose experts share one (Eq. 10-11; Eq. 18-20 count the
+        projections that follow), the heads in dense attention and in SwitchHead (its App. A.2). Where
+        `keys_by_expert`, the experts' indices, too, of eight bytes each.
+        """
+        indices = 8 * self.key_heads if self.keys_by_expert else 0
+        return 2 * self.key_heads * self.head_dim * number_bytes + indices
+
     @torch.no_grad()
     def scale_branch(self, factor: float) -> None:
         """Multiply the output projection, bias included: the residual branch then starts at that size."""

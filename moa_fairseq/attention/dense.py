@@ -22,6 +22,11 @@ class DenseSettings(FamilySettings):
         "width of a head (default: the model's width over its heads): a dense model with the "
         "multiply-accumulates, or the parameters, of a mixture",
     )
+    key_heads: Optional[int] = flag(
+        None,
+        "heads of keys and values that the query heads share (default: each has its own): 1 is multi-query "
+        "attention (arXiv 1911.02150), fewer than the query heads grouped-query attention (arXiv 2305.13245)",
+    )
     dropped_heads: int = flag(
         0,
         "DropHead: in training each sequence does without N random heads in every attention, and the others "
@@ -37,8 +42,11 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
     """The heads of fairseq's attention, with its parameters and their names: for MAE, MoH, dense attention.
 
     head_dim: D, if it is not embed_dim / num_heads. A subclass calls `reset_parameters` after it has built
-    its router. Raises UserError for heads that cannot share the width.
+    its router, and may let `key_heads` be fewer than the heads. Raises UserError for heads that cannot share
+    the width, and for key heads where each head has its own.
     """
+
+    shares_keys = False
 
     def __init__(
         self,
@@ -50,7 +58,7 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         head_dim: Optional[int] = None,
         **role: Any,
     ):
-        if role.get("key_heads") not in (None, num_heads):
+        if not self.shares_keys and role.get("key_heads") not in (None, num_heads):
             raise UserError(
                 f"key_heads={role['key_heads']}: here each of the {num_heads} heads has keys of its own."
             )
@@ -60,9 +68,9 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
                 "multiple of the heads. (--attention-head-dim says how wide a head of dense attention is.)"
             )
         super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **role)
-        width = num_heads * self.head_dim
-        self.k_proj = nn.Linear(kdim or embed_dim, width, bias=bias)
-        self.v_proj = nn.Linear(vdim or embed_dim, width, bias=bias)
+        width, key_width = num_heads * self.head_dim, self.key_heads * self.head_dim
+        self.k_proj = nn.Linear(kdim or embed_dim, key_width, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, key_width, bias=bias)
         self.q_proj = nn.Linear(embed_dim, width, bias=bias)
         self.out_proj = nn.Linear(width, embed_dim, bias=bias)
 
@@ -84,22 +92,28 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         return self._split(self.k_proj(key)), self._split(self.v_proj(value))
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
-        inputs = self.k_proj.in_features + self.v_proj.in_features
-        width = self.num_heads * self.head_dim
-        return {"router": 0, "projections": (2 * queries * self.embed_dim + keys * inputs) * width}
+        of_queries = 2 * queries * self.embed_dim * self.num_heads
+        of_keys = keys * (self.k_proj.in_features + self.v_proj.in_features) * self.key_heads
+        return {"router": 0, "projections": (of_queries + of_keys) * self.head_dim}
 
     def _split(self, x: Tensor) -> Tensor:
-        """[B, T, C] → [B, H, T, D]"""
-        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        """[B, T, H·D] → [B, H, T, D]; of keys and values G for H."""
+        return x.view(*x.shape[:2], x.size(2) // self.head_dim, self.head_dim).transpose(1, 2)
 
 
 class DenseAttention(DenseHeadsAttention[None]):
     """fairseq's attention: its parameters, their names and their first values; nothing is decided.
 
-    head_dim: D, if it is not embed_dim / num_heads. dropped_heads: in training t of the h heads, drawn for
+    head_dim: D, if it is not embed_dim / num_heads. key_heads: G heads of keys and values, which the H query
+    heads share: 1 for multi-query, H / n for grouped-query attention. Query head h reads key head h mod G, as
+    `core.attend` has it. Others, LLaMA among them, let h read key head h // (H / G): weights from there need
+    their query heads reordered, rows of `q_proj` and columns of `out_proj`, so that theirs g·H/G + j becomes
+    ours j·G + g. dropped_heads: in training t of the h heads, drawn for
     each sequence, are left out and the others multiplied by h/(h−t), as in an F step of MAE with a uniform
     gate (DropHead, arXiv 2004.13342, with a fixed number of heads). Raises UserError for impossible sizes.
     """
+
+    shares_keys = True
 
     def __init__(
         self,
@@ -107,9 +121,15 @@ class DenseAttention(DenseHeadsAttention[None]):
         num_heads: int,
         *,
         head_dim: Optional[int] = None,
+        key_heads: Optional[int] = None,
         dropped_heads: int = 0,
         **role: Any,
     ):
+        if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
+            raise UserError(
+                f"--key-heads {key_heads} must divide the {num_heads} attention heads, which share them "
+                "evenly."
+            )
         if head_dim is not None and head_dim < 1:
             raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
         if not 0 <= dropped_heads < num_heads:
@@ -117,7 +137,7 @@ class DenseAttention(DenseHeadsAttention[None]):
                 f"--dropped-heads {dropped_heads} must lie between 0 and {num_heads - 1}: "
                 f"one of the {num_heads} attention heads must be left."
             )
-        super().__init__(embed_dim, num_heads, head_dim=head_dim, **role)
+        super().__init__(embed_dim, num_heads, head_dim=head_dim, key_heads=key_heads, **role)
         self.dropped_heads = dropped_heads
         self.reset_parameters()
 

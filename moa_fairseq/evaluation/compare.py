@@ -75,7 +75,7 @@ class Cell:
     metric, or None. printed: the number as it stands in the paper. ours is the mean over the runs; spread
     their sample standard deviation where there are several. difference is ours minus the paper's. plain: for
     MACs, every matrix product counted once, in the model or in SwitchHead's layer; attention: those of the
-    attentions alone, for a whole model.
+    attentions alone, for a whole model; cache: bytes of a decoder's cache a token and layer, in 16 bits.
     """
 
     column: str
@@ -89,6 +89,7 @@ class Cell:
     runs: int = 0
     plain: Optional[int] = None
     attention: Optional[int] = None
+    cache: Optional[int] = None
 
 
 @dataclasses.dataclass
@@ -176,8 +177,10 @@ def load_comparison(
         cell.difference = counts[quantity] - cell.paper
         if quantity.startswith("macs"):
             cell.plain, cell.attention = counts["macs"], counts["attention_macs"]
+            cell.cache = counts["cache_bytes"]
         elif cell.quantity == "switchhead_layer_macs":
             cell.plain = counts["switchhead_layer_plain_macs"]
+            cell.cache = counts["cache_bytes"]
     matched = {id(run) for table in tables for row in table.rows for run in row.runs}
     return Comparison(tables, [run for run in runs if id(run) not in matched] if paper is None else [])
 
@@ -290,7 +293,7 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
 def lines_of(row: Row, cell: Cell) -> List[Dict[str, str]]:
     """A printed number beside ours: the values of Model, Measure, Paper, Ours and Difference.
 
-    Of MACs the plain count and that of the attention follow. Counts are in millions.
+    Of MACs the plain count, that of the attention and the cache follow. Counts are in millions.
     """
     line = {"model": row.row, "measure": cell.column, "paper": cell.printed, "ours": cell.status}
     if cell.status == COMPUTED and cell.ours is not None and cell.difference is not None:
@@ -303,6 +306,9 @@ def lines_of(row: Row, cell: Cell) -> List[Dict[str, str]]:
             for name, count in beside.items()
             if count
         ]
+        if cell.cache is not None:
+            measure = "cache, bytes a token and layer"
+            more.append({"model": row.row, "measure": measure, "ours": f"{cell.cache:,}"})
         return [{**line, "difference": f"{percent:+.1f} %"}, *more]
     if [other.column for other in row.cells].count(cell.column) > 1:
         # The printed number is compared with several chains.

@@ -12,6 +12,8 @@ attention counts as the full square that a GPU computes.
                        contain (within 0.7 %; give --vocab-size 50265 --src-len 128)
   attention in all     projections, routers, scores and values of every attention: half of a small model's
                        total may be its output layer, which hides what an attention costs
+  cache                what a generated token leaves behind in each layer of a decoder: keys and values of its
+                       self-attention, two bytes a number, and indices of keys' experts where there are any
   SwitchHead's layer   one attention layer, one chunk of --tgt-len tokens, by the formula that prints the
                        tables of the SwitchHead paper: MACs, and the numbers that training stores;
                        with --positions xl a carried chunk is attended to as well
@@ -68,7 +70,8 @@ class Cost:
 
     layer: the cost of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors,
     and "plain_macs", every matrix product once. attention_parameters, attention_macs: of all attentions, with
-    their routers, scores and values, which are parts of their own above.
+    their routers, scores and values, which are parts of their own above. cache_bytes: a token and layer of a
+    decoder's self-attention, in 16 bits.
     """
 
     parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
@@ -77,6 +80,7 @@ class Cost:
     layer: Optional[Dict[str, int]] = None
     attention_parameters: int = 0
     attention_macs: int = 0
+    cache_bytes: Optional[int] = None
     updated: Dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
 
     @property
@@ -115,6 +119,9 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         of_source = path[0] == "encoder" or (cross and path[-1] in ("k_proj", "v_proj"))
         queries = src_len if of_source else tgt_len
         keys = src_len if cross else queries
+        if isinstance(module, (MixtureAttention, MultiheadAttention)) and path[0] == "decoder" and not cross:
+            own = isinstance(module, MixtureAttention)
+            cost.cache_bytes = module.cache_bytes() if own else 2 * 2 * module.embed_dim
         if isinstance(module, (MixtureAttention, SigmaMoE)):
             if isinstance(module, SigmaMoE):
                 macs = module.macs(queries)
@@ -271,6 +278,7 @@ def as_json(cost: Cost) -> Dict[str, Any]:
         "attention_parameters": cost.attention_parameters,
         "attention_macs": cost.attention_macs,
         "output_macs": cost.macs["output"],
+        "cache_bytes": cost.cache_bytes,
         "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
         "macs_by_part": cost.macs,
         **{f"switchhead_layer_{name}": count for name, count in (cost.layer or {}).items()},
@@ -307,6 +315,8 @@ def as_text(title: str, cost: Cost) -> str:
         table.append({"part": f"updated by --finetune {method}", "parameters": parameters})
     columns = [Column("part", "part"), Column("parameters", "parameters", ","), Column("macs", "MACs", ",")]
     lines = [title, "", Table([*columns, Column("note", "")], table).text()]
+    if cost.cache_bytes is not None:
+        lines.append(f"cache: {cost.cache_bytes:,} bytes a token and layer, two for each number")
     if cost.not_counted:
         lines.append(f"MACs of these modules are not counted: {', '.join(cost.not_counted)}")
     return "\n".join(lines)

@@ -25,6 +25,7 @@ from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.attention.initialization import own_random_numbers
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.transformer.admin import Shortcut
 from moa_fairseq.transformer.carried_context import CarriedContext
 from moa_fairseq.transformer.families import build_attention, build_sigma_moe, initialize
 
@@ -56,11 +57,19 @@ def use_rms_norms(module: nn.Module, cfg: Any) -> None:
 class MixtureFeedForward(Extended):
     """A layer whose feed-forward may be gated, or a mixture of experts. Precedes a layer of fairseq's.
 
+    shortcuts: its residual sums in their order, where they have ω of their own (`_finish_layer` sets them).
     A mixture takes the place of fc1; fc2, and what fairseq's layer does between the two, then do nothing.
     A gated feed-forward has an fc1 of twice the width, whose halves the activation multiplies, and no biases.
     """
 
     activation_fn: Any
+    _sums = 0  # residual sums of this pass so far
+
+    def residual_connection(self, x: Tensor, residual: Tensor) -> Tensor:
+        if not hasattr(self, "shortcuts"):
+            return super().residual_connection(x, residual)
+        self._sums += 1
+        return self.shortcuts[self._sums - 1](x, residual)
 
     @own_random_numbers()
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
@@ -99,6 +108,7 @@ class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
         return build_attention(cfg, embed_dim, self_attention=True)
 
     def forward(self, x: Tensor, encoder_padding_mask: Optional[Tensor], attn_mask: Optional[Tensor] = None):
+        self._sums = 0
         with query_padding(encoder_padding_mask):
             return super().forward(x, encoder_padding_mask, attn_mask)
 
@@ -133,6 +143,7 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
         """context [M, B, C]: this layer's inputs before x, to which its self-attention attends, too."""
         if context is not None and self.normalize_before:
             context = self.self_attn_layer_norm(context)
+        self._sums = 0
         # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
         with query_padding(self_attn_padding_mask), carried_context(context):
             return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
@@ -151,6 +162,9 @@ def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     """
     use_rms_norms(layer, cfg)
     initialize(layer, cfg, layers)
+    if getattr(cfg, "initialization", None) == "admin":
+        norms = [name for name, _ in layer.named_children() if name.endswith("layer_norm")]
+        layer.shortcuts = nn.ModuleList(Shortcut(layer.embed_dim) for _ in norms)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
             torch.utils.checkpoint.checkpoint,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, TypeV
 
 import torch
 from fairseq.distributed import utils as distributed
-from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, FairseqEncoderDecoderModel
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
@@ -18,8 +18,14 @@ from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.families import add_family_args, settings_of
 
-INITIALIZATIONS = ("own", "depth-scaled")
+INITIALIZATIONS = ("own", "depth-scaled", "admin")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
+INITIALIZATION = (
+    "how the matrices of the layers start: as each module's paper or fairseq has it (own), or all normal "
+    "with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: SwitchHead's pre-norm "
+    "models), or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets "
+    "(admin: dense translation models, arXiv 2004.08249)"
+)
 BRANCH = (
     "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
     "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
@@ -71,9 +77,7 @@ class MixtureModel(Extended):
         parser.add_argument(
             "--initialization",
             choices=INITIALIZATIONS,
-            help="how the matrices of the layers start: as each module's paper or fairseq has it (own), or "
-            "all normal with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: "
-            "SwitchHead's pre-norm models); default: the architecture's",
+            help=f"{INITIALIZATION}; default: the architecture's",
         )
         parser.add_argument(
             "--positions",
@@ -98,6 +102,18 @@ class MixtureModel(Extended):
         ARCH_CONFIG_REGISTRY[cls.default_arch](args)
         args.attention_family = cls.attention_family
         _set_positions(args)
+        if args.initialization == "admin":
+            other = ("normalize-before", "layerdrop")
+            names = [f"--{side}-{name}" for name in other for side in ("encoder", "decoder")]
+            given = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
+            translates = issubclass(cls, FairseqEncoderDecoderModel)
+            if given or not translates or cls.attention_family != "dense":
+                arch = getattr(args, "arch", cls.default_arch)
+                found = " and ".join(given) or f"the model of --arch {arch}"
+                raise UserError(
+                    "--initialization admin is for dense translation models (dense_transformer_base) whose "
+                    f"norms follow their layers, all of which work; it does not fit {found}."
+                )
         for name, off in cls.refused.items():
             if getattr(args, name, None) not in (off, None):
                 flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")

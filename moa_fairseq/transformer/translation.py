@@ -1,16 +1,28 @@
 """fairseq's translation model with mixtures of attention heads."""
 
+import functools
 from typing import Any
 
 from fairseq.models.transformer import TransformerConfig, TransformerModel
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.admin import profile, unprofiled
 from moa_fairseq.transformer.layers import MixtureDecoder, MixtureEncoder
-from moa_fairseq.transformer.model import MixtureModel
+from moa_fairseq.transformer.model import MixtureModel, sum_over_workers
 
 
 class MixtureTransformerModel(MixtureModel, TransformerModel):
     """fairseq's Transformer with a mixture of attention heads in place of every attention."""
+
+    _begun = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """fairseq's; the first batch of a training sets the shortcuts of --initialization admin before."""
+        if self.training and not self._begun:
+            self._begun = True
+            if unprofiled(self):
+                profile(self, functools.partial(super().forward, *args, **kwargs), sum_over_workers())
+        return super().forward(*args, **kwargs)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureTransformerModel":

@@ -175,9 +175,11 @@ def moh(module, x, y, mask, padding, ids):
 
 
 def dense(module, x, y, mask, padding, ids, weight=None):
-    """fairseq's attention, its heads times weight [B, T or 1, H]."""
+    """fairseq's attention, its heads times weight [B, T or 1, H]; head h reads key head h mod G."""
     p = {name: getattr(module, f"{name}_proj") for name in ("q", "k", "v", "out")}
-    q, k, v = (into_heads(z, p[n].weight, p[n].bias, module.num_heads) for n, z in zip("qkv", (x, y, y)))
+    q = into_heads(x, p["q"].weight, p["q"].bias, module.num_heads)
+    k, v = (into_heads(y, p[n].weight, p[n].bias, module.key_heads) for n in "kv")
+    k, v = (z[:, [h % module.key_heads for h in range(module.num_heads)]] for z in (k, v))
     results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(1, 2)  # [B, T, H, D]
     results = results if weight is None else results * weight.unsqueeze(-1)
     return p["out"](results.flatten(2))

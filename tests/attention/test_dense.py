@@ -1,8 +1,9 @@
-"""Dense attention whose heads are dropped; without, it stands in test_equations.py."""
+"""Dense attention whose heads are dropped, or ordered as elsewhere; the rest stands in test_equations.py."""
 
 import equations
 import pytest
 import torch
+import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
 
 from moa_fairseq.attention.dense import DenseAttention
@@ -55,3 +56,21 @@ def test_it_starts_as_fairseqs(widths):
     for name in ("k_proj.weight", "v_proj.weight", "q_proj.weight", "out_proj.weight"):
         fairseqs, ours = (torch.stack(start[name]) for start in starts)
         torch.testing.assert_close(ours, fairseqs, rtol=0.15, atol=0)
+
+
+def test_weights_of_the_other_order_of_query_heads_fit_after_reordering():
+    """torch's grouped-query attention lets query head h read key head h // (H / G)."""
+    heads, groups, dim = 6, 2, 4
+    module = equations.drawn(DenseAttention(C, heads, head_dim=dim, key_heads=groups, bias=False)).double()
+    x = torch.randn(3, 5, C, dtype=torch.float64)
+    q, k, v = (
+        equations.into_heads(x, getattr(module, f"{name}_proj").weight, None, number)
+        for name, number in (("q", heads), ("k", groups), ("v", groups))
+    )
+    theirs = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
+    expected = module.out_proj(theirs)
+    order = torch.arange(heads * dim).view(groups, heads // groups, dim).transpose(0, 1).flatten()
+    with torch.no_grad():
+        module.q_proj.weight.copy_(module.q_proj.weight[order])
+        module.out_proj.weight.copy_(module.out_proj.weight[:, order])
+    torch.testing.assert_close(module(x, x), expected)

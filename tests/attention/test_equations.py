@@ -44,7 +44,7 @@ def namoh(**settings):
 
 
 def dense(**settings):
-    return lambda backend, **role: DenseAttention(C, 3, **settings, **role), equations.dense
+    return lambda backend, **role: DenseAttention(C, **{"num_heads": 3, **settings}, **role), equations.dense
 
 
 SUBSETS = ["".join(s) for size in range(1, 5) for s in itertools.combinations("vkqo", size)] + ["none"]
@@ -121,6 +121,8 @@ FAMILIES = {
     "dense": dense(),
     "dense, narrow heads": dense(head_dim=1),
     "dense, wide heads": dense(head_dim=7),
+    "dense, multi-query heads": dense(key_heads=1),
+    "dense, grouped heads": dense(num_heads=6, key_heads=2, head_gate="element"),
 }
 CASES = {
     "self-attention": dict(tgt=7, batch=3),

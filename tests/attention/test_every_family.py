@@ -29,6 +29,8 @@ SWITCHHEAD = partial(SwitchHeadAttention, WIDTH, num_heads=2, head_dim=4, num_ex
 MOH = partial(MixtureOfHeads, WIDTH, 4, shared_heads=1, routed_per_token=2)
 BUILD = {
     "dense": partial(DenseAttention, WIDTH, 4),
+    "dense, grouped": partial(DenseAttention, WIDTH, 4, key_heads=2),
+    "dense, multi-query": partial(DenseAttention, WIDTH, 4, key_heads=1),
     "moa": partial(MOA, experts_per_token=2, bias=True),
     "moa, all experts": partial(MOA, experts_per_token=4),
     "moa, biased choice": partial(MOA, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True),
@@ -141,6 +143,16 @@ def test_a_beam_may_have_several_queries_at_once_and_a_mask(family):
     with hypotheses(3):
         shared, _ = attention(x, memory, memory, incremental_state={}, static_kv=True, attn_mask=mask)
     torch.testing.assert_close(shared, whole)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_token_leaves_as_many_bytes_in_the_cache_as_are_stated(family):
+    attention, state, sizes = made(family, self_attention=True).eval(), {}, []
+    for _ in range(6):  # longer than a window
+        attention(torch.randn(1, 1, WIDTH), None, None, incremental_state=state)
+        (cache,) = state.values()
+        sizes.append(sum(tensor.nbytes for tensor in cache.values() if tensor is not None))
+    assert sizes[-1] - sizes[-2] == attention.cache_bytes(number_bytes=4)
 
 
 @pytest.mark.parametrize("family", DECODERS)

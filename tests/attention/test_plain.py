@@ -160,7 +160,7 @@ def test_a_gate_over_the_whole_sequence_is_not_causal():
         module(torch.zeros(B, T, C), causal=True)
 
 
-@pytest.mark.parametrize("family", ["dense", "MAE", "MoH"])
+@pytest.mark.parametrize("family", ["MAE", "MoH"])
 def test_heads_of_their_own_keys_do_not_share_them(family):
     with pytest.raises(UserError, match="key_heads=2"):
         FAMILIES[family](key_heads=2)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 
+from moa_fairseq.attention.dense import DenseAttention
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.moh import MixtureOfHeads
@@ -12,6 +13,10 @@ from moa_fairseq.errors import UserError
 
 SWITCHHEAD = dict(num_heads=2, head_dim=6, num_experts=4, experts_per_token=2)
 REFUSED = {
+    partial(DenseAttention, 24, 6): [
+        (dict(key_heads=4), "--key-heads 4 must divide the 6"),
+        (dict(key_heads=0), "--key-heads 0"),
+    ],
     partial(MixtureOfAttention, 24, num_experts=6, experts_per_token=3, expert_dim=8): [
         (dict(experts_per_token=7), "--experts-per-token 7"),
         (dict(experts_per_token=0), "--experts-per-token 0"),

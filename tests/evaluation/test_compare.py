@@ -7,7 +7,16 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.compare import SCHEMA, _count, default_results, load_comparison, render
+from moa_fairseq.evaluation.compare import (
+    SCHEMA,
+    Cell,
+    Row,
+    _count,
+    default_results,
+    lines_of,
+    load_comparison,
+    render,
+)
 from moa_fairseq.evaluation.skeleton import task_of
 
 PAPER = {
@@ -364,3 +373,11 @@ def test_switchheads_costs_are_the_printed_ones_but_for_two(shipped):
     assert far == {(row, column) for row in rope for column in ("MACs", "Mem (floats)")}
     (note,) = [note for table in tables.values() for note in table.notes if "4.2G and 18.4M" in note]
     assert "carried chunk" in note
+
+
+def test_a_decoders_cache_stands_below_its_macs():
+    about = dict(ours=604e6, difference=0.0, status="computed", plain=610_000_000, cache=2048)
+    lines = lines_of(Row("Base", None, [], []), Cell("MACs", "macs_paper_convention", 604e6, "604M", **about))
+    assert [line["ours"] for line in lines] == ["604.0M", "610.0M", "2,048"]
+    of_encoder = Cell("MACs", "macs", 604e6, "604M", **{**about, "cache": None})
+    assert len(lines_of(Row("Base", None, [], []), of_encoder)) == 2

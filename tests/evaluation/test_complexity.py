@@ -71,6 +71,27 @@ def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
     assert mixed.attention_macs == ours.attention_macs and mixed.macs["router"] > 0
 
 
+@pytest.mark.parametrize(
+    ("arch", "flags", "numbers"),
+    [
+        ("transformer_lm_gpt", "", 2 * 768),
+        ("dense_transformer_lm_base", "", 2 * 8 * 64),
+        ("dense_transformer_lm_base", "--key-heads 1", 2 * 64),
+        ("moa_lm_base", "", 2 * 128),
+        ("switchhead_lm_base", "--switchhead-heads 2 --expert-dim 100", 2 * 2 * 100),
+        ("gqe_lm_base", "--gqe-groups 4 --expert-dim 72", 2 * 4 * 72),
+        ("namoh_lm_base", "--experts-per-token 4 --expert-dim 32", 2 * 4 * 32 + 4 * 4),  # and 4 indices
+        ("dense_transformer_tiny", "", 2 * 128),
+    ],
+)
+def test_bytes_of_cache(arch, flags, numbers):
+    assert complexity(arch, 100, model_flags=flags.split()).cache_bytes == 2 * numbers
+
+
+def test_an_encoder_has_no_cache():
+    assert complexity("dense_roberta_tiny", 100).cache_bytes is None
+
+
 def test_every_parameter_is_counted_once():
     model = build_skeleton("moa_transformer_tiny", 100, "separate", ["--expert-bias", "--routing-noise"])
     cost = count(model, 3, 3)
