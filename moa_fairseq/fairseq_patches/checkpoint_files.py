@@ -189,7 +189,8 @@ def save_whole(save: Callable, state: Any, filename: str, async_write: bool = Fa
         check_weights(
             state.get("model", {}),
             f"{filename} was not written, because the model holds",
-            "Checkpoints that were written before are whole: start the same training again with a lower "
+            "Checkpoints that were written before are whole: go on from one of them into another --save-dir "
+            "(--finetune-from-model FILE; in a recipe train.flags.finetune-from-model), with a lower "
             "learning rate (--lr; of MAE's gates --gate-lr), or with gradients clipped (--clip-norm; of "
             "MAE's gates --gate-clip-norm).",
         )

@@ -28,20 +28,18 @@ def keep_the_other_side(prune: Callable, state: Dict[str, Any], model_cfg: Any =
     and its message blames the file.
     """
     named = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
+    named = {side: "" if kept is None else str(kept) for side, kept in named.items()}  # may be a number
     if not any(named.values()):
         return prune(state, model_cfg)
     for side, text in named.items():
         matches = (re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state)
         known = sorted({int(match.group(1)) for match in matches if match})
-        if not text:
-            is_config = isinstance(model_cfg, DictConfig)
-            with open_dict(model_cfg) if is_config else contextlib.nullcontext():
-                setattr(model_cfg, f"{side}_layers_to_keep", ",".join(map(str, known)) or None)
-            continue
-        words = [word.strip() for word in str(text).split(",")]
+        words = [word.strip() for word in text.split(",")] if text else [*map(str, known)]
         if len(set(words)) < len(words) or not {*words} <= {*map(str, known)}:
             choice = f"write some of {known}, each once, with commas" if known else "that side has no layers"
-            raise UserError(f"--model-overrides: {side}_layers_to_keep {str(text)[:80]!r}: {choice}.")
+            raise UserError(f"--model-overrides: {side}_layers_to_keep {text[:80]!r}: {choice}.")
+        with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
+            setattr(model_cfg, f"{side}_layers_to_keep", ",".join(words) or None)
     return prune(state, model_cfg)
 
 

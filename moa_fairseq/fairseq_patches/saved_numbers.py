@@ -76,22 +76,31 @@ def numpy_stand_ins() -> List[type]:
         if not isinstance(dtype, Dtype) or not isinstance(raw, bytes) or len(raw) > left:
             refuse("ndarray")
         left -= len(raw)
-        return np.frombuffer(raw, dtype.code)
+        return np.frombuffer(raw, dtype.code) if raw else np.empty(0, dtype.code)
 
     class Array(list):
         def __init__(self, *_: Any) -> None:
             """Empty, whatever the arguments say; its state follows."""
 
         def __setstate__(self, state: Any) -> None:
+            nonlocal left
             _, shape, dtype, by_columns, raw = state
             values = numbers(dtype, raw)
-            if math.prod(shape) != len(values) or (len(shape) > 1 and 0 in shape):
+            rows = math.prod(size for size in shape if size)  # an empty array has them, too
+            left -= 0 if len(values) else rows
+            if math.prod(shape) != len(values) or left < 0:
                 refuse("ndarray")
             self[:] = values.reshape(shape or (1,), order="F" if by_columns else "C").tolist()
 
     class Scalar:
         def __new__(cls, dtype: Any, raw: Any) -> Any:
             return numbers(dtype, raw).item()
+
+    class Bytes:
+        """What a pickle calls for none; the real one makes as many as it is given a number of."""
+
+        def __new__(cls) -> Any:
+            return b""
 
     class ArrayType:
         """Only an argument of the others."""
@@ -100,6 +109,7 @@ def numpy_stand_ins() -> List[type]:
         return type(name, (base,), {"__module__": module})
 
     stand_ins = [named("numpy", "dtype", Dtype), named("numpy", "ndarray", ArrayType)]
+    stand_ins.append(named("builtins", "bytes", Bytes))
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # of NumPy 1 and 2
         stand_ins += [named(module, "_reconstruct", Array), named(module, "scalar", Scalar)]
     return stand_ins

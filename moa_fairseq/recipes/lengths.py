@@ -16,21 +16,29 @@ from moa_fairseq.recipes.schema import (
     CLASSIFICATION,
     LARGEST,
     MASKED_LM,
+    SKIP,
     TRANSLATION,
     Recipe,
 )
 
 # Values of --sample-break-mode that keep a line whole, however long it is.
 WHOLE_LINES = ("complete", "complete_doc", "eos")
+JOINED = "@@ "  # the value of --post-process that fairseq-eval-lm really knows
 BREAK_MODE = "sample-break-mode"
-SKIP = "skip-invalid-size-inputs-valid-test"
 
 
 def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argparse.Namespace) -> None:
     """Raise UserError where fairseq-eval-lm would read longer blocks than the language model.
 
+    And where it would stop at the sub-words that it should join, or leave them as they are.
+
     training, evaluation: the flags of fairseq-train and fairseq-eval-lm, as fairseq parsed them.
     """
+    if evaluation.post_process not in (None, JOINED):
+        raise UserError(
+            f"score.flags.post-process: fairseq-eval-lm joins sub-words that end with @@ and no others, and for "
+            f"{JOINED!r} alone: say \"score.flags.post-process='{JOINED}'\", or leave it (or remove-bpe) out."
+        )
     limit = getattr(training, "max_target_positions", None) or training.tokens_per_sample
     block, window = evaluation.tokens_per_sample, evaluation.context_window
     if hasattr(evaluation, "carried_chunks"):
@@ -55,7 +63,8 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
 def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) -> None:
     """Raise UserError where a sentence of an evaluated subset is longer than the model reads.
 
-    fairseq would stop at it after the training, or leave it out. data: the binarised folder.
+    fairseq would stop at it after the training, or leave it out. data: the binarised folder. The error names
+    what can still be said when the model is trained.
     """
     for split, limits, remedy in _limits(recipe, training):
         for sizes, limit in zip(sentence_sizes(recipe, data, split), limits):
@@ -72,7 +81,8 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[Tuple[str,
     """(subset, tokens that its source and target sentences may have, how to raise that)."""
     if getattr(training, "shorten_method", "none") != "none":
         return
-    subsets = dict.fromkeys([*recipe.subsets, *([] if recipe.training_flags.get(SKIP) else ["valid"])])
+    evaluated = [] if recipe.generate and recipe.generate.flags.get(SKIP) else recipe.subsets
+    subsets = dict.fromkeys([*evaluated, *([] if recipe.training_flags.get(SKIP) else ["valid"])])
     if recipe.kind in (TRANSLATION, CLASSIFICATION):
         names = ["max_source_positions", "max_target_positions"]
         if recipe.kind == CLASSIFICATION:
@@ -82,7 +92,11 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[Tuple[str,
         flags = [f"model.flags.{name.replace('_', '-')}={{0}}" for name in dict.fromkeys(names)]
         if getattr(training, "truncate_source", False):
             source = LARGEST
-        yield from ((subset, (source, target), f"say {' and '.join(flags)}") for subset in subsets)
+        before = f"say {' and '.join(flags)} before the training"
+        rest = f"generate.flags.{SKIP}=true, which scores the others and stands for no row of a paper"
+        for subset in subsets:
+            leave_out = f", or at any time {rest}" if recipe.generate and subset in recipe.subsets else ""
+            yield subset, (source, target), before + leave_out
         return
     block = training.tokens_per_sample - (recipe.kind == MASKED_LM)  # less <s>
     for subset in subsets:

@@ -26,7 +26,7 @@ from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.hardware import precision_name
 from moa_fairseq.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
 from moa_fairseq.recipes.scores import describe, flat_metrics, headline_of, scores_in
-from moa_fairseq.recipes.steps import Run, steps
+from moa_fairseq.recipes.steps import LEFT_OUT, Run, steps
 from moa_fairseq.recipes.train_log import summarise
 from moa_fairseq.running.make import changes, marks
 
@@ -189,12 +189,15 @@ def record(run: Run, started: float) -> Optional[Path]:
     metrics = {name: flat_metrics(values) for name, values in scores.items()}
     subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
     found: List[str] = []
+    translated = {name: marks(folder).get(f"generate-{name}", {}).get("facts") or {} for name in outputs}
+    left_out = {name: facts[LEFT_OUT] for name, facts in translated.items() if facts.get(LEFT_OUT)}
     headline = headline_of(recipe, options.published or recipe, scores[subset])
     if options.published and recipe.reproduces:
         data = data_differences(options.published, run.prepared.folder, run.prepared.sentences, claim=True)
         if headline != (recipe.score or Score()).headline:
             data["score.headline"] = f"{(recipe.score or Score()).headline} → {headline}"
         found = differences(options.published, done, data)
+        found += [f"{count:,} sentences of {name} are left out" for name, count in left_out.items()]
         cell = None if found else dataclasses.asdict(recipe.reproduces)
     if "valid_ppl" in summary:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
@@ -207,6 +210,7 @@ def record(run: Run, started: float) -> Optional[Path]:
         "headline": headline if recipe.score else None,
         "metrics": metrics.pop(subset),
         "subset": subset,
+        **({LEFT_OUT: left_out} if left_out else {}),
         "other_subsets": metrics,
         "parameters": trained.get("parameters"),
         **({"updated_parameters": updated} if updated is not None else {}),

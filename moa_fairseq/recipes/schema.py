@@ -50,8 +50,10 @@ _INSTEAD = {
     "gen-subset": "say generate.subsets",
     "subset": "say score.subsets",
 }
-# With these an evaluation is one of fewer sentences, or none changes what the model reads.
-PARTIAL = ("skip-invalid-size-inputs-valid-test", "num-shards", "shard-id", "shorten-method")
+# With these an evaluation is one of fewer sentences, or none changes what the model reads. Of a translation
+# the first one is free: its result tells how many are left out.
+SKIP = "skip-invalid-size-inputs-valid-test"
+PARTIAL = (SKIP, "num-shards", "shard-id", "shorten-method")
 POSITIONS = ("max-source-positions", "max-target-positions")
 LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
 SECTIONS = ("data", "model", "train", "generate", "score")
@@ -326,9 +328,10 @@ def reserved(section: str, flag: str) -> str:
         return f"{why}, which a recipe must not decide: leave it out."
     if section in ("model", "train") and flag in CANNOT_GO_ON:
         return f"{CANNOT_GO_ON[flag]}. Leave it out."
-    if section in ("generate", "score") and flag in PARTIAL:
+    evaluates = section in ("generate", "score")
+    if evaluates and flag in PARTIAL and (section, flag) != ("generate", SKIP):
         return "would make the score one of a part of the subset: leave it out."
-    if section in ("generate", "score") and flag in POSITIONS:
+    if evaluates and flag in POSITIONS:
         return f"changes nothing in a trained model: say model.flags.{flag} before the training."
     owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
     owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)

@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 _FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
 _PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
 _TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
+_OWN_BLOCK = re.compile(r"--tokens-per-sample (\d{1,18}): the model's own$", re.MULTILINE)
 # Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
 _SETTINGS = (
     *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
-    *("sample-break-mode", "softmax-batch"),
+    *("sample-break-mode", "softmax-batch", "post-process", "remove-bpe"),
 )
 
 
@@ -50,6 +51,8 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> Dict[
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
     said = recipe.score.flags if recipe.score else {}
     evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
+    if block := _OWN_BLOCK.search(text):  # in place of a default that is too long
+        evaluation["tokens_per_sample"] = int(block.group(1))
     if tokens:
         evaluation["tokens"] = count = int(tokens.group(1).replace(",", ""))
         if count < wanted:

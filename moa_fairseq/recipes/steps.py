@@ -15,7 +15,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.average import last_checkpoints, numbered_checkpoints
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.files import checksum
-from moa_fairseq.recipes.batch import plan_batch
+from moa_fairseq.recipes.batch import plan_batch, sentence_sizes
 from moa_fairseq.recipes.checkpoints import (
     LAST,
     check_pretrained,
@@ -28,6 +28,8 @@ from moa_fairseq.recipes.schema import (
     CAUSAL_LM,
     CLASSIFICATION,
     INTERVAL,
+    POSITIONS,
+    SKIP,
     TRANSLATION,
     Average,
     Generate,
@@ -40,6 +42,7 @@ from moa_fairseq.recipes.train_log import TrainLog
 from moa_fairseq.running.make import OUT, Step, stamp
 from moa_fairseq.running.process import flags, positional
 
+LEFT_OUT = "left_out"  # sentences that were not translated
 UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
 log = logging.getLogger(__name__)
 
@@ -242,11 +245,13 @@ def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Ste
         "lenpen": section.lenpen,
         "max-tokens": section.max_tokens,
         "remove-bpe": section.remove_bpe,
+        # which the task limits, too
+        **{name: run.recipe.training_flags.get(name) for name in POSITIONS},
         **section.flags,
     }
     translated: Set[str] = set()  # ids of sentences, which have --nbest lines
-    total = run.prepared.sentences.get(subset, 0)
-    pace, goal = max(100, (total or 1000) // 10), f" of {total:,}" if total else ""
+    known = run.prepared.sentences.get(subset, 0)
+    pace, goal = max(100, (known or 1000) // 10), f" of {known:,}" if known else ""
 
     def watch(line: str) -> None:
         found = re.match(r"H-\d+\t", line)
@@ -255,15 +260,18 @@ def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Ste
             if len(translated) % pace == 0:
                 log.info("  %s%s sentences", f"{len(translated):,}", goal)
 
-    def finish(made: Path) -> None:
+    def finish(made: Path) -> Dict[str, int]:
+        total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
+        left_out = total - len(translated)
         if not translated:
             where = f"see {run.folder / f'generate-{subset}.log'} and {made}"
             raise UserError(f"fairseq-generate translated nothing of subset {subset}; {where}.")
-        if len(translated) < total:
+        if left_out > 0 and not section.flags.get(SKIP):
             raise UserError(
                 f"fairseq-generate translated {len(translated):,} of {total:,} sentences of subset {subset}: "
                 f"a score would be one of these. It says why in {run.folder / f'generate-{subset}.log'}."
             )
+        return {LEFT_OUT: left_out} if left_out > 0 else {}
 
     output, line = run.folder / f"generate-{subset}.txt", run.command("fairseq-generate", values)
     inputs = _evaluated(run, section, subset, made)

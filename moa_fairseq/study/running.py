@@ -25,8 +25,12 @@ from moa_fairseq.study.design import DIVERGED, Run, Study, fitting_records, sett
 
 log = logging.getLogger(__name__)
 
-# What fairseq says when a loss or a gradient is not a number any more.
-_NOT_FINITE = re.compile(r"Nan/Inf|Nan or Inf|Loss is (infinite|nan)|Minimum loss scale", re.IGNORECASE)
+# What fairseq says when a loss or a gradient is not a number any more, and what its patches say of weights.
+_NOT_FINITE = re.compile(
+    r"Nan/Inf|Nan or Inf|Loss is (infinite|nan)|Minimum loss scale|The gates have diverged|"
+    r"was not written, because the model holds (NaN|infinity)",
+    re.IGNORECASE,
+)
 
 
 class Place(NamedTuple):

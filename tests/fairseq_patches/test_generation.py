@@ -37,7 +37,14 @@ def test_layers_of_one_side_leave_the_other_whole():
         assert found["encoder.embed.weight"] == 9
 
 
-@pytest.mark.parametrize("kept", ["7", "x", "0,0", "-1"])
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_whole_number_is_one_layer(kept):
+    found = pruned(decoder_layers_to_keep=kept)
+    assert [value for key, value in found.items() if key.startswith("decoder")] == [kept]
+    assert [found[f"encoder.layers.{n}.fc1.weight"] for n in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kept", ["7", "x", "0,0", "-1", 3, 0.5, False])
 def test_layers_that_are_not_there_are_refused_by_name(kept):
     with pytest.raises(UserError, match=r"--model-overrides.*decoder_layers_to_keep"):
         pruned(decoder_layers_to_keep=kept)

@@ -21,6 +21,9 @@ NUMBERS = {
     "bool": (np.bool_(True), True),
     "counts": (np.array([5, 0, 2]), [5, 0, 2]),
     "of the other order": (np.array([5, -1], dtype=">i4"), [5, -1]),
+    "empty": (np.zeros(0), []),
+    "empty rows": (np.zeros((2, 0), dtype="i4"), [[], []]),
+    "no rows": (np.zeros((0, 3)), []),
     "by columns": (np.asfortranarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
 }
 WEIGHTS = {"w": torch.ones(2)}
@@ -94,6 +97,7 @@ MALICIOUS = {
     "too large": np.zeros(MAX_BYTES + 8, dtype=np.int8),
     "fewer bytes than numbers": array((1 << 40,), F8, b"\0" * 8),
     "endless rows of nothing": array((1 << 40, 0), F8, b""),
+    "as many bytes as a number says": Reduced(bytes, (1 << 40,)),
     "negative": array((-1, -1), F8, b"\0" * 8),
     "no bytes": array((1,), F8, [1.0]),
     "no type": array((1,), "f8", b"\0" * 8),

@@ -34,6 +34,9 @@ def causal(small, write_config):
         (["score.flags.context-window=24"], "score.flags.context-window"),
         (["score.flags.context-window=2000"], "score.flags.context-window"),
         (["train.task=language_modeling_truncated_bptt", "score.flags.context-window=4"], "context-window"),
+        (["score.flags.post-process=sentencepiece"], "score.flags.post-process='@@ '"),
+        (["score.flags.remove-bpe=true"], "score.flags.post-process='@@ '"),
+        (["score.flags.post-process='@@ '"], None),
         ([], None),
         (["score.flags.tokens-per-sample=24", "score.flags.context-window=23"], None),
         (["score.flags.tokens-per-sample=25", "model.flags.max-target-positions=25"], None),
@@ -46,6 +49,16 @@ def test_blocks_of_a_language_model(causal, overrides, key):
         return
     with pytest.raises(UserError, match=key):
         check_flags(causal(*overrides))
+
+
+def test_the_blocks_of_a_perplexity_are_those_that_were_read(causal, tmp_path):
+    """fairseq-eval-lm takes the model's length in place of its default."""
+    own, report = "INFO:x:--tokens-per-sample 24: the model's own\n", REPORT.format(15)
+    recipe = causal("score.flags.tokens-per-sample=1024", "score.flags.post-process='@@ '")
+    check_flags(recipe)
+    evaluation = read_report(own + report, tmp_path / "x", recipe)["meta"]["evaluation"]
+    assert evaluation == {"tokens_per_sample": 24, "post_process": "@@ ", "tokens": 15}
+    assert "tokens_per_sample" not in read_report(report, tmp_path / "x", causal())["meta"]["evaluation"]
 
 
 def test_a_perplexity_of_fewer_tokens_is_no_result(causal, tmp_path):
@@ -71,11 +84,20 @@ def test_a_sentence_that_is_longer_than_the_model(small, write_config, make_line
     assert split == "valid" or "of test" in str(refusal.value)
     recipe = load_recipe(path, [f"{key}=2"])
     check_sentences(recipe, check_flags(recipe), data)
+    rest = "generate.flags.skip-invalid-size-inputs-valid-test=true"  # for a model that is trained
+    assert (rest in str(refusal.value)) == (split == "test")
+    if split == "test":
+        recipe = load_recipe(path, [*overrides, rest])
+        check_sentences(recipe, check_flags(recipe), data)
 
 
 @pytest.mark.parametrize(
-    "flag", ["max-source-positions=9", "skip-invalid-size-inputs-valid-test=true", "num-shards=2"]
+    "flag",
+    [
+        *("generate.flags.max-source-positions=9", "generate.flags.num-shards=2"),
+        "score.flags.skip-invalid-size-inputs-valid-test=true",
+    ],
 )
 def test_flags_that_make_a_score_one_of_a_part(small, write_config, flag):
-    with pytest.raises(UserError, match=f"generate.flags.{flag.partition('=')[0]}"):
-        load_recipe(write_config(small), [f"generate.flags.{flag}"])
+    with pytest.raises(UserError, match=flag.partition("=")[0]):
+        load_recipe(write_config(small), [flag])

@@ -1,6 +1,7 @@
 """The stages of each kind of recipe: what runs, what is skipped, what is refused, what survives a failure."""
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from typing import ClassVar
@@ -11,6 +12,7 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep import catalogue
+from moa_fairseq.data_prep.binarised import check_stem
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
@@ -44,10 +46,14 @@ def option(command, flag):
 
 
 class FakeExecutor:
-    """Writes what the real commands would write. `fail`: program that fails once with a UserError."""
+    """Writes what the real commands would write.
+
+    `fail`: program that fails once with a UserError. `left_out`: sentences that are not translated.
+    """
 
     calls: ClassVar[list] = []
     fail = None
+    left_out = 0
 
     def __init__(self, environment=None):
         self.environment = environment or {}
@@ -68,8 +74,13 @@ class FakeExecutor:
         elif command[:2] == ["moa-fairseq", "average"]:
             write_checkpoint(Path(option(command, "--output")), "average")
         elif command[0] == "fairseq-generate":
-            output.write_text("H-0\t-1.0\tein Satz\n")
-            on_line("H-0\t-1.0\tein Satz")
+            pair = "-".join(option(command, f"--{side}-lang") for side in ("source", "target"))
+            name = f"{option(command, '--gen-subset')}.{pair}.{option(command, '--target-lang')}"
+            count = check_stem(Path(command[1]) / name) - FakeExecutor.left_out
+            lines = [f"H-{n}\t-1.0\tein Satz" for n in range(count)]
+            output.write_text("\n".join(lines))
+            for line in lines:
+                on_line(line)
         elif command[0] == "fairseq-eval-lm":
             output.write_text(REPORT)
         elif "score" in command:
@@ -438,6 +449,31 @@ def test_the_headline_of_text_without_spaces_is_sacrebleus(go, monkeypatch):
         values = json.loads(go("score.flags.lowercase=false", restart=True)[1].read_text())
         assert values["headline"] == headline
         assert values["metrics"]["sacrebleu_signature"] == signature
+
+
+def test_a_translation_of_a_part_is_no_result_unless_asked_for(go, tmp_path, monkeypatch):
+    """As where a finished run of an earlier version meets a sentence that is longer than its model."""
+    flag = "generate.flags.skip-invalid-size-inputs-valid-test=true"
+    go(stage="train")
+    go(stage="average")
+    monkeypatch.setattr(FakeExecutor, "left_out", 3)
+    FakeExecutor.programs()
+    with pytest.raises(UserError, match=r"3,000 of 3,003 sentences of subset test"):
+        go()
+    values = json.loads(go(flag)[1].read_text())
+    assert "fairseq-train" not in FakeExecutor.programs()
+    assert values["left_out"] == {"test": 3} and values["reproduces"] is None
+    assert "3 sentences of test are left out" in values["differences"]
+
+
+def test_translations_are_counted_against_the_data_that_is_read(go, tmp_path, make_lines):
+    """Not against what an earlier prepare stage counted in that folder."""
+    go(stage="train")
+    shutil.rmtree(tmp_path / "bin")
+    make_lines(tmp_path / "bin", {"train": 1, "valid": 3000, "test": 5}, "en-de")
+    for stage in ("average", "generate", "score"):
+        _, result = go(stage=stage, data=None)
+    assert "left_out" not in json.loads(result.read_text())
 
 
 def test_flags_of_the_scoring_are_a_part_of_the_experiment(go):

@@ -5,7 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from fairseq import checkpoint_utils
 
+from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_compat import load_checkpoint
 from moa_fairseq.study import running
 from moa_fairseq.study.design import Run
 from moa_fairseq.study.running import Place, curve_of
@@ -36,6 +40,18 @@ def test_a_validation_repeated_after_a_restart_counts_once(tmp_path):
 def test_without_a_likelihood_the_loss_counts(tmp_path):
     plain = [{key: value for key, value in line.items() if "nll" not in key} for line in LINES[:3]]
     assert curve_of(write(tmp_path / "train.jsonl", plain)) == [{"updates": 20, "valid": 4.5, "train": 4.5}]
+
+
+def test_a_model_that_is_not_saved_has_diverged(tmp_path):
+    """One that is loaded may have been so before."""
+    state = {"model": {"w": torch.tensor([float("nan")])}}
+    with pytest.raises(UserError) as refusal:
+        checkpoint_utils.torch_persistent_save(state, str(tmp_path / "checkpoint_last.pt"))
+    assert running._NOT_FINITE.search(str(refusal.value))
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(UserError, match="had diverged") as refusal:
+        load_checkpoint(tmp_path / "other.pt")
+    assert not running._NOT_FINITE.search(str(refusal.value))
 
 
 def test_the_studys_seed_comes_last(tmp_path, monkeypatch):
