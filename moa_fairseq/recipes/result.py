@@ -189,8 +189,11 @@ def record(run: Run, started: float) -> Optional[Path]:
     metrics = {name: flat_metrics(values) for name, values in scores.items()}
     subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
     found: List[str] = []
-    translated = {name: marks(folder).get(f"generate-{name}", {}).get("facts") or {} for name in outputs}
-    left_out = {name: facts[LEFT_OUT] for name, facts in translated.items() if facts.get(LEFT_OUT)}
+    left_out: Dict[str, int] = {}
+    for name in outputs:
+        facts = marks(folder).get(f"generate-{name}", {}).get("facts")
+        if isinstance(facts, dict) and is_number(facts.get(LEFT_OUT)):
+            left_out[name] = facts[LEFT_OUT]
     headline = headline_of(recipe, options.published or recipe, scores[subset])
     if options.published and recipe.reproduces:
         data = data_differences(options.published, run.prepared.folder, run.prepared.sentences, claim=True)
