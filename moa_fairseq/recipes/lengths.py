@@ -37,7 +37,7 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
     if evaluation.post_process not in (None, JOINED):
         raise UserError(
             "score.flags.post-process (or remove-bpe): fairseq-eval-lm joins sub-words that end with @@, "
-            f"no others, and only for {JOINED!r}: say \"score.flags.post-process='{JOINED}'\", or leave it out."
+            f"and for {JOINED!r} alone: say \"score.flags.post-process='{JOINED}'\", or leave it out."
         )
     limit = getattr(training, "max_target_positions", None) or training.tokens_per_sample
     block, window = evaluation.tokens_per_sample, evaluation.context_window
