@@ -48,6 +48,7 @@ class FakeExecutor:
 
     calls: ClassVar[list] = []
     fail = None
+    sentences = 1  # of the test set
 
     def __init__(self, environment=None):
         self.environment = environment or {}
@@ -68,8 +69,10 @@ class FakeExecutor:
         elif command[:2] == ["moa-fairseq", "average"]:
             write_checkpoint(Path(option(command, "--output")), "average")
         elif command[0] == "fairseq-generate":
-            output.write_text("H-0\t-1.0\tein Satz\n")
-            on_line("H-0\t-1.0\tein Satz")
+            lines = [f"H-{number}\t-1.0\tein Satz" for number in range(FakeExecutor.sentences)]
+            output.write_text("\n".join(lines) + "\n")
+            for line in lines:
+                on_line(line)
         elif command[0] == "fairseq-eval-lm":
             output.write_text(REPORT)
         elif "score" in command:
@@ -174,7 +177,8 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
     assert kept.count("fairseq-train ") == 1
     said.clear()
     assert run_recipe(recipe, CPU, Options(save_dir=tmp_path / "run"), FakeExecutor) == result
-    assert FakeExecutor.programs() == [] and sum("done before" in line for line in said) == len(programs)
+    # the run's copy of what reads and writes its text is a step, too
+    assert FakeExecutor.programs() == [] and sum("done before" in line for line in said) == len(programs) + 1
     for stage in ("average", "generate"):
         if not getattr(recipe, stage):
             run_recipe(recipe, CPU, Options(stage=stage, save_dir=tmp_path / "run"), FakeExecutor)
@@ -207,6 +211,7 @@ CELL = {"paper": "moa", "table": "1", "row": "a row", "column": "BLEU", "value":
 def go(small, write_config, tmp_path, monkeypatch, make_lines, said):
     """go(*overrides, **options) runs the small recipe on the row's data; returns (said, result path)."""
     FakeExecutor.calls, FakeExecutor.fail = [], None
+    monkeypatch.setattr(FakeExecutor, "sentences", 3003)
     monkeypatch.chdir(tmp_path)
     small["data"]["recipe"] = "wmt14_en_de"
     path = write_config({**small, "reproduces": CELL})
