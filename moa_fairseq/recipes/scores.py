@@ -72,8 +72,9 @@ def read_scores(path: Path) -> Dict[str, Any]:
     scores = read_json(path, remedy)
     metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
     check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    scores = {name: value for name, value in scores.items() if value is not None}
     check_kinds(
-        scores.get("meta") or {}, dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
+        scores.get("meta", {}), dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
     )
     for name in metrics.keys() & scores.keys():
         check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
