@@ -13,6 +13,7 @@ try:
         collectives,
         cpu_autocast,
         foreign_settings,
+        kernel_check,
         literals,
         malformed_checkpoints,
         save_on_sigterm,
@@ -30,7 +31,7 @@ load_checkpoint = checkpoint_files.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
-    *(training, malformed_checkpoints, save_on_sigterm),
+    *(training, malformed_checkpoints, save_on_sigterm, kernel_check),
 )
 PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
 

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 # From the ground up. Rooms on one line do not know each other.
 FLOORS = (
     ("errors", "torch_compat", "host_memory", "tables"),
-    ("files", "kernels"),
+    ("files",),
+    ("kernels",),
     ("attention", "json_files", "text"),
     ("running",),
     ("fairseq_patches", "feed_forward"),

@@ -67,6 +67,7 @@ EXECUTION_FLAGS = (
     *("fp16-init-scale", "fp16-scale-window"),
     # data loading and logs
     *("num-workers", "data-buffer-size", "tensorboard-logdir", "wandb-project"),
+    "no-kernel-check",
 )
 # How often a checkpoint is written; part of the experiment where these are the ones that are averaged.
 INTERVAL_FLAGS = ("save-interval-updates", "keep-interval-updates")
