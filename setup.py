@@ -19,7 +19,7 @@ SHARE = (
 
 
 class BuildWithShare(build_py):
-    """Puts the recipes, the numbers that they are compared with, speeds and verdicts into what is installed."""
+    """Puts the recipes, the papers' numbers, and those measured here into what is installed."""
 
     def run(self):
         super().run()

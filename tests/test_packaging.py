@@ -106,13 +106,8 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
             path.name for path in (ROOT / "results" / name).glob("*.json")
         }
     code = "from moa_fairseq.kernels import validation; print(validation.shipped_path().parent)"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        check=True,
-    )
+    place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
+    place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
+    found = subprocess.run([sys.executable, "-c", code], **place, capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()) == share / "kernels"
     load_recipe(site / "moa_fairseq" / "share" / "configs" / "wikitext103_lm_moa_47m.yaml")

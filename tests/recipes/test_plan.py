@@ -1,5 +1,6 @@
 """--plan of the kinds of recipes; recorded speeds; its files against those of a run."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,15 +12,19 @@ from moa_fairseq.cli import main
 from moa_fairseq.evaluation.skeleton import build_skeleton
 from moa_fairseq.recipes.batch import TABLE, BatchPlan, known_size, measured_size
 from moa_fairseq.recipes.command import Options, run_recipe
-from moa_fairseq.recipes.hardware import Hardware, device_kind
+from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import (
     HOST_SECONDS,
     UTILISATION,
+    _is_of,
+    _nearest,
+    as_text,
     disk,
     parameter_bytes,
     plan,
     read_speeds,
+    workload,
 )
 from moa_fairseq.running.process import flags
 
@@ -92,63 +97,62 @@ def test_hours_are_operations_by_shares_of_the_peak_or_the_hosts_time(plan_of):
     assert entry["hours"] == pytest.approx([each / 3600 for each in seconds], rel=0.05)
 
 
-# arguments of a plan of MoA's 100 epochs of WMT14 → the architecture whose speed is measured, peak in GB
-EPOCHS = (
-    "--set=train.effective_batch_tokens=262144",
-    "--set=train.max_update=null",
-    "--set=train.max_epoch=100",
-)
-DENSE = ("wmt14_ende_transformer_base", *EPOCHS)
+# recipe and overrides that make MoA's 100 epochs of WMT14 of it, hours by the measured speed, GB of the peak
+EPOCHS = ("effective_batch_tokens=262144", "max_update=null", "max_epoch=100")
+DENSE = ("wmt14_ende_transformer_base", *(f"train.{setting}" for setting in EPOCHS))
 BIG = "transformer_vaswani_wmt_en_de_big"
 MEASURED = {
     "moa_transformer_base": (("wmt14_ende_moa_base",), 33.8, 4.85),
     "moa_transformer_big": (("wmt14_ende_moa_big",), 45.7, 6.64),
     "transformer": (DENSE, 23.1, 4.87),
-    BIG: ((*DENSE, f"--set=model.arch={BIG}"), 25.4, 6.41),
+    BIG: ((*DENSE, f"model.arch={BIG}"), 25.4, 6.41),
 }
 
 
 @pytest.mark.parametrize("arch", MEASURED)
-def test_hours_are_those_of_the_measured_speed(arch, plan_of):
-    """On the card, on another of its generation, and on none of it; and what a batch holds beside its peak."""
-    words, hours, peak = MEASURED[arch]
-    name, *settings = words
-    report = plan_of(name, *settings, "--set=data.bpe=32764", "--gpus", "1", "--device-name", "H200")
-    (entry,) = report["hardware"]
+def test_hours_are_those_of_the_measured_speed(arch):
+    """On the card and on its generation; elsewhere a range. And a batch has the measured peak."""
+    (name, *settings), hours, peak = MEASURED[arch]
+    recipe = load_recipe(ROOT / "configs" / f"{name}.yaml", settings)
+    machines = [assumed_hardware(card, 1) for card in ("H200", "H100", "A100", "RTX4090")]
+    here, near, *others = plan(recipe, None, machines, ROOT / "results")["hardware"]
     file = ROOT / "results/benchmarks/training-cuda.json"
     speed = json.loads(file.read_text(encoding="utf-8"))["rows"][arch]["tokens_per_second"]
-    assert entry["hours"] == pytest.approx([entry["target_tokens"] / speed / 3600] * 2, rel=0.01)
-    assert entry["hours"][0] == pytest.approx(hours, rel=0.1)
-    assert "benchmarks/training-cuda.json on 1 H200" in entry["speed_origin"]
-    of_a_token = entry["batch_memory"] / entry["batch"]["max_tokens"]
-    assert 8000 * of_a_token / 1e9 == pytest.approx(peak, rel=0.12)  # of 32,768 symbols, not 36,600
-    (at_rest, most) = (entry["memory"], entry["most_tokens"])
-    assert at_rest + most * of_a_token == pytest.approx(0.9 * 141e9, rel=0.001) and entry["fits"]
+    assert here["hours"] == near["hours"] and here["hours"][0] == here["hours"][1]
+    assert here["hours"][0] == pytest.approx(here["target_tokens"] / speed / 3600, rel=0.01)
+    assert here["hours"][0] == pytest.approx(hours, rel=0.1)
+    for entry in (here, near):
+        assert "benchmarks/training-cuda.json on 1 H200" in entry["speed_origin"]
+    for entry in others:
+        assert entry["hours"][0] < entry["hours"][1] and entry["speed_origin"].startswith("rough")
+    of_a_token = here["batch_memory"] / here["batch"]["max_tokens"]
+    assert 8000 * of_a_token / 1e9 == pytest.approx(peak, rel=0.13)  # of 36,600 symbols, not of 32,768
+    for entry, memory in ((here, 141e9), (others[-1], 24e9)):
+        total = entry["memory"] + entry["most_tokens"] * of_a_token
+        assert total == pytest.approx(0.9 * memory, rel=0.001) and entry["fits"]
 
 
-def test_a_speed_serves_the_generation_and_the_size_that_it_is_of(plan_of):
-    flags = ("wmt14_ende_moa_base", "--gpus", "1", "--device-name")
-    (near,) = plan_of(*flags, "H100")["hardware"]
-    assert (
-        near["hours"][0] == near["hours"][1]
-        and "on 1 H200, of the generation of H100" in near["speed_origin"]
-    )
-    for other in (
-        ("A100",),
-        ("RTX4090",),
-        ("H200", "--set=model.num_experts=16"),
-        ("H200", "--set=train.precision=fp32"),
-    ):
-        (entry,) = plan_of(*flags, *other)["hardware"]
-        assert entry["hours"][0] < entry["hours"][1] and entry["speed_origin"].startswith("rough"), other
+def test_a_speed_is_of_one_size_and_precision():
+    row = {"experiment": "x", "count": 1, "device": "H200", "precision": "bf16"}
+    assert _nearest([row], "H200", "bf16", 8) == _nearest([row], "H100", "bf16", 8) == row
+    assert _nearest([row], "H200", "fp32", 8) is None and _nearest([row], "A100", "bf16", 8) is None
+    older = {**row, "precision": None, "count": 8}
+    assert _nearest([row, older], "H200", "bf16", 8) == older
+    nearer = {**row, "device": "H100"}
+    assert _nearest([row, nearer], "H100", "bf16", 1) == nearer
+    recipe = load_recipe(ROOT / "configs/quickstart_moa.yaml", ["model.num_experts=16"])
+    work = workload(recipe, None)
+    speed = {**row, "experiment": recipe.model.arch, "parameters": work.cost.total_parameters}
+    assert not _is_of({**speed, "batch_tokens": 8000}, recipe, work)  # the architecture has 8
 
 
-def test_a_batch_that_does_not_fit(plan_of):
-    name = ("wmt14_ende_moa_big", "--gpus", "1", "--device-name", "RTX4090", "--set=train.max_tokens=65536")
-    (entry,) = plan_of(*name)["hardware"]
-    assert entry["fits"] is False and 1024 < entry["most_tokens"] < 65536
-    (entry,) = plan_of(*name[:-1], f"--set=train.max_tokens={entry['most_tokens']}")["hardware"]
-    assert entry["fits"] is True
+def test_a_batch_that_does_not_fit():
+    recipe = load_recipe(ROOT / "configs/quickstart_moa.yaml", ["train.max_tokens=10000000"])
+    recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, effective_batch_tokens=None))
+    report = plan(recipe, None, [assumed_hardware("RTX4090", 1)], ROOT / "results")
+    (entry,) = report["hardware"]
+    assert entry["fits"] is False and 1024 < entry["most_tokens"] < 10_000_000
+    assert "!" in as_text(report)
 
 
 def test_a_recorded_speed_comes_first(tmp_path):
