@@ -66,6 +66,7 @@ def test_types_are_announced():
     assert (ROOT / "moa_fairseq" / "py.typed").is_file() and '"py.typed"' in text("setup.py")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     """`pip install .`, used from another folder."""

@@ -143,6 +143,7 @@ def test_what_failed_is_checked_once_more(on_a_gpu, monkeypatch):
     assert found.failed == {} and found.dtypes == ["bfloat16"] and found.groups["routing"] == 3
 
 
+@pytest.mark.thorough
 def test_processes_compile_all_that_the_check_runs(tmp_path):
     """Side by side, beforehand: not one kernel is left for the check itself to compile."""
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -231,6 +231,7 @@ def test_table_2_has_its_own_vocabulary_and_text(plan_of):
 WORDS = 3000
 
 
+@pytest.mark.thorough(keep="train0")
 @pytest.mark.parametrize(
     ("train", "average"),
     [

@@ -185,6 +185,7 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
             assert any(f"no {stage} section" in line for line in said)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masked", "classifier"])
 def test_all_stages_for_real(kind, recipe_of, tmp_path, toy_wiki_data, monkeypatch):
