@@ -11,6 +11,7 @@ from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.data_prep.parallel_text import SPLIT, WHOLE
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
+from moa_fairseq.evaluation.text_marks import writes_no_spaces
 from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.recipes.batch import sentence_sizes
 from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
@@ -107,10 +108,11 @@ def headline_of(recipe: Recipe, published: Recipe, scores: Dict[str, Any]) -> st
     those of the recipe's first subset.
     """
     headline = (recipe.score or Score()).headline
-    if recipe.kind == TRANSLATION and scores.get("meta", {}).get("without_spaces") is True:
+    measured = scores.get("meta", {}).get("without_spaces") is True
+    if recipe.kind == TRANSLATION and (measured or writes_no_spaces(recipe.data.target or "")):
         signature = str(scores.get("sacrebleu", {}).get("signature"))
         if headline != "sacrebleu" and not re.search(r"tok:(13a|none)\b", signature):
-            log.warning("the references have no spaces, which %s counts words by: see sacrebleu", headline)
+            log.warning("no spaces part the references' words, which %s counts: see sacrebleu", headline)
             return "sacrebleu"
     dataset = datasets().get(published.data.recipe)
     split_once = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}

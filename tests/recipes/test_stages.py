@@ -16,6 +16,7 @@ from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import read_speeds
+from moa_fairseq.recipes.scores import headline_of
 from moa_fairseq.running.make import marks
 from moa_fairseq.running.process import Executor
 
@@ -444,6 +445,13 @@ def test_the_headline_of_text_without_spaces_is_sacrebleus(go, monkeypatch):
         values = json.loads(go("score.flags.lowercase=false", restart=True)[1].read_text())
         assert values["headline"] == headline
         assert values["metrics"]["sacrebleu_signature"] == signature
+
+
+@pytest.mark.parametrize("target", ["ja", "zh_CN", "ko", "th", "km", "my", "lo", "yue", "de"])
+def test_the_headline_is_sacrebleus_by_the_targets_language(small, target):
+    recipe = load_recipe(small, [f"data.target={target}", "data.tokenize=true"])
+    scores = {"sacrebleu": {"score": 1.0, "signature": "nrefs:1|tok:char|smooth:exp"}, "meta": {}}
+    assert headline_of(recipe, recipe, scores) == ("multi_bleu" if target == "de" else "sacrebleu")
 
 
 def test_flags_of_the_scoring_are_a_part_of_the_experiment(go):
