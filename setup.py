@@ -12,15 +12,22 @@ HERE = Path(__file__).parent
 SOURCE = (HERE / "moa_fairseq" / "__init__.py").read_text(encoding="utf-8")
 
 
+SHARE = (
+    "configs",
+    *(f"results/{name}" for name in ("papers", "measured", "throughput", "kernels", "benchmarks")),
+)
+
+
 class BuildWithShare(build_py):
-    """Puts the recipes, and the numbers that they are compared with, into what is installed."""
+    """Puts the recipes, the papers' numbers, and those measured here into what is installed."""
 
     def run(self):
         super().run()
         if not self.editable_mode:
-            for name in ("configs", "results/papers", "results/measured", "results/throughput"):
+            for name in SHARE:
                 target = Path(self.build_lib) / "moa_fairseq" / "share" / name
-                shutil.copytree(HERE / name, target, dirs_exist_ok=True)
+                pictures = shutil.ignore_patterns("*.png")
+                shutil.copytree(HERE / name, target, dirs_exist_ok=True, ignore=pictures)
 
 
 setup(

@@ -37,7 +37,14 @@ from moa_fairseq.tables import Column, Table
 from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 from moa_fairseq.transformer.causal_lm import SWITCHES
 from moa_fairseq.transformer.families import FAMILIES
-from moa_fairseq.transformer.model import BRANCH, HEAD_GATE, INITIALIZATION, INITIALIZATIONS, POSITIONS
+from moa_fairseq.transformer.model import (
+    BRANCH,
+    HEAD_GATE,
+    INITIALIZATION,
+    INITIALIZATIONS,
+    KERNEL_CHECK,
+    POSITIONS,
+)
 
 ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -187,9 +194,10 @@ def flags() -> str:
     start = ["`--initialization`", "of the arch", f"{_choices(INITIALIZATIONS)}; {INITIALIZATION}"]
     branch = ["`--attention-branch-scale`", "–", BRANCH]
     gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE}"]
+    check = ["`--no-kernel-check`", "off", KERNEL_CHECK]
     switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
     for title, lines in (
-        ("Every architecture here", [positions, start, branch, gates]),
+        ("Every architecture here", [positions, start, branch, gates, check]),
         ("Causal language models", switches),
     ):
         tables.append(f"### {title}\n\n{grid(head, lines)}")

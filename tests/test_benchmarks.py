@@ -50,6 +50,7 @@ def test_the_picture_of_a_layer_shows_every_point(benchmarks, path):
         assert panel.get_ylim()[0] <= min(heights) and max(heights) <= panel.get_ylim()[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["generation", "language_models"])
 def test_a_benchmark_of_whole_models_runs_by_itself(name, tmp_path):
     """Where nothing else has registered the architectures with fairseq before."""

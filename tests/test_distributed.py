@@ -41,6 +41,7 @@ def assert_same_model(one, two):
     torch.testing.assert_close(two["model"], one["model"], rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.thorough(keep="[moa]")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes_train_the_model_of_one(fairseq, toy_data, tmp_path, family):
     arch, *flags, said = FAMILIES[family]

@@ -156,6 +156,7 @@ def test_a_line_is_understood_by_its_program(document, words):
         assert words[0].startswith("fairseq-") or words[0] in OTHER_WORDS, words[0]
 
 
+@pytest.mark.thorough
 def test_dry_run_lines_print_commands():
     lines = [line.values[1] for line in shell_lines() if "--dry-run" in line.values[1]]
     assert lines
@@ -165,6 +166,7 @@ def test_dry_run_lines_print_commands():
             assert "$ fairseq-train" in dry_run(ROOT, config, *words[2:])
 
 
+@pytest.mark.thorough
 def test_the_guide_to_own_data_can_be_followed(tmp_path):
     for recipe in blocks("docs/own-data.md", "yaml"):
         (tmp_path / recipe.split()[1]).write_text(recipe, encoding="utf-8")

@@ -126,6 +126,7 @@ def setup(tmp_path):
     return run
 
 
+@pytest.mark.thorough
 def test_the_torch_of_a_virtual_environment_is_shared(setup, tmp_path):
     """An environment made from an environment sees the system's packages, not that one's."""
     (site,) = (tmp_path / "base").glob("lib/python*/site-packages")
@@ -137,6 +138,7 @@ def test_the_torch_of_a_virtual_environment_is_shared(setup, tmp_path):
     assert subprocess.run([python, "-c", "import torch"], cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.thorough
 def test_no_environment_without_torch_is_left_behind(setup, tmp_path):
     done = setup()
     assert done.returncode == 1 and "could not install torch" in done.stderr

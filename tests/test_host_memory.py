@@ -7,6 +7,7 @@ import sys
 import pytest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("said, kept", [(None, "16384"), ("7", "7")])
 def test_onednn_keeps_the_kernels_of_a_training(said, kept):
     """Before anything is multiplied, and not against what the user has said."""

@@ -354,6 +354,7 @@ def fuzz(parser, cases, folder):
         )
 
 
+@pytest.mark.thorough(keep="recipe-yaml")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_nothing_but_user_errors_comes_out_in_time(name, folder):

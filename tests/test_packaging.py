@@ -66,11 +66,13 @@ def test_types_are_announced():
     assert (ROOT / "moa_fairseq" / "py.typed").is_file() and '"py.typed"' in text("setup.py")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     """`pip install .`, used from another folder."""
     source, site = tmp_path / "source", tmp_path / "site"
-    for name in ("moa_fairseq", "configs", "results/papers", "results/measured", "results/throughput"):
+    parts = ("papers", "measured", "throughput", "kernels", "benchmarks")
+    for name in ("moa_fairseq", "configs", *(f"results/{part}" for part in parts)):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
@@ -99,4 +101,14 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     assert {path.stem for path in site.glob("moa_fairseq/share/configs/*.yaml")} == {
         path.stem for path in (ROOT / "configs").glob("*.yaml")
     }
+    share = site / "moa_fairseq" / "share" / "results"
+    for name in ("kernels", "benchmarks"):
+        assert {path.name for path in (share / name).glob("*.json")} == {
+            path.name for path in (ROOT / "results" / name).glob("*.json")
+        }
+    code = "from moa_fairseq.kernels import validation; print(validation.shipped_path().parent)"
+    place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
+    place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
+    found = subprocess.run([sys.executable, "-c", code], **place, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()) == share / "kernels"
     load_recipe(site / "moa_fairseq" / "share" / "configs" / "wikitext103_lm_moa_47m.yaml")

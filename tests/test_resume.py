@@ -35,6 +35,7 @@ def assert_same_end(one, two):
     torch.testing.assert_close(two[0], one[0], rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_a_terminated_training_saves_a_checkpoint(fairseq, toy_data, tmp_path):
     """In the middle of an epoch, without a validation, and it goes on from there to the same end."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -52,6 +53,7 @@ def test_a_terminated_training_saves_a_checkpoint(fairseq, toy_data, tmp_path):
     assert_same_end(final(whole), final(killed))
 
 
+@pytest.mark.thorough(keep="[moa]")
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, case):
     arch, flags, moving = CASES[case]
@@ -70,6 +72,7 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, ca
     assert not torch.allclose(part[name], final(whole)[0][name])  # it had not been finished before the kill
 
 
+@pytest.mark.thorough
 def test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so(fairseq, toy_data, tmp_path):
     """As all did before the flag existed: a checkpoint says nothing of it, its optimizer holds the gates."""
     flags = (*BCD, "--bcd", "none", "--max-tokens", 400)
@@ -94,6 +97,7 @@ def test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so(fairseq, toy_data, t
     assert "gates by plain SGD" in again.stdout + again.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["in the middle of epoch 2", "at the end of epoch 1"])
 def test_a_resumed_masked_lm_sees_the_masks_of_an_uninterrupted_one(train_masked_lm, tmp_path, place):
     """fairseq's own number of data workers, and nothing but its own command started twice."""

@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 FLOORS = (
     ("errors", "torch_compat", "host_memory"),
     ("tables",),
-    ("files", "kernels"),
+    ("files",),
+    ("kernels",),
     ("attention", "json_files", "text"),
     ("running",),
     ("fairseq_patches", "feed_forward"),

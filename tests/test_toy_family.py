@@ -80,6 +80,7 @@ def write_recipe(folder, **model):
     return path
 
 
+@pytest.mark.thorough
 def test_a_recipe_trains_and_scores_it(moa_fairseq, toy_data, tmp_path):
     run = tmp_path / "run"
     line = ("recipe", write_recipe(tmp_path), "--data", toy_data, "--gpus", 0, "--save-dir", run)
@@ -98,6 +99,7 @@ def test_a_classifier_is_scored_with_the_plugin(toy_data, tmp_path, said):
     assert score[:4] == ["moa-fairseq", "--user-dir", str(TOY), "score"]
 
 
+@pytest.mark.thorough
 def test_an_unknown_architecture_is_told_before_anything_is_prepared(start, toy_data, tmp_path):
     path, run = write_recipe(tmp_path, arch="parity_transformer_huge"), tmp_path / "run"
     for where in (["--user-dir", TOY, "recipe", path], ["recipe", path, "--user-dir", TOY]):

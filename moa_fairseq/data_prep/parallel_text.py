@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import re
-import reprlib
 import zlib
 from pathlib import Path
 from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
 
-from charset_normalizer import from_bytes
-
+from moa_fairseq.data_prep.encodings import CONTROLS, encoding_remedy, through
 from moa_fairseq.errors import UserError
 
 # Longer lines are not sentences; they come from broken files and make tokenizers crawl.
@@ -26,20 +23,7 @@ _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 _GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
 SPLIT, WHOLE = "split", "whole"  # hyphens
 _COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
-_SAMPLE = 60_000  # bytes that an encoding is guessed by
-# What no text holds, but the line end of some old computers: Windows' quotes and € when taken for Latin-1.
-_CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
 _LOOKED_AT, _ACCIDENTS, _MOST_ODD = 1000, 2, 0.02  # lines
-# The page that Windows uses for a language: a guess by bytes alone confuses them.
-_WINDOWS_PAGES = {
-    "cp1252": "en de fr es it pt nl da sv no nb nn fi is ga ca eu gl",
-    "cp1250": "pl cs sk hu sl hr bs ro sq",
-}
-_MANY_BYTES = ("utf", "gb", "big5", "euc", "shift", "cp93", "cp94", "johab", "iso2022")  # of a letter
-_ICONV = {
-    **{"euc_jis_2004": "EUC-JP", "shift_jis_2004": "SHIFT_JIS", "mac_roman": "MACINTOSH"},
-    **{f"utf_{bits}_{end}": f"UTF-{bits}{end.upper()}" for bits in (16, 32) for end in ("le", "be")},
-}
 _TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
 _TED_TAGS = re.compile("</?(?:title|description)>")
 
@@ -60,8 +44,8 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
             raise UserError(
                 f"{path}: {odd:,} of the first {number:,} lines hold control characters (U+0080 to U+009F). "
                 "Text in Windows' encoding becomes so when it is taken for Latin-1: convert the original "
-                "with iconv -f CP1252 -t utf-8, or this file with iconv -f utf-8 -t latin1 | iconv -f CP1252 "
-                "-t utf-8."
+                "with iconv -f CP1252 -t utf-8, or this file: "
+                + through(path, "iconv -f utf-8 -t latin1", "iconv -f CP1252 -t utf-8")
             )
 
     try:
@@ -74,7 +58,7 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
                 else:
                     try:
                         line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                        odd += number <= _LOOKED_AT and bool(_CONTROLS.search(line))
+                        odd += number <= _LOOKED_AT and bool(CONTROLS.search(line))
                         if number == _LOOKED_AT:
                             check()
                         yield line
@@ -90,41 +74,6 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
                 check()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
-
-
-def encoding_remedy(path: Path) -> str:
-    """How a file that is not UTF-8 becomes it, by what its bytes suggest; for the end of an error."""
-    foreign, mixed = b"", False
-    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-        for line in stream:
-            if b"\0" in line:  # UTF-16 or UTF-32, whose lines end otherwise
-                stream.seek(0)
-                foreign, mixed = stream.read(_SAMPLE), False
-                if foreign.count(b"\0") < len(foreign) / 10:
-                    return f"Take it out: tr -d '\\000' < {path} > NEW."
-                break
-            try:
-                mixed = mixed or not line.decode("utf-8-sig").isascii()
-            except UnicodeDecodeError:
-                foreign += line
-            if len(foreign) > _SAMPLE:
-                break
-    if mixed:
-        return "Other lines are UTF-8: mend or remove those that are not; iconv would spoil the others."
-    language = path.name.removesuffix(".gz").rpartition(".")[2]
-    page = next((page for page, some in _WINDOWS_PAGES.items() if language in some.split()), "")
-    found = from_bytes(foreign).best()
-    name = found.encoding if found else ""
-    if page and not name.startswith(_MANY_BYTES):
-        name = page
-    with contextlib.suppress(LookupError, UnicodeDecodeError):
-        text = foreign.decode(name) if name else ""
-        shown = next((line.strip() for line in text.splitlines() if not line.isascii()), text.strip())
-        if text and not _CONTROLS.search(text):
-            iconv = _ICONV.get(name, name.upper().replace("_", "-"))
-            likely = f"Its bytes look like {iconv}, by which it reads {reprlib.repr(shown)}. If that is right"
-            return f"{likely}: iconv -f {iconv} -t utf-8 {path} > NEW"
-    return "Its encoding cannot be told from its bytes: find out how it was written, or fetch it again."
 
 
 # What takes the lines of text out of the files that the evaluation campaigns publish.

@@ -1,14 +1,12 @@
 """Reading what `fairseq-generate` prints: S- source, T- target, H- hypothesis, D- decoded hypothesis."""
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
-import yaml
-
-from moa_fairseq.data_prep.parallel_text import encoding_remedy
+from moa_fairseq.data_prep.encodings import encoding_remedy
 from moa_fairseq.errors import UserError
+from moa_fairseq.json_files import LIST, MAPPING, TEXT, check_kinds, read_yaml
 
 _ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
 _DICTIONARY = re.compile(r"\[(\w+)\] dictionary: [0-9]+ types")
@@ -94,23 +92,22 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
 def beside_recipe(path: Union[str, Path]) -> Tuple[Path, Optional[str]]:
     """A file, or the first log of a run folder; the target language that recipe.yaml beside it names.
 
-    Raises UserError for a folder without a log.
+    Raises UserError for a folder without a log, and for a damaged recipe.yaml.
     """
     given = Path(path)
     folder = given if given.is_dir() else given.parent
-    file, language = folder / "recipe.yaml", None
-    recipe: Any = {}
-    with contextlib.suppress(
-        OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError
-    ):
-        recipe = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        target: Any = recipe["data"]["target"]
-        language = target if isinstance(target, str) else None
+    file, remedy = folder / "recipe.yaml", "Restore it; or remove it, and say --target-lang."
+    recipe: Any = read_yaml(file, remedy) if file.is_file() else {}
+    check_kinds(recipe, {"data": MAPPING, "generate": MAPPING}, str(file), remedy)
+    data, generate = (recipe.get(section) or {} for section in ("data", "generate"))
+    check_kinds(data, {"target": TEXT}, f"{file}: data", remedy)
+    check_kinds(generate, {"subsets": LIST}, f"{file}: generate", remedy)
+    language = data.get("target")
     if not given.is_dir():
         return given, language
     logs = sorted(folder.glob("generate-*.txt"))
-    with contextlib.suppress(LookupError, TypeError):
-        logs = [log for log in logs if log.name == f"generate-{recipe['generate']['subsets'][0]}.txt"] or logs
+    first = [f"generate-{subset}.txt" for subset in (generate.get("subsets") or [])[:1]]
+    logs = [log for log in logs if log.name in first] or logs
     if not logs:
         raise UserError(f"{path} holds no generate-SUBSET.txt: run its generate stage, or name a log.")
     return logs[0], language

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.data_prep.manifest import read_manifest
 from moa_fairseq.errors import UserError
+from moa_fairseq.evaluation.text_marks import lacks_spaces
 from moa_fairseq.evaluation.trained_model import batches, device_for, load_masked_lm
 
 # Kinds of tokens, told apart because <s> and </s> are nearly always guessed.
@@ -104,10 +105,12 @@ def score(
     max_tokens: int,
     cpu: bool,
     break_mode: Optional[str] = None,
+    lang: Optional[str] = None,
 ) -> Dict[str, Any]:
     """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored.
 
-    break_mode: how the text is cut, in place of the training's --sample-break-mode.
+    break_mode: how the text is cut, in place of the training's --sample-break-mode. lang: the text's, where
+    it is known.
     """
     model, task = load_masked_lm(checkpoint, data)
     if break_mode:
@@ -121,7 +124,7 @@ def score(
         "masked_lm_ppl": ([r.perplexity() for r in results], "all masked tokens"),
         "masked_lm_text_ppl": ([r.text_perplexity() for r in results], "masked tokens but <s>, </s>"),
     }
-    spaces = facts and not facts["words"] < 2 * facts.get("filled", 0)  # as text_marks.lacks_spaces
+    spaces = facts and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
     if spaces:
         by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
         values["masked_lm_word_ppl"] = (by_words, "shared out to words and ends of line")
@@ -134,7 +137,7 @@ def score(
     if facts and not spaces:
         warnings.append(
             f"{subset} has {facts['words']:,} words between spaces in {facts['filled']:,} lines with text: "
-            "its language writes no spaces, so there is no word-level perplexity"
+            "they do not part its words, so there is no word-level perplexity"
         )
     if facts and (missing := facts["subwords"] + facts["lines"] - tokens[TEXT] - tokens[LINE_END]):
         warnings.append(
@@ -176,8 +179,8 @@ def run(args: argparse.Namespace) -> int:
         flag = "--maskings" if args.maskings < 1 else "--max-tokens"
         raise UserError(f"{flag} must be at least 1.")
     seeds = list(range(args.mask_seed, args.mask_seed + args.maskings))
-    mode = args.sample_break_mode
-    scores = score(args.masked_lm, args.data, args.subset, seeds, args.max_tokens, args.cpu, mode)
+    how = (args.max_tokens, args.cpu, args.sample_break_mode, args.target_lang)
+    scores = score(args.masked_lm, args.data, args.subset, seeds, *how)
     for warning in scores["meta"]["warnings"]:
         print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
     if args.json:

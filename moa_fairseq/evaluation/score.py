@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reference", metavar="FILE", action="append", default=[], help=text)
     add("--chain", action="append", choices=chains, help=f"only this chain; {repeated}")
     add("--also", action="append", default=[], choices=chains, help=f"a further chain; {repeated}")
-    text = "sacreBLEU's language (default: the log's, or that of recipe.yaml beside it, else de)"
+    text = "the text's language (default: the log's, or that of recipe.yaml beside it, else de)"
     add("--target-lang", metavar="LANG", help=text)
     text = "default: what sacreBLEU takes for the language"
     add("--sacrebleu-tokenizer", choices=TOKENIZERS, help=text)
@@ -167,13 +167,13 @@ def run(args: argparse.Namespace) -> int:
     wants = {name: (form, form) if name == SACREBLEU else CHAINS[name].wants for name in chains}
     references = [line for reference in texts.references for line in reference]
     meta["warnings"] += doubts(wants, {"hypotheses": texts.hypotheses, "references": references})
-    meta["without_spaces"] = lacks_spaces(references)
-    words = [name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]]
-    if meta["without_spaces"] and words:
+    words = [len(line.split()) for line in references if line.strip()]
+    meta["without_spaces"] = lacks_spaces(meta.pop("known_lang"), sum(words), len(words))
+    by_words = [name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]]
+    if meta["without_spaces"] and by_words:
         meta["warnings"].append(
-            f"{', '.join(words)}: the references have hardly more words between spaces than lines, so "
-            "n-grams of words say nothing: use sacrebleu with the target's --target-lang, or "
-            "--sacrebleu-tokenizer char"
+            f"{', '.join(by_words)}: spaces do not part the words of the references, so n-grams of words say "
+            "nothing: use sacrebleu with the target's --target-lang, or --sacrebleu-tokenizer char"
         )
     meta["warnings"] += [values["warning"] for values in scores.values() if "warning" in values]
     meta["hyphens"] = {"hypotheses": hyphens(texts.hypotheses), "references": hyphens(references)}
@@ -266,6 +266,7 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
         "hypothesis_lines": "D" if decoded else "H",
         "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
         "target_lang": language or "de",
+        "known_lang": language,
         "complete": log.complete,
         "warnings": warnings,
     }
@@ -299,6 +300,7 @@ def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, A
         "lines": len(hypotheses),
         "subwords_joined": {"hypotheses": kind, "references": [other for _, other in references]},
         "target_lang": language or "de",
+        "known_lang": language,
         "warnings": [] if language else [f"{path} {_GERMAN}"],
     }
     raw, sides = [texts[file] for file in raws] or None, [lines for lines, _ in references]

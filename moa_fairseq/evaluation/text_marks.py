@@ -1,7 +1,7 @@
 """What a text shows: remaining subwords, whether it is tokenised, unknown words."""
 
 import re
-from typing import Iterable, List, Mapping, Sequence
+from typing import List, Mapping, Optional, Sequence
 
 TOKENISED, RUNNING = "tokenised already", "untokenised"
 _SUBWORD, _PIECE = re.compile(r"\S@@(?: |$)"), "\u2581"
@@ -10,8 +10,8 @@ _ATTACHED = re.compile(r"\w[,!?](?!\S)|\w\.$")
 _ALONE = re.compile(r"(?<!\S)[,!?](?!\S)|(?<!\S)\.$")
 
 
-# Languages that put no space between words, by their codes (ISO 639-1 and 639-3).
-_WITHOUT_SPACES = ("zh", "ja", "th", "km", "my", "lo", "yue", "bo", "dz")
+# Languages whose words no spaces part, by their codes (ISO 639-1 and 639-3). Korean's part phrases.
+_WITHOUT_SPACES = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue", "bo", "dz")
 _CODES = {
     **{"zho": "zh", "chi": "zh", "cmn": "zh", "jpn": "ja", "kor": "ko", "tha": "th", "khm": "km"},
     **{"mya": "my", "bur": "my", "lao": "lo", "bod": "bo", "tib": "bo", "dzo": "dz"},
@@ -25,14 +25,22 @@ def language_of(code: str) -> str:
 
 
 def writes_no_spaces(lang: str) -> bool:
-    """True for languages that put no space between words."""
+    """True for languages whose words no spaces part, tokenised or not."""
     return language_of(lang) in _WITHOUT_SPACES
 
 
-def lacks_spaces(lines: Iterable[str]) -> bool:
-    """True where lines have hardly more words between spaces than one: n-grams of words say nothing there."""
-    counts = [len(line.split()) for line in lines if line.strip()]
-    return bool(counts) and sum(counts) < 2 * len(counts)
+def lacks_spaces(lang: Optional[str], words: int, lines: int) -> bool:
+    """True where spaces do not part words, so that n-grams of words say nothing.
+
+    Args:
+        lang: the text's language, which decides. Without one, or where three letters may stand for anything
+            ("tgt"), text with hardly more words than lines has no spaces.
+        words: what spaces part.
+        lines: those that hold text.
+    """
+    if lang and (writes_no_spaces(lang) or len(language_of(lang)) == 2):
+        return writes_no_spaces(lang)
+    return words < 2 * lines
 
 
 def subword_kind(lines: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ def tell_the_others(local_time: Callable, trainer: Any) -> float:
 
     It is infinite once a process was told.
     """
-    return math.inf if _asked.is_set() and trainer._sync_stats() else local_time(trainer)
+    return math.inf if was_asked() and trainer._sync_stats() else local_time(trainer)
 
 
 def saving_when_told(validate_and_save: Callable) -> Callable:
@@ -41,7 +41,7 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
 
     @functools.wraps(validate_and_save)
     def wrapped(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, subsets: Any, end_of_epoch: bool) -> Any:
-        stops = _asked.is_set()
+        stops = was_asked()
         if trainer._sync_stats():
             stops = trainer._cumulative_training_time == math.inf
             if stops:  # it is saved with a checkpoint
@@ -59,6 +59,11 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
         sys.exit(128 + signal.SIGTERM)
 
     return wrapped
+
+
+def was_asked() -> bool:
+    """Whether this process was told to end."""
+    return _asked.is_set()
 
 
 def _remember(*_: Any) -> None:

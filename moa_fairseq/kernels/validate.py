@@ -2,11 +2,12 @@
 
     python -m moa_fairseq.kernels.validate [--dtypes NAME...] [--repeats N] [--device cuda|cpu]
 
-`--expert-backend auto` takes the Triton kernels on a GPU in the dtypes for which this has passed. Each case
-is computed by torch in float64, by torch in its own dtype (which shows the error to expect), and N times by
-the kernels: their results must be as good, and bitwise the same each time. All cores compile a dtype's
-kernels first. The outcome is written as it comes: what was stopped goes on where it was. On the CPU a few
-small cases run under Triton's interpreter. Exits with 1 if anything fails.
+`--expert-backend auto` takes the Triton kernels on a GPU in the dtypes for which this has passed; the first
+training there runs it in its own dtype. Each case is computed by torch in float64, by torch in its own dtype
+(which shows the error to expect), and N times by the kernels: their results must be as good, and the same
+each time. All cores compile a dtype's kernels first. The outcome is written as it comes: what was stopped
+goes on where it was. On the CPU a few small cases run under Triton's interpreter. Exits with 1 if anything
+fails.
 """
 
 import argparse
@@ -141,6 +142,8 @@ def _check_products(
                 if not all(torch.equal(first[key], again[key]) for key in first):
                     wrong.append("not the same each time")
                     break
+        except torch.OutOfMemoryError:  # of whoever else uses the GPU: it says nothing about the kernels
+            raise
         except Exception as error:
             wrong = [f"{type(error).__name__}: {error}"]
         finally:
@@ -202,7 +205,7 @@ def _check(dtypes: List[str], device: str, repeats: int) -> validation.Outcome:
     outcome, _ = validation.read()
     if outcome.failed:  # once more
         passed = {group: n for group, n in outcome.groups.items() if group not in outcome.failed}
-        outcome = validation.Outcome(groups=passed)
+        outcome = validation.Outcome(groups=passed, refused=outcome.refused)
     shapes = _SHAPES if device == "cuda" else _SMALL
 
     def note(group: str, cases: Iterator[Tuple[str, List[str]]]) -> None:
@@ -222,6 +225,8 @@ def _check(dtypes: List[str], device: str, repeats: int) -> validation.Outcome:
         sample = torch.empty(1, device=device, dtype=dtype)
         if not triton.takes(sample, sample):
             print(f"{text}: the kernels do not take it here", flush=True)
+            outcome.refused = sorted({*outcome.refused, text})
+            validation.write(outcome)
             continue
         groups = {
             f"{text}, {n}, {use}": (dtype, n, use, device) for n, use in itertools.product(shapes, USES)

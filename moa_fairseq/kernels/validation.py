@@ -1,8 +1,9 @@
 """Whether the Triton kernels were checked on this machine: a file that `validate` writes, `auto` reads.
 
 A compiler's mistake is silent, and affects one kind of GPU with one version of Triton. So the file is valid
-for one GPU, one torch, one Triton and one source text of the kernels. It lies in the user's cache folder.
-It is written while the check goes on: a dtype may be trusted from the moment when all its cases have passed.
+for one GPU, one torch, one Triton and one source text of the kernels. It lies in the user's cache folder;
+those of results/kernels, which come with this package, count as well. It is written while the check goes on:
+a dtype may be trusted from the moment when all its cases have passed.
 """
 
 import dataclasses
@@ -12,9 +13,11 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
+
+from moa_fairseq.files import atomic_write, shipped
 
 COMMAND = "python -m moa_fairseq.kernels.validate"
 DTYPES = ("bfloat16", "float16", "float32")  # that the kernels take
@@ -46,50 +49,90 @@ class Outcome:
     """What a check has found so far.
 
     groups: name of each group of cases that was gone through → how many there are. failed: those in which
-    something is wrong → what. dtypes: those of which every group was gone through.
+    something is wrong → what. dtypes: those of which every group was gone through. refused: those that the
+    kernels do not take on this GPU.
     """
 
     groups: Dict[str, int] = dataclasses.field(default_factory=dict)
     failed: Dict[str, List[str]] = dataclasses.field(default_factory=dict)
     dtypes: List[str] = dataclasses.field(default_factory=list)
+    refused: List[str] = dataclasses.field(default_factory=list)
 
 
 def write(outcome: Outcome) -> Path:
     """Record what is known."""
-    target = path()
-    target.parent.mkdir(parents=True, exist_ok=True)
     found = {**machine(), "date": datetime.date.today().isoformat(), **dataclasses.asdict(outcome)}
-    draft = target.with_name(f"{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, target)  # so that the file is always whole
-    return target
+    with atomic_write(path()) as stream:
+        stream.write(json.dumps(found, indent=1) + "\n")
+    return path()
 
 
-def read() -> Tuple[Outcome, str]:
-    """(what is known of this machine, since when or why nothing is)"""
+def read(file: Optional[Path] = None) -> Tuple[Outcome, str]:
+    """(what is known of this machine, where and since when or why nothing is)
+
+    file: another than `path()`.
+    """
+    file, where = file or path(), "another machine of this kind" if file else "this machine"
     try:
-        found: Dict[str, Any] = json.loads(path().read_text(encoding="utf-8"))
+        found: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         same = all(found[key] == value for key, value in machine().items())
-        outcome = Outcome(dict(found["groups"]), dict(found["failed"]), list(found["dtypes"]))
-        date, _ = str(found["date"]), sum(outcome.groups.values())
+        outcome = Outcome(
+            dict(found["groups"]),
+            dict(found["failed"]),
+            list(found["dtypes"]),
+            list(found.get("refused", [])),
+        )
+        since, _ = f"on {where} on {found['date']}", sum(outcome.groups.values())
     except FileNotFoundError:
-        return Outcome(), f"its kernels were not checked on this machine; {COMMAND} does so in minutes"
+        return Outcome(), (
+            f"its kernels were not checked on this machine; the first training, or {COMMAND}, does so"
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Outcome(), f"{path()} cannot be read ({error}); {COMMAND} writes it anew"
+        return Outcome(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
     if not same:
-        return Outcome(), f"{path()} is about something else; {COMMAND} writes it anew"
-    return outcome, date
+        return Outcome(), f"{file} is about something else; {COMMAND} writes it anew"
+    return outcome, since
+
+
+def shipped_path() -> Path:
+    """Where a record of this kind of machine lies that came with the package, if there is one."""
+    return shipped("results/kernels") / path().name
+
+
+def known() -> Tuple[Outcome, str]:
+    """As `read`, completed by what comes with the package: the check of another machine of this kind."""
+    own, since = read()
+    theirs, since_theirs = read(shipped_path())
+    if not theirs.groups:
+        return own, since
+    failed = {group: wrong for group, wrong in theirs.failed.items() if group not in own.groups}
+    dtypes = list(dict.fromkeys([*own.dtypes, *theirs.dtypes]))
+    both = Outcome({**theirs.groups, **own.groups}, {**failed, **own.failed}, dtypes, own.refused)
+    return both, f"{since}, and {since_theirs}" if own.groups or own.failed else since_theirs
+
+
+def _distrusted(outcome: Outcome) -> Tuple[str, ...]:
+    """The dtypes in which something failed; all of them where it was no dtype's own group."""
+    failed = tuple(group.partition(",")[0] for group in outcome.failed)
+    return failed if set(failed) <= set(DTYPES) else DTYPES
+
+
+def is_open(dtype: str) -> bool:
+    """Whether a check of a dtype would tell anything: it was not done to its end, and nothing has failed."""
+    outcome, _ = known()
+    return dtype not in (*outcome.dtypes, *outcome.refused, *_distrusted(outcome))
 
 
 def verdict() -> Tuple[Tuple[str, ...], str]:
     """(the dtypes in which the kernels may be trusted here, why)"""
-    outcome, known = read()
-    checked = sum(outcome.groups.values())
+    outcome, since = known()
+    checked, failed = sum(outcome.groups.values()), sum(map(len, outcome.failed.values()))
+    trusted = tuple(dtype for dtype in outcome.dtypes if dtype not in _distrusted(outcome))
+    if failed:
+        file = path() if path().is_file() else shipped_path()
+        return trusted, f"{failed} of {checked} checks failed {since}, see {file}"
     if not checked:
-        return (), known
-    if outcome.failed:
-        failed = sum(map(len, outcome.failed.values()))
-        return (), f"{failed} of {checked} checks failed on this machine on {known}, see {path()}"
-    if not outcome.dtypes:
+        return (), since
+    if not trusted:
         return (), f"their check was stopped after {checked} cases; {COMMAND} goes on with it"
-    return tuple(outcome.dtypes), f"{checked} checks passed on this machine on {known}"
+    return trusted, f"{checked} checks passed {since}"

@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plan",
         action="store_true",
-        help="print parameters, MACs, updates, memory at rest and rough hours for V100, A100, H100 and H200 "
+        help=f"print parameters, MACs, updates, memory and hours for {', '.join(DEVICES)} "
         "(or --gpus N --device-name NAME), and do nothing; sizes are measured where --data is binarised",
     )
     add("--json", action="store_true", help="with --plan: print JSON")
@@ -211,7 +211,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Optional[Path]:
 
         machines = [hardware]
         if not hardware.gpus and args.gpus is None:  # none here, and no wish: every kind
-            machines = [assumed_hardware(name, count) for name in DEVICES for count in planner.COUNTS]
+            machines = [assumed_hardware(name, n) for name, device in DEVICES.items() for n in device.counts]
         data = data or prepared_data(folder)
         report = planner.plan(recipe, data if data and is_binarised(data) else None, machines, results)
         head = f"{recipe.experiment}: {recipe.summary}"

@@ -22,20 +22,28 @@ _TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class Device(NamedTuple):
-    """A GPU's data sheet: CUDA's capability, bytes, and operations a second in fp16 or bf16, and in fp32."""
+    """A GPU's data sheet: CUDA's capability, bytes, and operations a second in fp16 or bf16, and in fp32.
+
+    counts: how many of them --plan shows where none is asked for.
+    """
 
     capability: Tuple[int, int]
     memory: int
     peak_half: float
     peak_single: float
+    counts: Tuple[int, ...] = (1, 8, 32)
 
 
-# What --device-name may say. NVIDIA's data sheets of the SXM modules, without sparsity.
+# What --device-name may say. NVIDIA's data sheets of the SXM modules and white papers of the GeForce cards
+# (with sums in fp32), without sparsity.
 DEVICES = {
     "V100": Device((7, 0), 32_000_000_000, 125e12, 15.7e12),
     "A100": Device((8, 0), 80_000_000_000, 312e12, 19.5e12),
     "H100": Device((9, 0), 80_000_000_000, 989e12, 67e12),
     "H200": Device((9, 0), 141_000_000_000, 989e12, 67e12),
+    "RTX3090": Device((8, 6), 24_000_000_000, 71e12, 35.6e12, (1,)),
+    "RTX4090": Device((8, 9), 24_000_000_000, 165.2e12, 82.6e12, (1,)),
+    "RTX5090": Device((12, 0), 32_000_000_000, 209.5e12, 104.8e12, (1,)),
 }
 
 # What torch calls them; a card that is not named here is unknown, however alike its name is.
@@ -44,6 +52,7 @@ _NAMES = {
     **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100"),
     "NVIDIA H100 80GB HBM3": "H100",
     "NVIDIA H200": "H200",
+    **{f"NVIDIA GeForce RTX {number}": f"RTX{number}" for number in (3090, 4090, 5090)},
     **{name: name for name in DEVICES},
 }
 

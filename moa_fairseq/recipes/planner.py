@@ -1,13 +1,12 @@
-"""The bill before the start: what a recipe costs in parameters, MACs, updates, memory and, roughly, hours.
+"""The bill before the start: what a recipe costs in parameters, MACs, updates, memory and hours.
 
-Memory is what stands there before the first batch. Bytes of a parameter, with Adam's 8 (other optimizers:
-OPTIMIZER_BYTES):
+Hours are those of a measured speed where there is a record of this model on the card or on one of its
+generation, and else a range. Memory is what stands there before the first batch, and what a batch of
+train.max_tokens adds. Bytes of a parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
 
     fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
     fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
     several GPUs              + one gradient for the buckets that are reduced
-
-A batch needs more, by --max-tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import cache
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import nn
 
 from moa_fairseq.data_prep.binarised import is_binarised
@@ -25,19 +26,28 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.complexity import Cost, count
 from moa_fairseq.evaluation.skeleton import build_skeleton
 from moa_fairseq.json_files import read_json
-from moa_fairseq.recipes.batch import CorpusSize, fit, plan_batch, planned_updates, training_set
+from moa_fairseq.recipes.batch import BatchPlan, CorpusSize, fit, plan_batch, planned_updates, training_set
 from moa_fairseq.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
-from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.recipes.schema import MASKED_LM, Recipe
 from moa_fairseq.running import process
 from moa_fairseq.tables import Column, Table
 
-COUNTS = (1, 8, 32)
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
 OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # of a parameter; of others Adam's 8
 OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs two forward passes
-# fairseq's own log of a dense Transformer big on 128 V100 (facebookresearch/fairseq#233, #361): 1.65 million
-# target tokens a second of 221 million MACs each are 13.7 % of the devices' peak.
-UTILISATION = 0.137
+# Shares of the peak that trainings reached: MoA base and a dense Transformer big in
+# results/benchmarks/training-cuda.json, both on an H200 and bound by the host. fairseq's own log of a dense
+# Transformer big on 128 V100 (facebookresearch/fairseq#233, #361) lies between: 1.65 million target tokens a
+# second of 221 million MACs each are 13.7 %.
+UTILISATION = (0.044, 0.193)
+# What the host takes for a layer's part of a batch, at least: a dense Transformer base and MoA big, ibidem.
+HOST_SECONDS = (0.0039, 0.0077)
+# Bytes that a batch in half precision holds for a token, fitted to the four peaks there: for a MAC of the
+# attention and of the feed-forward, divided by the model's width, and for a symbol of the vocabulary.
+BATCH_BYTES = {"attention": 1.94, "feed_forward": 2.46, "output": 12.7}
+MASKED = 0.15  # of the tokens of a masked language model, which alone have outputs
+USABLE = 0.9  # of a device's memory: the rest goes lost between blocks
+_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "amp"}
 FALLBACK_VOCABULARY = 32000  # where neither table, data nor recipe says how many symbols there are
 
 
@@ -54,6 +64,18 @@ class Workload(NamedTuple):
     def macs_per_target_token(self) -> float:
         """Of a forward pass over a sentence pair."""
         return self.cost.total_macs / self.lengths[1]
+
+    def batch_bytes(self, precision: str, masked: bool) -> float:
+        """Roughly what a batch holds for each of its max_tokens. masked: of a masked language model."""
+        parts = self.cost.macs
+        macs = {
+            "attention": sum(n for part, n in parts.items() if part.endswith("attention")),
+            "feed_forward": parts["feed_forward"],
+            "output": parts["output"] * (MASKED if masked else 1),
+        }
+        width = next(m.embedding_dim for m in self.model.modules() if isinstance(m, nn.Embedding))
+        held = sum(BATCH_BYTES[part] * number for part, number in macs.items()) / width / max(self.lengths)
+        return held * (2 if precision == "fp32" else 1)
 
 
 def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
@@ -77,7 +99,7 @@ def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results
     """
     data = data if data and is_binarised(data) else None
     work = workload(recipe, data)
-    speeds = [row for row in read_speeds(results) if row["experiment"] == recipe.experiment]
+    speeds = [row for row in read_speeds(results) if _is_of(row, recipe, work)]
     return {
         "experiment": recipe.experiment,
         "parameters": work.cost.total_parameters,
@@ -99,30 +121,97 @@ def _plan_for(
     epochs = updates // per_epoch if updates and per_epoch else None
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
-    device, speed, origin = DEVICES.get(kind), None, {}
-    a_parameter = parameter_bytes(recipe.training_flags, precision, machine.devices)
-    memory = work.cost.total_parameters * a_parameter + (CUDA_BYTES if machine.gpus else 0)
-    recorded = [row for row in speeds if row["device"] == kind]
-    if recorded:
-        row = min(recorded, key=lambda row: abs(row["count"] - batch.devices))
-        speed = row["tokens_per_second"] * batch.devices / row["count"]
-        origin = {"speed_origin": f"recorded in {row['file']} on {row['count']} {kind}"}
-    elif device:
-        peak = device.peak_single if precision == "fp32" else device.peak_half
-        speed = peak * UTILISATION / (OPERATIONS_PER_MAC * work.macs_per_target_token) * batch.devices
-        origin = {"speed_origin": f"rough: {UTILISATION:.1%} of the peak, what a dense Transformer reached"}
+    device = DEVICES.get(kind)
+    at_rest = work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
+    at_rest += CUDA_BYTES if machine.gpus else 0
+    of_a_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
+    of_a_batch = round(of_a_token * batch.max_tokens)
     entry = {
         **{"device": kind, "count": asked, "precision": precision, "left_out": left_out},
-        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective, "memory": memory},
-        "fits": memory <= device.memory if device else None,
-        **origin,
+        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective},
+        **{"memory": at_rest, "batch_memory": of_a_batch},
+        "fits": at_rest + of_a_batch <= USABLE * device.memory if device else None,
+        "most_tokens": max(0, int((USABLE * device.memory - at_rest) / of_a_token)) if device else None,
         "disk": disk(recipe, work.model, machine.gpus > 0, updates, epochs),
     }
+    recorded = _nearest(speeds, kind, precision, batch.devices)
+    if recorded:
+        entry["speed_origin"] = _origin(recorded, kind, batch)
+    elif device:
+        shares = " to ".join(f"{share:.1%}" for share in UTILISATION)
+        entry["speed_origin"] = f"rough: {shares} of the peak, and what the host takes"
     if work.size and updates and per_epoch:
         tokens = updates / per_epoch * work.size.target_tokens
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
-        entry["hours"] = float(f"{tokens / speed / 3600:.2g}") if speed else None
+        seconds: List[float] = []
+        if recorded:
+            seconds = [tokens / (recorded["tokens_per_second"] * batch.devices / recorded["count"])] * 2
+        elif device:
+            peak = device.peak_single if precision == "fp32" else device.peak_half
+            operations = OPERATIONS_PER_MAC * work.macs_per_target_token * tokens / (peak * batch.devices)
+            host = updates * batch.update_freq * _layers(work.model)
+            seconds = [
+                max(operations / share, host * each)
+                for share, each in zip(reversed(UTILISATION), HOST_SECONDS)
+            ]
+        digits = 3 if recorded else 2
+        entry["hours"] = [float(f"{each / 3600:.{digits}g}") for each in seconds] or None
     return entry
+
+
+def _layers(model: nn.Module) -> int:
+    return sum(
+        len(part)
+        for name, part in model.named_modules()
+        if name.endswith("layers") and isinstance(part, nn.ModuleList)
+    )
+
+
+def _is_of(row: Mapping[str, Any], recipe: Recipe, work: Workload) -> bool:
+    """Whether a recorded speed is of this experiment, or of an architecture of the same sizes."""
+    if row["experiment"] == recipe.experiment:
+        return True
+    if "batch_tokens" not in row or row["experiment"] not in ARCH_MODEL_REGISTRY:
+        return False
+    if not 0.5 < row["parameters"] / work.cost.total_parameters < 2:  # whatever the vocabularies are
+        return False
+    return _sizes(work.cost) == _sizes_of(row["experiment"], work.vocabulary, tuple(work.lengths))
+
+
+@cache
+def _sizes_of(arch: str, vocabulary: int, lengths: Tuple[int, int]) -> Dict[str, Any]:
+    return _sizes(count(build_skeleton(arch, vocabulary), *lengths))
+
+
+def _sizes(cost: Cost) -> Dict[str, Any]:
+    """Parameters and MACs, but for the parameters of embeddings, which may be shared or not."""
+    own = {part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")}
+    return {"parameters": own, "macs": cost.macs}
+
+
+def _nearest(
+    speeds: Sequence[Dict[str, Any]], kind: str, precision: str, devices: int
+) -> Optional[Dict[str, Any]]:
+    """The speed to plan with: of this card, else of its generation, and of nearly so many devices."""
+    generation = [
+        name
+        for name, device in DEVICES.items()
+        if kind in DEVICES and device.capability == DEVICES[kind].capability
+    ]
+    rows = [row for row in speeds if row["precision"] in (None, precision)]
+    for kinds in ([kind], generation):
+        if found := [row for row in rows if row["device"] in kinds]:
+            return min(found, key=lambda row: abs(row["count"] - devices))
+    return None
+
+
+def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> str:
+    text = f"recorded in {row['file']} on {row['count']} {row['device']}"
+    if row["device"] != kind:
+        text += f", of the generation of {kind}"
+    if tokens := row.get("batch_tokens"):
+        text += f", in batches of {tokens:,} tokens: smaller ones (train.max_tokens) may be slower"
+    return text if batch.devices == row["count"] else f"{text}; other numbers of devices: each as fast"
 
 
 def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
@@ -172,18 +261,31 @@ def disk(
 
 
 def read_speeds(results: Path) -> List[Dict[str, Any]]:
-    """The recorded speeds in a results folder, with device (as device_kind) and count."""
+    """The recorded speeds in a results folder, with device (as device_kind), count and file.
+
+    The experiment of a benchmark's row is a recipe or an architecture.
+    """
     rows: List[Dict[str, Any]] = []
-    for path in sorted([*results.glob("measured/*.json"), *results.glob("throughput/*.json")]):
+    places = ("measured/*.json", "throughput/*.json", "benchmarks/training*.json")
+    for path in sorted(path for place in places for path in results.glob(place)):
         try:
             row = read_json(path, "")
             found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
             count, kind = (int(found[1]), device_kind(found[2])) if found else (1, "CPU")
-            if float(row["tokens_per_second"]) > 0 and row["experiment"]:
-                rows.append(
-                    {**row, "device": kind, "count": count, "file": f"{path.parent.name}/{path.name}"}
-                )
-        except (OSError, UserError, ValueError, TypeError, KeyError):
+            shared = {"device": kind, "count": count, "file": f"{path.parent.name}/{path.name}"}
+            shared["precision"], measured = row.get("precision"), {row.get("experiment"): row}
+            if path.parent.name == "benchmarks":
+                shared |= {
+                    "precision": _PRECISIONS[row["dtype"]],
+                    "batch_tokens": row["batch"] * row["length"],
+                }
+                measured = {name: values for name, values in row["rows"].items() if values["parameters"] > 0}
+            for name, values in measured.items():
+                speed = float(values["tokens_per_second"])
+                if speed > 0 and name:
+                    own = {"experiment": str(name), "parameters": values.get("parameters")}
+                    rows.append({**own, "tokens_per_second": speed, **shared})
+        except (OSError, UserError, ValueError, TypeError, KeyError, AttributeError):
             continue
     return rows
 
@@ -204,9 +306,11 @@ def as_text(report: Dict[str, Any]) -> str:
             "precision": entry["precision"],
             "tokens/update": f"{entry['tokens_per_update']:,}",
             "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
-            "GB at rest": f"{_gigabytes(entry['memory'])}{'!' if entry['fits'] is False else ''}",
+            "GB at rest": _gigabytes(entry["memory"]),
+            "batch": f"{_gigabytes(entry['batch_memory'])}{'!' if entry['fits'] is False else ''}",
+            "fits": "?" if entry["most_tokens"] is None else f"{_two_digits(entry['most_tokens']):,}",
             "disk, GB": _gigabytes(entry["disk"]["total"]),
-            "hours, roughly": f"{entry['hours']:,g}" if entry.get("hours") else "?",
+            "hours": " to ".join(f"{hours:,g}" for hours in dict.fromkeys(entry.get("hours") or [])) or "?",
         }
         for entry in entries
     ]
@@ -219,11 +323,18 @@ def as_text(report: Dict[str, Any]) -> str:
             Table([Column(key, key, ">" * (key != "devices")) for key in table[0]], table).text(),
             *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
             *(f"{e['count']} {e['device']}: {e['left_out']}" for e in entries if e["left_out"]),
-            "GB at rest: on each device, before a batch (train.max_tokens) adds to it.",
-            *["! does not fit."] * any(entry["fits"] is False for entry in entries),
+            "GB: on each device, at rest, and what a batch of train.max_tokens adds, about.",
+            "fits: about the largest train.max_tokens that does.",
+            *["! does not fit: lower train.max_tokens."] * any(entry["fits"] is False for entry in entries),
             f"A checkpoint has {_gigabytes(entries[0]['disk']['checkpoint'])} GB.",
         ]
     )
+
+
+def _two_digits(number: int) -> int:
+    """Rounded down."""
+    step = 10 ** max(0, len(str(number)) - 2)
+    return number // step * step
 
 
 def _gigabytes(size: Optional[int]) -> str:

@@ -76,6 +76,7 @@ EXECUTION_FLAGS = (
     # which checkpoints are written: what they are needed for comes after the training
     *("save-interval", "save-interval-updates", "keep-interval-updates", "keep-interval-updates-pattern"),
     *("keep-best-checkpoints", "no-epoch-checkpoints", "load-checkpoint-on-all-dp-ranks"),
+    "no-kernel-check",
 )
 INTERVAL = "save-interval-updates"
 # How far a training goes, beside its max_epoch and max_update: it may go further at its next start.
@@ -300,9 +301,12 @@ class Recipe:
 
 def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
     """What state.json says of a training, also where an earlier version counted more among its inputs."""
-    if "inputs" not in mark:
+    if not isinstance(mark.get("inputs"), dict):
         return dict(mark)
-    inputs, facts, stops = dict(mark["inputs"]), dict(mark.get("facts") or {}), {}
+    inputs = dict(mark["inputs"])
+    # a damaged file may hold anything in their place
+    facts, goal = (dict(mark[name]) if isinstance(mark.get(name), dict) else {} for name in ("facts", "goal"))
+    stops = {}
     for name in ("model", "train"):
         if isinstance(section := inputs.get(name), dict) and isinstance(flags := section.get("flags"), dict):
             stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
@@ -311,7 +315,7 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
             inputs[name] = {**section, "flags": named}
             if INTERVAL in flags:
                 facts.setdefault(INTERVAL, flags[INTERVAL])
-    return {**mark, "inputs": inputs, "facts": facts, "goal": {**stops, **mark.get("goal", {})}}
+    return {**mark, "inputs": inputs, "facts": facts, "goal": {**stops, **goal}}
 
 
 def problems(recipe: Recipe) -> Problems:

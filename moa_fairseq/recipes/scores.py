@@ -11,6 +11,7 @@ from moa_fairseq.data_prep.catalogue import datasets
 from moa_fairseq.data_prep.parallel_text import SPLIT, WHOLE
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.chains import CHAINS, DEFAULT_CHAINS
+from moa_fairseq.evaluation.text_marks import writes_no_spaces
 from moa_fairseq.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.recipes.batch import sentence_sizes
 from moa_fairseq.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
@@ -75,8 +76,9 @@ def read_scores(path: Path) -> Dict[str, Any]:
     scores = read_json(path, remedy)
     metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
     check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    scores = {name: value for name, value in scores.items() if value is not None}
     check_kinds(
-        scores.get("meta") or {}, dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
+        scores.get("meta", {}), dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
     )
     for name in metrics.keys() & scores.keys():
         check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
@@ -109,10 +111,11 @@ def headline_of(recipe: Recipe, published: Recipe, scores: Dict[str, Any]) -> st
     those of the recipe's first subset.
     """
     headline = (recipe.score or Score()).headline
-    if recipe.kind == TRANSLATION and scores.get("meta", {}).get("without_spaces") is True:
+    measured = scores.get("meta", {}).get("without_spaces") is True
+    if recipe.kind == TRANSLATION and (measured or writes_no_spaces(recipe.data.target or "")):
         signature = str(scores.get("sacrebleu", {}).get("signature"))
         if headline != "sacrebleu" and not re.search(r"tok:(13a|none)\b", signature):
-            log.warning("the references have no spaces, which %s counts words by: see sacrebleu", headline)
+            log.warning("no spaces part the references' words, which %s counts: see sacrebleu", headline)
             return "sacrebleu"
     dataset = datasets().get(published.data.recipe)
     split_once = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}

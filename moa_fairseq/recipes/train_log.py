@@ -27,6 +27,7 @@ _UPDATED = re.compile(rf"(?<![0-9,])({_COUNT}) of {_COUNT} parameters are update
 _LOADED = re.compile(r" \(epoch [0-9]{1,18} @ ([0-9]{1,18}) updates\)")
 _NUMBERS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
 _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
+_CHECK = " | moa_fairseq.fairseq_patches.kernel_check | "  # the logger that says what it does to the kernels
 
 
 def parse_record(line: str) -> Optional[Dict[str, Any]]:
@@ -141,6 +142,8 @@ class TrainLog:
         elif match := _UPDATED.search(line):
             self.updated = int(match.group(1).replace(",", ""))
             print(f"  {match.group(0)}", flush=True)
+        elif _CHECK in line:
+            self._print(f"  {line.partition(_CHECK)[2]}", last=True)
         elif _SKIPPED.search(line):
             message = line.rsplit(" | ", 1)[-1]
             if message not in self.skipped:

@@ -203,7 +203,7 @@ class Executor:
                 env=environment,
                 stderr=subprocess.STDOUT if errors_too else errors,
                 pass_fds=locks,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=die_with_parent(),
             )
             for lock in locks:  # the child keeps the lock if this program is killed
                 os.ftruncate(lock, 0)
@@ -239,7 +239,7 @@ def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int
     return files.enter_context(open(path, mode, buffering=buffering))
 
 
-def _die_with_parent() -> Optional[Callable[[], None]]:
+def die_with_parent() -> Optional[Callable[[], None]]:
     """For a child, on Linux: be killed when this program is killed outright and cannot end it."""
     if not sys.platform.startswith("linux"):
         return None

@@ -63,7 +63,7 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Optional[Callable[[Te
             stacks.setdefault(name.partition(".")[0], []).append(module)
     variance = dict.fromkeys(stacks, 1.0)
 
-    def measure(stack: str, shortcut: nn.Module, inputs: Tuple[Tensor, Tensor]) -> None:
+    def measure(stack: str, shortcut: Any, inputs: Tuple[Tensor, Tensor]) -> None:
         real = padding_of_queries(None, None, inputs[0].size(1), inputs[0].size(0))
         rows = [values if real is None else values[~real.t()] for values in inputs]
         both = torch.stack(rows).double().flatten(1)  # [2, numbers]

@@ -163,8 +163,8 @@ def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     use_rms_norms(layer, cfg)
     initialize(layer, cfg, layers)
     if getattr(cfg, "initialization", None) == "admin":
-        norms = [name for name, _ in layer.named_children() if name.endswith("layer_norm")]
-        layer.shortcuts = nn.ModuleList(Shortcut(layer.embed_dim) for _ in norms)
+        norms: List[Any] = [norm for name, norm in layer.named_children() if name.endswith("layer_norm")]
+        layer.shortcuts = nn.ModuleList(Shortcut(norm.normalized_shape[0]) for norm in norms)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
             torch.utils.checkpoint.checkpoint,

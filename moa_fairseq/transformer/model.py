@@ -34,6 +34,10 @@ HEAD_GATE = (
     "multiply the output of every attention head by a sigmoid gate of the query's input (arXiv 2505.06708): "
     "one gate a head, or one an element of it"
 )
+KERNEL_CHECK = (
+    "do not check the Triton kernels before the first training on a new kind of GPU; where they were not "
+    "checked they stay off"
+)
 _HINTS = {"offload_activations": " (--checkpoint-activations works)"}
 
 
@@ -89,6 +93,7 @@ class MixtureModel(Extended):
         )
         parser.add_argument("--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE)
         parser.add_argument("--attention-branch-scale", type=float, default=argparse.SUPPRESS, help=BRANCH)
+        parser.add_argument("--no-kernel-check", action="store_true", help=KERNEL_CHECK)
 
     @classmethod
     def completed(cls, args: Any) -> argparse.Namespace:

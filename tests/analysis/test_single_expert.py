@@ -31,6 +31,7 @@ moa-fairseq() { [ "$*" = "score one_expert.txt --chain multi-bleu" ]; }
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_documented_loop_generates_with_one_expert(fairseq, mae, toy_data, tmp_path):
     (loop,) = re.findall(r"^for how in .*?^done$", (ROOT / "docs" / "mae.md").read_text(), re.M | re.S)

@@ -64,6 +64,7 @@ def compare_compiled(module, layer, x, **options):
     torch.testing.assert_close(*(torch.autograd.grad(out, leaves, upstream) for out in (got, expected)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_token, backend", [(E, "grouped"), (K, "reference")], ids=["K = E", "K < E"])
 def test_torch_compile_takes_the_layer_whole(per_token, backend):
     """No graph break in what it computes, forward and backward: fullgraph raises at the first one.

@@ -85,6 +85,7 @@ def test_a_memory_makes_cross_attention(family):
         FAMILIES[family](self_attention=True)(x, memory)
 
 
+@pytest.mark.thorough(keep="[MoA]")
 def test_compiled_without_a_break_and_exported(attention):
     """Forward and backward: fullgraph raises at the first break."""
     torch.compiler.reset()  # torch compiles one `forward` for few classes in a process
@@ -99,6 +100,7 @@ def test_compiled_without_a_break_and_exported(attention):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.thorough(keep="rope-MoA")
 @pytest.mark.parametrize("family", ["dense", "MoA", "MoH", "SwitchHead"])
 @pytest.mark.parametrize("positions", ["xl", "rope"])
 def test_positions_compile_without_a_break(family, positions):
@@ -115,6 +117,7 @@ def test_nothing_comes_out_of_nothing(family, shape, head_gate):
     assert FAMILIES[family](self_attention=True, head_gate=head_gate)(torch.randn(shape)).shape == shape
 
 
+@pytest.mark.thorough
 def test_a_compiled_module_hands_out_its_decisions():
     torch.manual_seed(3)
     module, x = FAMILIES["MoA"](self_attention=True), torch.randn(B, T, C)

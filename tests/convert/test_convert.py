@@ -27,6 +27,7 @@ def outputs(checkpoint, data):
     return out[words.ne(1)]
 
 
+@pytest.mark.thorough(keep="translation")
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize(
     "flags",
@@ -134,6 +135,7 @@ def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(fairseq, toy_data, co
     torch.testing.assert_close(outputs(tmp_path / "dense.pt", toy_data), outputs(checkpoint, toy_data))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "flags",
     [
@@ -154,6 +156,7 @@ def test_what_dense_models_lack_other_mixtures_take_over(flags, fairseq, toy_dat
     assert convert(checkpoint, target, *ALL_HEADS).startswith("exact: ")
 
 
+@pytest.mark.thorough
 def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
     checkpoint, data = dense("translation")
     convert(checkpoint, tmp_path / "moh.pt", "--to", "moh")

@@ -203,6 +203,7 @@ def test_each_data_set_has_its_script_and_its_row():
         assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_script_from_extracted_files_to_binarised(miniature, tmp_path):
     """The real processes: shell, command line, fairseq-preprocess."""
     for archive in miniature("iwslt14_de_en").glob("*.tgz"):

@@ -226,6 +226,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.thorough(keep="wmt14_en_de-ctrl-c")
 @pytest.mark.parametrize(
     "problem", [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=["ctrl-c", "full"]
 )
@@ -252,6 +253,7 @@ def test_an_interrupted_preparation_goes_on(prepare, source, made, monkeypatch, 
             assert made.tree(tmp_path / folder) == made.tree(tmp_path / "calm"), (function, when)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_real_processes_killed_at_random(made, tmp_path):
     """listops: its sentences are drawn by several processes and binarised by fairseq's own program."""

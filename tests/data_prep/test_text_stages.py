@@ -15,6 +15,7 @@ from subword_nmt.learn_bpe import learn_bpe
 
 from moa_fairseq.data_prep import text_stages
 from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut, datasets
+from moa_fairseq.data_prep.encodings import encoding_remedy
 from moa_fairseq.data_prep.monolingual import write_lines
 from moa_fairseq.data_prep.parallel_text import BAD, Piece, read_lines, read_pairs
 from moa_fairseq.data_prep.prepare import sample_pairs
@@ -103,16 +104,41 @@ GERMAN = "Es ist ein „zitiertes“ Wort – ja.\nDer Preis ist heute 20 €.\n
         ("x.ru", "Привет мир. Это русский текст для проверки.\n" * 20, "cp1251"),
         ("x.ja", "今日は天気がいいです。私は学生です。\n" * 20, "shift_jis"),
         *(("x.de", GERMAN, name) for name in ("utf-16", "utf-16-le", "utf-16-be")),
+        *(("x.de", "Die Straße ist schön für Fußgänger.\n", name) for name in ("mac_roman", "cp850")),
+        ("two words.fr", "L'œuf coûte 15 € à l'été.\n", "iso8859-15"),
+        ("x.de.gz", GERMAN, "cp1252"),
+        ("it's.pl.gz", "Zażółć gęślą jaźń.\n", "iso8859-2"),
+        ("x.tr", "Şimdi İstanbul'a gidiyorum, çok güzel bir şehir.\n", "cp1254"),
+        ("x.ru", "Привет мир.\n", "koi8-r"),
+        ("x.ja", "彼は学生です。\n", "euc_jp"),
     ],
 )
 def test_the_remedy_for_another_encoding_gives_the_text_back(tmp_path, name, text, encoding):
     path, new = tmp_path / name, tmp_path / f"new{Path(name).suffix}"
-    path.write_bytes(text.encode(encoding))
+    packed = path.suffix == ".gz"
+    path.write_bytes(gzip.compress(text.encode(encoding)) if packed else text.encode(encoding))
     with pytest.raises(UserError, match=r"iconv -f \S+ -t utf-8") as error:
         list(read_lines(path))
-    command = re.search(r"iconv -f .* > NEW", str(error.value))[0].replace("NEW", str(new))
-    subprocess.run(command, shell=True, check=True)
+    command = re.search(r": ((zcat|iconv) .* > NEW\S*)$", str(error.value))[1]
+    subprocess.run(command.replace("NEW.gz" if packed else "NEW", str(new)), shell=True, check=True)
     assert list(read_lines(new)) == text.splitlines()
+
+
+def test_whoever_can_tell_them_apart_chooses_among_encodings(tmp_path):
+    path = tmp_path / "x.fr"
+    path.write_bytes(f"{'vingt mots ' * 20}et \xbd tasse de thé\n".encode("latin-1"))
+    remedy = encoding_remedy(path)
+    ways = re.findall(r"(\S+), by which it reads '([^']*)': iconv -f (\S+) -t utf-8 < \S+ > NEW", remedy)
+    assert [name for name, _, _ in ways] == [flag for _, _, flag in ways] == ["CP1252", "ISO-8859-15"]
+    assert "et ½ tasse" in ways[0][1] and "et œ tasse" in ways[1][1], "the samples show where they differ"
+
+
+def test_nuls_are_taken_out_of_a_packed_file(tmp_path):
+    path = tmp_path / "a b.de.gz"
+    path.write_bytes(gzip.compress(b"a\nbbbbbbbbbbbbbbbbbb c\0d\n"))
+    command = re.search(r"zcat .*NEW\.gz", encoding_remedy(path))[0]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert list(read_lines(tmp_path / "NEW.gz")) == ["a", "bbbbbbbbbbbbbbbbbb cd"]
 
 
 def test_windows_text_that_was_taken_for_latin_1_is_refused(tmp_path):
@@ -120,8 +146,8 @@ def test_windows_text_that_was_taken_for_latin_1_is_refused(tmp_path):
     path.write_text(GERMAN.encode("cp1252").decode("latin-1"), "utf-8")
     with pytest.raises(UserError, match="control characters") as error:
         list(read_lines(path, mark_bad=True))
-    steps = re.search(r"this file with (iconv .*utf-8)\.", str(error.value))[1]
-    subprocess.run(f"cat {path} | {steps} > {new}", shell=True, check=True)
+    steps = re.search(r"this file: (iconv .* > NEW)", str(error.value))[1]
+    subprocess.run(steps.replace("NEW", str(new)), shell=True, check=True)
     assert list(read_lines(new)) == GERMAN.splitlines()
     path.write_text("gut\x85\n" * 9 + "gut\x80\n" * 2, "utf-8")  # accidents
     assert len(list(read_lines(path))) == 11

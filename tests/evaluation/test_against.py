@@ -55,6 +55,7 @@ def test_seeds_are_averaged(outputs, capsys):
     assert rows["BLEU"]["p"] < 0.05 and "p_seeds" not in rows["BLEU"], "three outputs are no pairs"
 
 
+@pytest.mark.thorough
 def test_the_p_of_seeds_is_a_paired_t_test(outputs, capsys):
     ours, theirs = ([compared(capsys, outputs, x, "a")[0] for x in system] for system in ("abc", "cba"))
     found, _ = compared(capsys, outputs, "abc", "cba")

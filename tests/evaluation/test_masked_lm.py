@@ -111,6 +111,10 @@ def test_words_of_a_language_without_spaces_are_not_counted(toy_masked_lm, toy_w
     found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", tmp_path)
     assert "masked_lm_word_ppl" not in found and "masked_lm_ppl" in found
     assert any("no word-level perplexity" in warning for warning in found["meta"]["warnings"])
+    found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", tmp_path, "--target-lang", "de")
+    assert "masked_lm_word_ppl" in found, "a known language decides"
+    found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", toy_wiki_data, "--target-lang", "th")
+    assert "masked_lm_word_ppl" not in found
 
 
 @pytest.mark.parametrize(

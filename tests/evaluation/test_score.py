@@ -186,7 +186,7 @@ def test_bad_input_ends_with_status_2(tmp_path, capsys):
 
 JAPANESE = ["今日は天気がいいです。", "私は学生です。", "東京に行きました。"]
 JAPANESE_OUTPUT = ["今日は天気がいいです。", "私は先生です。", "東京に行った。"]
-SPACELESS = ("zh", "ja", "th", "km", "my", "lo", "yue")
+SPACELESS = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_the_tokeniser_is_that_of_the_language(monkeypatch, lang, tokenizer, ext
 def test_what_is_installed_is_taken(monkeypatch):
     monkeypatch.setattr(chains, "_FLORES200", Path(__file__))
     monkeypatch.setattr(chains, "_usable", lambda name: True)
-    rule = {lang: chains.tokenizer_for(lang) for lang in (*SPACELESS, "ko", "de")}
+    rule = {lang: chains.tokenizer_for(lang) for lang in (*SPACELESS, "de")}
     assert rule["ja"] == ("ja-mecab", "") and rule["ko"] == ("ko-mecab", "") and rule["de"] == ("13a", "")
     assert all(rule[lang] == ("flores200", "") for lang in ("th", "km", "my", "lo", "yue"))
     monkeypatch.setattr(chains, "_usable", lambda name: name != "ja-mecab")
@@ -239,6 +239,30 @@ def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monke
     assert rows[0]["first"] == pytest.approx(expected) and f"tok:{tokenizer}" in rows[0]["signature"]
 
 
+@pytest.mark.parametrize(
+    ("lang", "line", "without"),
+    [
+        ("ja", "彼は学生です 。", True),
+        ("zh_CN", "今天天气很好 ， 我们去公园吧 。", True),
+        ("yue", "今日 天氣 好 好 ， 我哋 去 公園 啦 。", True),
+        ("tha", "วันนี้อากาศดี เราไปสวนกัน ดีไหม", True),
+        ("ko", "나는 오늘 학교에 갑니다 .", True),
+        ("de", "Haus", False),
+        ("tgt", "今日は天気がいいです。", True),
+        ("tgt", "das ist gut", False),
+        (None, "今日は天気がいいです。", True),
+        (None, "das ist gut", False),
+    ],
+)
+def test_a_known_language_decides_whether_spaces_part_words(tmp_path, capsys, lang, line, without):
+    file = write_text(tmp_path / "text", [line])
+    flags = ["--target-lang", lang] if lang else []
+    argv = ["--hypothesis", file, "--reference", file, "--sacrebleu-tokenizer", "char", *flags]
+    found = score_json(capsys, *argv)["meta"]
+    assert found["without_spaces"] is without
+    assert any("multi-bleu" in warning and "words" in warning for warning in found["warnings"]) == without
+
+
 def test_a_few_small_latin_letters_do_not_make_a_text_lower_cased(tmp_path, capsys):
     """`islower` looks at the letters that have cases alone: then the text was scored as tokens."""
     names = [write_text(tmp_path / side, ["重さは 5 kg です。", "長さは 3 cm です。"]) for side in "hr"]
@@ -263,9 +287,17 @@ def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
     assert score_json(capsys, log, "--target-lang", "en")["meta"]["target_lang"] == "en"
     assert main(["score", str(tmp_path), "--against", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"][0]["difference"] == 0
-    for damaged in ("[", "data: 3", "generate: {subsets: {}}\ndata: {target: 7}", "\0", "- [" * 5000):
+    bomb = "".join(
+        f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n" for below, name in zip("abcdefgh", "bcdefghi")
+    )
+    wrong = ("data: {target: 7}", "generate: {subsets: {}}", "", "data: {target: fr", f"a: &a 1\n{bomb}")
+    for damaged in ("[", "data: 3", "\0", "- [" * 5000, *wrong):
         (tmp_path / "recipe.yaml").write_text(damaged)
-        assert "German is assumed" in warnings_of(score_json(capsys, log)), damaged
+        for argv in ([log], [str(tmp_path)], ["--hypothesis", log, "--reference", log]):
+            assert main(["score", *argv]) == 2, damaged
+            assert str(tmp_path / "recipe.yaml") in capsys.readouterr().err
+    (tmp_path / "recipe.yaml").unlink()  # the remedy
+    assert score_json(capsys, log, "--target-lang", "en")["meta"]["target_lang"] == "en"
     (tmp_path / "empty").mkdir()
     assert main(["score", str(tmp_path / "empty")]) == 2 and "generate-SUBSET.txt" in capsys.readouterr().err
 

@@ -15,6 +15,7 @@ from moa_fairseq.fairseq_patches.training import print_user_errors
 LIMIT = 6  # seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_is_named(fairseq, toy_data, tmp_path, stopped):
     """Two processes train; one is stopped after an update. The other one ends and names it."""
@@ -31,6 +32,7 @@ def test_a_stopped_process_is_named(fairseq, toy_data, tmp_path, stopped):
     assert "--heartbeat-timeout" in other.stderr and "Traceback" not in other.stderr
 
 
+@pytest.mark.thorough
 def test_a_killed_process_is_named(fairseq, toy_data, tmp_path):
     flags = ("--max-tokens", 60, "--no-save", "--max-update", 10**6)
     pair = fairseq.pair(*fairseq.words(toy_data, tmp_path, *flags))

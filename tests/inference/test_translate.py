@@ -237,7 +237,6 @@ def test_an_old_run_refuses_data_that_was_prepared_anew(run, copy, capsys):
         ("generate: {subsets: [test], beam: [1, 2]}", "beam"),
         ("generate: 3", "generate"),
         ("- 1", "recipe.yaml"),
-        ("a: &a [1]\nb: *a", "recipe.yaml"),
         ("{", "recipe.yaml"),
     ],
 )

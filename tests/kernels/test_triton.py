@@ -40,6 +40,7 @@ def compile_side_by_side(checks, processes, **environment):
         return [re.findall(r"::(\S+) ", each.stdout) for each in done]
 
 
+@pytest.mark.thorough
 def test_processes_share_the_checks_and_compile_what_tuning_may_time(tmp_path):
     checks = tmp_path / "test_share.py"
     checks.write_text("""
@@ -57,6 +58,7 @@ def test_one(number):
     assert "5 passed" in done.stdout, done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("checks", ["triton_checks.py", "triton_routing_checks.py"])
 def test_equals_the_reference_on_the_gpu_or_under_the_interpreter(checks):
@@ -88,6 +90,7 @@ def compiled(tmp_path, *arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_kernels_become_machine_code_for_ampere_and_hopper(tmp_path):
     """Without such a GPU: the largest tiles of each kernel compile, fit, and use its matrix instructions."""
@@ -100,6 +103,7 @@ def test_kernels_become_machine_code_for_ampere_and_hopper(tmp_path):
     assert all(line["hazards"] == [0, 0] for line in lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_no_configuration_of_hopper_has_a_hazard_of_its_pipeline(tmp_path):
     """Every tile that tuning may pick, of a kernel with each pipelined loop there is."""
@@ -110,6 +114,7 @@ def test_no_configuration_of_hopper_has_a_hazard_of_its_pipeline(tmp_path):
     assert all(line["hazards"] == [0, 0] for line in lines)
 
 
+@pytest.mark.thorough
 def test_float32_without_tf32_has_one_configuration_that_fits_the_registers(tmp_path):
     options = ("--all-configs", "--dtypes", "fp32", "--sizes", "512 × 128")
     kinds = ("outputs", "gate of outputs", "outer")
@@ -119,6 +124,7 @@ def test_float32_without_tf32_has_one_configuration_that_fits_the_registers(tmp_
     assert max(line["stack"] or 0 for line in lines) < 64, "registers are spilled"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pendings, found", [(1, "(1, 0)"), (0, "(0, 0)")])
 def test_hazards_are_seen_in_the_compilers_own_words(pendings, found):
     """A tile is copied into what an unfinished product reads; and into what one read that was waited for."""

@@ -10,6 +10,7 @@ import torch
 from test_triton import python
 
 import moa_fairseq
+from moa_fairseq.files import shipped
 from moa_fairseq.kernels import SlotOrder, projection, resolve_backend, validate, validation
 from moa_fairseq.kernels import triton as backend
 
@@ -54,8 +55,13 @@ def test_auto_takes_triton_only_where_it_was_checked(on_a_gpu, caplog):
         assert resolve_backend("auto") == "auto"
     assert "expert backend: triton" in caplog.text and "7 checks passed" in caplog.text
     validation.write(outcome(["MoA queries: weight is off"]))
-    assert automatic()[0] == "grouped" and "1 of 7 checks failed" in automatic()[1]
-    for broken in ("{", "[]"):
+    assert automatic()[0] == "auto" and "1 of 7 checks failed" in automatic()[1]
+    assert projection.automatic(torch.bfloat16)[0] == "grouped"
+    assert projection.automatic(torch.float16)[0] == "triton"
+    written = validation.write(validation.Outcome({"routing": 3}, {"routing": ["x is wrong"]}, ["float16"]))
+    assert automatic()[0] == "grouped" and "1 of 3 checks failed" in automatic()[1]
+    validation.write(outcome())
+    for broken in ("{", "[]", json.dumps({**json.loads(written.read_text()), "triton": "0.0"})):
         written.write_text(broken)
         assert automatic()[0] == "grouped", broken
 
@@ -137,6 +143,7 @@ def test_what_failed_is_checked_once_more(on_a_gpu, monkeypatch):
     assert found.failed == {} and found.dtypes == ["bfloat16"] and found.groups["routing"] == 3
 
 
+@pytest.mark.thorough
 def test_processes_compile_all_that_the_check_runs(tmp_path):
     """Side by side, beforehand: not one kernel is left for the check itself to compile."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -163,14 +170,42 @@ if __name__ == "__main__":
     assert beforehand >= 8 and later == 0 and checks == 2 * (1 + 4)
 
 
-def test_the_check_of_a_machine_runs_in_miniature(tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    done = python("-m", "moa_fairseq.kernels.validate", "--device", "cpu", XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (written,) = (tmp_path / "moa_fairseq").iterdir()
-    found = json.loads(written.read_text())
-    assert sum(found["groups"].values()) >= 10 and found["failed"] == {} and "interpreted" in found["gpu"]
-    assert found["dtypes"] == ["float32"]
+def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, monkeypatch):
+    """Only where the GPU, torch, Triton and the kernels' text are those of the record."""
+    (record,) = shipped("results/kernels").glob("*H200*.json")
+    found = json.loads(record.read_text(encoding="utf-8"))
+    key = {name: found[name] for name in validation.machine()}
+    monkeypatch.setattr(validation, "machine", lambda: key)
+    assert automatic()[0] == "auto" and validation.verdict()[0] == ("bfloat16", "float16")
+    assert [validation.is_open(dtype) for dtype in validation.DTYPES] == [False, False, True]
+    validation.write(validation.Outcome({"routing": 4, "float32, a layer": 2}, {}, ["float32"]))
+    assert set(validation.verdict()[0]) == set(validation.DTYPES)
+    validation.write(validation.Outcome({"float16, a layer": 2}, {"float16, a layer": ["off"]}, []))
+    assert validation.verdict()[0] == ("bfloat16",)
+    for name in found.keys() & key.keys():
+        monkeypatch.setattr(validation, "machine", lambda other=name: {**key, other: "another"})
+        assert automatic()[0] == "grouped" and validation.is_open("bfloat16"), name
+
+
+def test_a_dtype_that_the_kernels_do_not_take_is_asked_about_once(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(validate, "_check_routing", lambda device: iter([("routing", [])]))
+    monkeypatch.setattr(backend, "takes", lambda *_: False)
+    assert validation.is_open("bfloat16")
+    assert validate._check(["bfloat16"], "cpu", 1).dtypes == []
+    assert not validation.is_open("bfloat16") and validation.is_open("float16")
+
+
+def test_a_full_gpu_says_nothing_about_the_kernels(on_a_gpu, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(validate, "_configurations", lambda *_: iter([("tuned", {})]))
+    monkeypatch.setattr(validate, "_run", lambda *a: full() if a[-1] == "triton" else {})
+    monkeypatch.setattr(validate, "_check_routing", lambda device: iter([("routing", [])]))
+    monkeypatch.setattr(backend, "takes", lambda *_: True)
+    with pytest.raises(torch.OutOfMemoryError):
+        validate._check(["bfloat16"], "cpu", 1)
+    assert validation.read()[0].failed == {} and validation.is_open("bfloat16")
 
 
 def test_what_is_not_as_good_as_torch_is_complained_about():

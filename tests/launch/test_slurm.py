@@ -109,6 +109,7 @@ def training_of_machine(number, folder):
     return None
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds the processes in /proc")
 def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):

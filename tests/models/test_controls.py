@@ -82,6 +82,7 @@ def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted
         torch.testing.assert_close(plain, checkpointed, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arch, flags",
     [

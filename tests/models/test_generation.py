@@ -116,6 +116,7 @@ def test_the_decoder_says_that_its_mask_is_causal():
     assert is_causal(mark_causal(torch.zeros(1)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arch, flags",
     [

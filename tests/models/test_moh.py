@@ -45,6 +45,7 @@ def test_it_trains_translates_and_shows_its_loads(loads_after_training):
     assert all(row["experts_per_token"] == 1 and row["tokens"] > 20 for row in modules)
 
 
+@pytest.mark.thorough
 def test_a_causal_language_model_trains_and_is_evaluated(fairseq, toy_wiki_data, tmp_path):
     user_dir = ("--user-dir", "moa_fairseq", "--cpu", "--task", "language_modeling")
     fairseq(

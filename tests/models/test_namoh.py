@@ -24,6 +24,7 @@ def test_step_by_step_equals_all_at_once(arch):
         whole_models.assert_incremental_equals_full(model, arch)
 
 
+@pytest.mark.thorough
 def test_it_trains_translates_and_shows_its_loads(loads_after_training):
     modules = loads_after_training("namoh_transformer_tiny", logged=["load_balance_loss", "max_load"])
     assert all(row["num_experts"] == 8 and row["experts_per_token"] == 4 for row in modules)

@@ -92,6 +92,7 @@ def test_other_families_train(arch, criterion, flags, train_masked_lm, tmp_path)
     assert '"valid_loss"' in log and ('"train_balance_loss"' in log) == ("routing" in criterion)
 
 
+@pytest.mark.thorough
 def test_any_number_of_data_workers_trains_the_same(train_masked_lm, tmp_path):
     final = {}
     for workers in (0, 1, 2):

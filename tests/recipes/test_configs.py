@@ -30,6 +30,7 @@ LM_SCHEDULE = {"warmup-updates": 240000, "lr-period-updates": 46000}
 V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
+@pytest.mark.thorough(keep="moa_b")
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("hardware", [Hardware(), V100S], ids=["cpu", "8gpu"])
 def test_fairseq_accepts_the_training_line(path, hardware, shown):
@@ -44,6 +45,7 @@ def test_fairseq_accepts_the_training_line(path, hardware, shown):
     assert programs[: len(expected)] == expected
 
 
+@pytest.mark.thorough(keep="moa")
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 def test_header(path):
     header = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8")).group(0)
@@ -290,6 +292,7 @@ def test_switchheads_settings(path):
     assert recipe.subsets[0] == ("valid" if recipe.reproduces.table == "1" else "test")
 
 
+@pytest.mark.thorough
 def test_a_tuned_recipe_converts_its_dense_model_first(tmp_path):
     script = ["bash", str(ROOT / "scripts" / "multi30k_ende_moh_tuned_75.sh")]
     done = subprocess.run(script, cwd=tmp_path, text=True, capture_output=True, check=False)

@@ -55,6 +55,7 @@ def kill_in_training(number, records, command, folder):
         process.wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -81,6 +81,7 @@ def is_gate(name):
     return ".gate." in name
 
 
+@pytest.mark.thorough
 def test_each_method_moves_what_it_says(pretrained, transfer, tmp_path):
     assert all(map(is_gate, moved(pretrained, transfer("ftg", stage="train"))))
     # prepared once, by the first of them
@@ -104,6 +105,7 @@ def test_each_method_moves_what_it_says(pretrained, transfer, tmp_path):
     assert json.loads((folder / "result.json").read_text())["updated_parameters"] == expected
 
 
+@pytest.mark.thorough
 def test_no_fine_tuning_evaluates_the_pretrained_model(pretrained, transfer):
     folder = transfer("noft")
     result = json.loads((folder / "result.json").read_text())

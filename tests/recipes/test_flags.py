@@ -204,6 +204,7 @@ def warning(recipe, data=None, hardware=V100S):
     return schedule_warning(check_flags(recipe), updates)
 
 
+@pytest.mark.thorough(keep="moa")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fairseq_takes_every_recipe_and_its_schedule_ends_at_its_minimum(shipped, name):
     assert warning(shipped(name)) is None

@@ -24,12 +24,14 @@ def planted(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_a_command_of_a_recipe(planted):
     Path("log.txt").write_text("S-0\ta b\nT-0\ta b c d\nH-0\t-1\ta b c d\n| Generate test with beam=5: x\n")
     Executor().run(["moa-fairseq", "score", "log.txt", "--json"], Path("x.log"), Path("scores.json"))
     assert '"score": 100.0' in Path("scores.json").read_text() and not Path("marker").exists()
 
 
+@pytest.mark.thorough
 def test_workers_of_the_program(planted):
     """A fork server is `python -c ...`, which imports from the working directory unless it is told not to."""
     (planted / "bin").mkdir()
@@ -56,6 +58,7 @@ if __name__ == "__main__":
     assert "''" not in done.stdout and str(ROOT) in done.stdout and not Path("marker").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("script", ["scripts/quickstart_moa.sh", "scripts/launch/multinode.sh"])
 def test_scripts(planted, script):
     words = (

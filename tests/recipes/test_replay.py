@@ -28,6 +28,7 @@ def replay(lines, folder, fairseq):
             (folder / output).write_text(done.stdout)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_commands_make_the_same_run_elsewhere(
     small, write_config, write_text, tmp_path, monkeypatch, fairseq, capsys

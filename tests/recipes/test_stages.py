@@ -18,6 +18,7 @@ from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import read_speeds
+from moa_fairseq.recipes.scores import headline_of
 from moa_fairseq.running.make import marks
 from moa_fairseq.running.process import Executor
 
@@ -185,13 +186,15 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
     assert kept.count("fairseq-train ") == 1
     said.clear()
     assert run_recipe(recipe, CPU, Options(save_dir=tmp_path / "run"), FakeExecutor) == result
-    assert FakeExecutor.programs() == [] and sum("done before" in line for line in said) == len(programs)
+    # the run's copy of what reads and writes its text is a step, too
+    assert FakeExecutor.programs() == [] and sum("done before" in line for line in said) == len(programs) + 1
     for stage in ("average", "generate"):
         if not getattr(recipe, stage):
             run_recipe(recipe, CPU, Options(stage=stage, save_dir=tmp_path / "run"), FakeExecutor)
             assert any(f"no {stage} section" in line for line in said)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["masked", "classifier"])
 def test_all_stages_for_real(kind, recipe_of, tmp_path, toy_wiki_data, monkeypatch):
@@ -474,6 +477,13 @@ def test_translations_are_counted_against_the_data_that_is_read(go, tmp_path, ma
     for stage in ("average", "generate", "score"):
         _, result = go(stage=stage, data=None)
     assert "left_out" not in json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("target", ["ja", "zh_CN", "ko", "th", "km", "my", "lo", "yue", "de"])
+def test_the_headline_is_sacrebleus_by_the_targets_language(small, target):
+    recipe = load_recipe(small, [f"data.target={target}", "data.tokenize=true"])
+    scores = {"sacrebleu": {"score": 1.0, "signature": "nrefs:1|tok:char|smooth:exp"}, "meta": {}}
+    assert headline_of(recipe, recipe, scores) == ("multi_bleu" if target == "de" else "sacrebleu")
 
 
 def test_flags_of_the_scoring_are_a_part_of_the_experiment(go):

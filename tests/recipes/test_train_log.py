@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches import kernel_check
 from moa_fairseq.recipes.train_log import TrainLog, parse_record, prune, read_records, summarise
 
 SKIPPED = (
@@ -87,6 +88,12 @@ def test_summary_weighs_speed_by_time(tmp_path):
 def test_a_full_disk_names_the_log():
     with pytest.raises(UserError, match="disk is full while writing /dev/full"):
         TrainLog(Path("/dev/full"), 3, None)(PREFIX + "| " + json.dumps(inner(1)))
+
+
+def test_what_a_training_does_to_the_kernels_is_shown(tmp_path, capsys):
+    log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
+    log(f"2026-01-01 00:00:00 | INFO | {kernel_check.logger.name} | checking")
+    assert capsys.readouterr().out == "  checking\n"
 
 
 def test_sentences_that_fairseq_skips_are_shown_once(tmp_path, capsys):

@@ -163,6 +163,7 @@ def start(folder, patience=60.0):
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_at_any_moment_and_resumed_the_files_are_the_same(tmp_path, number):
     make(chain(tmp_path / "whole"), tmp_path / "whole")

@@ -1,7 +1,6 @@
 """What a study keeps of a run's log."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
+from moa_fairseq.files import shipped
 from moa_fairseq.study import running
 from moa_fairseq.study.design import Run
 from moa_fairseq.study.running import Place, curve_of
@@ -70,7 +70,8 @@ def test_the_studys_seed_comes_last(tmp_path, monkeypatch):
             raise Stopped
 
     monkeypatch.setattr(running, "Executor", Executor)
-    one = Run("A", 3, Path("tiny.yaml"), {"train.seed": 9, "train.flags.lr": 0.1}, tmp_path / "A-3.json")
+    recipe = shipped("configs") / "quickstart_moa.yaml"
+    one = Run("A", 3, recipe, {"train.seed": 9, "train.flags.lr": 0.1}, tmp_path / "A-3.json")
     place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
     with pytest.raises(Stopped):
         running._carry_out(one, place)

@@ -108,6 +108,7 @@ def test_systems_of_a_seed_run_back_to_back(study):
     assert record["precision"] == "fp32"
 
 
+@pytest.mark.thorough
 def test_a_study_that_was_interrupted_twice_says_the_same(study):
     for Player.end in (3, 5):
         status, _ = study(name="again")
@@ -391,6 +392,7 @@ def test_mistakes_are_named(study, capsys, changes, named):
     assert not Player.ran
 
 
+@pytest.mark.thorough(keep="path0")
 @pytest.mark.parametrize("path", [path for path in STUDIES if "study" in yaml.safe_load(path.read_text())])
 def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
     text = yaml.safe_load(path.read_text())

@@ -29,6 +29,7 @@ def different(one, two):
     return sum(not torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
+@pytest.mark.thorough(keep="moa")
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_context_equals_an_uninterrupted_one(fairseq, toy_text, tmp_path, case):
     arch, flags = CASES[case]
@@ -40,6 +41,7 @@ def test_a_resumed_context_equals_an_uninterrupted_one(fairseq, toy_text, tmp_pa
     assert place["epoch"] == 2 and 0 < place["iterations_in_epoch"] < 34
 
 
+@pytest.mark.thorough
 def test_each_of_two_processes_gets_its_own_texts_back(fairseq, toy_text, tmp_path):
     """And one process that takes over gets the texts of both."""
     for folder, update in (("whole", 20), ("parts", 9), ("parts", 20), ("alone", 9)):
@@ -70,6 +72,7 @@ def test_a_batch_that_only_takes_part_has_no_place_in_the_texts(monkeypatch):
     assert seen == [{"tokens", "chunk", "part"}, {"tokens"}]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_before_resumes_with_a_warning(fairseq, toy_text, tmp_path):
     def train(*flags):
         line = arguments(toy_text, tmp_path, "--save-interval-updates", 2, "--max-update", *flags)

@@ -219,6 +219,7 @@ STILL = ("--dropout", 0, "--activation-dropout", 0, "--output-dropout", 0, "--ma
 STILL += ("--adam-eps", 1e-4)
 
 
+@pytest.mark.thorough
 def test_processes_and_micro_batches_read_the_texts_of_one_batch(fairseq, toy_text, tmp_path):
     """Of six texts, an update reads one chunk each, in one pass, in two, or in two processes."""
 

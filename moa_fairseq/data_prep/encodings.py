@@ -1,0 +1,163 @@
+"""How a file that is not UTF-8 becomes it: the encoding by its bytes and its language, and a command."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import re
+import shlex
+from pathlib import Path
+from typing import Dict
+
+from charset_normalizer import from_bytes
+
+_SAMPLE = 60_000  # bytes that an encoding is guessed by
+_SHOWN = 20  # letters before and after the place that a sample shows
+# What no text holds, but the line end of some old computers: Windows' quotes and € when taken for Latin-1.
+CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
+_WIDE = "\u3000-\u303f\uff01-\uff65"  # marks of Chinese and Japanese
+_WEST, _EAST, _BALTIC = "CP1252 ISO-8859-15 CP850 MACINTOSH", "CP1250 ISO-8859-2 CP852", "CP1257 ISO-8859-13"
+_CYRILLIC = "CP1251 KOI8-R ISO-8859-5 CP866 MAC-CYRILLIC"
+# Language → its usual encodings, by iconv's names, and its letters beside ASCII's, for a regular expression.
+_HABITS = {
+    lang: (encodings, letters)
+    for languages, encodings, letters in (
+        ("de", _WEST, "äöüß"),
+        ("en", _WEST, "éèêçñöüï"),
+        ("fr", _WEST, "àâæçéèêëîïôœùûüÿ"),
+        ("es gl eu ga", _WEST, "áéíóúüñ"),
+        ("pt ca", _WEST, "àáâãçéèêíïóòôõúüñ·"),
+        ("it", _WEST, "àèéìíîòóù"),
+        ("nl", _WEST, "áéíóúèàëïöü"),
+        ("sv da no nb nn fi", _WEST, "äåæöøéèêóòôü"),
+        ("is", _WEST, "áðéíóúýþæö"),
+        ("sq", _WEST, "çë"),
+        ("pl", _EAST, "ąćęłńóśźż"),
+        ("cs", _EAST, "áčďéěíňóřšťúůýž"),
+        ("sk", _EAST, "áäčďéíĺľňóôŕšťúýž"),
+        ("hu", _EAST, "áéíóöőúüű"),
+        ("sl hr bs", _EAST, "čćđšž"),
+        ("ro", f"{_EAST} ISO-8859-16", "ăâîşţșț"),
+        ("et", _BALTIC, "äõöüšž"),
+        ("lt", _BALTIC, "ąčęėįšųūž"),
+        ("lv", _BALTIC, "āčēģīķļņšūž"),
+        ("tr", "CP1254 ISO-8859-9 CP857", "çğıİöşüâîû"),
+        ("el", "CP1253 ISO-8859-7 CP737", "ά-ώϊϋΐΰΆ-Ώ"),
+        ("ru", _CYRILLIC, "а-яё"),
+        ("be", _CYRILLIC, "а-яёіў"),
+        ("bg", _CYRILLIC, "а-ъьюя"),
+        ("uk", f"{_CYRILLIC} KOI8-U", "а-щьюяґєії"),
+        ("sr mk", _CYRILLIC, "а-ијклљмнњо-џђћѓѕќ"),
+        ("he", "CP1255 ISO-8859-8 CP862", "א-ת"),
+        ("ar", "CP1256 ISO-8859-6", "ء-ي،؛؟"),
+        ("fa", "CP1256", "ء-يپچژگ،؛؟"),
+        ("th", "CP874", "ก-๛"),
+        ("ja", "CP932 EUC-JP", f"\u3041-\u30ff\u4e00-\u9fff{_WIDE}"),
+        ("ko", "CP949", f"가-힣{_WIDE}"),
+        ("zh", "GB18030 BIG5-HKSCS", f"\u4e00-\u9fff{_WIDE}"),
+    )
+    for lang in languages.split()
+}
+_QUOTES, _SIGNS = "„“”‚‘’«»‹›–—…¿¡\xa0\xad", "€£§°½²³·•©®™†"  # marks that touch words; and others
+# What charset-normalizer may guess and iconv does not know.
+_NO_ICONV = ("cp1006", "cp720", "hz", "iso2022", "kz1048", "mac_", "ptcp154", "shift_jisx")
+_ICONV = {
+    **{"euc_jis_2004": "EUC-JP", "shift_jis_2004": "SHIFT_JIS", "latin_1": "ISO-8859-1"},
+    **{f"utf_{bits}_{end}": f"UTF-{bits}{end.upper()}" for bits in (16, 32) for end in ("le", "be")},
+}
+
+
+def through(path: Path, *programs: str) -> str:
+    """The shell's line that leads a file, plain or .gz, through filters into a new file of its kind."""
+    file = shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
+    if path.suffix == ".gz":
+        return " | ".join([f"zcat {file}", *programs, "gzip > NEW.gz"])
+    return " | ".join([f"{programs[0]} < {file}", *programs[1:]]) + " > NEW"
+
+
+def encoding_remedy(path: Path) -> str:
+    """How a file that is not UTF-8 becomes it, by what its bytes suggest; for the end of an error."""
+    foreign, mixed = b"", False
+    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+        for line in stream:
+            if b"\0" in line:  # UTF-16 or UTF-32, whose lines end otherwise
+                stream.seek(0)
+                foreign, mixed = stream.read(_SAMPLE), False
+                if foreign.count(b"\0") < len(foreign) / 10:
+                    remedy = through(path, "tr -d '\\000'")
+                    return f"Take it out: {remedy}"
+                break
+            try:
+                mixed = mixed or not line.decode("utf-8-sig").isascii()
+            except UnicodeDecodeError:
+                foreign += line
+            if len(foreign) > _SAMPLE:
+                break
+    if mixed:
+        return "Other lines are UTF-8: mend or remove those that are not; iconv would spoil the others."
+    texts = _plausible(foreign, re.split("[-_]", path.name.removesuffix(".gz").rpartition(".")[2].lower())[0])
+    if not texts:
+        return "Its encoding cannot be told from its bytes: find out how it was written, or fetch it again."
+    # The sample shows the first letter beside ASCII's, or where the texts part.
+    first, *others = texts.values()
+    parts = [any(letter != same for same in more) for letter, *more in zip(first, *others)]
+    place = (parts if others else [not letter.isascii() for letter in first]).index(True)
+    ways = [
+        f"{name}, by which it reads {_around(text, place)}: {through(path, f'iconv -f {name} -t utf-8')}"
+        for name, text in texts.items()
+    ]
+    if len(ways) == 1:
+        return f"If it reads right, its encoding is {ways[0]}"
+    return f"Its bytes fit several encodings; take the one that reads right. {'; or '.join(ways)}"
+
+
+def _around(text: str, place: int) -> str:
+    """The words of a line around a place in the text."""
+    start = max(text.rfind("\n", 0, place) + 1, place - _SHOWN)
+    before = re.search(r"\S*\Z", text[max(0, start - _SHOWN) : start])
+    after = re.compile(r"[^\r\n]{0,20}[^\s]{0,20}").match(text, place)
+    return repr(((before[0] if before else "") + text[start:place] + (after[0] if after else "")).strip())
+
+
+def _plausible(foreign: bytes, lang: str) -> Dict[str, str]:
+    """iconv's names of the encodings that the bytes may have, the likeliest first → the text in each.
+
+    Those that give the same text count as one. lang: the language, which has its usual encodings and letters.
+    """
+    usual, letters = _HABITS.get(lang, (_WEST, ""))
+    guesses = [match.encoding for match in from_bytes(foreign) if not match.encoding.startswith(_NO_ICONV)]
+    wide = b"\0" in foreign  # every line of UTF-16 and UTF-32 holds one
+    guesses = [name for name in guesses if wide == name.startswith(("utf_16", "utf_32"))]
+    likely = [_ICONV.get(name, name.upper().replace("_", "-")) for name in guesses]
+    names = [*usual.split(), *likely[:1]] if letters else [*likely[:3], *usual.split()]
+    texts: Dict[str, str] = {}
+    for name in names:
+        with contextlib.suppress(LookupError, UnicodeDecodeError):
+            text = foreign.decode(name)
+            if text not in texts.values() and not CONTROLS.search(text) and wide == name.startswith("UTF"):
+                texts[name] = text
+    beside = sum(byte > 127 for byte in foreign)
+    for known in ([f"[{letters}]"] if letters else []) + [rf"[\w{_WIDE}]"]:
+        fits = re.compile(known, re.IGNORECASE)
+        odd = {name: _odd(text, fits) for name, text in texts.items()}
+        fewest = min(odd.values(), default=0)
+        if texts and (fewest <= beside * 0.3 or wide):
+            good = [name for name in sorted(odd, key=odd.__getitem__) if odd[name] <= fewest + beside * 0.02]
+            return {name: texts[name] for name in good[:4]}
+    return {}
+
+
+def _odd(text: str, fits: re.Pattern[str]) -> int:
+    """How many letters beside ASCII's are not of the language, or stand where no text has them."""
+    count = 0
+    for match in re.finditer(r"[^\x00-\x7f]", text):
+        letter, place = match[0], match.start()
+        before, after = text[place - 1 : place], text[place + 1 : place + 2]
+        if fits.match(letter):
+            odd = letter.isupper() and before.islower()
+        elif letter in _QUOTES:
+            odd = before.isalpha() and after.isalpha() and letter not in "’–—\xad"
+        else:
+            odd = letter not in _SIGNS or after.isalpha()
+        count += odd
+    return count
