@@ -480,8 +480,8 @@ def test_translations_are_counted_against_the_data_that_is_read(go, tmp_path, ma
 
 
 @pytest.mark.parametrize("target", ["ja", "zh_CN", "ko", "th", "km", "my", "lo", "yue", "de"])
-def test_the_headline_is_sacrebleus_by_the_targets_language(small, target):
-    recipe = load_recipe(small, [f"data.target={target}", "data.tokenize=true"])
+def test_the_headline_is_sacrebleus_by_the_targets_language(small, write_config, target):
+    recipe = load_recipe(write_config(small), [f"data.target={target}", "data.tokenize=true"])
     scores = {"sacrebleu": {"score": 1.0, "signature": "nrefs:1|tok:char|smooth:exp"}, "meta": {}}
     assert headline_of(recipe, recipe, scores) == ("multi_bleu" if target == "de" else "sacrebleu")
 
