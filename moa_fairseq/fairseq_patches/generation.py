@@ -28,10 +28,10 @@ def keep_the_other_side(prune: Callable, state: Dict[str, Any], model_cfg: Any =
     and its message blames the file.
     """
     named = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
-    named = {side: "" if kept is None else str(kept) for side, kept in named.items()}  # may be a number
-    if not any(named.values()):
+    texts = {side: "" if kept is None else str(kept) for side, kept in named.items()}  # may be a number
+    if not any(texts.values()):
         return prune(state, model_cfg)
-    for side, text in named.items():
+    for side, text in texts.items():
         matches = (re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state)
         known = sorted({int(match.group(1)) for match in matches if match})
         words = [word.strip() for word in text.split(",")] if text else [*map(str, known)]
