@@ -116,7 +116,7 @@ class JointStep:
 def scales_loss(optimizer: Any) -> bool:
     """Whether fairseq multiplies the loss before backward, and skips updates that overflow."""
     if isinstance(optimizer, AMPOptimizer):
-        return bool(optimizer.scaler.is_enabled())  # not on a CPU
+        return bool(getattr(optimizer.scaler, "is_enabled", lambda: True)())  # not on a CPU
     return getattr(optimizer, "scaler", None) is not None
 
 
