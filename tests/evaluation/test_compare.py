@@ -314,12 +314,13 @@ def test_computed_numbers_agree_with_the_printed_ones(shipped):
         for number in ("1", "3")
         for row in tables[number].rows
         for cell in row.cells
-        if cell.status == "computed" and "Vaswani" not in row.row  # printed by others, of other vocabularies
+        # rows printed by others are of other vocabularies
+        if cell.status == "computed" and not {"Vaswani", "Admin"} & set(row.row.replace("(", " ").split())
     ]
     assert {cell.quantity for cell in computed} == {"parameters", "macs_paper_convention"}
     for cell in computed:
         if cell.quantity == "parameters":
-            assert abs(cell.difference) < 2e6
+            assert abs(cell.difference) < 1e6
         else:
             assert cell.ours == pytest.approx(cell.paper, rel=3e-3)
 
