@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import head_balance_loss
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.transformer.forward_context import collect_routings
 
 # model → (shared, routed) heads of each token in the three stages; None: dense attention
 STAGES: Dict[str, Optional[Tuple[Tuple[int, int], ...]]] = {
@@ -108,7 +108,7 @@ def accuracy(
         for batch in torch.randperm(len(pictures), device=pictures.device).split(BATCH):
             moved = F.pad(pictures[batch], (1, 1, 1, 1))
             down, right = torch.randint(0, 3, (2,)).tolist()  # by up to one pixel
-            with collect_decisions() as decisions:
+            with collect_routings() as decisions:
                 logits = model(moved[:, down : down + SIDE, right : right + SIDE])
             loss = F.cross_entropy(logits, classes[batch])
             loss = loss + BALANCE * sum(head_balance_loss(decision) for _, decision in decisions)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import BACKENDS, compile_ahead, resolve_backend
 
@@ -78,7 +78,7 @@ def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable
 
     def forward() -> torch.Tensor:
         # anew: sorting is part of the price
-        decision = RoutingDecision(index, gate, probs, probs, experts)
+        decision = Routing(index, gate, probs, probs, experts)
         slots = queries(x, decision, slots_per_row=per_token, slots_per_sum=1)
         return outputs(slots, decision, slots_per_row=1, slots_per_sum=per_token, gate=gate)
 

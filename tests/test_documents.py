@@ -200,7 +200,7 @@ def test_the_python_examples_train():
     (example,) = blocks("docs/own-models.md", "python")
     exec(example, namespace)
     ((_, decision),) = namespace["decisions"]
-    assert decision.expert_index.shape == (80, 8) and decision.num_experts == 32
+    assert decision.expert_ids.shape == (80, 8) and decision.num_experts == 32
     namespace["loss"].backward()
     block = namespace["Block"](32)
     x = torch.randn(2, 5, 32)

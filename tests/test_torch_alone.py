@@ -10,8 +10,9 @@ import sys
 for name in ("fairseq", "omegaconf", "hydra"):
     sys.modules[name] = None  # as if they were not installed
 import torch
-from moa_fairseq.attention.collector import collect_decisions
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.transformer.forward_context import collect_routings
+from moa_fairseq.attention.expert_draw import ExpertDraw
+from moa_fairseq.transformer.forward_context import forward_context
 from moa_fairseq.attention.losses import load_balance_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
@@ -28,7 +29,7 @@ for attention in (
     SwitchHeadAttention(16, 2, 8, num_experts=3, experts_per_token=2, self_attention=True, positions="xl"),
     MixtureOfHeads(16, 4, shared_heads=1, routed_per_token=2, skip="always", self_attention=True),
 ):
-    with collect_decisions() as decisions, drawing_experts(ExpertDraw(torch.arange(2), 1, 1)):
+    with collect_routings() as decisions, forward_context(draw=ExpertDraw(torch.arange(2), 1, 1)):
         out, _ = attention(x, x, x, need_weights=False)
     (out.square().sum() + load_balance_loss(decisions[0][1])).backward()
     state = {}

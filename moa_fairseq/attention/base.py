@@ -1,6 +1,7 @@
 """The call of every attention here: batch first, one signature, nothing that it does not read."""
 
 import abc
+import itertools
 from dataclasses import dataclass, field, fields
 from typing import (
     Any,
@@ -27,6 +28,7 @@ from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
 from moa_fairseq.errors import UserError, check_choice
 
+_instances = itertools.count()
 Settings = TypeVar("Settings", bound="FamilySettings")
 # What the call of torch's and fairseq's attention has, and what it is here
 _ELSEWHERE = {
@@ -134,7 +136,8 @@ class Attention(nn.Module, abc.ABC):
     ):
         super().__init__()
         check_choice("--head-gate", head_gate, HEAD_GATES)
-        self.name = type(self).__name__  # the path in a model, where that gives one
+        self._path: Optional[str] = None
+        self._instance = next(_instances)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = head_dim
@@ -148,6 +151,20 @@ class Attention(nn.Module, abc.ABC):
         if self_attention and positions in POSITIONS_IN_ATTENTION:
             kind = POSITIONS_IN_ATTENTION[positions]
             self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        """A copy (copy.deepcopy, pickle) is another instance: caches and, without a path, names tell them apart."""
+        super().__setstate__(state)
+        self._instance = next(_instances)
+
+    @property
+    def name(self) -> str:
+        """The path in the model, such as "encoder.layers.0.self_attn", once that has given one."""
+        return self._path or f"{type(self).__name__}.{self._instance}"
+
+    @name.setter
+    def name(self, path: str) -> None:
+        self._path = path
 
     @classmethod
     def from_settings(
@@ -276,7 +293,7 @@ class Attention(nn.Module, abc.ABC):
 
     def new_cache(self) -> KVCache:
         """An empty cache for one generation by this attention."""
-        return KVCache(owner=id(self), can_trim=self.can_trim_cache)
+        return KVCache(owner=self._instance, can_trim=self.can_trim_cache)
 
     def attend(
         self, call: Call, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]
@@ -470,7 +487,7 @@ class Attention(nn.Module, abc.ABC):
     def _check_cache(
         self, cache: KVCache, x: Tensor, memory: Optional[Tensor], mask: Optional[Tensor], causal: bool
     ) -> None:
-        if not isinstance(cache, KVCache) or cache.owner != id(self):
+        if not isinstance(cache, KVCache) or cache.owner != self._instance:
             raise ValueError("cache was not made by this attention: each layer has its own (new_cache())")
         if self.is_non_causal:
             raise ValueError("this attention decides by the whole sequence: build it with causal=True")

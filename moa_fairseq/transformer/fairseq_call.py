@@ -1,6 +1,5 @@
 """fairseq's calls, time first, of the attentions and the mixture of feed-forwards here."""
 
-import itertools
 from typing import Any, Dict, Optional, Tuple, Type
 
 import torch
@@ -14,7 +13,6 @@ from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.forward_context import current_context
 
 IncrementalState = Dict[str, Any]
-_instances = itertools.count()
 
 
 class FairseqCall(Attention):
@@ -30,12 +28,6 @@ class FairseqCall(Attention):
     def __init__(self, *args: Any, encoder_decoder_attention: bool = False, **options: Any):
         super().__init__(*args, **options)
         self.encoder_decoder_attention = encoder_decoder_attention
-        self._state_key = f"mixture_attention.{next(_instances)}"
-
-    def __setstate__(self, state: Dict[str, Any]) -> None:
-        """A copy (copy.deepcopy, pickle) gets its own entry in the state, hence its own keys and values."""
-        super().__setstate__(state)
-        self._state_key = f"mixture_attention.{next(_instances)}"
 
     def forward(  # type: ignore[override]
         self,
@@ -151,9 +143,10 @@ class FairseqCall(Attention):
         """This module's cache, empty before the first step; None when nothing is generated."""
         if incremental_state is None:
             return None
-        if self._state_key not in incremental_state:
-            incremental_state[self._state_key] = self.new_cache()
-        cache: KVCache = incremental_state[self._state_key]
+        key = f"mixture_attention.{self._instance}"
+        if key not in incremental_state:
+            incremental_state[key] = self.new_cache()
+        cache: KVCache = incremental_state[key]
         return cache
 
     def _get_input_buffer(self, incremental_state: Optional[IncrementalState]) -> Dict[str, Tensor]:

@@ -3,33 +3,33 @@
 import equations
 import pytest
 import torch
+from time_first import MixtureOfAttention
 
 from moa_fairseq.attention import moa
-from moa_fairseq.attention.collector import collect_decisions, query_padding
-from moa_fairseq.attention.core import attend
-from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.attention.sdpa import attend
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 C, E, K, D = 24, 6, 3, 8
 
 
 def build(seed=0, dtype=torch.float32, **settings):
     torch.manual_seed(seed)
-    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "bias": True, **settings}
+    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "expert_bias": True, **settings}
     return equations.drawn(MixtureOfAttention(C, **sizes), 0.3).to(dtype).eval()
 
 
 def test_weights_are_those_of_the_chosen_experts():
     module = build(self_attention=True, dtype=torch.float64)
     x = torch.randn(5, 2, C, dtype=torch.float64)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         out, mean = module(x, x, x, need_weights=True)
     _, per_head = module(x, x, x, need_head_weights=True)
     no_weights, nothing = module(x, x, x, need_weights=False)
     y = x.transpose(0, 1)
     _, exact = equations.moa_with_weights(module, y, y, None, None, None)
-    index = decisions[0][1].expert_index.view(2, 5, K).transpose(1, 2)  # [B, K, T]
+    index = decisions[0][1].expert_ids.view(2, 5, K).transpose(1, 2)  # [B, K, T]
     chosen = exact.gather(1, index.unsqueeze(-1).expand(-1, -1, -1, 5))  # [B, K, T, S]
     assert per_head.shape == (K, 2, 5, 5) and mean.shape == (2, 5, 5) and nothing is None
     torch.testing.assert_close(per_head.transpose(0, 1).double(), chosen)
@@ -51,14 +51,14 @@ def test_ambient_query_padding_reaches_a_cross_attention():
     module = build(encoder_decoder_attention=True)
     query, memory = torch.randn(3, 2, C), torch.randn(4, 2, C)
     padding = torch.tensor([[False, False, True], [False] * 3])
-    with collect_decisions() as decisions, query_padding(padding):
+    with collect_routings() as decisions, forward_context(padding=padding):
         out, _ = module(query, memory, memory)
     assert torch.equal(decisions[0][1].padding_mask, padding.reshape(-1))
     assert (out[2, 0] == 0).all() and (out[2, 1] != 0).any()
 
 
 def compare_compiled(module, layer, x, **options):
-    expected, got = layer(x), torch.compile(layer, backend="aot_eager", **options)(x)
+    expected, got = layer(x), torch.compile(layer, expert_backend="aot_eager", **options)(x)
     torch.testing.assert_close(got, expected)
     leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
     torch.testing.assert_close(*(torch.autograd.grad(out, leaves, upstream) for out in (got, expected)))
@@ -71,7 +71,7 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
 
     What is known beside the pass (`collector`) is left out: torch.compile cannot look into context variables.
     """
-    module = build(experts_per_token=per_token, backend=backend, self_attention=True)
+    module = build(experts_per_token=per_token, expert_backend=backend, self_attention=True)
 
     def layer(x):
         decision = module.route(x, None, None)
@@ -129,8 +129,8 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
     assert spread[0] > 2.0 and spread[1] < 1.4
     assert all(torch.equal(one, other) for one, other in zip(before, router.parameters()))
     # the bias chooses, and weighs nothing
-    chosen = decision.probs.gather(1, decision.expert_index)
-    torch.testing.assert_close(decision.gate, chosen / chosen.sum(-1, keepdim=True))
+    chosen = decision.probs.gather(1, decision.expert_ids)
+    torch.testing.assert_close(decision.gates, chosen / chosen.sum(-1, keepdim=True))
     # an update by the rule, expert by expert
     bias, loads = router.selection_bias.clone(), torch.tensor([3.0, 1, 2, 2, 4, 0])
     router.update(loads)

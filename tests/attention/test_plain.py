@@ -11,7 +11,7 @@ from moa_fairseq.attention import (
     MixtureOfHeads,
     NativeMixtureOfHeads,
     SwitchHeadAttention,
-    collect_decisions,
+    collect_routings,
     load_balance_loss,
 )
 from moa_fairseq.attention.gqe import OUTPUTS
@@ -22,10 +22,10 @@ FAMILIES = {
     "dense": lambda **role: DenseAttention(C, 4, **role),
     "MoA": lambda **role: MixtureOfAttention(C, num_experts=6, experts_per_token=2, expert_dim=8, **role),
     "MAE": lambda **role: MixtureOfAttentiveExperts(C, 4, causal=True, **role),
-    "MoH": lambda **role: MixtureOfHeads(C, 4, shared_heads=1, routed_per_token=2, **role),
+    "MoH": lambda **role: MixtureOfHeads(C, 4, moh_shared_heads=1, experts_per_token=2, **role),
     **{
-        f"GQE {output}": lambda output=output, **role: GroupedQueryExperts(
-            C, groups=2, num_experts=4, experts_per_token=2, expert_dim=8, output=output, **role
+        f"GQE {output}": lambda gqe_output=output, **role: GroupedQueryExperts(
+            C, gqe_groups=2, num_experts=4, experts_per_token=2, expert_dim=8, gqe_output=output, **role
         )
         for output in OUTPUTS
     },
@@ -121,13 +121,13 @@ def test_nothing_comes_out_of_nothing(family, shape, head_gate):
 def test_a_compiled_module_hands_out_its_decisions():
     torch.manual_seed(3)
     module, x = FAMILIES["MoA"](self_attention=True), torch.randn(B, T, C)
-    with collect_decisions() as eager:
+    with collect_routings() as eager:
         module(x)
     compiled = torch.compile(module, backend="aot_eager")
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         compiled(x)
     ((_, one),), ((_, other),) = eager, decisions
-    assert torch.equal(one.expert_index, other.expert_index)
+    assert torch.equal(one.expert_ids, other.expert_ids)
     assert load_balance_loss(one) == load_balance_loss(other)
 
 

@@ -3,15 +3,17 @@
 from functools import partial
 
 import pytest
+from time_first import (
+    DenseAttention,
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    MixtureOfHeads,
+    SwitchHeadAttention,
+)
 
-from moa_fairseq.attention.dense import DenseAttention
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.moh import MixtureOfHeads
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.errors import UserError
 
-SWITCHHEAD = dict(num_heads=2, head_dim=6, num_experts=4, experts_per_token=2)
+SWITCHHEAD = dict(switchhead_heads=2, expert_dim=6, num_experts=4, experts_per_token=2)
 REFUSED = {
     partial(DenseAttention, 24, 6): [
         (dict(key_heads=4), "--key-heads 4 must divide the 6"),
@@ -59,15 +61,18 @@ REFUSED = {
     ],
     partial(SwitchHeadAttention, 12, **SWITCHHEAD): [
         (dict(experts_per_token=5), "--experts-per-token 5"),
-        (dict(experts="vx"), "--switchhead-experts 'vx'"),
-        (dict(experts="vv"), "--switchhead-experts 'vv'"),
-        (dict(experts=""), "--switchhead-experts ''"),
-        (dict(num_heads=0), "--switchhead-heads"),
-        (dict(experts="vk", shared_selection=True), "--switchhead-shared-selection.*experts vk"),
-        (dict(experts="none", shared_selection=True), "--switchhead-shared-selection"),
+        (dict(switchhead_experts="vx"), "--switchhead-experts 'vx'"),
+        (dict(switchhead_experts="vv"), "--switchhead-experts 'vv'"),
+        (dict(switchhead_experts=""), "--switchhead-experts ''"),
+        (dict(switchhead_heads=0), "--switchhead-heads"),
+        (
+            dict(switchhead_experts="vk", switchhead_shared_selection=True),
+            "--switchhead-shared-selection.*experts vk",
+        ),
+        (dict(switchhead_experts="none", switchhead_shared_selection=True), "--switchhead-shared-selection"),
         (dict(kdim=8, vdim=9), "two inputs"),
         (
-            dict(head_dim=3, self_attention=True, positions="rope-half"),
+            dict(expert_dim=3, self_attention=True, positions="rope-half"),
             "--positions rope-half .* dimension 3",
         ),
     ],

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from time_first import (
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    NativeMixtureOfHeads,
+    SwitchHeadAttention,
+)
 
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.namoh import NativeMixtureOfHeads
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.kernels import wide_linear
 
 
@@ -50,7 +52,7 @@ def test_half_precision_models_still_route_in_float32(dtype):
 def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
     torch.manual_seed(0)
     decision = TopKRouter(64, 8, 2)(torch.randn(400, 64))
-    assert torch.bincount(decision.expert_index.reshape(-1), minlength=8).min() > 20
+    assert torch.bincount(decision.expert_ids.reshape(-1), minlength=8).min() > 20
 
 
 def kept_bytes(module, x):

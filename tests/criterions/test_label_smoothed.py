@@ -11,7 +11,6 @@ from fairseq.data import Dictionary
 from fairseq.logging import meters, metrics
 from torch import nn
 
-from moa_fairseq.attention.collector import collect_decisions, record
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import load_balance_loss, z_loss
 from moa_fairseq.attention.routers import TopKRouter
@@ -20,6 +19,7 @@ from moa_fairseq.criterions.with_routing import (
     LabelSmoothedCrossEntropyWithRouting,
     LabelSmoothedCrossEntropyWithRoutingConfig,
 )
+from moa_fairseq.transformer.forward_context import collect_routings, record
 from moa_fairseq.transformer.logged_values import mean_values
 
 TASK = argparse.Namespace(target_dictionary=Dictionary())
@@ -71,7 +71,7 @@ def values_of(*logs):
 
 
 def auxiliary(model, batch, alpha=0.01, beta=0.001):
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         model(**batch["net_input"])
     return sum(alpha * load_balance_loss(d) + beta * z_loss(d) for _, d in decisions)
 

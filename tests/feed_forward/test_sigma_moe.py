@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from moa_fairseq.attention.collector import collect_decisions, query_padding
 from moa_fairseq.attention.losses import BALANCE_LOSSES
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 C, E, K, D = 12, 6, 3, 5
 
@@ -61,7 +61,7 @@ def test_output_and_every_gradient_equal_the_dense_sum(shape, sizes, backend):
 def test_padding_gives_zeros_and_counts_for_nothing():
     module, x = build(), torch.randn(4, 2, C)
     padding = torch.tensor([[False] * 4, [False, True, True, True]])
-    with query_padding(padding), collect_decisions() as decisions:
+    with forward_context(padding=padding), collect_routings() as decisions:
         out = module(x)
     torch.testing.assert_close(out.double(), exact(module, x, padding), rtol=1e-4, atol=1e-5)
     ((_, decision),) = decisions

@@ -112,6 +112,7 @@ class Case:
 
     def projected(self, backend, in_order=False):
         """What `run` computes by `project`."""
+
         def function(index, leaves):
             order = SlotOrder(index, leaves["weight"].size(0), in_order)
             rows, weight, gates, bias = (leaves.get(name) for name in ("rows", "weight", "gate", "bias"))

@@ -165,7 +165,10 @@ def test_differentiated_twice(use, walk, monkeypatch):
         for one in variants(SHAPES[shape], use):
             index, inputs, upstream = one.inputs
             found = []
-            for function in (one._loop, one.projected(walk if walk == "reference" else "grouped", shape == "K = E")):
+            for function in (
+                one._loop,
+                one.projected(walk if walk == "reference" else "grouped", shape == "K = E"),
+            ):
                 leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
                 for incoming in (upstream, upstream.clone().requires_grad_()):
                     first = torch.autograd.grad(
@@ -173,7 +176,9 @@ def test_differentiated_twice(use, walk, monkeypatch):
                     )
                     penalty = sum((grad * grad.detach().cos()).sum() for grad in first)
                     wanted = [leaf for leaf in (*leaves.values(), incoming) if leaf.requires_grad]
-                    found.append(torch.autograd.grad(penalty, wanted, allow_unused=True, materialize_grads=True))
+                    found.append(
+                        torch.autograd.grad(penalty, wanted, allow_unused=True, materialize_grads=True)
+                    )
             for exact, got in zip(found[:2], found[2:]):
                 torch.testing.assert_close(got, exact)
 

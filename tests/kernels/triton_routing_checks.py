@@ -58,7 +58,7 @@ def test_routing_and_its_gradients_equal_float64(sizes, padded, renormalize, dty
         leaves.append((inputs, router.projection.weight))
     ours, theirs = decisions
     assert launched == [1], "the kernel did not run, or ran for the reference"
-    assert torch.equal(ours.expert_index, theirs.expert_index)
+    assert torch.equal(ours.expert_ids, theirs.expert_ids)
     for name in ("logits", "probs", "gate"):
         got = getattr(ours, name)
         assert got.dtype == torch.float32
@@ -85,7 +85,7 @@ def test_not_a_number_still_gives_each_slot_an_expert_of_its_own():
     router, _ = routers((5, 8, 6, 3), "detached", torch.float32)
     x = torch.randn(5, 8, device=DEVICE)
     x[2] = float("nan")
-    index = router(x).expert_index
+    index = router(x).expert_ids
     assert ((index >= 0) & (index < 6)).all()
     assert all(len(set(row)) == 3 for row in index.tolist())
 
@@ -93,7 +93,7 @@ def test_not_a_number_still_gives_each_slot_an_expert_of_its_own():
 def test_ties_go_to_the_lower_number():
     router, _ = routers((5, 8, 6, 3), "detached", torch.float32)
     decision = router(torch.zeros(4, 8, device=DEVICE))
-    assert decision.expert_index.tolist() == [[0, 1, 2]] * 4
+    assert decision.expert_ids.tolist() == [[0, 1, 2]] * 4
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from fairseq.sequence_generator import SequenceGenerator
 from whole_models import build, dictionary
 
 from moa_fairseq.attention import base
-from moa_fairseq.attention.cache import extend_cache
-from moa_fairseq.attention.collector import hypotheses
-from moa_fairseq.attention.core import is_causal, mark_causal
+from moa_fairseq.attention.kv_cache import extend_cache
+from moa_fairseq.attention.sdpa import is_causal, mark_causal
+from moa_fairseq.transformer.forward_context import forward_context
 from moa_fairseq.transformer.layers import MixtureEncoder
 
 WORDS = dictionary(symbols=34)
@@ -99,7 +99,7 @@ def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
     attention = model.decoder.layers[0].encoder_attn
     memory = torch.randn(5, 3, 128).repeat_interleave(2, dim=1)
     state = {}
-    with hypotheses(2):
+    with forward_context(beam_size=2):
         attention(torch.randn(1, 6, 128), memory, memory, incremental_state=state, static_kv=True)
     before = attention._get_input_buffer(state)["prev_key"].clone()
     attention.reorder_incremental_state(state, torch.tensor([1, 0, 3, 2, 4, 4]))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from whole_models import build
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.skeleton import build_skeleton
+from moa_fairseq.transformer.forward_context import collect_routings
 
 
 def test_settings_without_a_formula_print_none():
@@ -52,7 +52,7 @@ def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
     source = torch.randint(4, 30, (2, 6))
     source[1, 4:] = 1
     target = torch.randint(4, 30, (2, 5))
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         out, _ = model(source, torch.tensor([6, 4]), target)
     named = dict(decisions)
     assert list(named) == [

@@ -20,12 +20,12 @@ from trainer_updates import (
     update,
 )
 
-from moa_fairseq.attention.collector import collect_decisions
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.expert_draw import ExpertDraw
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, GateSGD
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
@@ -83,7 +83,7 @@ def test_the_draw_uses_the_gates_that_the_g_step_has_just_updated(build_trainer,
     first.begin_epoch(G_EPOCH)
 
     def probabilities():
-        with torch.no_grad(), collect_decisions() as decisions:
+        with torch.no_grad(), collect_routings() as decisions:
             first.get_model().eval()(**samples[0]["net_input"])
         return {name: decision.probs for name, decision in decisions}
 
@@ -251,10 +251,10 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
         sample = dataset.collater([dataset[i] for i in ids])
         draw = ExpertDraw(sample["id"], 1, 1)
         model.train()
-        with drawing_experts(draw), collect_decisions() as decisions:
+        with forward_context(draw=draw), collect_routings() as decisions:
             model(**sample["net_input"])
         place = sample["id"].tolist().index(3)
-        return decisions[0][1].probs[place], decisions[0][1].expert_index[place]
+        return decisions[0][1].probs[place], decisions[0][1].expert_ids[place]
 
     for alone, among in zip(drawn([3]), drawn([3, 4, 5, 6])):
         torch.testing.assert_close(alone, among)
@@ -330,7 +330,7 @@ def test_the_future_leaks_neither_into_training_nor_into_evaluation(build_traine
         outs = []
         for tokens in (previous, other):
             net_input = {**sample["net_input"], "prev_output_tokens": tokens}
-            with drawing_experts(draw) if drawn else torch.no_grad():
+            with forward_context(draw=draw) if drawn else torch.no_grad():
                 outs.append(model(**net_input)[0].detach())
         assert torch.equal(outs[0][:, :position], outs[1][:, :position])
         assert not torch.allclose(outs[0][:, position:], outs[1][:, position:])

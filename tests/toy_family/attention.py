@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from moa_fairseq.attention.base import FamilySettings, MixtureAttention
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class ParityAttention(MixtureAttention):
         probs = torch.zeros(index.size(0), self.num_heads, device=x.device).scatter_(1, index, 1 / half)
         gate = torch.full_like(index, self.scale, dtype=x.dtype)
         mask = None if padding is None else padding.reshape(-1)
-        return RoutingDecision(index, gate, probs, probs, self.num_heads, padding_mask=mask)
+        return Routing(index, gate, probs, probs, self.num_heads, padding_mask=mask)
 
     def project_queries(self, x, decision):
         return self._split(self.q_proj(x))
@@ -49,7 +49,7 @@ class ParityAttention(MixtureAttention):
     def project_output(self, heads, decision):
         batch, _, tgt_len, _ = heads.shape
         weight = torch.zeros_like(decision.probs, dtype=heads.dtype).scatter_(
-            1, decision.expert_index, decision.gate
+            1, decision.expert_ids, decision.gates
         )
         heads = heads.transpose(1, 2) * weight.view(batch, tgt_len, self.num_heads, 1)
         return self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))
