@@ -89,11 +89,6 @@ class Call:
     token_ids: Optional[Tensor] = None  # of the queries, [B, T] int64
     draw: Any = None  # of experts: `expert_draw.ExpertDraw`
 
-    @property
-    def rows_padding(self) -> Optional[Tensor]:
-        """query_padding as a router wants it, [B·T]."""
-        return None if self.query_padding is None else self.query_padding.reshape(-1)
-
 
 Computed = Tuple[Tensor, Optional[Tensor], Tuple[Routing, ...]]
 
@@ -296,7 +291,12 @@ class Attention(nn.Module, abc.ABC):
         return KVCache(owner=self._instance, can_trim=self.can_trim_cache)
 
     def attend(
-        self, call: Call, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]
+        self,
+        call: Call,
+        q: Tensor,
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        masks: Optional[Masks] = None,
     ) -> Tuple[Tensor, Optional[Tensor]]:
         """Results of the heads [B, H, T, D], and weights [B, H, T, S] where the call needs them.
 
@@ -304,18 +304,14 @@ class Attention(nn.Module, abc.ABC):
             call: the pass.
             q: [B, H, T, D].
             k, v: [B, G, S, D], G dividing H; None where the cache has them.
+            masks: those of keys and values that `place` returned already; else they are placed here.
         """
         bias = None
-        masks = call.masks
-        if call.cache is not None or self.positions is not None:
-            q, k, v, masks, bias = self.place(call, q, k, v)
+        if masks is None:
+            masks = call.masks
+            if call.cache is not None or self.positions is not None:
+                q, k, v, masks, bias = self.place(call, q, k, v)
         assert k is not None and v is not None  # they were projected, or the cache has them
-        return self.softmax(call, q, k, v, masks, bias)
-
-    def softmax(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, masks: Masks, bias: Optional[Tensor] = None
-    ) -> Tuple[Tensor, Optional[Tensor]]:
-        """`sdpa.attend` with this module's dropout, or with weights where the call needs them."""
         if call.need_weights:
             return attend_with_weights(q, k, v, masks, self.dropout_now, bias)
         return attend(q, k, v, masks, self.dropout_now, bias), None
@@ -413,6 +409,8 @@ class Attention(nn.Module, abc.ABC):
                 raise TypeError(self._unread(name))
         self._check_input("x", x, self.embed_dim)
         batch, tgt_len, _ = x.shape
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: make one with new_cache()")
         is_self = memory is None and not (cache is not None and cache.holds_memory)
         if memory is not None:
             if self.self_attention:
@@ -431,12 +429,12 @@ class Attention(nn.Module, abc.ABC):
         held = 0 if cache is None else cache.length
         if is_self:
             src_len = held + tgt_len
-            lengths = {tgt_len, src_len}
+            lengths = ((batch, tgt_len), (batch, src_len))
         else:
             src_len = held if memory is None else memory.size(1)
-            lengths = {src_len}
+            lengths = ((batch, src_len),)
         if padding is not None:
-            _check_mask("padding", padding, [(batch, length) for length in sorted(lengths)], False)
+            _check_mask("padding", padding, lengths, False)
         if query_padding is not None:
             _check_mask("query_padding", query_padding, [(batch, tgt_len)], False)
         if mask is not None:
@@ -487,7 +485,7 @@ class Attention(nn.Module, abc.ABC):
     def _check_cache(
         self, cache: KVCache, x: Tensor, memory: Optional[Tensor], mask: Optional[Tensor], causal: bool
     ) -> None:
-        if not isinstance(cache, KVCache) or cache.owner != self._instance:
+        if cache.owner != self._instance:
             raise ValueError("cache was not made by this attention: each layer has its own (new_cache())")
         if self.is_non_causal:
             raise ValueError("this attention decides by the whole sequence: build it with causal=True")

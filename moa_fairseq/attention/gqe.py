@@ -110,7 +110,7 @@ class GroupedQueryExperts(MixtureOfAttention):
     def compute(self, call: Call) -> Computed:
         batch, tgt_len, _ = call.x.shape
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
-        routing = self._with_shared_head(self.router(rows, call.rows_padding), call.rows_padding)
+        routing = self._with_shared_head(self.router(rows, call.query_padding))
         order = routing.order()
         q = self.q_experts(rows, order).view(batch, tgt_len, self.num_heads, self.expert_dim).transpose(1, 2)
         q = self._transposed(
@@ -138,11 +138,12 @@ class GroupedQueryExperts(MixtureOfAttention):
         out = self.out_proj(slots.flatten(2))  # [B, T, H·D or (H + 1)·D] → [B, T, C]
         return out, weights, (routing,)
 
-    def _with_shared_head(self, routing: Routing, padding: Optional[Tensor]) -> Routing:
+    def _with_shared_head(self, routing: Routing) -> Routing:
         """The shared head as expert 0, in slot 0, with a gate of 1."""
         if not self.shared_heads:
             return routing
         gates = F.pad(routing.gates, (1, 0), value=1.0)
+        padding = routing.padding
         return replace(
             routing,
             expert_ids=F.pad(routing.expert_ids + 1, (1, 0)),
@@ -160,8 +161,8 @@ class GroupedQueryExperts(MixtureOfAttention):
         # no bias: __init__ has refused --positions xl
         q, k, v, masks, _ = self.place(call, q, k, v)
         means = k.mean(1, keepdim=True), v.mean(1, keepdim=True)
-        shared, shared_weights = self.softmax(call, q[:, :1], *means, masks)
-        routed, routed_weights = self.softmax(call, q[:, 1:], k, v, masks)
+        shared, shared_weights = self.attend(call, q[:, :1], *means, masks)
+        routed, routed_weights = self.attend(call, q[:, 1:], k, v, masks)
         heads = torch.cat([shared, routed], 1)
         if shared_weights is None or routed_weights is None:
             return heads, None

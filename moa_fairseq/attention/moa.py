@@ -167,10 +167,9 @@ class MixtureOfAttention(Attention):
                 nn.init.zeros_(projection.bias)
 
     def compute(self, call: Call) -> Computed:
-        rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
-        routing = self.router(rows, call.rows_padding, call.token_ids)
+        routing: Routing = self.router(call.x, call.query_padding, call.token_ids)
         order = routing.order()
-        q = self.q_experts(rows, order)  # [N, C] → [N·K, P·D]
+        q = self.q_experts(call.x.reshape(-1, self.embed_dim), order)  # [N, C] → [N·K, P·D]
         q = q.view(*call.x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)  # → [B, K·P, T, D]
         k, v = self.keys_values(call)
         heads, weights = self.attend(call, q, k, v)

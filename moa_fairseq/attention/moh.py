@@ -124,7 +124,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
         queries = self.q_proj(rows) if self.router.reads_queries else None  # of every head, [N, H·D]
         routed_by = rows if queries is None else queries
-        routing: Routing = self.router(routed_by, call.rows_padding, call.token_ids)
+        routing: Routing = self.router(routed_by, call.query_padding, call.token_ids)
         k, v = self.keys_values(call)
         skips, skips_projections = self._skips(call)
         if skips:
@@ -183,11 +183,10 @@ class MixtureOfHeads(DenseHeadsAttention):
             slots = queries.view(-1, self.num_heads, dim).gather(1, index)  # [N, H, D] → [N, h_s + K, D]
         q = slots.view(batch, tgt_len, active, dim).transpose(1, 2)  # [B, h_s + K, T, D]
         q, k, v, masks, _ = self.place(call, q, k, v)  # no bias: `_may_skip`
-        dropout = self.dropout_now
-        routed = attend_selected(q, order, k[:, shared:], v[:, shared:], masks, dropout)
+        routed = attend_selected(q, order, k[:, shared:], v[:, shared:], masks, self.dropout_now)
         heads = routed.view(batch, tgt_len, -1, dim).transpose(1, 2)
         if shared:
-            always, _ = self.softmax(call, q[:, :shared], k[:, :shared], v[:, :shared], masks)
+            always, _ = self.attend(call, q[:, :shared], k[:, :shared], v[:, :shared], masks)
             heads = torch.cat([always, heads], 1)
         if self.head_gate is not None:
             heads = self.head_gate(heads, call.x, routing.expert_ids)

@@ -68,6 +68,7 @@ class _Router(nn.Module):
         shared_index = every.expand(routed_index.size(0), -1)
         gate = torch.cat(gates, 1)
         if padding is not None:
+            padding = padding.reshape(-1)
             gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
         return Routing(
             torch.cat([shared_index, routed_index + self.shared_heads], 1),
@@ -119,10 +120,11 @@ class SharedAndRoutedRouter(_Router):
     def forward(
         self, x: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
     ) -> Routing:
-        """Route x [N, C]; padding [N] bool marks tokens whose gates are set to zero.
+        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates are set to zero.
 
         token_ids [N]: for a choice by hash.
         """
+        x = x.reshape(-1, x.size(-1))
         released = self.scaling == "released"
         with full_precision(x.device.type):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -163,10 +165,11 @@ class QueryNormRouter(_Router):
     def forward(
         self, queries: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
     ) -> Routing:
-        """Route by the queries [N, H·D] of every head, as projected, before positions rotate them.
+        """Route by the queries [N, H·D] or [B, T, H·D] of every head, as projected, before positions rotate them.
 
         token_ids are not used.
         """
+        queries = queries.reshape(-1, queries.size(-1))
         with full_precision(queries.device.type):
             dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
             heads = queries.to(dtype).unflatten(1, (self.num_heads, -1))

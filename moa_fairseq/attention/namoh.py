@@ -115,7 +115,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
 
     def compute(self, call: Call) -> Computed:
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
-        routing = self.router(rows, call.rows_padding)
+        routing: Routing = self.router(rows, call.query_padding)
         order = routing.order()
         q = self._heads(self.q_experts(rows, order), call.x)
         routings = (routing,)
@@ -150,7 +150,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             return routing
         padding = call.masks.padding
         if padding is not None:
-            padding = padding[:, -memory.size(1) :].reshape(-1)
+            padding = padding[:, -memory.size(1) :]
         rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
         # without a router of its own it is the text again, behind its context: its tokens are counted already
         found: Routing = (own or self.router)(rows, padding, observed=own is not None)
@@ -191,7 +191,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         # [n·B, K, T, D] → [B, K, n·T, D]
         folded = q.unflatten(0, (rows, beam)).transpose(1, 2).flatten(2, 3)
         blocks = (of_queries.gather(folded), of_keys.gather(k), of_keys.gather(v))
-        found, weights = self.softmax(call, *blocks, Masks(mask, of_keys.empty))
+        found, weights = self.attend(call, *blocks, Masks(mask, of_keys.empty))
 
         def unfolded(x: Tensor) -> Tensor:
             slots: Tensor = of_queries.scatter(x).unflatten(2, (beam, q.size(2)))

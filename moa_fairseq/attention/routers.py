@@ -12,7 +12,6 @@ from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_linear
-from moa_fairseq.torch_compat import full_precision
 
 RENORMALIZATIONS = ("detached", "full", "none")
 ACTIVATIONS = ("softmax", "sigmoid")
@@ -109,12 +108,12 @@ class TopKRouter(Observer):
         self.groups = groups
         self.renormalize = settings.router_renormalize
         self.activation = settings.router_activation
-        self.gates = settings.router_gates
+        self.gate_values = settings.router_gates
         self.bias_rate = bias_rate
         self.backend = resolve_backend(settings.expert_backend)
         every = groups * num_experts
         self.is_constant = self.renormalize == "full" and groups * experts_per_token == 1 < every
-        self.is_constant &= choice == "learned" and self.gates != "uniform"
+        self.is_constant &= choice == "learned" and self.gate_values != "uniform"
         self.projection = nn.Linear(model_dim, every, bias=False)
         self.noise_projection = nn.Linear(model_dim, every, bias=False) if settings.routing_noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
@@ -124,8 +123,8 @@ class TopKRouter(Observer):
             self.register_buffer("selection_bias", torch.zeros(every))
             self.register_buffer("pending", torch.zeros(every), persistent=False)
         # Whether the kernel that routes at once does all that is asked for; noise is asked for in training.
-        is_plain = self.activation == "softmax" and self.gates == "learned" and choice != "hash"
-        self.may_fuse = is_plain and groups == 1 and not bias_rate
+        is_plain = self.activation == "softmax" and self.gate_values == "learned" and choice != "hash"
+        self.may_fuse = is_plain and groups == 1 and not bias_rate and self.backend in ("auto", "triton")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -146,9 +145,9 @@ class TopKRouter(Observer):
         """Route tokens.
 
         Args:
-            x: [N, C].
-            padding: [N] bool, True = padding: tokens whose gates are set to zero.
-            token_ids: [N] int64, for router_choice "hash".
+            x: [N, C], or [B, T, C] with N = B·T.
+            padding: [N] or [B, T] bool, True = padding: tokens whose gates are set to zero.
+            token_ids: [N] or [B, T] int64, for router_choice "hash".
             observed: whether loads count for routing_bias_rate in training.
 
         Raises:
@@ -160,50 +159,50 @@ class TopKRouter(Observer):
                 "would not train the router. Choose --router-renormalize detached, which has the same "
                 "values and a gradient, or none; or raise --experts-per-token."
             )
-        with full_precision(x.device.type):
-            routed = None
-            if self.may_fuse and not (self.training and self.noise_projection is not None):
-                weight, per_token = self.projection.weight, self.experts_per_token
-                routed = top_k_routing(x, weight, per_token, self.renormalize, padding, self.backend)
-            if routed is None:
-                logits, probs, gates, expert_ids = self._route(x, token_ids)
-                if padding is not None:
-                    gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
-            else:
-                logits, probs, gates, chosen = routed
-                expert_ids = self._every_expert(x) if chosen is None else chosen
-        routing = Routing(
-            expert_ids,
-            gates,
-            probs,
-            logits,
-            self.groups * self.num_experts,
-            groups=self.groups,
-            padding=padding,
-        )
+        x = x.reshape(-1, x.size(-1))
+        if padding is not None:
+            padding = padding.reshape(-1)
+        noise = self.noise_projection if self.training else None
+        routed = None
+        if self.may_fuse and noise is None:
+            weight, per_token = self.projection.weight, self.experts_per_token
+            routed = top_k_routing(x, weight, per_token, self.renormalize, padding, self.backend)
+        if routed is not None:
+            logits, probs, gates, chosen = routed
+            expert_ids = self._every_expert(x) if chosen is None else chosen
+        else:
+            logits = wide_linear(x, self.projection.weight)
+            if noise is not None:
+                logits = logits + torch.randn_like(logits) * F.softplus(wide_linear(x, noise.weight))
+            probs = self._probabilities(logits)
+            expert_ids = self._choose(x, probs, token_ids)
+            gates = self._gates(probs, expert_ids)
+            if self.gate_values != "learned":
+                even = self._gates(self._probabilities(torch.zeros_like(logits)), expert_ids)
+                gates = even if self.gate_values == "uniform" else even + (gates - gates.detach())
+            if padding is not None:
+                gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
+        every = self.groups * self.num_experts
+        routing = Routing(expert_ids, gates, probs, logits, every, groups=self.groups, padding=padding)
         if self.bias_rate and self.training and observed:
             self.observe(routing.expert_counts.to(self.pending.dtype))
         return routing
 
-    def _route(self, x: Tensor, token_ids: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(logits, probs, gates, expert ids) of x [N, C], in torch's operations."""
-        logits = wide_linear(x, self.projection.weight)
-        if self.noise_projection is not None and self.training:
-            spread = F.softplus(wide_linear(x, self.noise_projection.weight))
-            logits = logits + torch.randn_like(logits) * spread
-        probs = self._probabilities(logits)
+    def _choose(self, x: Tensor, probs: Tensor, token_ids: Optional[Tensor]) -> Tensor:
+        """The chosen experts of x [N, C] with probs [N, G·E]: [N, G·K]."""
         if self.experts_per_token == self.num_experts:
-            expert_ids = self._every_expert(x)
-        elif self.token_hash is not None:
-            expert_ids = self.token_hash(token_ids)
-        else:
-            scores = probs.detach()
-            expert_ids = self._largest(scores + self.selection_bias if self.bias_rate else scores)
-        gates = self._gates(probs, expert_ids)
-        if self.gates != "learned":
-            even = self._gates(self._probabilities(torch.zeros_like(logits)), expert_ids)
-            gates = even if self.gates == "uniform" else even + (gates - gates.detach())
-        return logits, probs, gates, expert_ids
+            return self._every_expert(x)
+        if self.token_hash is not None:
+            expert_ids: Tensor = self.token_hash(token_ids)
+            return expert_ids
+        scores = probs.detach()
+        if self.bias_rate:
+            scores = scores + self.selection_bias
+        if self.groups == 1:
+            return scores.topk(self.experts_per_token, dim=-1).indices
+        in_group = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
+        first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [G, 1]
+        return (in_group + first).flatten(1)
 
     def _every_expert(self, x: Tensor) -> Tensor:
         """The experts where all are chosen, [N, G·E]."""
@@ -220,14 +219,6 @@ class TopKRouter(Observer):
         if self.groups == 1:
             return torch.softmax(logits, dim=-1)
         return torch.softmax(logits.unflatten(-1, (self.groups, -1)), dim=-1).flatten(1)
-
-    def _largest(self, scores: Tensor) -> Tensor:
-        """The numbers of the experts with the K largest scores of each group: [N, G·E] → [N, G·K]."""
-        if self.groups == 1:
-            return scores.topk(self.experts_per_token, dim=-1).indices
-        expert_ids = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
-        first = every_index(self.groups, device=scores.device).unsqueeze(1) * self.num_experts  # [G, 1]
-        return (expert_ids + first).flatten(1)
 
     def _gates(self, probs: Tensor, expert_ids: Tensor) -> Tensor:
         """The chosen probabilities, divided by their sum as `renormalize` has it: [N, G·K]."""

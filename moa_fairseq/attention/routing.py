@@ -51,7 +51,8 @@ class Routing:
 
     def order(self) -> SlotOrder:
         """The permutation of its slots for the products with the chosen experts; nothing is sorted yet."""
-        return SlotOrder(self.expert_ids, self.num_experts, self.chooses_all)
+        chooses_all = self.expert_ids.size(1) == self.num_experts
+        return SlotOrder(self.expert_ids, self.num_experts, chooses_all)
 
     @property
     def chooses_all(self) -> bool:

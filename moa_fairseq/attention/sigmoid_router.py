@@ -61,7 +61,8 @@ class SigmoidTopKRouter(nn.Module):
         draw_rows_of_one_length(self.projection.weight)
 
     def forward(self, x: Tensor, padding: Optional[Tensor] = None) -> Routing:
-        """Route x [N, C]; padding [N] bool marks tokens whose gates are set to zero."""
+        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates become zero."""
+        x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)
         with full_precision(x.device.type):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -83,6 +84,7 @@ class SigmoidTopKRouter(nn.Module):
             expert_ids = chosen.flatten(1)  # [N, H, k] → [N, H·k]
             gate = gate.flatten(1)
             if padding is not None:
+                padding = padding.reshape(-1)
                 gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
         return Routing(
             expert_ids,

@@ -153,7 +153,7 @@ class SwitchHeadAttention(Attention):
         routing = order = None
         routings = []
         if self.router is not None:
-            routing = self.router(call.x.reshape(-1, self.embed_dim), call.rows_padding)  # [B, T, C] → [N, C]
+            routing = self.router(call.x, call.query_padding)
             order = routing.order()
             routings.append(routing)
         q = self._into_heads("q", self.q_proj, call.x, routing, order)
@@ -184,8 +184,8 @@ class SwitchHeadAttention(Attention):
         if router is None:
             return None, None
         if padding is not None:
-            padding = padding[:, -memory.size(1) :].reshape(-1)
-        found: Routing = router(memory.reshape(-1, memory.size(2)), padding)  # [B, S, C] → [N, C]
+            padding = padding[:, -memory.size(1) :]
+        found: Routing = router(memory, padding)
         source = replace(found, side="keys")
         return source, source.order()
 

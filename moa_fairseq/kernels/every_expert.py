@@ -22,30 +22,32 @@ _STEP_COLUMNS = 24
 _CACHED_WEIGHTS = 1.5e6  # elements
 
 
-def pays(tokens: int, per_token: int, weight: Tensor) -> bool:
-    """Whether one product over all of weight [E, D, C] is faster than the K · tokens that are asked for."""
+def unsupported_reason(product: Any) -> str:
+    """Why one product over all of weight [E, D, C] is not faster than the K · tokens that are asked for, or ""."""
+    if is_compiling():
+        return "a graph must not depend on numbers of tokens"
+    weight, tokens, per_token = product.weight, product.order.tokens, product.order.per_token
     num_experts, dim, model_dim = weight.shape
     surplus = tokens * model_dim * max(dim - _STEP_COLUMNS, 0) * (num_experts - per_token) / num_experts
     device = weight.device.type
     if device == "cpu" and weight.dtype == torch.bfloat16:
         device = "cpu bfloat16"
     if surplus > _STEP.get(device, _STEP["cpu"]):
-        return False
+        return "too many products that nobody asked for"
     reads_most = tokens * per_token > 2 * num_experts
-    return reads_most or weight.is_cuda or weight.numel() <= _CACHED_WEIGHTS
-
-
-def unsupported_reason(product: Any) -> str:
-    """Why this is not the way for a product of few tokens, or ""."""
-    if not is_compiling() and pays(product.order.tokens, product.order.per_token, product.weight):
+    if reads_most or weight.is_cuda or weight.numel() <= _CACHED_WEIGHTS:
         return ""
-    return "too many tokens"
+    return "most of the experts need not be read"
 
 
 def run(product: Any) -> Tensor:
     """As `experts.up` and `experts.down` of kernels: the product of all rows and experts, then a choice."""
     weight, order = product.weight, product.order
     num_experts, dim, _ = weight.shape
+    cells = order.cells
+    if cells is None:  # [S]: of each slot, token · E + expert, its place among every expert of every token
+        first = torch.arange(order.tokens, device=weight.device) * num_experts
+        cells = order.cells = (order.expert_ids + first.unsqueeze(1)).view(-1)
     gates = None if product.gates is None else product.gates.to(product.rows.dtype).unsqueeze(1)
     if product.is_up:
         matrix = weight.flatten(0, 1).t()  # [E, D, C] → [C, E·D]
@@ -53,12 +55,12 @@ def run(product: Any) -> Tensor:
             every = product.rows @ matrix
         else:
             every = torch.addmm(product.bias.flatten(), product.rows, matrix)
-        slots = every.view(-1, dim).index_select(0, order.cell)  # [N·E, D] → [N·K, D]
+        slots = every.view(-1, dim).index_select(0, cells)  # [N·E, D] → [N·K, D]
         slots = slots if gates is None else slots * gates
         return slots if product.fan == 1 else slots.view(-1, product.fan, dim).sum(1)
     slots = product.rows
     if product.fan > 1:
         slots = slots.unsqueeze(1).expand(-1, product.fan, -1).reshape(-1, dim)
     slots = slots if gates is None else slots * gates
-    cells = slots.new_zeros(order.tokens * num_experts, dim).index_copy(0, order.cell, slots)
-    return cells.view(order.tokens, num_experts * dim) @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]
+    every = slots.new_zeros(order.tokens * num_experts, dim).index_copy(0, cells, slots)
+    return every.view(order.tokens, num_experts * dim) @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]

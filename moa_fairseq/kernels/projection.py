@@ -157,7 +157,9 @@ def project(
         bias = bias.to(rows.dtype)
     product = Product(rows, weight, bias, gates, order, is_up, fan)
     ways = _IN_ORDER if order.in_order and fan == 1 and not (is_up and gates is not None) else _WAYS
-    way = next(way for way in ways[backend] if not way.unsupported_reason(product))
+    for way in ways[backend]:  # the last supports everything
+        if not way.unsupported_reason(product):
+            break
     out = way.run(product)
     if bias is None or is_up or way.adds_biases:
         return out

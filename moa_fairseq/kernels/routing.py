@@ -47,8 +47,14 @@ def _product_grads(
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear in float32 or wider, whatever the dtypes: x [N, C], weight [E, C] → [N, E]."""
-    logits: Tensor = _WideProduct.apply(x, weight) if x.dtype in _HALF else F.linear(x, weight.to(x.dtype))
+    """F.linear in float32 or wider, whatever the dtypes and autocast: x [N, C], weight [E, C] → [N, E]."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return wide_linear(x, weight)
+    if x.dtype not in _HALF:
+        return F.linear(x, weight.to(x.dtype))
+    logits: Tensor = _WideProduct.apply(x, weight)
     return logits
 
 

@@ -21,14 +21,14 @@ class SlotOrder:
     """
 
     def __init__(self, expert_ids: Tensor, num_experts: int, in_order: bool = False):
-        self._expert_ids = expert_ids
+        self.expert_ids = expert_ids
         self.num_experts = num_experts
         self.in_order = in_order
         self.tokens, self.per_token = expert_ids.shape  # N, K
         self.slots = expert_ids.numel()  # S
         # no cached_property: torch.compile cannot enter its lock
         self._expert: Optional[Tensor] = None
-        self._cell: Optional[Tensor] = None
+        self.cells: Optional[Tensor] = None  # of `every_expert`
         self._order_and_offsets: Optional[Tuple[Tensor, Tensor]] = None
         self._plans: Dict[Tuple[Callable[..., Any], int], Any] = {}
 
@@ -36,16 +36,8 @@ class SlotOrder:
     def expert(self) -> Tensor:
         """[S] int64: flat slot → expert."""
         if self._expert is None:  # if all experts are chosen this is a copy, so it is made on demand
-            self._expert = self._expert_ids.reshape(-1)
+            self._expert = self.expert_ids.reshape(-1)
         return self._expert
-
-    @property
-    def cell(self) -> Tensor:
-        """[S] int64: flat slot → token · E + expert, its place among every expert of every token."""
-        if self._cell is None:
-            first = torch.arange(self.tokens, device=self._expert_ids.device) * self.num_experts
-            self._cell = (self._expert_ids + first.unsqueeze(1)).view(-1)
-        return self._cell
 
     def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
         """Let `sort` compute (order, offsets) unless they are known; if it returns None, torch sorts."""
