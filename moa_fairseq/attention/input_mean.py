@@ -5,6 +5,7 @@ from typing import Dict, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 
 def sequence_mean(x: Tensor, padding: Optional[Tensor]) -> Tensor:
@@ -45,7 +46,9 @@ def running_mean(
             rows = torch.cat([before, rows], dim=1)
         held["gate_rows"] = rows[:, max(0, rows.size(1) - window + 1) :]
     length = rows.size(1)
-    if length > window:
+    if is_compiling():  # a graph must not depend on lengths
+        sums = F.pad(rows, (0, 0, window - 1, 0)).unfold(1, window, 1).sum(-1)
+    elif length > window:
         # Pieces as long as the window: one reaches from a piece's end into the next one's beginning.
         pieces = F.pad(rows, (0, 0, 0, -length % window)).unflatten(1, (-1, window))  # [B, n, window, C + 1]
         ends = pieces[:, :-1, 1:].flip(2).cumsum(2).flip(2)

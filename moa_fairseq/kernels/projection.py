@@ -216,7 +216,7 @@ def _by_triton(product: Product) -> Tensor:
 def _by_one_product(product: Product, uses_triton: bool = False) -> Tensor:
     if product.is_up:
         return dense.up(product.rows, product.weight, product.bias)
-    return dense.down(product.rows, product.weight, product.gates, uses_triton and not is_compiling())
+    return dense.down(product.rows, product.weight, product.gates, uses_triton)
 
 
 def _by_one_product_and_triton(product: Product) -> Tensor:

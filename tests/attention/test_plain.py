@@ -405,7 +405,10 @@ def test_made_on_the_meta_device(family, positions, filled):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_differentiated_twice(family):
     """A gradient penalty with a constant incoming gradient, by the attention of torch's that can."""
-    module = build(family, self_attention=True)
+    if family == "MoH, query norms":
+        pytest.skip("its gates' gradient is not that of their values")
+    options = {"router_renormalize": "full"} if family in ("MoA", "NAMOH") else {}  # detached is none, either
+    module = build(family, self_attention=True, **options)
     x = torch.randn(2, 4, C, dtype=torch.float64, requires_grad=True)
 
     def penalty(x):

@@ -58,14 +58,14 @@ class _Down(Function):
 
 def _plain(slots: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     """The same of torch's operations alone."""
-    gated = slots * gate.unsqueeze(1).to(slots.dtype)
+    gated = (slots * gate.unsqueeze(1)).to(slots.dtype)
     return _by_token(gated, weight) @ weight.flatten(0, 1)
 
 
 def _times_gate(slots: Tensor, gate: Tensor, out: Optional[Tensor] = None) -> Tensor:
     """gate · slots in the dtype of the slots, which need not be the gate's; out may be the slots."""
     out = torch.empty_like(slots) if out is None else out
-    if slots.is_cuda or slots.dtype == gate.dtype or is_compiling():
+    if slots.is_cuda or slots.dtype == gate.dtype:
         return torch.mul(slots, gate.unsqueeze(1), out=out)
     for piece in zip(slots.split(_PIECE), gate.split(_PIECE), out.split(_PIECE)):
         torch.mul(piece[0], piece[1].unsqueeze(1), out=piece[2])
@@ -81,6 +81,8 @@ def down(slots: Tensor, weight: Tensor, gate: Optional[Tensor], uses_triton: boo
     """slots [N·E, D], weight [E, D, C], gate [N·E] → [N, C]. A gate in another dtype stays in it."""
     if gate is None:
         return _by_token(slots, weight) @ weight.flatten(0, 1)
+    if is_compiling():
+        return _plain(slots, gate, weight)
     if not torch.is_grad_enabled():
         return _by_token(_times_gate(slots, gate), weight) @ weight.flatten(0, 1)
     out: Tensor = _Down.apply(slots, gate, weight, uses_triton)
