@@ -1,8 +1,9 @@
 """Every expert on every token in one product, then those that were chosen: the backend `reference`.
 
 E / K times the arithmetic, but no step per expert, no sorting and no wait for the host. It is made of plain
-differentiable operations, so it can be differentiated twice, compiled, exported and mapped; the other
-backends take it for few tokens and small experts, too.
+differentiable operations, so it can be compiled, exported and mapped, and keeps what torch keeps for them.
+For few tokens and small experts the other backends do the same with gradients of their own
+(`grouped.placed_rows`).
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ def pays(tokens: int, per_token: int, weight: Tensor) -> bool:
 
 
 def unsupported_reason(product: Any) -> str:
-    """Why this is not the way for a product of few tokens, or ""."""
+    """Why every expert is not multiplied with every token where it need not be, or ""."""
     if not is_compiling() and pays(product.order.tokens, product.order.per_token, product.weight):
         return ""
     return "too many tokens"

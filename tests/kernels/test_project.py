@@ -17,6 +17,7 @@ WALKS = {
     "expert_loop": (projection._LOOP, []),
     "expert_loop in pieces": (projection._LOOP, [(expert_loop, "_PIECE", 3)]),
     "every_expert": (projection._EVERY, []),
+    "placed_rows": (projection._FEW, []),
     "sorted_rows": (projection._SORTED, []),
     "sorted_rows in steps": (
         projection._SORTED,
