@@ -437,6 +437,9 @@ class Attention(nn.Module, abc.ABC):
             _check_mask("padding", padding, lengths, False)
         if query_padding is not None:
             _check_mask("query_padding", query_padding, [(batch, tgt_len)], False)
+        token_ids = inputs.get("token_ids")
+        if token_ids is not None and token_ids.shape != (batch, tgt_len):
+            raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {[batch, tgt_len]}")
         if mask is not None:
             _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
         if causal and self.is_non_causal:

@@ -104,6 +104,7 @@ class RoutingSums:
         self._real = _real_tokens(self._decisions, self._padding)
         # no cached_property: torch.compile cannot enter its lock
         self._sums: Optional[Sums] = None
+        self._load: Optional[Tensor] = None
 
     @classmethod
     def by_kind(cls, decisions: Sequence[Routing]) -> List["RoutingSums"]:
@@ -123,7 +124,9 @@ class RoutingSums:
     @property
     def load(self) -> Tensor:
         """The counts as shares of their group, [M, G, E / G]; zeros for padding only."""
-        return self.shares(self.sums.counts)
+        if self._load is None:
+            self._load = self.shares(self.sums.counts)
+        return self._load
 
     def mean_softmax(self) -> Tensor:
         """The mean over tokens of the softmax of each group's logits, [M, E]."""

@@ -1,8 +1,9 @@
 """Every expert on every token in one product, then those that were chosen: the backend `reference`.
 
 E / K times the arithmetic, but no step per expert, no sorting and no wait for the host. It is made of plain
-differentiable operations, so it can be differentiated twice, compiled, exported and mapped; the other
-backends take it for few tokens and small experts, too.
+differentiable operations, so it can be compiled, exported and mapped, and keeps what torch keeps for them.
+For few tokens and small experts the other backends do the same with gradients of their own
+(`grouped.placed_rows`).
 """
 
 from typing import Any
@@ -44,10 +45,6 @@ def run(product: Any) -> Tensor:
     """As `experts.up` and `experts.down` of kernels: the product of all rows and experts, then a choice."""
     weight, order = product.weight, product.order
     num_experts, dim, _ = weight.shape
-    cells = order.cells
-    if cells is None:  # [S]: of each slot, token · E + expert, its place among every expert of every token
-        first = torch.arange(order.tokens, device=weight.device) * num_experts
-        cells = order.cells = (order.expert_ids + first.unsqueeze(1)).view(-1)
     gates = None if product.gates is None else product.gates.to(product.rows.dtype).unsqueeze(1)
     if product.is_up:
         matrix = weight.flatten(0, 1).t()  # [E, D, C] → [C, E·D]
@@ -55,12 +52,12 @@ def run(product: Any) -> Tensor:
             every = product.rows @ matrix
         else:
             every = torch.addmm(product.bias.flatten(), product.rows, matrix)
-        slots = every.view(-1, dim).index_select(0, cells)  # [N·E, D] → [N·K, D]
+        slots = every.view(-1, dim).index_select(0, order.cell)  # [N·E, D] → [N·K, D]
         slots = slots if gates is None else slots * gates
         return slots if product.fan == 1 else slots.view(-1, product.fan, dim).sum(1)
     slots = product.rows
     if product.fan > 1:
         slots = slots.unsqueeze(1).expand(-1, product.fan, -1).reshape(-1, dim)
     slots = slots if gates is None else slots * gates
-    every = slots.new_zeros(order.tokens * num_experts, dim).index_copy(0, cells, slots)
+    every = slots.new_zeros(order.tokens * num_experts, dim).index_copy(0, order.cell, slots)
     return every.view(order.tokens, num_experts * dim) @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import every_expert, grouped, triton, validation
-from moa_fairseq.kernels.grouped import dense, expert_loop, sorted_rows
+from moa_fairseq.kernels.grouped import dense, expert_loop, placed_rows, sorted_rows
 from moa_fairseq.kernels.slot_order import SlotOrder
 
 logger = logging.getLogger(__name__)
@@ -192,6 +192,10 @@ def _no_loop(product: Product) -> str:
     return "its loop asks the device for sizes" if is_compiling() else _no_function(product)
 
 
+def _too_many(product: Product) -> str:
+    return every_expert.unsupported_reason(product) or _no_function(product)
+
+
 def _no_grouped_mm(product: Product) -> str:
     return _no_function(product) or sorted_rows.unsupported_reason(product.rows, product.weight)
 
@@ -213,6 +217,12 @@ def _by_triton(product: Product) -> Tensor:
     return out
 
 
+def _by_every_expert(product: Product) -> Tensor:
+    if torch.is_grad_enabled():
+        return grouped.run(product, placed_rows.PlacedRows)
+    return every_expert.run(product)
+
+
 def _by_one_product(product: Product, uses_triton: bool = False) -> Tensor:
     if product.is_up:
         return dense.up(product.rows, product.weight, product.bias)
@@ -228,7 +238,7 @@ def _by_one_product_and_checked_triton(product: Product) -> Tensor:
 
 
 _EVERY = Way(_always, every_expert.run)
-_FEW = Way(every_expert.unsupported_reason, every_expert.run)
+_FEW = Way(_too_many, _by_every_expert)
 _SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
 _LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
 _GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)

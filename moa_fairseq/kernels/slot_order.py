@@ -28,7 +28,7 @@ class SlotOrder:
         self.slots = expert_ids.numel()  # S
         # no cached_property: torch.compile cannot enter its lock
         self._expert: Optional[Tensor] = None
-        self.cells: Optional[Tensor] = None  # of `every_expert`
+        self._cell: Optional[Tensor] = None
         self._order_and_offsets: Optional[Tuple[Tensor, Tensor]] = None
         self._plans: Dict[Tuple[Callable[..., Any], int], Any] = {}
 
@@ -38,6 +38,14 @@ class SlotOrder:
         if self._expert is None:  # if all experts are chosen this is a copy, so it is made on demand
             self._expert = self.expert_ids.reshape(-1)
         return self._expert
+
+    @property
+    def cell(self) -> Tensor:
+        """[S] int64: flat slot → token · E + expert, its place among every expert of every token."""
+        if self._cell is None:
+            first = torch.arange(self.tokens, device=self.expert_ids.device) * self.num_experts
+            self._cell = (self.expert_ids + first.unsqueeze(1)).view(-1)
+        return self._cell
 
     def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
         """Let `sort` compute (order, offsets) unless they are known; if it returns None, torch sorts."""

@@ -25,8 +25,8 @@ from moa_fairseq.kernels import SlotOrder, compile_ahead, project, routing, trit
 Shape = Tuple[int, int, int, int, int, int, float]
 Inputs = Tuple[Dict[str, Tensor], Tensor, Tensor]  # leaves, upstream gradient, expert index
 
-# use → into, slots per row and per sum of H heads with k experts each, whether gated
-USES: Dict[str, Tuple[bool, Callable[[int], int], bool]] = {  # up or down, fan of k, gated
+# use → whether up, the fan where a head chooses k experts, whether gated
+USES: Dict[str, Tuple[bool, Callable[[int], int], bool]] = {
     "MoA queries": (True, lambda k: 1, False),
     "MoA outputs": (False, lambda k: 1, True),
     "SwitchHead source": (True, lambda k: k, True),

@@ -100,7 +100,9 @@ class FairseqCall(Attention):
             is_causal=attn_mask is not None and attn_mask is context.causal_mask,
             right_padded=context.right_padded,
         )
-        token_ids = context.token_ids
+        token_ids = None if context.token_ids is None else context.token_ids[:, -tgt_len:]
+        if token_ids is not None and token_ids.shape != (batch, tgt_len):
+            token_ids = None  # of another pass
         out, weights, routings = self.compute(
             Call(
                 x,
@@ -111,7 +113,7 @@ class FairseqCall(Attention):
                 same_tokens=self.self_attention and not is_carried,
                 cache=cache,
                 need_weights=need_weights or need_head_weights,
-                token_ids=None if token_ids is None else token_ids[:, -tgt_len:],
+                token_ids=token_ids,
                 draw=context.draw,
             )
         )

@@ -19,7 +19,8 @@ from time_first import (
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, z_loss
 from moa_fairseq.attention.observers import forgetting, observers_of
-from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
+from moa_fairseq.transformer.fairseq_call import FairseqSigmaMoE
 from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 WIDTH = 16
@@ -155,7 +156,7 @@ def test_a_token_leaves_as_many_bytes_in_the_cache_as_are_stated(family):
     for _ in range(6):  # longer than a window
         attention(torch.randn(1, 1, WIDTH), None, None, incremental_state=state)
         (cache,) = state.values()
-        sizes.append(sum(tensor.nbytes for tensor in cache.values() if tensor is not None))
+        sizes.append(sum(tensor.nbytes for tensor in cache.tensors()))
     assert sizes[-1] - sizes[-2] == attention.cache_bytes(number_bytes=4)
 
 
@@ -252,13 +253,16 @@ def test_nan_in_padding_reaches_nothing(family, positions, how):
 
 
 def test_nan_in_padding_of_a_mixture_of_feed_forwards():
-    layer = SigmaMoE(WIDTH, 4, 2, 8).double()
+    layer = FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8)).double()
     clean = torch.randn(5, 3, WIDTH, dtype=torch.float64)
     spoilt = clean.clone()
     spoilt.transpose(0, 1)[PADDING] = math.nan
-    expected, got = (
-        outcome(layer, lambda x: layer(x, PADDING).transpose(0, 1)[~PADDING], x) for x in (clean, spoilt)
-    )
+
+    def run(x):
+        with forward_context(padding=PADDING):
+            return layer(x).transpose(0, 1)[~PADDING]
+
+    expected, got = (outcome(layer, run, x) for x in (clean, spoilt))
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -293,7 +297,7 @@ def test_batches_without_a_row(family, how, padded, shape):
 
 @pytest.mark.parametrize("shape", [(5, 0), (0, 3)], ids=["B=0", "T=0"])
 def test_a_mixture_of_feed_forwards_without_a_row(shape):
-    layer, x = SigmaMoE(WIDTH, 4, 2, 8), torch.randn(*shape, WIDTH, requires_grad=True)
+    layer, x = FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8)), torch.randn(*shape, WIDTH, requires_grad=True)
     out, losses, _, grads = outcome(layer, layer, x)
     assert out.shape == x.grad.shape == x.shape and torch.isfinite(losses).all()
     assert all(not grad.any() for grad in grads)

@@ -5,11 +5,9 @@ import itertools
 import equations
 import pytest
 import torch
-from time_first import DenseAttention, GroupedQueryExperts
+from time_first import DenseAttention, GroupedQueryExperts, MixtureOfAttention
 
-from moa_fairseq.attention.gqe import GQESettings
 from moa_fairseq.attention.losses import load_balance_loss
-from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.errors import UserError
 from moa_fairseq.transformer.forward_context import collect_routings
 
@@ -37,19 +35,20 @@ def test_one_group_without_a_shared_head_is_moa_bit_by_bit(renormalize, per_toke
     """4K8E48D: the same seed gives the same weights, outputs and gradients, with padding and dropout."""
     sizes = {"num_experts": 8, "experts_per_token": per_token, "expert_dim": 48}
     sizes.update(router_renormalize=renormalize, expert_bias=True)
-    gqe = GQESettings(gqe_groups=1, gqe_shared_heads=0, gqe_output="experts", **sizes)
+    gqe = {"gqe_groups": 1, "gqe_shared_heads": 0, "gqe_output": "experts", **sizes}
     role = {"self_attention": True} if kdim is None else {"encoder_decoder_attention": True}
     role.update(dropout=0.2, kdim=kdim, vdim=kdim, positions=positions)
-    results = []
-    for settings in (gqe, MoASettings(**sizes)):
+    results, macs = [], []
+    for build_one, settings in ((GroupedQueryExperts, gqe), (MixtureOfAttention, sizes)):
         torch.manual_seed(5)
-        module = settings.build(C, num_heads=4, causal=False, **role)
+        module = build_one(C, **settings, **role)
         x, padding = padded()
         key = x if kdim is None else torch.randn(7, 3, kdim)
         leaves = [x.requires_grad_(), *module.parameters()]
         out, _ = module(x, key, key, key_padding_mask=padding, need_weights=False)
         results.append([out, *module.state_dict().values(), *torch.autograd.grad(out.square().sum(), leaves)])
-        assert module.macs(9, 7) == settings.build(C, 4, True, **role).macs(9, 7)
+        macs.append(module.macs(9, 7))
+    assert macs[0] == macs[1]
     assert len(results[0]) == len(results[1])
     assert all(torch.equal(ours, moas) for ours, moas in zip(*results))
 

@@ -2,36 +2,31 @@
 
 import pytest
 import torch
-from time_first import MixtureOfAttention, NativeMixtureOfHeads
+from time_first import NativeMixtureOfHeads
 
+from moa_fairseq import attention
 from moa_fairseq.errors import UserError
 from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 C, D, E, K = 24, 6, 8, 3
 
 
-def build(**settings):
+def build(kind=NativeMixtureOfHeads, **settings):
     torch.manual_seed(0)
     sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, **settings}
-    return NativeMixtureOfHeads(C, **sizes).double().eval()
+    return kind(C, **sizes).double().eval()
 
 
-@pytest.mark.parametrize("role", [{"self_attention": True}, {"encoder_decoder_attention": True}])
+@pytest.mark.parametrize("is_self", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
-def test_all_heads_are_moa_with_keys_of_their_own(bias, role):
-    ours = build(experts_per_token=E, expert_bias=bias, **role)
-    sizes = {
-        "num_experts": E,
-        "experts_per_token": E,
-        "expert_dim": D,
-        "keys_values": "own",
-        "expert_bias": bias,
-    }
-    moa = MixtureOfAttention(C, **sizes, **role).double().eval()
+def test_all_heads_are_moa_with_keys_of_their_own(bias, is_self):
+    sizes = {"experts_per_token": E, "expert_bias": bias, "self_attention": is_self}
+    ours = build(attention.NativeMixtureOfHeads, **sizes)
+    moa = build(attention.MixtureOfAttention, expert_keys_values="own", **sizes)
     state = {name: value for name, value in ours.state_dict().items() if not name.startswith("source_router")}
     moa.load_state_dict({n: v.flatten(0, 1) if n[:2] in ("k_", "v_") else v for n, v in state.items()})
     x, memory = torch.randn(2, 7, C).double(), torch.randn(2, 5, C).double()
-    inputs = (x,) if "self_attention" in role else (x, memory)
+    inputs = (x,) if is_self else (x, memory)
     padding = torch.arange(inputs[-1].size(1)) >= torch.tensor([[9], [3]])
     results = [module(*inputs, padding=padding) for module in (ours, moa)]
     real = slice(None) if len(inputs) == 2 else ~padding
@@ -60,7 +55,7 @@ def test_a_carried_context_is_routed_with_the_text():
     with forward_context(carried=x[:6]), collect_routings() as decisions:
         after, _ = module(x[6:], x[6:], x[6:], attn_mask=future[:4, :4])
     torch.testing.assert_close(after, whole[6:])
-    assert [d.gate.size(0) for _, d in decisions] == [8]  # the text counts once
+    assert [d.gates.size(0) for _, d in decisions] == [8]  # the text counts once
     biased = build(self_attention=True, routing_bias_rate=0.1).train()
     with forward_context(carried=x[:6]):
         biased(x[6:], x[6:], x[6:])
@@ -69,8 +64,9 @@ def test_a_carried_context_is_routed_with_the_text():
 
 def test_cross_attention_balances_both_sides():
     module = build(encoder_decoder_attention=True, kdim=10, vdim=10)
+    memory = torch.randn(7, 2, 10).double()
     with collect_routings() as decisions:
-        module(torch.randn(2, 4, C).double(), torch.randn(2, 7, 10).double())
+        module(torch.randn(4, 2, C).double(), memory, memory)
     assert [(name[-5:], d.auxiliary) for name, d in decisions][1] == (".keys", True)
     assert [int(d.expert_counts.sum()) for _, d in decisions] == [2 * 4 * K, 2 * 7 * K]
 

@@ -83,7 +83,7 @@ def test_half_precision_keeps_the_distances():
     torch.testing.assert_close(found.bias(q, 3000, 2997).float(), near, rtol=0.05, atol=0.1)
 
 
-SWITCHHEAD = partial(SwitchHeadAttention, C, 2, D)
+SWITCHHEAD = partial(SwitchHeadAttention, C, switchhead_heads=2, expert_dim=D)
 EXPERTS = dict(num_experts=3, experts_per_token=2)
 MOA = partial(MixtureOfAttention, C, num_experts=4, experts_per_token=2, expert_dim=D)
 ATTENTIONS = {
@@ -146,8 +146,8 @@ def test_half_a_head_may_be_turned():
 
 
 def test_costs_count_the_distances():
-    module = SwitchHeadAttention(C, 2, D, switchhead_experts="none", self_attention=True, positions="xl")
-    plain = SwitchHeadAttention(C, 2, D, switchhead_experts="none", self_attention=True)
+    module = ATTENTIONS["dense"](self_attention=True, positions="xl")
+    plain = ATTENTIONS["dense"](self_attention=True)
     with_xl, without = module.macs(5, 8), plain.macs(5, 8)
     assert with_xl["projections"] - without["projections"] == 12 * C * 2 * D  # 5 + 8 − 1 distances
     assert with_xl["scores"] - without["scores"] == 2 * 5 * 12 * D

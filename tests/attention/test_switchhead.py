@@ -59,9 +59,8 @@ def test_shared_selection_makes_one_decision():
 def test_initial_weights_are_the_papers():
     torch.manual_seed(0)
     scale, width = 0.5, 256
-    module = SwitchHeadAttention(
-        width, 2, 32, num_experts=5, experts_per_token=2, self_attention=True, positions="xl"
-    )
+    sizes = dict(switchhead_heads=2, expert_dim=32, num_experts=5, experts_per_token=2)
+    module = SwitchHeadAttention(width, **sizes, self_attention=True, positions="xl")
     draw_by_fan_in(module, scale)
     for weight in (module.q_proj.weight, module.v_proj.weight, module.positions.projection.weight):
         assert weight.std().item() == pytest.approx(scale / math.sqrt(width), rel=0.03)
@@ -81,21 +80,21 @@ def test_expert_dropout_hides_experts_in_training_only():
     kept = (trained.expert_ids.sort(1).values == best.sort(1).values).all(1).double().mean()
     assert 0.1 < kept < 0.45  # both survive in a quarter of the cases
     probs = trained.probs.gather(1, trained.expert_ids)
-    lacking = (trained.gate == 0).sum(1)  # fewer than two survive: what is missing has no gate
+    lacking = (trained.gates == 0).sum(1)  # fewer than two survive: what is missing has no gate
     assert (lacking > 0).double().mean() == pytest.approx(5 / 16, abs=0.08)
-    assert torch.equal(trained.gate[lacking == 0], probs[lacking == 0])
+    assert torch.equal(trained.gates[lacking == 0], probs[lacking == 0])
     with pytest.raises(UserError, match="--sigma-moe-expert-dropout"):
         SigmoidTopKRouter(C, 4, 2, expert_dropout=1.0, flags="sigma-moe-")
 
 
 def test_the_attentions_expert_dropout_is_a_setting():
     settings = SwitchHeadSettings(expert_dropout=0.5, num_experts=E, experts_per_token=K, expert_dim=D)
-    module = settings.build(C, H, False, self_attention=True)
+    module = SwitchHeadAttention(C, settings, self_attention=True)
     x = torch.randn(9, 2, C)
     assert torch.equal(module.eval()(x, x, x)[0], module(x, x, x)[0])
     assert not torch.allclose(module.train()(x, x, x)[0], module(x, x, x)[0])
     with pytest.raises(UserError, match="--expert-dropout 1"):
-        SwitchHeadSettings(expert_dropout=1.0).build(C, H, False)
+        SwitchHeadAttention(C, SwitchHeadSettings(expert_dropout=1.0))
 
 
 def test_saturated_sigmoids_are_ordered_by_their_logits():

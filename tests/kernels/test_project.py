@@ -1,5 +1,7 @@
 """Every backend against a float64 loop nobody can doubt: forward and all gradients, ugly shapes, memory."""
 
+import functools
+
 import pytest
 import torch
 from projection_cases import SHAPES, USES, choose, variants
@@ -17,6 +19,7 @@ WALKS = {
     "expert_loop": (projection._LOOP, []),
     "expert_loop in pieces": (projection._LOOP, [(expert_loop, "_PIECE", 3)]),
     "every_expert": (projection._EVERY, []),
+    "placed_rows": (projection._FEW, []),
     "sorted_rows": (projection._SORTED, []),
     "sorted_rows in steps": (
         projection._SORTED,
@@ -156,31 +159,38 @@ def test_sizes_that_do_not_fit_are_refused(rows, weight, options):
         project(torch.randn(rows), torch.randn(weight), order, **options)
 
 
+def second_gradients(case, function, dtype, is_constant):
+    """Gradients of something made of the gradients, and of the incoming one unless that is a constant."""
+    index, inputs, upstream = case.inputs
+    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.items()}
+    incoming = upstream.detach().to(dtype).requires_grad_(not is_constant)
+    first = torch.autograd.grad(function(index, leaves), leaves.values(), incoming, create_graph=True)
+    penalty = sum((grad * grad.detach().cos()).sum() for grad in first)
+    named = leaves if is_constant else {**leaves, "upstream": incoming}
+    options = dict(allow_unused=True, materialize_grads=True)
+    return dict(zip(named, torch.autograd.grad(penalty, named.values(), **options)))
+
+
+@functools.cache
+def exact_second_gradients(case, is_constant):
+    return second_gradients(case, case._loop, torch.float64, is_constant)
+
+
 @pytest.mark.parametrize("walk", ["reference", *WALKS])
 @pytest.mark.parametrize("use", USES)
 def test_differentiated_twice(use, walk, monkeypatch):
     """With an incoming gradient that is a constant, as of a sum, and one that is not."""
     walk_by(walk, monkeypatch)
-    for shape in ("aligned for grouped_mm", "K = E"):
-        for one in variants(SHAPES[shape], use):
-            index, inputs, upstream = one.inputs
-            found = []
-            for function in (
-                one._loop,
-                one.projected(walk if walk == "reference" else "grouped", shape == "K = E"),
-            ):
-                leaves = {name: t.clone().requires_grad_() for name, t in inputs.items()}
-                for incoming in (upstream, upstream.clone().requires_grad_()):
-                    first = torch.autograd.grad(
-                        function(index, leaves), leaves.values(), incoming, create_graph=True
-                    )
-                    penalty = sum((grad * grad.detach().cos()).sum() for grad in first)
-                    wanted = [leaf for leaf in (*leaves.values(), incoming) if leaf.requires_grad]
-                    found.append(
-                        torch.autograd.grad(penalty, wanted, allow_unused=True, materialize_grads=True)
-                    )
-            for exact, got in zip(found[:2], found[2:]):
-                torch.testing.assert_close(got, exact)
+    backend = walk if walk == "reference" else "grouped"
+    # grouped_mm takes no float64
+    dtype = torch.float32 if walk.startswith("sorted_rows") else torch.float64
+    for shape in ((6, 8, 4, 2, 4, 2, "random"), (3, 8, 4, 4, 4, 1, "all")):
+        for case in variants(shape, use):
+            function = case.projected(backend, shape[-1] == "all")
+            for is_constant in (True, False):
+                found = second_gradients(case, function, dtype, is_constant)
+                for name, exact in exact_second_gradients(case, is_constant).items():
+                    assert_close(found[name], exact, f"{name}, {case}")
 
 
 @pytest.mark.parametrize("walk", WALKS)

@@ -1,7 +1,8 @@
 """Grouped backend: multiplies each expert's matrix with the rows that chose it; has its own gradients.
 
-Two ways to go through the experts, with the same results: `sorted_rows` (torch's grouped_mm) where torch has
-a kernel for the device and dtype, else `expert_loop`. Beside them stands `dense`, for K = E.
+Three ways to go through the experts, with the same results: `placed_rows` (one product, then a choice) where
+there is little to compute, `sorted_rows` (torch's grouped_mm) where torch has a kernel for the device and
+dtype, else `expert_loop`. Beside them stands `dense`, for K = E.
 """
 
 from typing import Any, Optional, Tuple
@@ -48,7 +49,7 @@ class _Project(Function):
 
 
 def run(product: Any, kind: Any) -> Tensor:
-    """A product by a plan of the class `kind`: ExpertLoop or SortedRows."""
+    """A product by a plan of the class `kind`: PlacedRows, SortedRows or ExpertLoop."""
     plan = product.order.plan(kind, product.fan)
     rows, weight = product.rows, product.weight
     bias = product.bias if product.is_up else None

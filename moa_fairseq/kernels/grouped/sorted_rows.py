@@ -59,7 +59,7 @@ class SortedRows:
     ) -> Tensor:
         """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
         if not is_up:
-            return self._down(self._sort(self._by_slot(rows, gate)), weight)
+            return self._down(self._arrange(self._by_slot(rows, gate)), weight)
         slots = self._up(rows, weight, bias)
         return self._by_narrow_row(slots, gate)
 
@@ -77,13 +77,13 @@ class SortedRows:
         grad_rows = grad_weight = grad_bias = grad_gate = None
         narrow, wide = (grad, rows) if is_up else (rows, grad)
         if needs[1] or needs[2] or (needs[0] and is_up):
-            sorted_slots = self._sort(self._by_slot(narrow, gate))
+            arranged = self._arrange(self._by_slot(narrow, gate))
             if needs[0] and is_up:
-                grad_rows = self._down(sorted_slots, weight)
+                grad_rows = self._down(arranged, weight)
             if needs[1]:
-                grad_weight = self._weight_grad(sorted_slots, wide, weight)
+                grad_weight = self._weight_grad(arranged, wide, weight)
             if needs[2]:
-                grad_bias = self._bias_grad(sorted_slots, weight)
+                grad_bias = self._bias_grad(arranged, weight)
         if needs[3] or (needs[0] and not is_up):
             product = self._up(wide, weight, bias)
             if needs[3]:
@@ -121,20 +121,20 @@ class SortedRows:
             rows = rows + bias.index_select(0, self.expert.index_select(0, self.order))
         return rows.index_select(0, self.inverse)
 
-    def _sort(self, slots: Tensor) -> Tensor:
+    def _arrange(self, slots: Tensor) -> Tensor:
         """[S, D] in the order of experts."""
         return slots.index_select(0, self.order)
 
-    def _down(self, sorted_slots: Tensor, weight: Tensor) -> Tensor:
+    def _down(self, arranged: Tensor, weight: Tensor) -> Tensor:
         """Σ_{s of row} slots[s] · weight[e(s)], [S / per_wide, C], in steps of columns."""
         parts = []
         for start, end in _steps(weight.size(2), self.slots, weight.size(1)):
-            rows = F.grouped_mm(sorted_slots, weight[:, :, start:end], offs=self.offsets)
+            rows = F.grouped_mm(arranged, weight[:, :, start:end], offs=self.offsets)
             rows = rows.index_select(0, self.inverse)
             parts.append(rows.view(-1, self.per_wide, end - start).sum(1))  # [S, step] → [S / per_wide, step]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def _weight_grad(self, sorted_slots: Tensor, wide: Tensor, weight: Tensor) -> Tensor:
+    def _weight_grad(self, arranged: Tensor, wide: Tensor, weight: Tensor) -> Tensor:
         """Σ_{s of e} slots[s]ᵀ · wide[s // per_wide], [E, D, C]; zeros for an expert without slots.
 
         In steps of columns.
@@ -142,11 +142,11 @@ class SortedRows:
         parts = []
         for start, end in _steps(weight.size(2), self.slots, weight.size(1)):
             rows = wide[:, start:end].index_select(0, self.wide_row)
-            parts.append(F.grouped_mm(sorted_slots.t(), rows, offs=self.offsets))
+            parts.append(F.grouped_mm(arranged.t(), rows, offs=self.offsets))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def _bias_grad(self, sorted_slots: Tensor, weight: Tensor) -> Tensor:
+    def _bias_grad(self, arranged: Tensor, weight: Tensor) -> Tensor:
         """Σ_{s of e} slots[s], [E, D]."""
-        sums = sorted_slots.new_zeros(weight.shape[:2], dtype=torch.float32)
+        sums = arranged.new_zeros(weight.shape[:2], dtype=torch.float32)
         expert = self.expert.index_select(0, self.order)
-        return sums.index_add_(0, expert, sorted_slots.float()).to(sorted_slots.dtype)
+        return sums.index_add_(0, expert, arranged.float()).to(arranged.dtype)
