@@ -17,6 +17,7 @@ from moa_fairseq.kernels.slot_order import SlotOrder
 logger = logging.getLogger(__name__)
 
 _GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
+_KEPT_RESULTS = 2**18  # numbers that plain operations may keep for the backward pass: fewer calls, more memory
 BACKENDS = ("auto", "reference", "grouped", "triton")
 # The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
 _checked: Tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
@@ -218,7 +219,8 @@ def _by_triton(product: Product) -> Tensor:
 
 
 def _by_every_expert(product: Product) -> Tensor:
-    if torch.is_grad_enabled():
+    results = product.order.tokens * product.weight.size(0) * product.weight.size(1)  # N·E·D
+    if torch.is_grad_enabled() and results > _KEPT_RESULTS:
         return grouped.run(product, placed_rows.PlacedRows)
     return every_expert.run(product)
 
