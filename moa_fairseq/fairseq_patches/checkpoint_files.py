@@ -29,10 +29,10 @@ ATTEMPTS = 3
 SECONDS_BETWEEN = 2.5  # fairseq's own patience with a disk
 CRASH = "crash.pt"  # what fairseq saves of a training that ends in an error, to be looked into
 AFTER_DIVERGENCE = (
-    "Start in another --save-dir, anew or from a checkpoint of before (--finetune-from-model FILE; in a recipe "
-    "train.flags.finetune-from-model), with a lower learning rate (--lr; of MAE's gates --gate-lr) or clipped "
-    f"gradients (--clip-norm; of MAE's gates --gate-clip-norm). If that ends so, too, take an older one; {CRASH} "
-    "is what failed."
+    "Start in another --save-dir, anew or from a checkpoint of before (--finetune-from-model FILE; in a "
+    "recipe train.flags.finetune-from-model), with a lower learning rate (--lr; of MAE's gates --gate-lr) or "
+    "clipped gradients (--clip-norm; of MAE's gates --gate-clip-norm). If that ends so, too, take an older "
+    f"one; {CRASH} is what failed."
 )
 _CHUNK = 1 << 20  # bytes
 _BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
