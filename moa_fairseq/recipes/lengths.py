@@ -12,7 +12,6 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.lengths import DEFAULT_BLOCK
 from moa_fairseq.recipes.batch import MAX_POSITIONS, sentence_sizes
 from moa_fairseq.recipes.schema import (
-    CAUSAL_LM,
     CLASSIFICATION,
     LARGEST,
     MASKED_LM,
