@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint
+from moa_fairseq.fairseq_patches.checkpoint_files import AFTER_DIVERGENCE, load_checkpoint
 from moa_fairseq.fairseq_patches.table import made_of, patch
 from moa_fairseq.files import DISK_FULL, as_user_error
 
@@ -340,6 +340,8 @@ def print_user_errors(kind: type, error: BaseException, trace: Optional[types.Tr
         error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
     if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
         error = UserError(f"{str(error).rstrip('.')}.")
+    if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):
+        error = UserError(f"The training has diverged: {str(error).rstrip('.')}. {AFTER_DIVERGENCE}")
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

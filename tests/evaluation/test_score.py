@@ -150,7 +150,8 @@ def test_warnings_name_what_makes_a_score_doubtful(tmp_path, capsys):
     path = tmp_path / "log"
     write_log(path, ["<<unk>> a", "b"], ["a", "b"])
     path.write_text(path.read_text(encoding="utf-8").replace("-1\t", "-7\t"), encoding="utf-8")
-    assert main(["score", str(path)]) == 0
+    assert main(["score", str(path)]) == 2 and "--allow-partial" in capsys.readouterr().err
+    assert main(["score", str(path), "--allow-partial"]) == 0
     warnings = capsys.readouterr().err
     assert "1 reference words are unknown" in warnings
     assert "6 sentences of the test set are missing" in warnings
