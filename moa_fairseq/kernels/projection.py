@@ -193,10 +193,6 @@ def _no_loop(product: Product) -> str:
     return "its loop asks the device for sizes" if is_compiling() else _no_function(product)
 
 
-def _too_many(product: Product) -> str:
-    return every_expert.unsupported_reason(product) or _no_function(product)
-
-
 def _no_grouped_mm(product: Product) -> str:
     return _no_function(product) or sorted_rows.unsupported_reason(product.rows, product.weight)
 
@@ -220,7 +216,7 @@ def _by_triton(product: Product) -> Tensor:
 
 def _by_every_expert(product: Product) -> Tensor:
     results = product.order.tokens * product.weight.size(0) * product.weight.size(1)  # N·E·D
-    if torch.is_grad_enabled() and results > _KEPT_RESULTS:
+    if torch.is_grad_enabled() and results > _KEPT_RESULTS and not _no_function(product):
         return grouped.run(product, placed_rows.PlacedRows)
     return every_expert.run(product)
 
@@ -240,7 +236,7 @@ def _by_one_product_and_checked_triton(product: Product) -> Tensor:
 
 
 _EVERY = Way(_always, every_expert.run)
-_FEW = Way(_too_many, _by_every_expert)
+_FEW = Way(every_expert.unsupported_reason, _by_every_expert)
 _SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
 _LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
 _GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)
