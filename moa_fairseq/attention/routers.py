@@ -225,8 +225,7 @@ class TopKRouter(Observer):
         """The numbers of the experts with the K largest scores of each group: [N, G·E] → [N, G·K]."""
         if self.groups == 1:
             return scores.topk(self.experts_per_token, dim=-1).indices
-        scores = scores.unflatten(-1, (self.groups, -1))
-        expert_ids: Tensor = scores.topk(self.experts_per_token, dim=-1).indices
+        expert_ids = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
         first = every_index(self.groups, device=scores.device).unsqueeze(1) * self.num_experts  # [G, 1]
         return (expert_ids + first).flatten(1)
 

@@ -53,7 +53,7 @@ def run(product: Any) -> Tensor:
             every = product.rows @ matrix
         else:
             every = torch.addmm(product.bias.flatten(), product.rows, matrix)
-        slots: Tensor = every.view(-1, dim).index_select(0, order.cell)  # [N·E, D] → [N·K, D]
+        slots = every.view(-1, dim).index_select(0, order.cell)  # [N·E, D] → [N·K, D]
         slots = slots if gates is None else slots * gates
         return slots if product.fan == 1 else slots.view(-1, product.fan, dim).sum(1)
     slots = product.rows
@@ -61,5 +61,4 @@ def run(product: Any) -> Tensor:
         slots = slots.unsqueeze(1).expand(-1, product.fan, -1).reshape(-1, dim)
     slots = slots if gates is None else slots * gates
     cells = slots.new_zeros(order.tokens * num_experts, dim).index_copy(0, order.cell, slots)
-    out: Tensor = cells.view(order.tokens, num_experts * dim) @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]
-    return out
+    return cells.view(order.tokens, num_experts * dim) @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]
