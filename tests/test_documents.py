@@ -199,12 +199,12 @@ def test_the_python_examples_train():
     assert namespace["y"].shape == namespace["x"].shape
     (example,) = blocks("docs/own-models.md", "python")
     exec(example, namespace)
-    ((_, decision),) = namespace["decisions"]
-    assert decision.expert_ids.shape == (80, 8) and decision.num_experts == 32
+    (routing,) = namespace["routings"]
+    assert routing.expert_ids.shape == (80, 8) and routing.num_experts == 32
     namespace["loss"].backward()
     block = namespace["Block"](32)
     x = torch.randn(2, 5, 32)
-    assert block(x, torch.zeros(2, 5, dtype=torch.bool)).shape == x.shape
+    assert block(x, torch.zeros(2, 5, dtype=torch.bool))[0].shape == x.shape
 
 
 def test_the_readme_is_short():

@@ -38,7 +38,7 @@ for attention, inputs in (
         {},
     ),
     (GroupedQueryExperts(16, gqe_groups=2, **experts), {}),
-    (NativeMixtureOfHeads(16, 4, self_attention=True), {}),
+    (NativeMixtureOfHeads(16, **experts), {}),
 ):
     out, routings = attention(x, causal=True, with_routing=True, **inputs)
     (out.square().sum() + sum(load_balance_loss(routing) for routing in routings)).backward()

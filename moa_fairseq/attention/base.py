@@ -52,7 +52,7 @@ def flag(default: Any, help: str, choices: Optional[Sequence[str]] = None) -> An
 
 @dataclass
 class FamilySettings:
-    """The base of a family's settings: a dataclass whose fields are its flags, and its attention's keywords."""
+    """The base of a family's settings: its fields are the family's flags, and its attention's keywords."""
 
     attention: ClassVar[Type["Attention"]]
 
@@ -61,11 +61,13 @@ class FamilySettings:
         """`settings`, or those that options name, which are then taken out of options.
 
         Raises:
-            TypeError: where both are given.
+            TypeError: where both are given, or something else.
         """
         own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
         if settings is None:
             return cls(**own)
+        if not isinstance(settings, cls):
+            raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
         if own:
             raise TypeError(f"give settings, or {', '.join(own)} as keywords, not both")
         return settings
@@ -148,7 +150,7 @@ class Attention(nn.Module, abc.ABC):
             self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        """A copy (copy.deepcopy, pickle) is another instance: caches and, without a path, names tell them apart."""
+        """A copy (copy.deepcopy, pickle) is another instance, which caches and names without a path show."""
         super().__setstate__(state)
         self._instance = next(_instances)
 

@@ -86,7 +86,7 @@ class DenseHeadsAttention(Attention):
     ) -> "DenseHeadsAttention":
         if cls.needs_causal:
             options["causal"] = causal
-        return cls(embed_dim, num_heads, settings=settings, **options)  # type: ignore[misc]
+        return cls(embed_dim, num_heads, settings=settings, **options)
 
     def reset_parameters(self) -> None:
         """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""
@@ -116,8 +116,8 @@ class DenseHeadsAttention(Attention):
 class DenseAttention(DenseHeadsAttention):
     """fairseq's attention: its parameters, their names and their first values; nothing is decided.
 
-    Query head h reads key head h mod G, as `sdpa.attend` has it. Others, LLaMA among them, let h read key head
-    h // (H / G): weights from there need their query heads reordered, rows of `q_proj` and columns of
+    Query head h reads key head h mod G, as `sdpa.attend` has it. Others, LLaMA among them, let h read key
+    head h // (H / G): weights from there need their query heads reordered, rows of `q_proj` and columns of
     `out_proj`, so that theirs g·H/G + j becomes ours j·G + g.
 
     Args:

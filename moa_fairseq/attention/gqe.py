@@ -53,7 +53,7 @@ class GQESettings(FamilySettings, RouterSettings):
 class GroupedQueryExperts(MixtureOfAttention):
     """Grouped-query attention whose query heads are experts.
 
-    G = gqe_groups heads of keys and values are dense. A group has M = num_experts query heads; a token chooses
+    G = gqe_groups heads of keys and values are dense. A group has M = num_experts query heads; a token takes
     the k = experts_per_token of them with the largest probabilities, p_g = softmax(x·W_g). With o the result
     of a chosen head, w = p / Σ p over all G·k chosen heads, and s the result of the shared head,
 

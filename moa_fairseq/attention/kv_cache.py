@@ -55,7 +55,7 @@ class KVCache:
             self.key_experts = torch.cat([self.key_experts, experts], dim=1)
 
     def extend_padding(self, padding: Optional[Tensor]) -> Optional[Tensor]:
-        """The padding [B, S] of all positions, those of the latest step included, whose keys are here already.
+        """The padding [B, S] of all positions, with those of the latest step, whose keys are here already.
 
         Args:
             padding: of the step's positions, or of all so far, which replaces what was known; None where the

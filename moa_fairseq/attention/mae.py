@@ -164,7 +164,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         return self.out_proj(heads.flatten(2)), weights, (routing,)  # [B, T, H, D] → [B, T, C]
 
     def responsibilities(self, call: Call) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
-        """g and its logits, [B, T, E] of a causal gate and [B, 1, E] of others; which rows are real, or None."""
+        """g and its logits, [B, T, E] of a causal gate, else [B, 1, E]; which rows are real, or None."""
         x, padding = call.x, call.query_padding
         batch, tgt_len, width = x.shape
         if padding is None and not tgt_len:  # a sequence without tokens is not a row of a gate's statistics

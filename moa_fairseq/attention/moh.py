@@ -105,6 +105,7 @@ class MixtureOfHeads(DenseHeadsAttention):
                 "query-norm lacks: leave one of the two out."
             )
         super().__init__(embed_dim, num_heads, **options)
+        self.router: Any
         if router is not None:
             self.router = router
         elif settings.moh_router == "learned":
@@ -167,7 +168,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         routing: Routing,
         skips_projections: bool,
     ) -> Tensor:
-        """The shared heads, and of each token the chosen ones; skips_projections: of queries and outputs, too."""
+        """The shared heads and a token's chosen ones; skips_projections: of queries and outputs, too."""
         batch, tgt_len, _ = call.x.shape
         shared, dim, active = self.shared_heads, self.head_dim, self.active_heads
         order = SlotOrder(
@@ -196,7 +197,8 @@ class MixtureOfHeads(DenseHeadsAttention):
             slots = (heads * gates).reshape(-1, active, dim)
             index = routing.expert_ids.unsqueeze(-1).expand_as(slots)
             every = slots.new_zeros(slots.size(0), self.num_heads, dim).scatter(1, index, slots)
-            return self.out_proj(every.view(batch, tgt_len, self.embed_dim))
+            result: Tensor = self.out_proj(every.view(batch, tgt_len, self.embed_dim))
+            return result
         width = shared * dim
         always = (heads[:, :, :shared] * gates[:, :, :shared]).reshape(batch, tgt_len, width)
         out = F.linear(always, self.out_proj.weight[:, :width], self.out_proj.bias)
@@ -211,7 +213,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         return out + chosen.view_as(out)
 
     def _chosen_queries(self, rows: Tensor, order: SlotOrder) -> Tensor:
-        """Queries of the shared heads and of the chosen ones, [N, (h_s + K)·D], without those of the others."""
+        """Queries of the shared heads and of the chosen ones alone, [N, (h_s + K)·D]."""
         width, bias = self.shared_heads * self.head_dim, self.q_proj.bias
         routed = project(
             rows,

@@ -86,11 +86,11 @@ class SharedAndRoutedRouter(_Router):
     """Two-stage routing (MoH Eq. 5-6): gates α1·softmax(W_s x) of shared heads, α2·softmax(W_r x) of routed.
 
     [α1, α2] = softmax(W_h x). Of the h − h_s routed heads the K with the largest W_r x are chosen.
-    moh_scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": the authors' code
+    moh_scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": their code
     divides the chosen routed gates by their sum and multiplies them by K, and uses h_s·softmax(W_s x) and
     2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared heads, or
     without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). router_choice: "frozen"
-    leaves all of W as it was drawn; "hash" chooses routed heads by the token's id (`TokenHash`), with their learned
+    leaves all of W as it was drawn; "hash" chooses routed heads by the token's id (`TokenHash`), with learned
     gates. All of it runs in float32, whatever the model's dtype or autocast. Raises UserError for impossible
     sizes.
     """

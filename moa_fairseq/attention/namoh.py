@@ -118,7 +118,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         routing: Routing = self.router(rows, call.query_padding)
         order = routing.order()
         q = self._heads(self.q_experts(rows, order), call.x)
-        routings = (routing,)
+        routings: Tuple[Routing, ...] = (routing,)
         k = v = key_experts = None
         if call.memory is not None and call.values is not None:
             source = self._route_keys(call, routing)

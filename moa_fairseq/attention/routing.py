@@ -46,7 +46,7 @@ class Routing:
     auxiliary: bool = True
 
     def __getitem__(self, index: int) -> Tensor:
-        """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take item 0 of an output."""
+        """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take an output's item 0."""
         return (self.gates,)[index]
 
     def order(self) -> SlotOrder:

@@ -57,7 +57,7 @@ def merge_masks(
         dtype: of the additive mask.
 
     Returns:
-        The additive mask [1 or B, 1, T or 1, S], or None; the blind rows [1 or B, 1, T or 1, 1] bool, or None:
+        The additive mask [1 or B, 1, T or 1, S] or None; the blind rows [1 or B, 1, T or 1, 1] bool or None:
         they are unblocked in the mask, and the caller writes zeros over them.
     """
     additive = blocked = None
@@ -121,7 +121,8 @@ def attend(
         [B, H, T, D]
     """
     if k.size(0) != q.size(0):
-        return _for_beams(q, k, v, masks, dropout, bias, attend)
+        result: Tensor = _for_beams(q, k, v, masks, dropout, bias, attend)
+        return result
     if masks.is_causal and bias is None and q.is_cuda and (masks.padding is None or masks.right_padded):
         # Padding at the ends of sentences is hidden from every real query by causality. What padded queries
         # get is then unspecified instead of zero; nothing may depend on it.
@@ -148,7 +149,8 @@ def attend_with_weights(
 ) -> Tuple[Tensor, Tensor]:
     """As `attend`, and the weights from before the dropout, [B, H, T, S] float32, written out."""
     if k.size(0) != q.size(0):
-        return _for_beams(q, k, v, masks, dropout, bias, attend_with_weights)
+        both: Tuple[Tensor, Tensor] = _for_beams(q, k, v, masks, dropout, bias, attend_with_weights)
+        return both
     mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)

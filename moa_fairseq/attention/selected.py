@@ -20,7 +20,8 @@ def attend_selected(
     """Softmax(q·kᵀ/√D)·v for the K slots of each token, each slot with the keys of its own head.
 
     q [B, A, T, D], whose last K ≤ A are the slots; order: the head of each of the N·K slots of N = B·T tokens
-    (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `sdpa.attend` → [N·K, D]. A query without any key gets zeros.
+    (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `sdpa.attend` → [N·K, D].
+    A query without any key gets zeros.
 
     Heads are computed one after the other. The queries that chose a head form a block [B, M, D], M being
     the largest number of them in one sequence; shorter rows are filled up. Little is wasted if all sequences

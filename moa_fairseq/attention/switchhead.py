@@ -179,7 +179,7 @@ class SwitchHeadAttention(Attention):
     def _route_keys(
         self, memory: Tensor, padding: Optional[Tensor]
     ) -> Tuple[Optional[Routing], Optional[SlotOrder]]:
-        """What is decided about memory [B, S, kdim], padding [B, S or more], and its permutation, if anything."""
+        """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
         router = self.router if self.shares_selection else self.source_router
         if router is None:
             return None, None
@@ -200,10 +200,11 @@ class SwitchHeadAttention(Attention):
         """x [B, T, C] → [B, H, T, D]"""
         if letter in self.experts and routing is not None:
             rows = x.reshape(-1, x.size(2))  # [B, T, C] → [N, C]
-            heads = projection(rows, order, routing.gates, self.experts_per_token)
+            heads: Tensor = projection(rows, order, routing.gates, self.experts_per_token)
         else:
             heads = projection(x)
-        return heads.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        heads = heads.view(*x.shape[:2], self.num_heads, self.head_dim)
+        return heads.transpose(1, 2)
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         projections = 0

@@ -35,7 +35,7 @@ class TokenHash(nn.Module):
         self.salt.random_(2**31)
 
     def forward(self, token_ids: Optional[Tensor]) -> Tensor:
-        """The experts of N tokens, [N] or [B, T] int64: [N, K] int64. Raises UserError where no ids are given."""
+        """The experts of N tokens, [N] or [B, T] int64: [N, K] int64. Raises UserError for no ids."""
         if token_ids is None:
             raise UserError(
                 "--router-choice hash needs the ids of the tokens: call the attention with token_ids=ids "

@@ -1,4 +1,4 @@
-"""Products with the chosen experts, up to their width and down from it, and the choice of what computes them."""
+"""Products with the chosen experts, up to their width and down from it, and what computes them."""
 
 import logging
 from functools import cache

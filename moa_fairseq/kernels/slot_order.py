@@ -67,7 +67,7 @@ class SlotOrder:
 
     @property
     def order(self) -> Tensor:
-        """[S] int64, the sorted slots: position in the order of experts → flat slot; ties keep their order."""
+        """[S] int64, the sorted slots: position in the order of experts → flat slot; ties stay in order."""
         return self._sorted[0]
 
     @property

@@ -124,7 +124,8 @@ def test_the_decoder_says_that_its_mask_is_causal(monkeypatch):
     assert torch.equal(mask.isinf(), torch.ones(4, 4).triu(1).bool())
     calls.clear()
     decoder(torch.full((7, 5), 7), model.encoder(**batch()["net_input"]))
-    assert [call.masks.is_causal for call in calls[::2]] == [True, True]  # self- and cross-attention take turns
+    # self- and cross-attention take turns
+    assert [call.masks.is_causal for call in calls[::2]] == [True, True]
 
 
 @pytest.mark.thorough
