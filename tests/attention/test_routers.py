@@ -12,7 +12,7 @@ from time_first import (
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.kernels import wide_linear
+from moa_fairseq.kernels import every_expert, wide_linear
 
 
 def build(noise=False, dtype=torch.float32):
@@ -96,6 +96,22 @@ def test_what_switchhead_keeps_does_not_grow_with_k():
         module = SwitchHeadAttention(width, **sizes, self_attention=True)
         kept[k] = kept_bytes(module, torch.randn(64, 2, width))
     assert kept[6] - kept[2] < tokens * 4 * heads * min(2 * 64, width * 4 * 2)
+
+
+def test_slots_are_sorted_once_for_each_routing_and_not_at_all_where_every_expert_is_chosen(monkeypatch):
+    sort, sorts = torch.sort, []
+    monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or sort(*args, **options))
+    monkeypatch.setattr(every_expert, "pays", lambda *_: False)
+    sizes = dict(num_experts=4, expert_dim=4, expert_backend="grouped", self_attention=True)
+    for build, per_token, expected in (
+        (MixtureOfAttention, 2, 1),
+        (MixtureOfAttention, 4, 0),
+        (SwitchHeadAttention, 2, 2),  # of queries and outputs, and of keys and values
+    ):
+        module = build(8, experts_per_token=per_token, **sizes)
+        sorts.clear()
+        module(torch.randn(5, 3, 8))[0].sum().backward()
+        assert len(sorts) == expected, build
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)

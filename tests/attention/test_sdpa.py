@@ -12,6 +12,7 @@ from moa_fairseq.attention import sdpa
 from moa_fairseq.attention.positions import RotaryPositions
 from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.layers import is_right_padded
 
 
 def random(*shape, seed=0):
@@ -77,6 +78,8 @@ def test_rope_scores_know_distances_only_and_survive_half_precision():
     q, k, rope = random(1, 1, 4, 8), random(1, 1, 4, 8, seed=1), RotaryPositions(8).half()
     scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
     torch.testing.assert_close(*scores)
+    halves, exact = (rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64))
+    torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
     with pytest.raises(UserError, match="--positions rope"):
         RotaryPositions(5)
 
@@ -105,6 +108,9 @@ def test_padding_only_whatever_padded_keys_hold(dtype):
 def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(monkeypatch):
     """The flag alone gives real queries what both masks give them."""
     right = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
+    assert is_right_padded(right) and is_right_padded(torch.zeros(2, 3, dtype=torch.bool))
+    for left in (right.flip(1), torch.tensor([[False, True, False]]), torch.ones(1, 3, dtype=torch.bool)):
+        assert not is_right_padded(left)
     q, k, v = random(3, 4, 6, 8), random(3, 1, 6, 8), random(3, 1, 6, 8, seed=1)
     mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
     expected = attend(q, k, v, Masks(mask, right))

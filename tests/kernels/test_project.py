@@ -281,7 +281,7 @@ def test_autocast_gives_what_a_matmul_gives(use, backend):
     assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
 
 
-@pytest.mark.parametrize("walk", ["expert_loop", "every_expert"])
+@pytest.mark.parametrize("walk", ["expert_loop", "every_expert", "placed_rows"])
 def test_in_half_precision_a_sum_of_slots_is_rounded_once(walk, monkeypatch):
     """256 + 1 is 256 in bfloat16, and so seven times; but the sum of all eight is 264."""
     walk_by(walk, monkeypatch)
