@@ -160,8 +160,8 @@ def test_an_update_waits_as_rarely_as_a_dense_one_for_any_number_of_layers(waits
 def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
     """A step of a beam search asks as often with three layers as with one."""
     counts = []
-    for layers in (1, 3):
-        model = ("--encoder-layers", layers, "--decoder-layers", layers, "--share-all-embeddings")
+    for depth in (1, 3):
+        model = ("--encoder-layers", depth, "--decoder-layers", depth, "--share-all-embeddings")
         flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
         trainer, batches = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=model)
         models, words = [trainer.get_model().eval()], trainer.task.target_dictionary

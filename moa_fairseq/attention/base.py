@@ -431,10 +431,10 @@ class Attention(nn.Module, abc.ABC):
         held = 0 if cache is None else cache.length
         if is_self:
             src_len = held + tgt_len
-            lengths = ((batch, tgt_len), (batch, src_len))
+            lengths = [(batch, tgt_len), (batch, src_len)]
         else:
             src_len = held if memory is None else memory.size(1)
-            lengths = ((batch, src_len),)
+            lengths = [(batch, src_len)]
         if padding is not None:
             _check_mask("padding", padding, lengths, False)
         if query_padding is not None:

@@ -165,7 +165,7 @@ class QueryNormRouter(_Router):
     def forward(
         self, queries: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
     ) -> Routing:
-        """Route by the queries [N, H·D] or [B, T, H·D] of every head, as projected, before positions rotate them.
+        """Route by the queries of every head, [N, H·D] or [B, T, H·D], before positions rotate them.
 
         token_ids are not used.
         """

@@ -1,6 +1,6 @@
 """Routers: modules that turn token vectors into a Routing."""
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -202,7 +202,8 @@ class TopKRouter(Observer):
             return scores.topk(self.experts_per_token, dim=-1).indices
         in_group = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
         first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [G, 1]
-        return (in_group + first).flatten(1)
+        numbers: Tensor = (in_group + first).flatten(1)
+        return numbers
 
     def _every_expert(self, x: Tensor) -> Tensor:
         """The experts where all are chosen, [N, G·E]."""

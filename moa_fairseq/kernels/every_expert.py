@@ -6,11 +6,14 @@ For few tokens and small experts the other backends do the same with gradients o
 (`grouped.placed_rows`).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+
+if TYPE_CHECKING:
+    from moa_fairseq.kernels.projection import Product
 
 # When this beats a loop over the experts, from benchmarks/kernels.py on two CPU cores: the surplus products
 # per expert must cost less than a step of the loop, in which gathering and calls cost as much as 24 columns
@@ -23,8 +26,8 @@ _STEP_COLUMNS = 24
 _CACHED_WEIGHTS = 1.5e6  # elements
 
 
-def unsupported_reason(product: Any) -> str:
-    """Why one product over all of weight [E, D, C] is not faster than the K · tokens that are asked for, or ""."""
+def unsupported_reason(product: "Product") -> str:
+    """Why one product over all of weight [E, D, C] is not faster than those that are asked for, or ""."""
     if is_compiling():
         return "a graph must not depend on numbers of tokens"
     weight, tokens, per_token = product.weight, product.order.tokens, product.order.per_token
@@ -41,7 +44,7 @@ def unsupported_reason(product: Any) -> str:
     return "most of the experts need not be read"
 
 
-def run(product: Any) -> Tensor:
+def run(product: "Product") -> Tensor:
     """As `experts.up` and `experts.down` of kernels: the product of all rows and experts, then a choice."""
     weight, order = product.weight, product.order
     num_experts, dim, _ = weight.shape
