@@ -1,6 +1,6 @@
 """Routers: modules that turn token vectors into a Routing."""
 
-from typing import Optional
+from typing import Callable, Dict, Optional
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,12 @@ from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_linear
 
-RENORMALIZATIONS = ("detached", "full", "none")
+# How the probabilities of the chosen experts [N, K] become gates
+RENORMALIZATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "detached": lambda chosen: chosen / chosen.sum(-1, keepdim=True).detach(),  # MoA Eq. 9
+    "full": lambda chosen: chosen / chosen.sum(-1, keepdim=True),
+    "none": lambda chosen: chosen,  # MoA's released code
+}
 ACTIVATIONS = ("softmax", "sigmoid")
 CHOICES = ("learned", "frozen", "hash")
 GATES = ("learned", "uniform", "straight-through")
@@ -222,11 +227,7 @@ class TopKRouter(Observer):
         return torch.softmax(logits.unflatten(-1, (self.groups, -1)), dim=-1).flatten(1)
 
     def _gates(self, probs: Tensor, expert_ids: Tensor) -> Tensor:
-        """The chosen probabilities, divided by their sum as `renormalize` has it: [N, G·K]."""
+        """The chosen probabilities, made gates as `renormalize` has it: [N, G·K]."""
         if self.experts_per_token == self.num_experts and self.groups == 1:
             return probs  # nothing is chosen, all gates stay as they are
-        chosen = probs.gather(-1, expert_ids)
-        if self.renormalize == "none":
-            return chosen
-        total = chosen.sum(-1, keepdim=True)
-        return chosen / (total.detach() if self.renormalize == "detached" else total)
+        return RENORMALIZATIONS[self.renormalize](probs.gather(-1, expert_ids))
