@@ -25,8 +25,9 @@ class PlacedRows(SortedRows):
         return every.view(-1, weight.size(1)).index_select(0, self.cell)  # [N, E·D] → [N·E, D] → [S, D]
 
     def _arrange(self, slots: Tensor) -> Tensor:
-        cells = slots.new_zeros(self.tokens * self.num_experts, slots.size(1))
-        return cells.index_copy_(0, self.cell, slots).view(self.tokens, -1)
+        dim = slots.size(1)
+        cells = slots.new_zeros(self.tokens * self.num_experts, dim)
+        return cells.index_copy_(0, self.cell, slots).view(self.tokens, self.num_experts * dim)
 
     def _down(self, arranged: Tensor, weight: Tensor) -> Tensor:
         return arranged @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]
