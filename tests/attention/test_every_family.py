@@ -297,7 +297,10 @@ def test_batches_without_a_row(family, how, padded, shape):
 
 @pytest.mark.parametrize("shape", [(5, 0), (0, 3)], ids=["B=0", "T=0"])
 def test_a_mixture_of_feed_forwards_without_a_row(shape):
-    layer, x = FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8)), torch.randn(*shape, WIDTH, requires_grad=True)
+    layer, x = (
+        FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8)),
+        torch.randn(*shape, WIDTH, requires_grad=True),
+    )
     out, losses, _, grads = outcome(layer, layer, x)
     assert out.shape == x.grad.shape == x.shape and torch.isfinite(losses).all()
     assert all(not grad.any() for grad in grads)

@@ -57,7 +57,10 @@ REFUSED = {
         (dict(gate_window=0), "--gate-window 0"),
         (dict(gate_norm="layer"), "--gate-norm layer is unknown"),
         (dict(mae_evaluate_with="best"), "--mae-evaluate-with best is unknown"),
-        (dict(mae_evaluate_with="top-expert", mae_gate="uniform"), "--mae-evaluate-with top-expert needs a gate"),
+        (
+            dict(mae_evaluate_with="top-expert", mae_gate="uniform"),
+            "--mae-evaluate-with top-expert needs a gate",
+        ),
     ],
     partial(SwitchHeadAttention, 12, **SWITCHHEAD): [
         (dict(experts_per_token=5), "--experts-per-token 5"),

@@ -1,4 +1,4 @@
-"""Every attention with fairseq's call, time first, under its own name: for tests of what models do with it."""
+"""Every attention with fairseq's call, time first, under its own name: for tests of what models do."""
 
 from moa_fairseq import attention
 from moa_fairseq.transformer.fairseq_call import with_fairseq_call

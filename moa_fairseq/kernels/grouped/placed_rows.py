@@ -13,7 +13,7 @@ from moa_fairseq.kernels.slot_order import SlotOrder
 
 
 class PlacedRows(SortedRows):
-    """As `SortedRows`, but slots stand at their experts' places, [N, E·D], zeros elsewhere: none is sorted."""
+    """As `SortedRows`, but slots stand at their experts' places, [N, E·D], with zeros elsewhere."""
 
     def __init__(self, order: SlotOrder, fan: int):
         self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
