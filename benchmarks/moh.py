@@ -39,7 +39,7 @@ def calls(module: nn.Module, length: int, causal: bool, args: Any) -> Dict[str, 
 
     def forward() -> Tensor:
         if isinstance(module, MixtureOfHeads):
-            return module(x.transpose(0, 1), causal=causal)
+            return module(x.transpose(0, 1), causal=causal).transpose(0, 1)
         return module(x, x, x, attn_mask=mask, need_weights=False)[0]
 
     def inference() -> None:

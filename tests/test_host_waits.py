@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_fairseq.kernels import every_expert, projection
-from moa_fairseq.transformer import layers
+from moa_fairseq.transformer import layers as transformer_layers
+from moa_fairseq.transformer.forward_context import current_context
 
 aten = torch.ops.aten
 # Below autograd, whoever asks: a number (`item`, `bool`, `float`), or a result as long as contents say.
@@ -186,10 +187,10 @@ def test_whether_padding_is_on_the_right_is_asked_once_for_all_layers(build_trai
     trainer, _ = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=sizes)
     model, told, asked = trainer.get_model(), [], []
     for layer in model.decoder.layers:
-        layer.register_forward_pre_hook(lambda *_: told.append(layers.current_context().right_padded))
-    is_right_padded = layers.is_right_padded
+        layer.register_forward_pre_hook(lambda *_: told.append(current_context().right_padded))
+    ask = transformer_layers.is_right_padded
     monkeypatch.setattr(
-        layers, "is_right_padded", lambda padding: asked.append(padding) or is_right_padded(padding)
+        transformer_layers, "is_right_padded", lambda padding: asked.append(padding) or ask(padding)
     )
     words = torch.tensor([[2, 7, 8, 9], [2, 7, 1, 1]])
     for target, expected in ((words, True), (words.flip(1), False)):
@@ -199,7 +200,7 @@ def test_whether_padding_is_on_the_right_is_asked_once_for_all_layers(build_trai
     model(words, torch.tensor([4, 2]), words)
     assert told == [False] * 3 and not asked
     with host_waits() as places:
-        is_right_padded(words.eq(1))
+        ask(words.eq(1))
     assert places.total() == 1, listed(places)
 
 
