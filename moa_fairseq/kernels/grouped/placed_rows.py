@@ -13,7 +13,7 @@ from moa_fairseq.kernels.slot_order import SlotOrder
 
 
 class PlacedRows(SortedRows):
-    """As `SortedRows`, but slots stand at their experts' places, [N, E·D], zeros elsewhere."""
+    """As `SortedRows`, but slots stand at their experts' places, [N, E·D], with zeros elsewhere."""
 
     def __init__(self, order: SlotOrder, fan: int):
         self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
@@ -25,8 +25,9 @@ class PlacedRows(SortedRows):
         return every.view(-1, weight.size(1)).index_select(0, self.cell)  # [N, E·D] → [N·E, D] → [S, D]
 
     def _arrange(self, slots: Tensor) -> Tensor:
-        cells = slots.new_zeros(self.tokens * self.num_experts, slots.size(1))
-        return cells.index_copy_(0, self.cell, slots).view(self.tokens, -1)
+        dim = slots.size(1)
+        cells = slots.new_zeros(self.tokens * self.num_experts, dim)
+        return cells.index_copy_(0, self.cell, slots).view(self.tokens, self.num_experts * dim)
 
     def _down(self, arranged: Tensor, weight: Tensor) -> Tensor:
         return arranged @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]
