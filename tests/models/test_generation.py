@@ -122,8 +122,9 @@ def test_the_decoder_says_that_its_mask_is_causal(monkeypatch):
             decoder.layers[0].self_attn(x, x, x, attn_mask=given)
     assert [call.masks.is_causal for call in calls] == [True, False, False]
     assert torch.equal(mask.isinf(), torch.ones(4, 4).triu(1).bool())
+    encoded = model.encoder(**batch()["net_input"])
     calls.clear()
-    decoder(torch.full((7, 5), 7), model.encoder(**batch()["net_input"]))
+    decoder(torch.full((7, 5), 7), encoded)
     # self- and cross-attention take turns
     assert [call.masks.is_causal for call in calls[::2]] == [True, True]
 
