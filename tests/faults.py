@@ -133,8 +133,8 @@ class Copy:
         settings = list(itertools.takewhile(lambda word: re.fullmatch(r"[A-Z_]+=\S+", word), words))
         os.environ.update({**self.environment, **dict(word.split("=", 1) for word in settings)})
         sys.dont_write_bytecode = True
-        for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-            del sys.modules[name]  # torch loads it; it looks at its environment once
+        for name in [name for name in sys.modules if re.match(r"triton(?!\._C)\b", name)]:
+            del sys.modules[name]  # torch loads it; it looks at its environment once. Its C part loads once.
         os.chdir(self.folder)
         tests = str(Path(__file__).parent)
         sys.path[:] = [str(self.folder), *(path for path in sys.path if path not in (tests, str(ROOT), ""))]
