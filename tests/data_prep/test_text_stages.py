@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import regex
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
@@ -364,6 +365,13 @@ def test_few_merges_or_none(tmp_path):
 )
 def test_rules(source, target, rules, result):
     assert clean(source, target, rules) == result
+
+
+def test_words_are_parted_by_what_unicode_calls_white_space():
+    """Perl's \\s; Python's own takes the separators U+001C to U+001F for it, too."""
+    signs = [chr(number) for number in range(0x3100)]
+    parting = {sign for sign in signs if clean(f"a{sign}b", "c d", RULES) == ("a b", "c d")}
+    assert parting == {sign for sign in signs if regex.fullmatch(r"\p{White_Space}", sign)}
 
 
 @pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")
