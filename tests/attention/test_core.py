@@ -77,6 +77,8 @@ def test_rope_scores_know_distances_only_and_survive_half_precision():
     q, k, rope = random(1, 1, 4, 8), random(1, 1, 4, 8, seed=1), RotaryPositions(8).half()
     scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
     torch.testing.assert_close(*scores)
+    exact = RotaryPositions(8)
+    torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
     with pytest.raises(UserError, match="--positions rope"):
         RotaryPositions(5)
 
