@@ -162,7 +162,7 @@ def test_the_rows_of_the_paper(shipped, method, row, value):
 
 
 def test_gates_alone_are_updated_by_plain_sgd(shown, shipped):
-    recipe = finetuned(shipped(TRANSFER, "finetune=ftg"))
+    recipe = finetuned(shipped(TRANSFER, "finetune=ftg", "train.flags.warmup-updates=100"))
     train = next(c for c in shown(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
     line = " ".join(train)
     assert "--optimizer sgd --lr 1.0 --lr-scheduler fixed" in line and "--finetune ftg" in line
