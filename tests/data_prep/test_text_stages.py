@@ -67,12 +67,12 @@ def run(tmp_path, write):
 
 
 def test_lines(write):
-    text = "\ufeffone\r\ntwo\u2028still two\n\nlast"
+    text = "\ufeffone\r\ntwo\u2028still two\n\n white \u00a0\nlast \t"
     plain, _ = write(text, "", "x")
     packed = plain.path.with_suffix(".gz")
     packed.write_bytes(gzip.compress(text.encode(), mtime=0))
     for path in (plain.path, packed):
-        assert list(read_lines(path)) == ["one", "two\u2028still two", "", "last"]
+        assert list(read_lines(path)) == ["one", "two\u2028still two", "", " white \u00a0", "last \t"]
 
 
 @pytest.mark.parametrize(
