@@ -303,7 +303,7 @@ def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
 
 
 def test_one_stray_lower_one_eighth_block_is_text():
-    assert subword_kind(["a b c", "f g \u2581 i"]) == "none"
+    assert subword_kind(["a b c", "f g \u2581 i", "\u2581 x"]) == "none"
     assert subword_kind(["\u2581a b \u2581c", "\u2581d", "", " ", ""]) == "sentencepiece"
     assert subword_kind(["a@@ b c", "d"]) == "subword_nmt"
 
