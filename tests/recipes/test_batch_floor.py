@@ -106,7 +106,10 @@ def test_a_class_token_stands_before_the_longest_sentence(shipped, tmp_path, mon
     sizes = numpy.array([7, 90, 20])
     monkeypatch.setattr(batch_module, "sentence_sizes", lambda *_: (sizes, sizes))
     for override, longest in (([], 91), (["train.flags.init-token=null"], 90)):
-        assert fit(shipped("listops_transformer_8h", *override), gpus(1), tmp_path)[0].train.min_tokens == longest
+        assert (
+            fit(shipped("listops_transformer_8h", *override), gpus(1), tmp_path)[0].train.min_tokens
+            == longest
+        )
 
 
 def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():

@@ -239,7 +239,9 @@ def test_a_folder_takes_the_place_of_a_file_and_a_file_that_of_a_folder(tmp_path
         new.mkdir()
         (new / "within").write_text("x")
 
-    for number, write in enumerate((lambda new: new.write_text("x"), folder, lambda new: new.write_text("y"))):
+    for number, write in enumerate(
+        (lambda new: new.write_text("x"), folder, lambda new: new.write_text("y"))
+    ):
         make([Step("x", tmp_path / "x", write, {"version": number})], tmp_path)
         assert (tmp_path / "x").is_dir() == (write is folder)
     assert (tmp_path / "x").read_text() == "y" and not list(tmp_path.glob("x.*"))
