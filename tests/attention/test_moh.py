@@ -172,8 +172,12 @@ def test_one_kind_of_heads_needs_one_stage(shared, scaling):
     query, *_ = inputs(tgt=4, batch=2)
     with collect_routings() as decisions:
         module(query, query, query)
-    gate = decisions[0][1].gates.sum(1)
+    decision = decisions[0][1]
+    gate = decision.gates.sum(1)
     assert module.router.projection.weight.size(0) == H
+    assert decision.expert_counts.shape == (H,) and decision.expert_counts.sum() == 8 * (shared or K)
+    if shared:  # all of them are chosen by all: f_i is 1, and the probabilities add up to 1
+        torch.testing.assert_close(head_balance_loss(decision), torch.ones((), dtype=torch.float64))
     if scaling == "released":
         torch.testing.assert_close(gate, torch.full_like(gate, H if shared else K))
     elif shared:
@@ -232,6 +236,13 @@ def test_heads_that_cannot_be_left_out_are_counted(settings):
     )
     assert some == every and some["scores"] >= 2 * 7 * 11 * C
     assert build(self_attention=True, positions="rope-half").macs(7, 11)["scores"] < some["scores"]
+
+
+def test_norms_of_queries_need_the_queries_of_every_head():
+    learned, norms = (build(router=router, self_attention=True) for router in ("learned", "query-norm"))
+    assert learned.macs(7, 11)["router"] == 7 * C * (H + 2) and norms.macs(7, 11)["router"] == 0
+    more = norms.macs(7, 11)["projections"] - learned.macs(7, 11)["projections"]
+    assert more == 7 * C * D * (H - SHARED - K)
 
 
 @pytest.mark.parametrize(("heads", "shared", "routed"), [(4, 2, 1), (8, 2, 4), (12, 4, 5)])

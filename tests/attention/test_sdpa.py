@@ -80,6 +80,8 @@ def test_rope_scores_know_distances_only_and_survive_half_precision():
     torch.testing.assert_close(*scores)
     halves, exact = (rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64))
     torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
+    exact = RotaryPositions(8)
+    torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
     with pytest.raises(UserError, match="--positions rope"):
         RotaryPositions(5)
 

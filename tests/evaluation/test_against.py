@@ -10,6 +10,8 @@ from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from moa_fairseq.cli import main
+from moa_fairseq.evaluation.against import against
+from moa_fairseq.evaluation.chains import Texts, running_text
 
 
 @pytest.fixture
@@ -67,6 +69,14 @@ def test_the_p_of_seeds_is_a_paired_t_test(outputs, capsys):
     line = ["--hypothesis", outputs["a"], outputs["b"], "--reference", outputs["reference"]]
     assert main(["score", *line, "--against", outputs["c"], outputs["b"]]) == 0
     assert "95 %, seeds" in capsys.readouterr().out
+
+
+def test_unequal_numbers_of_outputs_are_no_pairs(outputs):
+    reference = Path(outputs["reference"]).read_text().splitlines()
+    texts = {name: Texts(Path(outputs[name]).read_text().splitlines(), [reference]) for name in "abc"}
+    texts = {name: running_text(text) for name, text in texts.items()}
+    for row in against([texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3)["metrics"]:
+        assert "p_seeds" not in row and "low" not in row
 
 
 def test_a_system_does_not_differ_from_itself(outputs, capsys):

@@ -148,12 +148,12 @@ def test_several_references(tmp_path, capsys):
 
 def test_warnings_name_what_makes_a_score_doubtful(tmp_path, capsys):
     path = tmp_path / "log"
-    write_log(path, ["<<unk>> a", "b"], ["a", "b"])
+    write_log(path, ["<<unk>> a <<unk>>", "b"], ["a", "b"])
     path.write_text(path.read_text(encoding="utf-8").replace("-1\t", "-7\t"), encoding="utf-8")
     assert main(["score", str(path)]) == 2 and "--allow-partial" in capsys.readouterr().err
     assert main(["score", str(path), "--allow-partial"]) == 0
     warnings = capsys.readouterr().err
-    assert "1 reference words are unknown" in warnings
+    assert "2 reference words are unknown" in warnings
     assert "6 sentences of the test set are missing" in warnings
 
 
@@ -304,8 +304,8 @@ def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
 
 
 def test_one_stray_lower_one_eighth_block_is_text():
-    assert subword_kind(["a b c", "f g \u2581 i"]) == "none"
-    assert subword_kind(["\u2581a b \u2581c", "\u2581d", ""]) == "sentencepiece"
+    assert subword_kind(["a b c", "f g \u2581 i", "\u2581 x"]) == "none"
+    assert subword_kind(["\u2581a b \u2581c", "\u2581d", "", " ", ""]) == "sentencepiece"
     assert subword_kind(["a@@ b c", "d"]) == "subword_nmt"
 
 

@@ -141,6 +141,25 @@ def test_switchheads_peak_of_memory_is_flat_in_k(use):
     assert peaks[4] - peaks[1] < 4 * more_slots * dim / 2, peaks  # not even the slots' narrow side
 
 
+@pytest.mark.skipif(not sorted_rows.HAS_GROUPED_MM, reason="no grouped_mm in this torch: 2.10 has it")
+@pytest.mark.parametrize("use", USES)
+def test_each_step_of_sorted_rows_names_rows_that_it_has(use, monkeypatch):
+    """A GPU reads what the offsets say; a CPU's product stops at the last row by itself."""
+    product, calls = torch.nn.functional.grouped_mm, []
+
+    def watch(left, right, offs):
+        calls.append(offs.tolist())
+        assert calls[-1] == sorted(calls[-1]) and calls[-1][0] >= 0
+        assert calls[-1][-1] == left.size(0 if right.dim() == 3 else 1)
+        return product(left, right, offs=offs)
+
+    monkeypatch.setattr(sorted_rows.F, "grouped_mm", watch)
+    walk_by("sorted_rows in steps", monkeypatch)
+    (case, *_) = variants(SHAPES["aligned for grouped_mm"], use)
+    case.run(case.projected("grouped"), torch.float32)
+    assert len(calls) > 3, "there was one step"
+
+
 @pytest.mark.parametrize(
     ("rows", "weight", "options"),
     [
