@@ -82,9 +82,9 @@ def moa_gates(module, x, ids):
     if router.renormalize != "none" and k < experts:
         total = gate.sum(-1, keepdim=True)
         gate = gate / (total.detach() if router.renormalize == "detached" else total)
-    if router.gates == "uniform":
+    if router.gate_values == "uniform":
         return chosen / k
-    return gate if router.gates == "learned" else chosen / k + gate - gate.detach()
+    return gate if router.gate_values == "learned" else chosen / k + gate - gate.detach()
 
 
 def moa(module, x, y, mask, padding, ids):

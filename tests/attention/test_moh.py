@@ -239,7 +239,7 @@ def test_heads_that_cannot_be_left_out_are_counted(settings):
 
 
 def test_norms_of_queries_need_the_queries_of_every_head():
-    learned, norms = (build(router=router, self_attention=True) for router in ("learned", "query-norm"))
+    learned, norms = (build(moh_router=router, self_attention=True) for router in ("learned", "query-norm"))
     assert learned.macs(7, 11)["router"] == 7 * C * (H + 2) and norms.macs(7, 11)["router"] == 0
     more = norms.macs(7, 11)["projections"] - learned.macs(7, 11)["projections"]
     assert more == 7 * C * D * (H - SHARED - K)

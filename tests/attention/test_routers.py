@@ -101,7 +101,7 @@ def test_what_switchhead_keeps_does_not_grow_with_k():
 def test_slots_are_sorted_once_for_each_routing_and_not_at_all_where_every_expert_is_chosen(monkeypatch):
     sort, sorts = torch.sort, []
     monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or sort(*args, **options))
-    monkeypatch.setattr(every_expert, "pays", lambda *_: False)
+    monkeypatch.setitem(every_expert._STEP, "cpu", -1)
     sizes = dict(num_experts=4, expert_dim=4, expert_backend="grouped", self_attention=True)
     for build, per_token, expected in (
         (MixtureOfAttention, 2, 1),

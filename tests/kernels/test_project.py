@@ -265,7 +265,10 @@ def test_plans_of_a_slot_order_are_made_once(monkeypatch):
 def test_when_computing_every_expert_pays(sizes, pays, pays_in_bfloat16):
     tokens, per_token, *shape = sizes
     for dtype, expected in ((torch.float32, pays), (torch.bfloat16, pays_in_bfloat16)):
-        assert every_expert.pays(tokens, per_token, torch.empty(shape, dtype=dtype)) == expected
+        order = SlotOrder(torch.zeros(tokens, per_token, dtype=torch.int64), shape[0])
+        weight = torch.empty(shape, dtype=dtype)
+        product = projection.Product(weight.new_empty(tokens, shape[2]), weight, None, None, order, True, 1)
+        assert (not every_expert.unsupported_reason(product)) == expected
 
 
 @pytest.mark.parametrize(

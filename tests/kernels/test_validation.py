@@ -101,7 +101,8 @@ def test_auto_trusts_the_dtypes_that_were_gone_through(on_a_gpu, monkeypatch):
     taken = []
     monkeypatch.setattr(backend, "takes", lambda rows, weight: True)
     monkeypatch.setattr(backend, "project", lambda rows, *_: taken.append(rows.dtype))
-    monkeypatch.setattr(every_expert, "pays", lambda *_: False)
+    for device in ("cpu", "cpu bfloat16"):
+        monkeypatch.setitem(every_expert._STEP, device, -1)
     order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows, weight = torch.ones(2, 8, dtype=dtype), torch.ones(3, 4, 8, dtype=dtype)
