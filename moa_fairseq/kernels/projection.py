@@ -17,7 +17,7 @@ from moa_fairseq.kernels.slot_order import SlotOrder
 logger = logging.getLogger(__name__)
 
 _GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
-_KEPT_RESULTS = 2**14  # numbers that plain operations may keep for the backward pass; it saves calls
+_KEPT_RESULTS = 2**13  # numbers that plain operations may keep for the backward pass; it saves calls
 BACKENDS = ("auto", "reference", "grouped", "triton")
 # The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
 _checked: Tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
