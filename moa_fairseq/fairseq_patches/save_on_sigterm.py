@@ -1,8 +1,9 @@
 """SIGTERM, which a scheduler sends before it ends a job, saves a checkpoint and then ends the training.
 
 The update that runs is finished and checkpoint_last.pt written, in the middle of an epoch too, and with
---no-last-checkpoints; a validation that is due follows. The process ends with status 143. Any process of a training may be told: with the next update the others learn it, because
-fairseq adds up their training times then, and all stop after the same update.
+--no-last-checkpoints; a validation that is due follows. The process ends with status 143. Any process of a
+training may be told: with the next update the others learn it, because fairseq adds up their training times
+then, and all stop after the same update.
 """
 
 from __future__ import annotations

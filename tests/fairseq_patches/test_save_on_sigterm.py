@@ -38,7 +38,7 @@ def test_what_an_update_saves_and_validates(
 ):
     caplog.set_level("INFO")
     monkeypatch.setattr(save_on_sigterm, "was_asked", lambda: True)
-    trainer, _ = build_trainer("--save-dir", tmp_path / "run", "--patience", 3, *flags)
+    trainer, _ = build_trainer("--save-dir", tmp_path, "--patience", 3, *flags)
     epochs = trainer.get_train_iterator(1, load_dataset=False)
     trainer.task.load_dataset("valid")
     trainer.train_step([next(epochs.next_epoch_itr())])
@@ -46,11 +46,11 @@ def test_what_an_update_saves_and_validates(
     with pytest.raises(SystemExit) as ended:
         step(trainer.cfg, trainer, trainer.task, epochs, ["valid"], False)
     assert ended.value.code == 143
-    assert {path.name for path in (tmp_path / "run").iterdir()} == files
+    assert {path.name for path in (tmp_path).iterdir()} == files
     assert ("--no-save" in caplog.text) == (not files) == ("SIGTERM: saving" not in caplog.text)
     if files:
-        extra = load_checkpoint(tmp_path / "run" / LAST)["extra_state"]
+        extra = load_checkpoint(tmp_path / LAST)["extra_state"]
         assert extra["train_iterator"]["iterations_in_epoch"] == 1
         assert ("best" in extra, "patience" in extra) == (best, patience)
     if NUMBERED in files:
-        assert load_checkpoint(tmp_path / "run" / NUMBERED)["extra_state"]["val_loss"] == extra["best"]
+        assert load_checkpoint(tmp_path / NUMBERED)["extra_state"]["val_loss"] == extra["best"]
