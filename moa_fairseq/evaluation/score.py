@@ -251,8 +251,9 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
             "--reference"
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
+        what = "1 sentence of the test set is" if skipped == 1 else f"{skipped} sentences of the test set are"
         story = (
-            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq leaves out "
+            f"{path}: {what} missing. fairseq leaves out "
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
             "--num-shards, and without this plugin a last batch that is not full"
         )

@@ -258,10 +258,13 @@ def save_patience(save: Callable, trainer: Any, filename: str, extra_state: Dict
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _PATIENCE)
 def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """The count of --patience that was saved is gone on with, unless the training begins anew."""
+    """The count of --patience that was saved is gone on with, unless the training begins anew or fairseq
+    forgets its best value, too.
+    """
     extra_state, epoch_itr = load(cfg, trainer, **options)
     program, count = _program(), (extra_state or {}).get("patience")
-    if program and isinstance(count, dict) and trainer.get_num_updates():
+    forgets = cfg.reset_meters or cfg.reset_optimizer
+    if program and isinstance(count, dict) and trainer.get_num_updates() and not forgets:
         program["should_stop_early"].best = count["best"]
         program["should_stop_early"].num_runs = count["num_runs"]
     return extra_state, epoch_itr

@@ -117,7 +117,8 @@ def shown(text: str, stream: Any) -> str:
 def status_of(left_out: int) -> int:
     """The exit status: 1 where lines were left out, which is said again at the end."""
     if left_out:
-        log.warning("%d lines were left out; an empty line stands for each", left_out)
+        what = "1 line was" if left_out == 1 else f"{left_out:,} lines were"
+        log.warning("%s left out; what stands there is an empty line", what)
     return int(left_out > 0)
 
 

@@ -100,7 +100,7 @@ def test_a_comparison_warns_as_a_score_does(capsys, tmp_path):
     log.write_text("".join(f"T-{n}\ta b c d\nH-{n}\t-0.1\ta b c d\n" for n in (0, 2)))
     assert main(["score", str(log), "--allow-partial", "--against", str(log)]) == 0
     said = capsys.readouterr().err
-    assert said.count("1 sentences of the test set are missing") == 2 and said.count("--target-lang") == 2
+    assert said.count("1 sentence of the test set is missing") == 2 and said.count("--target-lang") == 2
 
 
 def test_only_one_test_set_can_be_compared(outputs, capsys, tmp_path):

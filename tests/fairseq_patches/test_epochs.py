@@ -171,6 +171,23 @@ def test_a_curriculum_ends(epochs_over, workers):
     assert sorted(orders[1]) == orders[0]
 
 
+def test_a_training_set_is_validated_on_apart(build_trainer):
+    """--valid-subset valid,train, in the middle of epoch 2."""
+    trainer, batches = build_trainer()
+    training = trainer.get_train_iterator(2, load_dataset=False)
+    assert len(list(training.next_epoch_itr())) == len(batches)
+    rest = training.next_epoch_itr()
+    next(rest)
+    place = training.state_dict()
+    for _ in range(2):
+        valid = trainer.get_valid_iterator("train").next_epoch_itr(shuffle=False, set_dataset_epoch=False)
+        assert sum(len(batch["id"]) for batch in valid) == 120
+        assert training.state_dict() == place
+    assert trainer.get_train_iterator(3, load_dataset=False) is training
+    assert trainer.get_valid_iterator("train") is trainer.get_valid_iterator("train")
+    assert len(list(rest)) == len(batches) - 1
+
+
 def test_no_masks_of_the_last_epoch_are_remembered():
     """fairseq keeps the last eight items that it made, and forgets to ask of which epoch they are."""
     dictionary = Dictionary()

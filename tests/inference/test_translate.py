@@ -365,6 +365,8 @@ def test_a_language_model_goes_on_greedily(language_model, capsys, monkeypatch):
             break
         tokens = torch.cat([tokens, best[None]])
     assert said == codec.decode(dictionary.string(tokens[1:])) and len(tokens) > prompt
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"the cat\n{'a ' * 9}\n"))  # in one batch
+    assert answer(capsys, "complete", checkpoint, "--data", data, "--tokens", 5)[0] == said
     for flag, value in (("--tokens", "99"), ("--temperature", "0.5"), ("--seed", "3")):
         assert main(["complete", str(checkpoint), "--data", str(data), flag, value]) == 2
         assert flag in capsys.readouterr().err
