@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import (
     Any,
     ClassVar,
+    Collection,
     Dict,
     FrozenSet,
     Literal,
@@ -45,7 +46,7 @@ _ELSEWHERE = {
 }
 
 
-def flag(default: Any, help: str, choices: Optional[Sequence[str]] = None) -> Any:
+def flag(default: Any, help: str, choices: Optional[Collection[str]] = None) -> Any:
     """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices."""
     return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
 
