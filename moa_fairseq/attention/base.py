@@ -455,14 +455,14 @@ class Attention(nn.Module, abc.ABC):
                 mask = later
             else:
                 mask = mask.masked_fill(later, -torch.inf) if mask.is_floating_point() else mask | later
+        if is_self and padding is not None:
+            query_padding = padding[:, padding.size(1) - tgt_len :]
+        if query_padding is not None:
+            x = without_padding(x, query_padding)
         if is_self:
-            if padding is not None:
-                query_padding = padding[:, padding.size(1) - tgt_len :]
-            x = without_padding(x, query_padding)
             memory = x
-        else:
-            x = without_padding(x, query_padding)
-            memory = None if memory is None else without_padding(memory, padding)
+        elif memory is not None:
+            memory = without_padding(memory, padding)
         return Call(
             x,
             memory,

@@ -129,10 +129,12 @@ def attend(
         return fused_attention(q, *repeat_kv(q, k, v), None, dropout, is_causal=True)
     mask: Optional[Tensor]
     blind: Optional[Tensor] = None
-    if masks.mask is None and masks.padding is not None:
+    if masks.mask is not None:
+        mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
+    elif masks.padding is not None:
         mask, v = _padding_bias(masks.padding, v)
     else:
-        mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
+        mask = None
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
     out = _shared_head_attention(q, k, v, mask, dropout)
