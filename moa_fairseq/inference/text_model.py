@@ -117,8 +117,10 @@ def shown(text: str, stream: Any) -> str:
 def status_of(left_out: int) -> int:
     """The exit status: 1 where lines were left out, which is said again at the end."""
     if left_out:
-        what = "1 line was" if left_out == 1 else f"{left_out:,} lines were"
-        log.warning("%s left out; what stands there is an empty line", what)
+        what = "1 line was left out; an empty line stands for it"
+        if left_out > 1:
+            what = f"{left_out:,} lines were left out; an empty line stands for each"
+        log.warning(what)
     return int(left_out > 0)
 
 
