@@ -381,6 +381,8 @@ def test_settings_are_given_once():
         MixtureOfAttention(C, MoASettings(), num_experts=4)
     with pytest.raises(TypeError, match="renormalize"):
         MixtureOfAttention(C, renormalize="full")
+    with pytest.raises(TypeError, match="NAMOHSettings"):
+        NativeMixtureOfHeads(C, 4)
 
 
 @pytest.mark.parametrize("filled", ["assign", "to_empty"])
