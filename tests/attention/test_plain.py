@@ -223,6 +223,7 @@ def steps(sizes):
                 start += size
 
 
+@pytest.mark.thorough(keep="[1, 2, 5]-None")
 @pytest.mark.parametrize("positions", [None, "rope", "xl"])
 @pytest.mark.parametrize("sizes", [[1], [2], [5], [1, 2, 5]], ids=str)
 @pytest.mark.parametrize("how", ["no padding", "left", "step", "all so far", "named late"])
@@ -385,6 +386,7 @@ def test_settings_are_given_once():
         NativeMixtureOfHeads(C, 4)
 
 
+@pytest.mark.thorough(keep="rope-assign")
 @pytest.mark.parametrize("filled", ["assign", "to_empty"])
 @pytest.mark.parametrize("positions", [None, "rope"])
 @pytest.mark.parametrize("family", FAMILIES)

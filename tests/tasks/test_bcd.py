@@ -21,6 +21,7 @@ from trainer_updates import (
 )
 
 from moa_fairseq.attention.expert_draw import ExpertDraw
+from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, GateSGD
 from moa_fairseq.errors import UserError
@@ -88,7 +89,7 @@ def test_the_draw_uses_the_gates_that_the_g_step_has_just_updated(build_trainer,
         return {name: decision.probs for name, decision in decisions}
 
     stale = probabilities()
-    with torch.no_grad():
+    with torch.no_grad(), forgetting(observers_of(first.get_model())):
         loss, tokens, _ = first.get_criterion()(first.get_model().train(), samples[0])
     first.task.before_update(first, samples[:1])
     fresh, drawn = probabilities(), {}

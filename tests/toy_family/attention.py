@@ -47,7 +47,8 @@ class ParityAttention(Attention):
         index = (position.reshape(-1, 1) % 2).long() * half + torch.arange(half, device=call.x.device)
         probs = torch.zeros(index.size(0), self.num_heads, device=call.x.device).scatter_(1, index, 1 / half)
         gates = torch.full_like(index, self.scale, dtype=torch.float32)
-        return Routing(index, gates, probs, probs, self.num_heads, padding=call.rows_padding)
+        padding = None if call.query_padding is None else call.query_padding.reshape(-1)
+        return Routing(index, gates, probs, probs, self.num_heads, padding=padding)
 
     def projection_macs(self, queries, keys):
         sides = self.k_proj.in_features + self.v_proj.in_features
