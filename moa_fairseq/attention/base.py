@@ -31,6 +31,7 @@ from moa_fairseq.errors import UserError, check_choice
 
 _instances = itertools.count()
 Settings = TypeVar("Settings", bound="FamilySettings")
+_EMBEDDED_POSITIONS = ("learned", "sinusoidal")  # added to the words: nothing to do in an attention
 # What the call of torch's and fairseq's attention has, and what it is here
 _ELSEWHERE = {
     "key": "memory",
@@ -146,7 +147,14 @@ class Attention(nn.Module, abc.ABC):
         if head_gate != "none":
             self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
         self.positions: Optional[Positions] = None
-        if self_attention and positions in POSITIONS_IN_ATTENTION:
+        if positions is not None:
+            check_choice("--positions", positions, (*_EMBEDDED_POSITIONS, *POSITIONS_IN_ATTENTION))
+        if positions in POSITIONS_IN_ATTENTION:
+            if not self_attention:
+                raise UserError(
+                    f"positions={positions!r} is for self-attention: build the layer with "
+                    "self_attention=True, or leave positions out."
+                )
             kind = POSITIONS_IN_ATTENTION[positions]
             self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
 
@@ -418,11 +426,11 @@ class Attention(nn.Module, abc.ABC):
         if memory is not None:
             if self.self_attention:
                 raise ValueError("this attention was built with self_attention=True, which reads no memory")
-            projection = getattr(self, "k_proj", None)
-            kdim = getattr(projection, "in_features", getattr(projection, "d_in", memory.size(-1)))
-            self._check_input("memory", memory, kdim)
+            self._check_input("memory", memory, self._widths_of_memory(memory.size(-1)))
             if memory.size(0) != batch:
                 raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {batch}")
+        elif is_self and self._widths_of_memory(self.embed_dim) != self.embed_dim:
+            raise ValueError("this attention was built with a kdim or vdim of a memory: give memory, too")
         if query_padding is not None and is_self:
             raise ValueError("query_padding is for cross-attention: give padding, which is that of x here")
         if cache is not None:
@@ -487,6 +495,19 @@ class Attention(nn.Module, abc.ABC):
         ):
             expected = "floating point" if weight is None else weight.dtype
             raise ValueError(f"{name} is {x.dtype}, but the attention {expected}: convert one of them")
+
+    def _widths_of_memory(self, default: int) -> int:
+        """kdim, which this call wants of the values, too. Raises ValueError where vdim is another."""
+        widths = []
+        for name in ("k_proj", "v_proj"):
+            projection = getattr(self, name, None)
+            widths.append(getattr(projection, "in_features", getattr(projection, "d_in", default)))
+        if widths[0] != widths[1]:
+            raise ValueError(
+                f"keys of width {widths[0]} and values of width {widths[1]} are two inputs, and this call "
+                "reads one memory: build it with equal kdim and vdim"
+            )
+        return int(widths[0])
 
     def _check_cache(
         self, cache: KVCache, x: Tensor, memory: Optional[Tensor], mask: Optional[Tensor], causal: bool

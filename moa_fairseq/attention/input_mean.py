@@ -38,7 +38,8 @@ def running_mean(
             before = held.get("gate_total")
             if before is not None:
                 totals = totals + before.unsqueeze(1)
-            held["gate_total"] = totals[:, -1]
+            if totals.size(1):
+                held["gate_total"] = totals[:, -1]
         return _divide(totals)
     if held is not None:
         before = held.get("gate_rows")

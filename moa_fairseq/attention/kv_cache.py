@@ -28,6 +28,7 @@ class KVCache:
         self.sums: Dict[str, Tensor] = {}  # what else a family keeps, [B, …]
         self.beam_size = 1
         self.holds_memory = False  # the keys are of cross-attention
+        self._version = 0  # of the memory, by torch's count of writes
         self._memory: Optional[weakref.ref[Tensor]] = None
 
     @property
@@ -39,10 +40,12 @@ class KVCache:
         """Note that the keys are made of a memory."""
         self.holds_memory = True
         self._memory = weakref.ref(memory)
+        self._version = _version(memory)
 
     def is_of(self, memory: Tensor) -> bool:
-        """Whether the keys were made of this very tensor."""
-        return self._memory is not None and self._memory() is memory
+        """Whether the keys were made of this very tensor, which has not been written to since."""
+        is_same = self._memory is not None and self._memory() is memory
+        return is_same and self._version == _version(memory)
 
     def extend(self, k: Tensor, v: Tensor, experts: Optional[Tensor] = None) -> None:
         """Append keys and values [B, G, S', D], and the experts [B, S', K] that made them, if any did."""
@@ -113,3 +116,8 @@ class KVCache:
         """All that it holds."""
         held = (self.keys, self.values, self.padding, self.key_experts, *self.sums.values())
         return tuple(tensor for tensor in held if tensor is not None)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch has seen the tensor written to; it does not count in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -150,7 +150,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             return routing
         padding = call.masks.padding
         if padding is not None:
-            padding = padding[:, -memory.size(1) :]
+            padding = padding[:, padding.size(1) - memory.size(1) :]
         rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
         # without a router of its own it is the text again, behind its context: its tokens are counted already
         found: Routing = (own or self.router)(rows, padding, observed=own is not None)

@@ -10,10 +10,11 @@ from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS, SlotOrder
 
 PROJECTIONS = "vkqo"
+CHOICES = ("learned", "frozen")
 Projection = Union[ExpertLinear, nn.Linear]
 
 
@@ -36,7 +37,7 @@ class SwitchHeadSettings(FamilySettings):
     router_choice: str = flag(
         "learned",
         "what chooses experts: the learned routers; frozen: routers that stay random",
-        ("learned", "frozen"),
+        CHOICES,
     )
     switchhead_shared_selection: bool = flag(
         False, "self-attention chooses the same experts as query and as key (section 3.6)"
@@ -84,6 +85,7 @@ class SwitchHeadAttention(Attention):
             size = getattr(settings, name)
             if size is None or size < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {size}.")
+        check_choice("--router-choice", settings.router_choice, CHOICES)
         experts = settings.switchhead_experts
         letters = "" if experts == "none" else experts
         if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
@@ -184,7 +186,7 @@ class SwitchHeadAttention(Attention):
         if router is None:
             return None, None
         if padding is not None:
-            padding = padding[:, -memory.size(1) :]
+            padding = padding[:, padding.size(1) - memory.size(1) :]
         found: Routing = router(memory, padding)
         source = replace(found, side="keys")
         return source, source.order()

@@ -104,7 +104,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
         num_heads=side.attention_heads,
         causal=decoder,
         dropout=dropout,  # its name is for --retain-dropout-modules
-        positions=getattr(cfg, "positions", None),
+        positions=getattr(cfg, "positions", None) if options.get("self_attention") else None,
         head_gate=getattr(cfg, "head_gate", None) or "none",
         **options,
     )

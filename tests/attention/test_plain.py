@@ -377,6 +377,44 @@ def test_heads_of_their_own_keys_do_not_share_them(family):
         FAMILIES[family](key_heads=2)
 
 
+def test_what_a_layer_is_built_with_is_read():
+    for options, named in (
+        ({"positions": "ropee", "self_attention": True}, "--positions ropee"),
+        ({"positions": "rope"}, "self_attention=True"),
+        ({"head_gate": "heads"}, "--head-gate"),
+    ):
+        for family in FAMILIES.values():
+            with pytest.raises(UserError, match=named):
+                family(**options)
+    with pytest.raises(UserError, match="--router-choice any"):
+        SwitchHeadAttention(C, router_choice="any")
+    x, memory = torch.randn(B, T, C), torch.randn(B, S, 10)
+    for module, inputs, named in (
+        (DenseAttention(C, 4, kdim=10, vdim=10), (x,), "give memory"),
+        (DenseAttention(C, 4, kdim=10), (x, memory), "two inputs"),
+        (MixtureOfAttention(C, vdim=10), (x,), "two inputs"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            module(*inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_no_token_and_a_memory_that_was_written_to(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    cache = module.new_cache()
+    whole = module(x, padding=PADDING, causal=True)
+    for start, end in ((0, 3), (3, 3), (3, T)):
+        out = module(x[:, start:end], padding=PADDING[:, :end], causal=True, cache=cache)
+        real = ~PADDING[:, start:end]
+        torch.testing.assert_close(out[real], whole[:, start:end][real])
+    cross, memory = build(family), torch.randn(B, S, C, dtype=torch.float64)
+    cache = cross.new_cache()
+    cross(x, memory, cache=cache)
+    memory += 1
+    with pytest.raises(ValueError, match="another memory"):
+        cross(x, memory, cache=cache)
+
+
 def test_settings_are_given_once():
     with pytest.raises(TypeError, match="num_experts"):
         MixtureOfAttention(C, MoASettings(), num_experts=4)
