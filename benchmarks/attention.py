@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.kernels import compile_ahead
+from moa_fairseq.transformer.fairseq_call import FairseqCall, with_fairseq_call
 
 C = 512
 SIZES = {
@@ -81,9 +82,9 @@ def candidate(module: nn.Module, shape: "tuple[int, int]", args: Any) -> Dict[st
     return {"forward": forward, "step": step, "module": module}
 
 
-def _moa(experts: int, per_token: int, dim: int) -> MixtureOfAttention:
+def _moa(experts: int, per_token: int, dim: int) -> FairseqCall:
     sizes = {"num_experts": experts, "experts_per_token": per_token, "expert_dim": dim}
-    return MixtureOfAttention(C, **sizes, self_attention=True)
+    return with_fairseq_call(MixtureOfAttention)(C, **sizes, self_attention=True)
 
 
 def compile_size(args: Any, shape: "tuple[int, int]", size: "tuple[int, int, int]") -> None:

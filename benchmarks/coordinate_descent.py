@@ -15,10 +15,11 @@ from _models import BASE, batch_shape, build, criterion, training_batch
 from matplotlib.figure import Figure
 from torch import nn
 
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.expert_draw import ExpertDraw
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
+from moa_fairseq.transformer.forward_context import forward_context
 
 MAE = "mae_transformer_base"
 G_EVERY = 5
@@ -35,7 +36,7 @@ def f_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any], drawn: 
     def step() -> None:
         model.zero_grad(set_to_none=True)
         if drawn:
-            with drawing_experts(ExpertDraw(sample["id"], 1, 0)):
+            with forward_context(draw=ExpertDraw(sample["id"], 1, 0)):
                 loss_of(model, sample)[0].backward()
         else:
             loss_of(model, sample)[0].backward()

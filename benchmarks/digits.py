@@ -10,7 +10,7 @@ standard error.
 """
 
 import statistics
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import head_balance_loss
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.routing import Routing
 
 # model → (shared, routed) heads of each token in the three stages; None: dense attention
 STAGES: Dict[str, Optional[Tuple[Tuple[int, int], ...]]] = {
@@ -35,24 +35,29 @@ BALANCE, BATCH = 0.01, 128  # MoH's beta; pictures of an update
 
 
 class Block(nn.Module):
-    """Pre-norm Transformer layer over x [T, B, C]; heads: (shared, routed), or None for dense attention."""
+    """Pre-norm Transformer layer over x [B, T, C]; heads: (shared, routed), or None for dense attention."""
 
     def __init__(self, num_heads: int, heads: Optional[Tuple[int, int]]):
         super().__init__()
         width = num_heads * HEAD_DIM
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         if heads is None:
-            self.attention = nn.MultiheadAttention(width, num_heads)
+            self.attention = nn.MultiheadAttention(width, num_heads, batch_first=True)
         else:
             shared, routed = heads
             self.attention = MixtureOfHeads(
-                width, num_heads, shared_heads=shared, routed_per_token=routed, self_attention=True
+                width, num_heads, moh_shared_heads=shared, experts_per_token=routed, self_attention=True
             )
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, routings: List[Routing]) -> Tensor:
         h = self.norms[0](x)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
+        if isinstance(self.attention, MixtureOfHeads):
+            heads, found = self.attention(h, with_routing=True)
+            routings.extend(found)
+        else:
+            heads, _ = self.attention(h, h, h, need_weights=False)
+        x = x + heads
         return x + self.feed_forward(self.norms[1](x))
 
 
@@ -66,18 +71,21 @@ class VisionTransformer(nn.Module):
         for stage, num_heads in enumerate(HEADS):
             before, width, tokens = width, num_heads * HEAD_DIM, (SIDE >> stage) ** 2
             self.enter.append(nn.Conv2d(before, width, 3, stride=2 if stage else 1, padding=1))
-            self.places.append(nn.Parameter(0.02 * torch.randn(tokens, 1, width)))
+            self.places.append(nn.Parameter(0.02 * torch.randn(tokens, width)))
             heads = None if stages is None else stages[stage]
-            self.layers.append(nn.Sequential(*(Block(num_heads, heads) for _ in range(LAYERS))))
+            self.layers.append(nn.ModuleList(Block(num_heads, heads) for _ in range(LAYERS)))
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, pictures: Tensor) -> Tuple[Tensor, List[Routing]]:
         x = pictures.unsqueeze(1)
+        routings: List[Routing] = []
         for enter, place, layers in zip(self.enter, self.places, self.layers):
             x = enter(x)
-            rows = layers(x.flatten(2).permute(2, 0, 1) + place)
-            x = rows.permute(1, 2, 0).view_as(x)
-        return self.out(self.norm(rows.mean(0)))
+            rows = x.flatten(2).transpose(1, 2) + place  # [B, C, side, side] → [B, T, C]
+            for layer in layers:
+                rows = layer(rows, routings)
+            x = rows.transpose(1, 2).reshape(x.shape)
+        return self.out(self.norm(rows.mean(1))), routings
 
 
 def data(device: str) -> Tuple[Tensor, ...]:
@@ -108,10 +116,9 @@ def accuracy(
         for batch in torch.randperm(len(pictures), device=pictures.device).split(BATCH):
             moved = F.pad(pictures[batch], (1, 1, 1, 1))
             down, right = torch.randint(0, 3, (2,)).tolist()  # by up to one pixel
-            with collect_decisions() as decisions:
-                logits = model(moved[:, down : down + SIDE, right : right + SIDE])
+            logits, routings = model(moved[:, down : down + SIDE, right : right + SIDE])
             loss = F.cross_entropy(logits, classes[batch])
-            loss = loss + BALANCE * sum(head_balance_loss(decision) for _, decision in decisions)
+            loss = loss + BALANCE * sum(head_balance_loss(routing) for routing in routings)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -120,7 +127,7 @@ def accuracy(
         tick()
     model.eval()
     with torch.no_grad():
-        return 100 * (model(tests).argmax(1) == answers).float().mean().item()
+        return 100 * (model(tests)[0].argmax(1) == answers).float().mean().item()
 
 
 def draw(rows: Dict[str, Any]) -> Figure:

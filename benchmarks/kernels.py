@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.routing import RoutingDecision
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import BACKENDS, compile_ahead, resolve_backend
+from moa_fairseq.kernels import BACKENDS, SlotOrder, compile_ahead, resolve_backend
 
 C = 512
 BASE = {
@@ -69,18 +68,15 @@ def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable
     tokens, experts, per_token, dim = (point[key] for key in ("tokens", "E", "K", "D"))
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(tokens, experts, generator=generator).topk(per_token).indices.to(args.device)
-    gate = torch.rand(tokens, per_token, generator=generator).to(args.device)
-    probs = torch.zeros(tokens, experts, device=args.device)
-    queries = ExpertLinear(experts, C, dim, "experts", backend=backend).to(args.device, args.torch_dtype)
-    outputs = ExpertLinear(experts, dim, C, "model", backend=backend).to(args.device, args.torch_dtype)
+    gates = torch.rand(tokens, per_token, generator=generator).to(args.device)
+    queries = ExpertLinear(experts, C, dim, True, False, backend).to(args.device, args.torch_dtype)
+    outputs = ExpertLinear(experts, dim, C, False, False, backend).to(args.device, args.torch_dtype)
     x = torch.randn(tokens, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
     upstream = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        # anew: sorting is part of the price
-        decision = RoutingDecision(index, gate, probs, probs, experts)
-        slots = queries(x, decision, slots_per_row=per_token, slots_per_sum=1)
-        return outputs(slots, decision, slots_per_row=1, slots_per_sum=per_token, gate=gate)
+        order = SlotOrder(index, experts)  # anew: sorting is part of the price
+        return outputs(queries(x, order), order, gates)
 
     def inference() -> torch.Tensor:
         with torch.no_grad():

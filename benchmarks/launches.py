@@ -35,11 +35,11 @@ from torch.utils._pytree import tree_leaves
 
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.files import atomic_write
-from moa_fairseq.kernels import grouped
-from moa_fairseq.kernels.grouped import SortedRows
+from moa_fairseq.kernels import projection
 from moa_fairseq.kernels.triton import kernels, launch, weight_grad
 from moa_fairseq.recipes.hardware import detect_hardware
 from moa_fairseq.recipes.result import versions
+from moa_fairseq.transformer.fairseq_call import with_fairseq_call
 
 try:
     from moa_fairseq.kernels.triton import routing
@@ -135,6 +135,9 @@ def stand_in() -> None:
     for module in STOOD_FOR:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, StandIn(name))
+    # what a Hopper GPU takes
+    by_sorting = projection._SORTED._replace(unsupported_reason=projection._always)
+    projection._WAYS = {**projection._WAYS, "grouped": (by_sorting,)}
     launch._processors = lambda tensor: PROCESSORS
     launch._cache_bytes = lambda tensor: CACHE
 
@@ -148,8 +151,9 @@ def build(name: str) -> nn.Module:
         macs = mixture_macs(LENGTH * BATCH, LENGTH, per_token, experts, dim)
         return dense_twin(LENGTH * BATCH, LENGTH, macs)[0]
     backend = "grouped" if name.endswith("grouped") else "triton"
-    options = dict(bias="biases" in name, self_attention=True, backend=backend)
-    return MixtureOfAttention(C, num_experts=experts, experts_per_token=per_token, expert_dim=dim, **options)
+    options = dict(expert_bias="biases" in name, self_attention=True, expert_backend=backend)
+    sizes = dict(num_experts=experts, experts_per_token=per_token, expert_dim=dim)
+    return with_fairseq_call(MixtureOfAttention)(C, **sizes, **options)
 
 
 def measure(name: str) -> Dict[str, Any]:
@@ -160,9 +164,6 @@ def measure(name: str) -> Dict[str, Any]:
     padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     padding[::2, -8:] = True
     options = {"key_padding_mask": padding} if "padding" in name else {}
-    kind = grouped._kind
-    if name.endswith("grouped"):
-        grouped._kind = lambda *_: SortedRows  # what a Hopper GPU takes
     found: Dict[str, Any] = {}
     out: Optional[Tensor] = None
     upstream = torch.randn_like(x)
@@ -179,7 +180,6 @@ def measure(name: str) -> Dict[str, Any]:
         total = sum(counter.launches.values())
         found[part] = {"launches": total, "megabytes": round(counter.bytes / 1e6), "waits": counter.waits}
         found[part]["kernels"] = dict(counter.launches.most_common())
-    grouped._kind = kind
     return found
 
 

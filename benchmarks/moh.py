@@ -18,7 +18,6 @@ from fairseq.modules import MultiheadAttention
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.attention.moh import SKIPPING, MixtureOfHeads
 
 C, HEADS, SHARED = 512, 8, 2
@@ -36,9 +35,11 @@ def calls(module: nn.Module, length: int, causal: bool, args: Any) -> Dict[str, 
     upstream, mask = torch.randn_like(x), None
     if causal:
         blocked = torch.full((length, length), -math.inf, device=args.device, dtype=args.torch_dtype)
-        mask = mark_causal(torch.triu(blocked, 1))
+        mask = torch.triu(blocked, 1)
 
     def forward() -> Tensor:
+        if isinstance(module, MixtureOfHeads):
+            return module(x.transpose(0, 1), causal=causal).transpose(0, 1)
         return module(x, x, x, attn_mask=mask, need_weights=False)[0]
 
     def inference() -> None:
@@ -61,9 +62,9 @@ def measure(length: int, causal: bool, args: Any) -> List[Dict[str, Any]]:
             module = MixtureOfHeads(
                 C,
                 HEADS,
-                shared_heads=SHARED,
-                routed_per_token=routed,
-                skip=skip,
+                moh_shared_heads=SHARED,
+                experts_per_token=routed,
+                moh_skip=skip,
                 causal=causal,
                 self_attention=True,
             )

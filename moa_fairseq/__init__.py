@@ -30,7 +30,7 @@ def register() -> None:
     import torch
 
     from moa_fairseq import criterions, host_memory, models, tasks  # noqa: F401
-    from moa_fairseq.attention.core import switch_off_cudnn
+    from moa_fairseq.attention.sdpa import switch_off_cudnn
 
     root.setLevel(level)  # one of fairseq's modules sets it to DEBUG
     fairseq_compat.install()

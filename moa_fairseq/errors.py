@@ -1,7 +1,7 @@
 """The one exception that a user is meant to read."""
 
 import re
-from typing import Sequence
+from typing import Collection
 
 
 class UserError(Exception):
@@ -34,7 +34,7 @@ def printable(text: str, coloured: bool = False) -> str:
     )
 
 
-def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
+def check_choice(flag: str, value: object, known: Collection[str]) -> None:
     """Raises UserError unless `value`, given after `flag`, is one of those that are known."""
     if value not in known:
         raise UserError(f"{flag} {value} is unknown: choose one of {', '.join(known)}.")

@@ -133,8 +133,8 @@ class Copy:
         settings = list(itertools.takewhile(lambda word: re.fullmatch(r"[A-Z_]+=\S+", word), words))
         os.environ.update({**self.environment, **dict(word.split("=", 1) for word in settings)})
         sys.dont_write_bytecode = True
-        for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-            del sys.modules[name]  # torch loads it; it looks at its environment once
+        for name in [name for name in sys.modules if re.match(r"triton(?!\._C)\b", name)]:
+            del sys.modules[name]  # torch loads it; it looks at its environment once. Its C part loads once.
         os.chdir(self.folder)
         tests = str(Path(__file__).parent)
         sys.path[:] = [str(self.folder), *(path for path in sys.path if path not in (tests, str(ROOT), ""))]
@@ -241,13 +241,15 @@ def main(words=None):
     add(
         "--no-baseline", action="store_true", help="believe a catch without asking the test without the fault"
     )
+    add("--unasked", action="store_true", help="of these, those that have no verdict yet")
     add("--first", action="store_true", help="ask the first of a fault's tests alone")
     add("--timeout", type=int, default=600, metavar="S", help="seconds a test file or folder may take (600)")
     add("--jobs", type=int, default=1, metavar="N", help="faults at a time, each in a copy of its own (1)")
     add("--record", action="store_true", help="keep in faults.yaml what caught a fault")
     add("--json", type=Path, metavar="FILE", help="write the verdicts")
     args = parser.parse_args(words)
-    faults = chosen(load(), args.names, args.sample, args.date)
+    known = [fault for fault in load() if not (args.unasked and fault.keys() & {"caught", "reason"})]
+    faults = chosen(known, args.names, args.sample, args.date)
     verdicts = {}
     if args.jobs > 1:
         return _share(faults, args)

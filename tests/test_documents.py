@@ -197,14 +197,28 @@ def test_the_python_examples_train():
     (example,) = blocks("README.md", "python")
     exec(example, namespace)
     assert namespace["y"].shape == namespace["x"].shape
-    (example,) = blocks("docs/own-models.md", "python")
+    example, decoder = blocks("docs/own-models.md", "python")
     exec(example, namespace)
-    ((_, decision),) = namespace["decisions"]
-    assert decision.expert_index.shape == (80, 8) and decision.num_experts == 32
+    exec(decoder, namespace)
+    (routing,) = namespace["routings"]
+    assert routing.expert_ids.shape == (80, 8) and routing.num_experts == 32
     namespace["loss"].backward()
     block = namespace["Block"](32)
     x = torch.randn(2, 5, 32)
-    assert block(x, torch.zeros(2, 5, dtype=torch.bool)).shape == x.shape
+    assert block(x, torch.zeros(2, 5, dtype=torch.bool))[0].shape == x.shape
+    torch.manual_seed(0)
+    model, text = namespace["Decoder"](6), torch.arange(20).remainder(6).repeat(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        logits, routings = model(text[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        optimizer.zero_grad()
+        (loss + 0.01 * sum(map(namespace["load_balance_loss"], routings))).backward()
+        optimizer.step()
+    generated = model.generate(text[:2, :3], 8)
+    assert torch.equal(generated, text[:2, :11])
+    logits, _ = model(generated)
+    assert torch.equal(logits[:, 2:-1].argmax(-1), generated[:, 3:])  # as without a cache
 
 
 def test_the_readme_is_short():

@@ -19,7 +19,11 @@ import moa_fairseq
 from moa_fairseq import fairseq_compat
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches import table
-from moa_fairseq.fairseq_patches.training import refuse_half_precision_on_a_cpu, take_bf16_for_a_gpu
+from moa_fairseq.fairseq_patches.training import (
+    print_user_errors,
+    refuse_half_precision_on_a_cpu,
+    take_bf16_for_a_gpu,
+)
 
 USER_DIR = os.path.dirname(moa_fairseq.__file__)
 
@@ -198,6 +202,17 @@ def test_user_errors_of_fairseq_train_are_one_paragraph(fairseq, toy_data, tmp_p
     assert done.returncode != 0
     assert "--experts-per-token 9 must lie between 1 and --num-experts 8" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "story, diverged",
+    [("gradients are Nan/Inf", True), ("Fatal error: gradients are inconsistent between workers.", False)],
+)
+def test_a_training_that_diverges_names_the_flags_that_help(story, diverged, capsys):
+    error = FloatingPointError(story)
+    print_user_errors(FloatingPointError, error, None)
+    said = capsys.readouterr().err
+    assert story in said and all((flag in said) == diverged for flag in ("--finetune-from-model", "--lr"))
 
 
 def test_the_module_that_made_a_nan_is_named(build_trainer, caplog):

@@ -34,6 +34,22 @@ def test_writes_and_replaces(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
+def test_bytes_are_on_the_disk_before_the_file_gets_its_name_and_the_name_after(tmp_path, monkeypatch):
+    """Else a machine that loses its power may have a new name for an empty file."""
+    events, sync, rename = [], os.fsync, os.replace
+
+    def fsync(handle):
+        place = os.readlink(f"/proc/self/fd/{handle}")
+        events.append("folder" if place == str(tmp_path) else os.path.getsize(place))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda new, old: (events.append("named"), rename(new, old)))
+    with atomic_write(tmp_path / "file.txt") as stream:
+        stream.write("seven é")
+    assert events == [8, "named", "folder"]
+
+
 FULL, QUOTA = OSError(errno.ENOSPC, "No space"), OSError(errno.EDQUOT, "Quota")
 
 

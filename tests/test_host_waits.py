@@ -18,8 +18,9 @@ from fairseq.sequence_generator import SequenceGenerator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moa_fairseq.attention import core
-from moa_fairseq.kernels import projection, reference
+from moa_fairseq.kernels import every_expert, projection
+from moa_fairseq.transformer import layers as transformer_layers
+from moa_fairseq.transformer.forward_context import current_context
 
 aten = torch.ops.aten
 # Below autograd, whoever asks: a number (`item`, `bool`, `float`), or a result as long as contents say.
@@ -101,6 +102,12 @@ MODELS = {
 }
 
 
+def by_every_expert(rows, weight, bias, gates, order, sizes):
+    is_up, per_row, per_sum = sizes
+    fan = per_sum if is_up else per_row
+    return every_expert.run(projection.Product(rows, weight, bias, gates, order, is_up, fan))
+
+
 @pytest.fixture
 def waits_of(build_trainer, toy_wiki_data, monkeypatch):
     """waits_of(name, layers) → where the second update waited: one of two workers."""
@@ -108,7 +115,7 @@ def waits_of(build_trainer, toy_wiki_data, monkeypatch):
     stand_in = SimpleNamespace(
         why_not=lambda: "",
         takes=lambda rows, weight: True,
-        project=reference.project,
+        project=by_every_expert,
     )
     monkeypatch.setattr(projection, "triton", stand_in)
 
@@ -154,8 +161,8 @@ def test_an_update_waits_as_rarely_as_a_dense_one_for_any_number_of_layers(waits
 def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
     """A step of a beam search asks as often with three layers as with one."""
     counts = []
-    for layers in (1, 3):
-        model = ("--encoder-layers", layers, "--decoder-layers", layers, "--share-all-embeddings")
+    for depth in (1, 3):
+        model = ("--encoder-layers", depth, "--decoder-layers", depth, "--share-all-embeddings")
         flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
         trainer, batches = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=model)
         models, words = [trainer.get_model().eval()], trainer.task.target_dictionary
@@ -166,11 +173,34 @@ def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
     assert counts[0] == counts[1]
 
 
-def test_whether_padding_is_on_the_right_is_asked_once_for_each_mask():
+class OnGPU(torch.Tensor):
+    """Says that it lies on a GPU; what is computed with it does not."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_whether_padding_is_on_the_right_is_asked_once_for_all_layers(build_trainer, monkeypatch):
     """On a GPU alone, for the flash kernels' causal flag: the CPU's updates above do not ask."""
-    mask = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
+    flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
+    sizes = ("--encoder-layers", 1, "--decoder-layers", 3, "--share-all-embeddings")
+    trainer, _ = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=sizes)
+    model, told, asked = trainer.get_model(), [], []
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda *_: told.append(current_context().right_padded))
+    ask = transformer_layers.is_right_padded
+    monkeypatch.setattr(
+        transformer_layers, "is_right_padded", lambda padding: asked.append(padding) or ask(padding)
+    )
+    words = torch.tensor([[2, 7, 8, 9], [2, 7, 1, 1]])
+    for target, expected in ((words, True), (words.flip(1), False)):
+        model(words, torch.tensor([4, 2]), target.as_subclass(OnGPU))
+        assert told == [expected] * 3 and len(asked) == 1
+        told.clear(), asked.clear()
+    model(words, torch.tensor([4, 2]), words)
+    assert told == [False] * 3 and not asked
     with host_waits() as places:
-        assert core.is_right_padded(mask) and core.is_right_padded(mask)
+        ask(words.eq(1))
     assert places.total() == 1, listed(places)
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.dataclass.configs import CheckpointConfig
 from fairseq_cli import train as program
 
 import moa_fairseq
@@ -128,17 +129,24 @@ def test_a_training_at_its_goal_makes_no_further_update(monkeypatch):
 
 
 def test_patience_goes_on_where_it_was(monkeypatch):
-    cfg = SimpleNamespace(checkpoint=SimpleNamespace(patience=3, maximize_best_checkpoint_metric=False))
+    cfg = SimpleNamespace(checkpoint=CheckpointConfig(patience=3))
     stop = program.should_stop_early
     monkeypatch.setattr(stop, "best", None, raising=False)
     monkeypatch.setattr(stop, "num_runs", 0, raising=False)
     assert [stop(cfg, loss) for loss in (2.0, 3.0, 2.5)] == [False, False, False]
     extra, place = {}, object()
     save_patience(lambda trainer, filename, extra_state: None, None, "checkpoint_last.pt", extra)
-    for updates, left in ((7, 2), (0, 0)):  # a fine-tuning begins at no update
+    for updates, flag, left in (
+        (7, "", 2),
+        (0, "", 0),  # a fine-tuning begins at no update
+        (7, "reset_dataloader", 2),  # as of the best value, fairseq's
+        (7, "reset_meters", 0),
+        (7, "reset_optimizer", 0),
+    ):
         stop.best, stop.num_runs = None, 0
         trainer = SimpleNamespace(get_num_updates=lambda updates=updates: updates)
-        assert load_patience(lambda cfg, trainer: (extra, place), cfg, trainer) == (extra, place)
+        resets = CheckpointConfig(**({flag: True} if flag else {}))
+        assert load_patience(lambda cfg, trainer: (extra, place), resets, trainer) == (extra, place)
         assert stop.num_runs == left and stop(cfg, 2.25) == (left == 2)
 
 

@@ -10,35 +10,45 @@ import sys
 for name in ("fairseq", "omegaconf", "hydra"):
     sys.modules[name] = None  # as if they were not installed
 import torch
-from moa_fairseq.attention.collector import collect_decisions
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.expert_draw import ExpertDraw
+from moa_fairseq.attention.gqe import GroupedQueryExperts
 from moa_fairseq.attention.losses import load_balance_loss
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.namoh import NativeMixtureOfHeads
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
-from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE, SigmaMoESettings
 from moa_fairseq.kernels import SlotOrder, project
 
 torch.manual_seed(0)
-x = torch.randn(6, 2, 16, requires_grad=True)
-for attention in (
-    MixtureOfAttention(16, num_experts=4, experts_per_token=2, expert_dim=8, self_attention=True),
-    MixtureOfAttentiveExperts(16, 4, self_attention=True, causal=True),
-    SwitchHeadAttention(16, 2, 8, num_experts=3, experts_per_token=2, self_attention=True, positions="xl"),
-    MixtureOfHeads(16, 4, shared_heads=1, routed_per_token=2, skip="always", self_attention=True),
+x = torch.randn(2, 6, 16, requires_grad=True)
+experts = dict(num_experts=4, experts_per_token=2, expert_dim=8, self_attention=True)
+for attention, inputs in (
+    (MixtureOfAttention(16, **experts), {}),
+    (
+        MixtureOfAttentiveExperts(16, 4, self_attention=True, causal=True),
+        {"draw": ExpertDraw(torch.arange(2), 1, 1)},
+    ),
+    (SwitchHeadAttention(16, switchhead_heads=2, **experts, positions="xl"), {}),
+    (
+        MixtureOfHeads(
+            16, 4, moh_shared_heads=1, experts_per_token=2, moh_skip="always", self_attention=True
+        ),
+        {},
+    ),
+    (GroupedQueryExperts(16, gqe_groups=2, **experts), {}),
+    (NativeMixtureOfHeads(16, **experts), {}),
 ):
-    with collect_decisions() as decisions, drawing_experts(ExpertDraw(torch.arange(2), 1, 1)):
-        out, _ = attention(x, x, x, need_weights=False)
-    (out.square().sum() + load_balance_loss(decisions[0][1])).backward()
-    state = {}
-    attention.eval()
-    steps = [attention(x[t : t + 1], None, None, incremental_state=state)[0] for t in range(6)]
-    future = torch.triu(torch.full((6, 6), float("-inf")), 1)
-    torch.testing.assert_close(torch.cat(steps), attention(x, x, x, attn_mask=future)[0])
-assert SigmaMoE(16, 4, 2, 8)(x).shape == x.shape
+    out, routings = attention(x, causal=True, with_routing=True, **inputs)
+    (out.square().sum() + sum(load_balance_loss(routing) for routing in routings)).backward()
+    cache = attention.eval().new_cache()
+    steps = [attention(x[:, t : t + 1], cache=cache) for t in range(6)]
+    torch.testing.assert_close(torch.cat(steps, 1), attention(x, causal=True))
+settings = SigmaMoESettings(sigma_moe_num_experts=4, sigma_moe_experts_per_token=2, sigma_moe_expert_dim=8)
+assert SigmaMoE(16, settings)(x).shape == x.shape
 order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
-out = project(torch.ones(2, 8), order, torch.ones(3, 4, 8), into="experts", slots_per_row=2, slots_per_sum=1)
+out = project(torch.ones(2, 8), order=order, weight=torch.ones(3, 4, 8), is_up=True)
 assert out.shape == (4, 4) and (out == 8).all()
 print("done with", *sorted({n.split(".")[1] for n in sys.modules if n.startswith("moa_fairseq.")}))
 """

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from moa_fairseq.analysis.plots import Analysis
 from moa_fairseq.analysis.routed_model import kind_of
-from moa_fairseq.attention.base import MixtureAttention
-from moa_fairseq.attention.collector import collect_decisions
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.base import Attention
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import device_for, load_subset
+from moa_fairseq.transformer.forward_context import collect_routings
 
 NAME = "attention-maps"
 SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
@@ -106,7 +106,7 @@ def measure_attention(
     for name, module in model.named_modules():
         if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
             vars(module)["ever_training"] = True
-        if not isinstance(module, (MixtureAttention, MultiheadAttention)):
+        if not isinstance(module, (Attention, MultiheadAttention)):
             continue
         if isinstance(module, MultiheadAttention):
             module.skip_embed_dim_check = True  # its other path averages over the heads
@@ -119,7 +119,7 @@ def measure_attention(
 
         hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
         hooks.append(module.register_forward_hook(keep))
-    with torch.no_grad(), collect_decisions() as decisions:
+    with torch.no_grad(), collect_routings() as routings:
         model(**sample["net_input"], features_only=True)
     for hook in hooks:
         hook.remove()
@@ -134,11 +134,11 @@ def measure_attention(
         queries = target if target and name.startswith("decoder.") else source
         keys = source if name.endswith(".encoder_attn") else queries
         own = [
-            decision
-            for named, decision in decisions
-            if named.removesuffix(f".{decision.side}") == name and decision.scope == "tokens"
+            routing
+            for named, routing in routings
+            if named.removesuffix(f".{routing.side}") == name and routing.scope == "tokens"
         ]
-        gates = {decision.side: _gates(decision) for decision in own}
+        gates = {routing.side: _gates(routing) for routing in own}
         if getattr(model.get_submodule(name), "shares_selection", False):  # recorded once for both sides
             gates["keys"] = gates["queries"]
         groups = own[0].groups if own else 1
@@ -146,11 +146,11 @@ def measure_attention(
     return maps
 
 
-def _gates(decision: RoutingDecision) -> Tensor:
+def _gates(routing: Routing) -> Tensor:
     """[E, N]: the gate of each expert for each token."""
-    gate = decision.gate.detach().float()
-    gates = gate.new_zeros(gate.size(0), decision.num_experts)
-    return gates.scatter(1, decision.expert_index, gate).t().cpu()
+    gate = routing.gates.detach().float()
+    gates = gate.new_zeros(gate.size(0), routing.num_experts)
+    return gates.scatter(1, routing.expert_ids, gate).t().cpu()
 
 
 def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:

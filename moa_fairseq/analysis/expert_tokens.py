@@ -34,7 +34,7 @@ from moa_fairseq.analysis.gpt2_pieces import gpt2_pieces
 from moa_fairseq.analysis.plots import Analysis
 from moa_fairseq.analysis.routed_model import forward_passes
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError
 
 NAME = "expert-tokens"
@@ -66,9 +66,9 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         counter = TokenCounter(words if join else pieces)
     masked_out = 0 if hasattr(task, "mask_idx") else None
     name = args.module
-    for sample, decisions in forward_passes(args, model, task):
-        named = dict(decisions)
-        name = name or decisions[0][0]  # the first that runs: the first layer's self-attention
+    for sample, routings in forward_passes(args, model, task):
+        named = dict(routings)
+        name = name or routings[0][0]  # the first that runs: the first layer's self-attention
         if name not in named:
             raise UserError(f"--module {name} is not in this model, which has {', '.join(named)}.")
         attention = dict(model.named_modules())[name]
@@ -177,17 +177,17 @@ class TokenCounter:
         return lists
 
 
-def attributed(decision: RoutingDecision, batch: int, length: int) -> Tensor:
+def attributed(routing: Routing, batch: int, length: int) -> Tensor:
     """Which experts each position of a batch counts for: [B, T, E] bool.
 
     Those that it chose; if every expert takes part (MAE; MoA with K = E), the one with the greatest weight.
-    If a sequence has one decision, it holds for all positions.
+    If a sequence has one routing, it holds for all positions.
     """
-    index = decision.expert_index
-    if decision.chooses_all:
-        index = decision.probs.argmax(-1, keepdim=True)
-    choices = torch.zeros_like(decision.probs, dtype=torch.bool).scatter_(1, index, True)
-    per_sequence = 1 if decision.scope == "sequences" else length
+    index = routing.expert_ids
+    if routing.chooses_all:
+        index = routing.probs.argmax(-1, keepdim=True)
+    choices = torch.zeros_like(routing.probs, dtype=torch.bool).scatter_(1, index, True)
+    per_sequence = 1 if routing.scope == "sequences" else length
     return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 

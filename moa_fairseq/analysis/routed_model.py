@@ -10,9 +10,9 @@ from typing import Any, Dict, Iterable, Iterator, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import batches, device_for
+from moa_fairseq.transformer.forward_context import NamedRoutings, collect_routings
 
 # First and last part of a module's path → label of its kind of attention, in the order of the pictures.
 KINDS_OF_ATTENTION = {
@@ -24,8 +24,8 @@ KINDS_OF_ATTENTION = {
 
 def forward_passes(
     args: argparse.Namespace, model: nn.Module, task: Any
-) -> Iterator[Tuple[Dict[str, Any], NamedDecisions]]:
-    """(batch, decisions of all routers in forward order) for every batch of a subset, by teacher forcing.
+) -> Iterator[Tuple[Dict[str, Any], NamedRoutings]]:
+    """(batch, routings of all routers in forward order) for every batch of a subset, by teacher forcing.
 
     args: subset, max_tokens (of a batch) and cpu. The model is put in evaluation mode on the device. Raises
     UserError if the model has no router, or if the subset does not exist or is empty.
@@ -33,11 +33,11 @@ def forward_passes(
     device, empty = device_for(args.cpu), True
     model = model.to(device).eval()
     for sample in batches(task, model, args.subset, args.max_tokens, device):
-        with torch.no_grad(), collect_decisions() as decisions:
+        with torch.no_grad(), collect_routings() as routings:
             model(**sample["net_input"], features_only=True)  # there is no router in the output layer
-        if not decisions:
+        if not routings:
             raise UserError(f"This model has no router: {type(model).__name__} has no mixture of experts.")
-        yield sample, decisions
+        yield sample, routings
         empty = False
     if empty:
         raise UserError(f"The subset {args.subset} has no sentence of at most {args.max_tokens} tokens.")
@@ -62,21 +62,21 @@ class RouterUse:
     total_entropy: float = 0.0
 
 
-def router_uses(passes: Iterable[NamedDecisions]) -> List[RouterUse]:
+def router_uses(passes: Iterable[NamedRoutings]) -> List[RouterUse]:
     """The use of each router over several forward passes, in the order in which the routers first ran."""
     uses: Dict[str, RouterUse] = {}
-    for name, decision in chain.from_iterable(passes):
-        padding, shared = decision.padding_mask, decision.shared
+    for name, routing in chain.from_iterable(passes):
+        padding, shared = routing.padding, routing.shared
         real = slice(None) if padding is None else ~padding
         index, gate, probs = (
-            values.detach()[real] for values in (decision.expert_index, decision.gate, decision.probs)
+            values.detach()[real] for values in (routing.expert_ids, routing.gates, routing.probs)
         )
         if name not in uses:
-            counts, mass = torch.zeros(2, decision.num_experts - shared, dtype=torch.float64)
+            counts, mass = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
             favourites = torch.zeros(probs.size(1), dtype=torch.float64)
-            uses[name] = RouterUse(name, index.size(1) - shared, counts, mass, favourites, decision.scope)
-        use, mass = uses[name], gate.new_zeros(decision.num_experts, dtype=torch.float64)
-        use.counts += decision.expert_counts.double().cpu()
+            uses[name] = RouterUse(name, index.size(1) - shared, counts, mass, favourites, routing.scope)
+        use, mass = uses[name], gate.new_zeros(routing.num_experts, dtype=torch.float64)
+        use.counts += routing.expert_counts.double().cpu()
         use.gate_mass += mass.scatter_add(0, index.flatten(), gate.double().flatten())[shared:].cpu()
         use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
         use.instances += len(probs)

@@ -1,177 +1,364 @@
-"""What every mixture of attention heads shares: fairseq's attention call, written once."""
+"""The call of every attention here: batch first, one signature, nothing that it does not read."""
 
 import abc
+import itertools
 from dataclasses import dataclass, field, fields
-from typing import Any, Dict, Generic, List, Optional, Sequence, Tuple, TypeVar, Union
+from typing import (
+    Any,
+    ClassVar,
+    Collection,
+    Dict,
+    FrozenSet,
+    Literal,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    overload,
+)
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
-from moa_fairseq.attention.cache import (
-    Cache,
-    CachedAttention,
-    IncrementalState,
-    cached_length,
-    extend_cache,
-    extend_padding,
-)
-from moa_fairseq.attention.collector import carried_context, padding_of_queries, record
-from moa_fairseq.attention.core import attend, mark_causal
 from moa_fairseq.attention.head_gate import HEAD_GATES, HeadGate
+from moa_fairseq.attention.kv_cache import KVCache
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
+from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
 from moa_fairseq.errors import UserError, check_choice
 
+_instances = itertools.count()
+Settings = TypeVar("Settings", bound="FamilySettings")
+_EMBEDDED_POSITIONS = ("learned", "sinusoidal")  # added to the words: nothing to do in an attention
+# What the call of torch's and fairseq's attention has, and what it is here
+_ELSEWHERE = {
+    "key": "memory",
+    "value": "memory",
+    "key_padding_mask": "padding, True = padding",
+    "attn_mask": "mask, True = blocked",
+    "attention_mask": "padding, True = padding, or mask, True = blocked",
+    "is_causal": "causal",
+    "incremental_state": "cache=attention.new_cache()",
+    "need_weights": "the method `with_weights`",
+    "need_head_weights": "the method `with_weights`",
+    "query_padding_mask": "query_padding",
+}
 
-def flag(default: Any, help: str, choices: Optional[Sequence[str]] = None) -> Any:
+
+def flag(default: Any, help: str, choices: Optional[Collection[str]] = None) -> Any:
     """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices."""
     return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
 
 
 @dataclass
-class FamilySettings(abc.ABC):
-    """The base of a family's settings: a dataclass whose fields are its flags."""
+class FamilySettings:
+    """The base of a family's settings: its fields are the family's flags, and its attention's keywords."""
 
-    @abc.abstractmethod
-    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureAttention[Any]":
-        """The attention of a layer of width embed_dim.
+    attention: ClassVar[Type["Attention"]]
 
-        num_heads: the number of heads in the model's flags; causal: whether it stands in a decoder, where a
-        query must not see later positions; role: further arguments of `MixtureAttention`. Raises UserError
-        for impossible settings.
+    @classmethod
+    def of(cls: Type[Settings], settings: Optional[Settings], options: Dict[str, Any]) -> Settings:
+        """`settings`, or those that options name, which are then taken out of options.
+
+        Raises:
+            TypeError: where both are given, or something else.
         """
+        own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
+        if settings is None:
+            return cls(**own)
+        if not isinstance(settings, cls):
+            raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
+        if own:
+            raise TypeError(f"give settings, or {', '.join(own)} as keywords, not both")
+        return settings
 
-    def arguments(self, **names: str) -> Dict[str, Any]:
-        """Every setting as an argument of the attention; names: those of arguments called otherwise."""
-        return {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
-
-    def check(self, attentions: Sequence["MixtureAttention[Any]"]) -> None:  # noqa: B027 (most have nothing to check)
+    def check(self, attentions: Sequence["Attention"]) -> None:
         """Check all attentions of a model. Raises UserError for settings that do not fit it."""
 
 
-Decision = TypeVar("Decision", bound=Optional[RoutingDecision])
+@dataclass
+class Call:
+    """One pass through an attention, as a family's `compute` sees it. Inputs are zero at padding."""
+
+    x: Tensor  # of the queries, [B, T, C]
+    memory: Optional[Tensor]  # what keys are made of, [B, S, kdim]; None: the cache has them
+    values: Optional[Tensor]  # what values are made of, [B, S, vdim]: the same object where it is the same
+    masks: Masks
+    query_padding: Optional[Tensor] = None  # [B, T] bool
+    same_tokens: bool = False  # keys are made of the queries' tokens and of no others
+    cache: Optional[KVCache] = None
+    need_weights: bool = False
+    token_ids: Optional[Tensor] = None  # of the queries, [B, T] int64
+    draw: Any = None  # of experts: `expert_draw.ExpertDraw`
 
 
-class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
-    """A drop-in for fairseq's `MultiheadAttention` whose heads are chosen or weighted token by token.
+Computed = Tuple[Tensor, Optional[Tensor], Tuple[Routing, ...]]
 
-    A family supplies `route`, `project_queries`, `project_keys_values`, `project_output`, and its cost:
-    `projection_macs`; one that decides about keys, too, `route_keys`. keys_by_expert: whether `attend_heads`
-    has to know which experts keys are of, also those of a cache. self_attention: keys and values are made
-    from the queries' own input; encoder_decoder_attention: of an encoder's output, given as `key`. dropout:
-    probability with which attention weights are dropped, or a module that has it as `p` (fairseq's
-    FairseqDropout).
-    positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings. num_heads,
-    head_dim: H and D of the attention itself; key_heads: G, if it is not H. head_gate: a sigmoid gate on
-    each head's output, one of HEAD_GATES; own_heads: how many heads have parameters of their own, if not H.
+
+class Attention(nn.Module, abc.ABC):
+    """Attention whose heads may be chosen or weighted token by token, as a plain module.
+
+    A family supplies `compute` and its cost, `projection_macs`.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads, head_dim: H and D of the attention itself.
+        key_heads: heads of keys and values, G, if not H.
+        own_heads: how many heads have parameters of their own, if not H.
+        self_attention: keys and values are made of x, and of nothing else; needed for positions.
+        dropout: probability with which attention weights are dropped, or a module that has it as `p`.
+        positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings.
+        head_gate: a sigmoid gate on each head's output, one of HEAD_GATES.
+
+    Raises:
+        UserError: for impossible settings.
     """
 
-    keys_by_expert = False
+    keys_by_expert = False  # whether `compute` has to know which experts made keys, those of a cache included
+    reads: FrozenSet[str] = frozenset()  # further keywords of the call
+    can_trim_cache = True
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
         head_dim: int,
+        *,
+        key_heads: Optional[int] = None,
+        own_heads: Optional[int] = None,
         self_attention: bool = False,
-        encoder_decoder_attention: bool = False,
         dropout: Union[float, nn.Module] = 0.0,
         positions: Optional[str] = None,
-        key_heads: Optional[int] = None,
         head_gate: str = "none",
-        own_heads: Optional[int] = None,
     ):
         super().__init__()
         check_choice("--head-gate", head_gate, HEAD_GATES)
         self._path: Optional[str] = None
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
+        self._instance = next(_instances)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
         self.key_heads = key_heads or num_heads
         self.self_attention = self_attention
-        self.encoder_decoder_attention = encoder_decoder_attention
         self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
         self.head_gate: Optional[HeadGate] = None
         if head_gate != "none":
             self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
         self.positions: Optional[Positions] = None
-        if self_attention and positions in POSITIONS_IN_ATTENTION:
+        if positions is not None:
+            check_choice("--positions", positions, (*_EMBEDDED_POSITIONS, *POSITIONS_IN_ATTENTION))
+        if positions in POSITIONS_IN_ATTENTION:
+            if not self_attention:
+                raise UserError(
+                    f"positions={positions!r} is for self-attention: build the layer with "
+                    "self_attention=True, or leave positions out."
+                )
             kind = POSITIONS_IN_ATTENTION[positions]
             self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
 
-    @property
-    def sees_later(self) -> bool:
-        """Whether what is decided at a position follows from later ones, which no mask hides."""
-        return False
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        """A copy (copy.deepcopy, pickle) is another instance, which caches and names without a path show."""
+        super().__setstate__(state)
+        self._instance = next(_instances)
 
     @property
     def name(self) -> str:
-        """The path in the model once `name_attentions` has given one; decisions are reported under it."""
-        return self._path or self._state_key
+        """The path in the model, such as "encoder.layers.0.self_attn", once that has given one."""
+        return self._path or f"{type(self).__name__}.{self._instance}"
 
     @name.setter
     def name(self, path: str) -> None:
         self._path = path
 
-    @abc.abstractmethod
-    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> Decision:
-        """The decision for queries x [B, T, C]; padding [B, T], True = padding. cache: of earlier steps.
+    @classmethod
+    def from_settings(
+        cls, embed_dim: int, settings: FamilySettings, *, num_heads: int, causal: bool, **options: Any
+    ) -> "Attention":
+        """The attention of a model's layer.
 
-        None where a setting of the family leaves nothing to decide about queries.
+        Args:
+            embed_dim: the model's width.
+            settings: of the family.
+            num_heads: the number of heads in the model's flags, for families that have no flag of their own.
+            causal: whether it stands in a decoder, for families that have to know.
+            options: further arguments of the class.
         """
-
-    @abc.abstractmethod
-    def project_queries(self, x: Tensor, decision: Decision) -> Tensor:
-        """x [B, T, C] → queries [B, H, T, D]."""
-
-    def route_keys(
-        self, key: Tensor, decision: Decision, padding: Optional[Tensor]
-    ) -> Optional[RoutingDecision]:
-        """The decision about key [B, S, kdim], padding [B, S]; None where there is nothing to decide.
-
-        decision: about the queries. It is returned where it is about the same tokens and decides for both;
-        another one is recorded here.
-        """
-        return None
+        return cls(embed_dim, settings=settings, **options)  # type: ignore[call-arg]
 
     @abc.abstractmethod
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
-    ) -> Tuple[Tensor, Tensor]:
-        """key [B, S, kdim], value [B, S, vdim] → keys and values [B, G, S, D], G dividing H.
-
-        source: what `route_keys` decided.
-        """
-
-    def attend_heads(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decision: Decision,
-        attn_mask: Optional[Tensor],
-        key_padding_mask: Optional[Tensor],
-        need_weights: bool,
-        bias: Optional[Tensor],
-        key_index: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
-        """`core.attend`; a family whose decision determines which queries there are overrides it.
-
-        key_index [B, S, K]: the experts of keys, where `keys_by_expert`.
-        """
-        return attend(q, k, v, attn_mask, key_padding_mask, self._dropout_now, need_weights, bias)
-
-    def head_index(self, decision: Decision) -> Optional[Tensor]:
-        """Which head stands in each place of a token, [B·T, H]; None: head i in place i."""
-        return None
-
-    @abc.abstractmethod
-    def project_output(self, heads: Tensor, decision: Decision) -> Tensor:
-        """Attention results [B, H, T, D] → [B, T, C]."""
+    def compute(self, call: Call) -> Computed:
+        """The output [B, T, C], weights [B, H, T, S] where `call.need_weights`, and the routings."""
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         """Multiply-accumulates of one sequence with so many tokens, by part: "router" and "projections"."""
+
+    @property
+    def dropout_now(self) -> float:
+        """The probability with which attention weights are dropped in this pass."""
+        module = self.dropout_module
+        drops = self.training or getattr(module, "apply_during_inference", False)
+        return float(getattr(module, "p", 0.0)) if drops else 0.0
+
+    @property
+    def is_non_causal(self) -> bool:
+        """Whether what is computed at a position follows from later ones, which no mask hides."""
+        return False
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        with_routing: Literal[False] = False,
+        **inputs: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        with_routing: Literal[True],
+        **inputs: Any,
+    ) -> Tuple[Tensor, Tuple[Routing, ...]]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        with_routing: bool = False,
+        **inputs: Any,
+    ) -> Union[Tensor, Tuple[Tensor, Tuple[Routing, ...]]]:
+        """Attend from x to itself, or to a memory.
+
+        Args:
+            x: [B, T, C].
+            memory: [B, S, kdim], for cross-attention. With a cache its keys are made at the first call.
+            padding: of what keys are made of, True = padding: [B, T], with a memory [B, S]. With a cache also
+                of all positions so far. The output at padding is unspecified.
+            mask: [T, S] or [B, T, S], S the number of keys with those of the cache: additive float, or bool,
+                True = blocked.
+            causal: no query sees a later position.
+            cache: of `new_cache`: x continues what it holds, which is extended.
+            query_padding: of cross-attention's queries, [B, T]: keeps them out of statistics and losses.
+            with_routing: return the routings, too. A flag, and no method, because it works through wrappers
+                (torch.compile, DistributedDataParallel, checkpointing), which forward calls alone.
+            inputs: token_ids [B, T] where a router chooses by a hash; draw where MAE draws experts.
+
+        Returns:
+            [B, T, C]; with_routing: a pair of it and a tuple of `Routing`: none of dense attention, one of
+            most, two where keys are routed by themselves (SwitchHead; NAMOH's cross-attention).
+
+        Raises:
+            ValueError, TypeError: for what does not fit, or would not be read.
+        """
+        out, _, routings = self.compute(
+            self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
+        )
+        return (out, routings) if with_routing else out
+
+    def with_weights(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        **inputs: Any,
+    ) -> Tuple[Tensor, Tensor]:
+        """As `forward`, and the attention weights [B, H, T, S] in float32, from before the dropout."""
+        call = self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
+        call.need_weights = True
+        out, weights, _ = self.compute(call)
+        assert weights is not None
+        return out, weights
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for one generation by this attention."""
+        return KVCache(owner=self._instance, can_trim=self.can_trim_cache)
+
+    def attend(
+        self,
+        call: Call,
+        q: Tensor,
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        masks: Optional[Masks] = None,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """Results of the heads [B, H, T, D], and weights [B, H, T, S] where the call needs them.
+
+        Args:
+            call: the pass.
+            q: [B, H, T, D].
+            k, v: [B, G, S, D], G dividing H; None where the cache has them.
+            masks: those of keys and values that `place` returned already; else they are placed here.
+        """
+        bias = None
+        if masks is None:
+            masks = call.masks
+            if call.cache is not None or self.positions is not None:
+                q, k, v, masks, bias = self.place(call, q, k, v)
+        assert k is not None and v is not None  # they were projected, or the cache has them
+        if call.need_weights:
+            return attend_with_weights(q, k, v, masks, self.dropout_now, bias)
+        return attend(q, k, v, masks, self.dropout_now, bias), None
+
+    def place(
+        self,
+        call: Call,
+        q: Tensor,
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        key_experts: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor, Tensor, Masks, Optional[Tensor]]:
+        """Queries, keys and values at their positions, the cache's included, masks, and the scores' bias.
+
+        Args:
+            key_experts: [B, S, K], which experts made the new keys, where `keys_by_expert`.
+        """
+        bias = None
+        cache = call.cache
+        held = 0 if cache is None else cache.length
+        if self.positions is not None and k is not None:
+            key_length = held + k.size(2)
+            first_query = key_length - q.size(2)
+            bias = self.positions.bias(q, key_length, first_query)
+            q, k = self.positions.rotate(q, k, first_query)
+        masks = call.masks
+        if cache is not None:
+            if k is not None and v is not None:
+                cache.extend(k, v, key_experts)
+                masks = masks._replace(padding=cache.extend_padding(masks.padding))
+            elif masks.padding is None:
+                masks = masks._replace(padding=cache.padding)
+            k = cache.keys
+            v = cache.values
+        assert k is not None and v is not None
+        return q, k, v, masks, bias
 
     def macs(self, queries: int, keys: int) -> Dict[str, int]:
         """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
@@ -216,158 +403,158 @@ class MixtureAttention(CachedAttention, abc.ABC, Generic[Decision]):
             if reset is not None and not isinstance(child, nn.Linear):
                 reset()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Optional[Tensor] = None,
-        value: Optional[Tensor] = None,
-        key_padding_mask: Optional[Tensor] = None,
-        incremental_state: Optional[IncrementalState] = None,
-        need_weights: bool = True,
-        static_kv: bool = False,
-        attn_mask: Optional[Tensor] = None,
-        need_head_weights: bool = False,
-        query_padding_mask: Optional[Tensor] = None,
-        *,
-        mask: Optional[Tensor] = None,
-        padding: Optional[Tensor] = None,
-        causal: bool = False,
-    ) -> Any:
-        """A plain module, batch first, where only tensors are given; else fairseq's call, time first.
-
-        **Plain**: `attention(x)`, or `attention(x, memory)` for cross-attention: x [B, T, C], memory
-        [B, S, kdim] → [B, T, C]. padding [B, T] (of memory: [B, S]), True = padding; mask [T, S], additive
-        float, or bool or integers, True = blocked; causal: no query sees later positions. Raises ValueError
-        for other shapes.
-
-        **fairseq's** `MultiheadAttention.forward`:
-
-        query [T, B, C], key and value [S, B, kdim / vdim] (ignored in self-attention; may be None once
-        static_kv keys are cached). key_padding_mask [B, S], True = padding; attn_mask [T, S] additive
-        or bool. query_padding_mask [B, T] keeps padding out of decisions and their statistics; it
-        defaults to what `query_padding` declared, or to key_padding_mask in self-attention. What stands in
-        padding is not read; what the output has there is unspecified.
-        Self-attention also attends to the inputs of a `carried_context` block, as keys before its own.
-        Returns (output [T, B, C], weights): weights is None, [B, T, S] averaged over the heads
-        (need_weights), or [H, B, T, S] (need_head_weights).
-        """
-        if value is None and incremental_state is None and not static_kv:
-            return self._plain(query, key, mask, padding, causal)
-        tgt_len, batch, _ = query.shape
-        cache = self.cache_in(incremental_state)
-        own_keys = key_padding_mask if self.self_attention else None
-        padding = padding_of_queries(query_padding_mask, own_keys, batch, tgt_len)
-        # Batch first from here on: queries and attention results then change shape without a copy.
-        rows = query.transpose(0, 1).contiguous()
-        x = _without_padding(rows, padding)
-        decision = self.route(x, padding, cache)
-        if decision is not None:
-            record(self.name, decision)
-
-        q = self.project_queries(x, decision)
-        cached, bias = cached_length(cache), None
-        k = v = key_index = None
-        if not (static_kv and cached):
-            if self.self_attention:
-                key = value = x if padding is own_keys else _without_padding(rows, own_keys)
-                carried = carried_context.get()
-                if carried is not None:
-                    key = value = torch.cat([carried.transpose(0, 1).to(x.dtype), key], dim=1)
-                    before = (carried.size(0), 0)  # all of it may be seen, none of it is padding
-                    attn_mask = None if attn_mask is None else F.pad(attn_mask, before)
-                    if key_padding_mask is not None:
-                        key_padding_mask = F.pad(key_padding_mask.bool(), before)
-            else:
-                assert key is not None, "no keys are given, and none are cached"
-                key = key.transpose(0, 1)
-                if self.encoder_decoder_attention:
-                    if cache is not None and static_kv:
-                        key, key_padding_mask = self.share_among_beam(cache, key, key_padding_mask)
-                    # the same object: one product may then give keys and values
-                    key = value = _without_padding(key, key_padding_mask)
-                else:
-                    assert value is not None, "keys are given without values"
-                    key = _without_padding(key, key_padding_mask)
-                    value = _without_padding(value.transpose(0, 1), key_padding_mask)
-            source = self.route_keys(key, decision, key_padding_mask)
-            k, v = self.project_keys_values(key, value, source)
-            if self.keys_by_expert and source is not None:  # [B·S, K] → [B, S, K]
-                key_index = source.expert_index.unflatten(0, (k.size(0), k.size(2)))
-            if self.positions is not None:
-                key_length = cached + k.size(2)
-                first_query = key_length - tgt_len
-                bias = self.positions.bias(q, key_length, first_query)
-                q, k = self.positions.rotate(q, k, first_query)
-        if cache is not None:
-            k, v, key_index = extend_cache(cache, k, v, static_kv, key_index)
-            key_padding_mask = extend_padding(cache, key_padding_mask, k.size(0), k.size(2), static_kv)
-        assert k is not None and v is not None  # without a cache they were projected above
-        heads, weights = self.attend_heads(
-            q, k, v, decision, attn_mask, key_padding_mask, need_weights or need_head_weights, bias, key_index
-        )
-        if self.head_gate is not None:
-            heads = self.head_gate(heads, x, self.head_index(decision))
-        out = self.project_output(heads, decision)
-        if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
-            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
-        return out.transpose(0, 1), weights  # no copy: the residual sum reads any layout
-
-    def _plain(
+    def _call(
         self,
         x: Tensor,
         memory: Optional[Tensor],
-        mask: Optional[Tensor],
         padding: Optional[Tensor],
+        mask: Optional[Tensor],
         causal: bool,
-    ) -> Tensor:
-        if memory is not None and self.self_attention:
-            raise ValueError("this attention was built with self_attention=True, which reads no memory")
-        if x.dim() != 3 or x.size(2) != self.embed_dim:
-            raise ValueError(f"x is {list(x.shape)}, not [B, T, C] with C = {self.embed_dim}")
-        if memory is not None and (memory.dim() != 3 or memory.size(0) != x.size(0)):
-            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0)}")
-        batch, length = (x if memory is None else memory).shape[:2]
-        if mask is not None and mask.shape != (x.size(1), length):
-            raise ValueError(f"mask is {list(mask.shape)}, not [T, S] = {[x.size(1), length]}")
-        if padding is not None and padding.shape != (batch, length):
-            raise ValueError(f"padding is {list(padding.shape)}, not {[batch, length]}")
-        if causal and self.sees_later:
+        cache: Optional[KVCache],
+        query_padding: Optional[Tensor],
+        inputs: Dict[str, Any],
+    ) -> Call:
+        """What was given, checked, with zeros at padding: what stands there may be NaN."""
+        for name in inputs:
+            if name not in self.reads:
+                raise TypeError(self._unread(name))
+        self._check_input("x", x, self.embed_dim)
+        batch, tgt_len, _ = x.shape
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: make one with new_cache()")
+        is_self = memory is None and not (cache is not None and cache.holds_memory)
+        if memory is not None:
+            if self.self_attention:
+                raise ValueError("this attention was built with self_attention=True, which reads no memory")
+            self._check_input("memory", memory, self._widths_of_memory(memory.size(-1)))
+            if memory.size(0) != batch:
+                raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {batch}")
+        elif is_self and self._widths_of_memory(self.embed_dim) != self.embed_dim:
+            raise ValueError("this attention was built with a kdim or vdim of a memory: give memory, too")
+        if query_padding is not None and is_self:
+            raise ValueError("query_padding is for cross-attention: give padding, which is that of x here")
+        if cache is not None:
+            self._check_cache(cache, x, memory, mask, causal)
+            if memory is not None and cache.length:
+                memory = None  # its keys are there
+        held = 0 if cache is None else cache.length
+        if is_self:
+            src_len = held + tgt_len
+            lengths = [(batch, tgt_len), (batch, src_len)]
+        else:
+            src_len = held if memory is None else memory.size(1)
+            lengths = [(batch, src_len)]
+        if padding is not None:
+            _check_mask("padding", padding, lengths, False)
+        if query_padding is not None:
+            _check_mask("query_padding", query_padding, [(batch, tgt_len)], False)
+        token_ids = inputs.get("token_ids")
+        if token_ids is not None and token_ids.shape != (batch, tgt_len):
+            raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {[batch, tgt_len]}")
+        if mask is not None:
+            _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
+        if causal and self.is_non_causal:
             raise ValueError("this attention decides by the whole sequence: build it with causal=True")
-        rows = x.transpose(0, 1)  # [B, T, C] → [T, B, C]
-        keys = rows if memory is None else memory.transpose(0, 1)
-        if causal:
-            later = torch.ones(len(rows), len(keys), dtype=torch.bool, device=x.device).triu(1)
+        is_causal = causal and mask is None and is_self and not held
+        if causal and not (is_self and tgt_len == 1):
+            first = held if is_self else 0
+            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=x.device).triu(1 + first)
             if mask is None:
-                mask = later if is_compiling() else mark_causal(later)
+                mask = later
             else:
-                is_additive = mask.is_floating_point()
-                mask = mask.masked_fill(later, -torch.inf) if is_additive else mask.bool() | later
-        own = padding if memory is None else None
-        out: Tuple[Tensor, Optional[Tensor]] = self.forward(
-            rows, keys, keys, padding, need_weights=False, attn_mask=mask, query_padding_mask=own
+                mask = mask.masked_fill(later, -torch.inf) if mask.is_floating_point() else mask | later
+        if is_self and padding is not None:
+            query_padding = padding[:, padding.size(1) - tgt_len :]
+        if query_padding is not None:
+            x = without_padding(x, query_padding)
+        if is_self:
+            memory = x
+        elif memory is not None:
+            memory = without_padding(memory, padding)
+        return Call(
+            x,
+            memory,
+            memory,
+            Masks(mask, padding, is_causal),
+            query_padding,
+            same_tokens=is_self,
+            cache=cache,
+            **inputs,
         )
-        return out[0].transpose(0, 1)
 
-    @property
-    def _dropout_now(self) -> float:
-        module = self.dropout_module
-        drops = self.training or getattr(module, "apply_during_inference", False)
-        return float(getattr(module, "p", 0.0)) if drops else 0.0
+    def _check_input(self, name: str, x: Tensor, width: int) -> None:
+        if x.dim() != 3 or x.size(2) != width:
+            letters = "[B, T, C] with C" if name == "x" else "[B, S, kdim] with kdim"
+            raise ValueError(f"{name} is {list(x.shape)}, not {letters} = {width}")
+        weight = getattr(getattr(self, "k_proj", None), "weight", None)
+        if not x.is_floating_point() or (
+            weight is not None
+            and x.dtype != weight.dtype
+            and weight.is_floating_point()
+            and not torch.is_autocast_enabled(x.device.type)
+        ):
+            expected = "floating point" if weight is None else weight.dtype
+            raise ValueError(f"{name} is {x.dtype}, but the attention {expected}: convert one of them")
+
+    def _widths_of_memory(self, default: int) -> int:
+        """kdim, which this call wants of the values, too. Raises ValueError where vdim is another."""
+        widths = []
+        for name in ("k_proj", "v_proj"):
+            projection = getattr(self, name, None)
+            widths.append(getattr(projection, "in_features", getattr(projection, "d_in", default)))
+        if widths[0] != widths[1]:
+            raise ValueError(
+                f"keys of width {widths[0]} and values of width {widths[1]} are two inputs, and this call "
+                "reads one memory: build it with equal kdim and vdim"
+            )
+        return int(widths[0])
+
+    def _check_cache(
+        self, cache: KVCache, x: Tensor, memory: Optional[Tensor], mask: Optional[Tensor], causal: bool
+    ) -> None:
+        if cache.owner != self._instance:
+            raise ValueError("cache was not made by this attention: each layer has its own (new_cache())")
+        if self.is_non_causal:
+            raise ValueError("this attention decides by the whole sequence: build it with causal=True")
+        rows = None if cache.keys is None else cache.keys.size(0) * cache.beam_size
+        if rows not in (None, x.size(0)):
+            raise ValueError(
+                f"cache holds {rows} sequences, x is {list(x.shape)}: reorder it, or make a new one"
+            )
+        if memory is None:
+            if not (causal or cache.holds_memory or mask is not None or x.size(1) < 2):
+                raise ValueError(
+                    "earlier positions do not see later ones in a generation: several positions at once need "
+                    "causal=True, or a mask"
+                )
+        elif not cache.length:
+            cache.of_memory(memory)
+        elif not cache.is_of(memory):
+            raise ValueError(
+                "the cache holds keys of another memory, or of x: make a new one for this memory"
+            )
+
+    def _unread(self, name: str) -> str:
+        takes = ["x", "memory", "padding", "mask", "causal", "cache", "query_padding", "with_routing"]
+        here = f" It is {_ELSEWHERE[name]} here." if name in _ELSEWHERE else ""
+        names = ", ".join([*takes, *sorted(self.reads)])
+        return f"{type(self).__name__}'s call does not read {name}.{here} It takes {names}."
 
 
-def _without_padding(x: Tensor, padding: Optional[Tensor]) -> Tensor:
+def _check_mask(name: str, mask: Tensor, shapes: Sequence[Tuple[int, ...]], additive: bool) -> None:
+    if tuple(mask.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise ValueError(f"{name} is {list(mask.shape)}, not {expected}")
+    if mask.dtype != torch.bool and not (additive and mask.is_floating_point()):
+        meaning = "True = blocked, or additive float" if additive else "True = padding"
+        raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
+
+
+def without_padding(x: Tensor, padding: Optional[Tensor]) -> Tensor:
     """Zeros for padding: x [B, T, C], padding [B, T] or longer, of which the last T count.
 
     What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.
     """
     if padding is None:
         return x
-    return x.masked_fill(padding[:, padding.size(1) - x.size(1) :].bool().unsqueeze(-1), 0.0)
-
-
-def name_attentions(model: nn.Module) -> List[MixtureAttention[Any]]:
-    """Tell every mixture its path in `model`, such as "encoder.layers.0.self_attn"; returns them all."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, MixtureAttention)}
-    for name, attention in found.items():
-        attention.name = name
-    return list(found.values())
+    return x.masked_fill(padding[:, padding.size(1) - x.size(1) :].unsqueeze(-1), 0.0)

@@ -7,9 +7,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import Decision, FamilySettings, MixtureAttention, flag
-from moa_fairseq.attention.cache import Cache
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.base import Attention, Call, Computed, FamilySettings, flag
 from moa_fairseq.errors import UserError
 
 
@@ -33,46 +31,62 @@ class DenseSettings(FamilySettings):
         "are multiplied by h/(h - N); all heads work in evaluation",
     )
 
-    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "DenseAttention":
-        """causal is unused: masks hide the future."""
-        return DenseAttention(embed_dim, num_heads, **self.arguments(attention_head_dim="head_dim"), **role)
 
-
-class DenseHeadsAttention(MixtureAttention[Decision]):
+class DenseHeadsAttention(Attention):
     """The heads of fairseq's attention, with its parameters and their names: for MAE, MoH, dense attention.
 
-    head_dim: D, if it is not embed_dim / num_heads. A subclass calls `reset_parameters` after it has built
-    its router, and may let `key_heads` be fewer than the heads. Raises UserError for heads that cannot share
-    the width, and for key heads where each head has its own.
+    A subclass calls `reset_parameters` after it has built its router.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads: H.
+        kdim, vdim: widths of what keys and values are made of, if not C.
+        bias: whether the projections have biases.
+        head_dim: D, if it is not embed_dim / num_heads.
+        options: those of `Attention`; key_heads only where `shares_keys`.
+
+    Raises:
+        UserError: for heads that cannot share the width, and key heads where each head has its own.
     """
 
     shares_keys = False
+    needs_causal = False
 
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
+        *,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
         bias: bool = True,
         head_dim: Optional[int] = None,
-        **role: Any,
+        **options: Any,
     ):
-        if not self.shares_keys and role.get("key_heads") not in (None, num_heads):
+        if not self.shares_keys and options.get("key_heads") not in (None, num_heads):
             raise UserError(
-                f"key_heads={role['key_heads']}: here each of the {num_heads} heads has keys of its own."
+                f"key_heads={options['key_heads']}: here each of the {num_heads} heads has keys of its own."
             )
         if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
             raise UserError(
                 f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
                 "multiple of the heads. (--attention-head-dim says how wide a head of dense attention is.)"
             )
-        super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **role)
-        width, key_width = num_heads * self.head_dim, self.key_heads * self.head_dim
+        super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **options)
+        width = num_heads * self.head_dim
+        key_width = self.key_heads * self.head_dim
         self.k_proj = nn.Linear(kdim or embed_dim, key_width, bias=bias)
         self.v_proj = nn.Linear(vdim or embed_dim, key_width, bias=bias)
         self.q_proj = nn.Linear(embed_dim, width, bias=bias)
         self.out_proj = nn.Linear(width, embed_dim, bias=bias)
+
+    @classmethod
+    def from_settings(
+        cls, embed_dim: int, settings: FamilySettings, *, num_heads: int, causal: bool, **options: Any
+    ) -> "DenseHeadsAttention":
+        if cls.needs_causal:
+            options["causal"] = causal
+        return cls(embed_dim, num_heads, settings=settings, **options)
 
     def reset_parameters(self) -> None:
         """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""
@@ -83,48 +97,52 @@ class DenseHeadsAttention(MixtureAttention[Decision]):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
-    def project_queries(self, x: Tensor, decision: Decision) -> Tensor:
-        return self._split(self.q_proj(x))
+    def keys_values(self, call: Call) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+        """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
+        if call.memory is None or call.values is None:
+            return None, None
+        return self.split(self.k_proj(call.memory)), self.split(self.v_proj(call.values))
 
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
-    ) -> Tuple[Tensor, Tensor]:
-        return self._split(self.k_proj(key)), self._split(self.v_proj(value))
+    def split(self, x: Tensor) -> Tensor:
+        """[B, T, H·D] → [B, H, T, D]; of keys and values G for H."""
+        return x.view(*x.shape[:2], x.size(2) // self.head_dim, self.head_dim).transpose(1, 2)
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         of_queries = 2 * queries * self.embed_dim * self.num_heads
         of_keys = keys * (self.k_proj.in_features + self.v_proj.in_features) * self.key_heads
         return {"router": 0, "projections": (of_queries + of_keys) * self.head_dim}
 
-    def _split(self, x: Tensor) -> Tensor:
-        """[B, T, H·D] → [B, H, T, D]; of keys and values G for H."""
-        return x.view(*x.shape[:2], x.size(2) // self.head_dim, self.head_dim).transpose(1, 2)
 
-
-class DenseAttention(DenseHeadsAttention[None]):
+class DenseAttention(DenseHeadsAttention):
     """fairseq's attention: its parameters, their names and their first values; nothing is decided.
 
-    head_dim: D, if it is not embed_dim / num_heads. key_heads: G heads of keys and values, which the H query
-    heads share: 1 for multi-query, H / n for grouped-query attention. Query head h reads key head h mod G, as
-    `core.attend` has it. Others, LLaMA among them, let h read key head h // (H / G): weights from there need
-    their query heads reordered, rows of `q_proj` and columns of `out_proj`, so that theirs g·H/G + j becomes
-    ours j·G + g. dropped_heads: in training t of the h heads, drawn for
-    each sequence, are left out and the others multiplied by h/(h−t), as in an F step of MAE with a uniform
-    gate (DropHead, arXiv 2004.13342, with a fixed number of heads). Raises UserError for impossible sizes.
+    Query head h reads key head h mod G, as `sdpa.attend` has it. Others, LLaMA among them, let h read key
+    head h // (H / G): weights from there need their query heads reordered, rows of `q_proj` and columns of
+    `out_proj`, so that theirs g·H/G + j becomes ours j·G + g.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads: H.
+        settings: or its fields as keywords.
+            attention_head_dim: D, if it is not embed_dim / num_heads.
+            key_heads: G heads of keys and values, which the H query heads share: 1 for multi-query, H / n for
+                grouped-query attention.
+            dropped_heads: in training t of the h heads, drawn for each sequence, are left out and the others
+                multiplied by h/(h−t), as in an F step of MAE with a uniform gate (DropHead, arXiv 2004.13342,
+                with a fixed number of heads).
+        options: those of `DenseHeadsAttention`.
+
+    Raises:
+        UserError: for impossible sizes.
     """
 
     shares_keys = True
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        head_dim: Optional[int] = None,
-        key_heads: Optional[int] = None,
-        dropped_heads: int = 0,
-        **role: Any,
+        self, embed_dim: int, num_heads: int, settings: Optional[DenseSettings] = None, **options: Any
     ):
+        settings = DenseSettings.of(settings, options)
+        key_heads, head_dim = settings.key_heads, settings.attention_head_dim
         if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
             raise UserError(
                 f"--key-heads {key_heads} must divide the {num_heads} attention heads, which share them "
@@ -132,24 +150,27 @@ class DenseAttention(DenseHeadsAttention[None]):
             )
         if head_dim is not None and head_dim < 1:
             raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
-        if not 0 <= dropped_heads < num_heads:
+        if not 0 <= settings.dropped_heads < num_heads:
             raise UserError(
-                f"--dropped-heads {dropped_heads} must lie between 0 and {num_heads - 1}: "
+                f"--dropped-heads {settings.dropped_heads} must lie between 0 and {num_heads - 1}: "
                 f"one of the {num_heads} attention heads must be left."
             )
-        super().__init__(embed_dim, num_heads, head_dim=head_dim, key_heads=key_heads, **role)
-        self.dropped_heads = dropped_heads
+        super().__init__(embed_dim, num_heads, head_dim=head_dim, key_heads=key_heads, **options)
+        self.dropped_heads = settings.dropped_heads
         self.reset_parameters()
 
-    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> None:
-        return None
-
-    def project_output(self, heads: Tensor, decision: None) -> Tensor:
-        batch, num_heads = heads.shape[:2]
+    def compute(self, call: Call) -> Computed:
+        q = self.split(self.q_proj(call.x))
+        k, v = self.keys_values(call)
+        heads, weights = self.attend(call, q, k, v)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x)
         if self.training and self.dropped_heads:
+            batch, num_heads = heads.shape[:2]
             dropped = torch.rand(batch, num_heads, device=heads.device).topk(self.dropped_heads).indices
             scale = heads.new_full((batch, num_heads), num_heads / (num_heads - self.dropped_heads))
             heads = heads * scale.scatter(1, dropped, 0.0)[:, :, None, None]
-        rows = heads.transpose(1, 2).flatten(2)  # [B, H, T, D] → [B, T, H·D]
-        out: Tensor = self.out_proj(rows)
-        return out
+        return self.out_proj(heads.transpose(1, 2).flatten(2)), weights, ()  # [B, H, T, D] → [B, T, H·D]
+
+
+DenseSettings.attention = DenseAttention

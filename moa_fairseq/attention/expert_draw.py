@@ -4,16 +4,10 @@ In encoders one expert is drawn per sequence, as in the paper. In decoders a gat
 so there is one per position, and the expert can change along the sequence (docs/mae.md has the numbers).
 """
 
-import contextlib
 import zlib
-from typing import Iterator, List, Optional
 
 import torch
 from torch import Tensor
-
-# A plain stack, no ContextVar: activation checkpointing recomputes layers in autograd's own threads on a
-# GPU, which see no context variables. The recomputation must find the same draw.
-_active: List["ExpertDraw"] = []
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # the constants of splitmix64, as signed numbers
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -73,21 +67,6 @@ def scramble(key: Tensor) -> Tensor:
     for shift, factor in _MIX:
         key = (key ^ ((key >> shift) & (2 ** (64 - shift) - 1))) * factor
     return key ^ ((key >> 31) & (2**33 - 1))
-
-
-@contextlib.contextmanager
-def drawing_experts(draw: ExpertDraw) -> Iterator[None]:
-    """Inside the block every mixture of attentive experts computes with drawn experts."""
-    _active.append(draw)
-    try:
-        yield
-    finally:
-        _active.pop()
-
-
-def current_draw() -> Optional[ExpertDraw]:
-    """The draw of the innermost `drawing_experts` block, or None: then experts are mixed."""
-    return _active[-1] if _active else None
 
 
 def random_expert(name: str, seed: int, num_experts: int) -> int:

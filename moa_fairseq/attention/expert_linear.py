@@ -6,18 +6,23 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.kernels import project, resolve_backend
+from moa_fairseq.kernels import SlotOrder, project, resolve_backend
 
 
 class ExpertLinear(nn.Module):
-    """E linear maps from d_in to d_out; `kernels.project` applies them.
+    """E linear maps between the model's width C and the experts' width D (`kernels.project` has the sums).
 
-    into "experts": d_in is the model's width C, d_out the experts' D; into "model": the reverse. weight is
-    [E, D, C] in either case, so both directions are one GEMM over E·D without a copy when K = E. Each
-    expert is Xavier-uniform by its own d_in and d_out, as in MoA's released code; biases [E, d_out] start
-    at zero. fan_in: of how many inputs a result is made, for other initialisations; d_in, unless the results
-    of several experts or heads are added up.
+    weight is [E, D, C] in either direction, so both are one product over E·D without a copy when K = E. Each
+    expert is Xavier-uniform by its own widths, as in MoA's released code; biases [E, d_out] start at zero.
+
+    Args:
+        num_experts: E.
+        d_in, d_out: the widths; C and D of maps up, D and C of maps down.
+        is_up: the direction.
+        bias: whether each expert has one.
+        expert_backend: a choice of `--expert-backend`.
+        fan_in: of how many inputs a result is made, for other initialisations; d_in, unless the results of
+            several experts or heads are added up.
     """
 
     def __init__(
@@ -25,50 +30,56 @@ class ExpertLinear(nn.Module):
         num_experts: int,
         d_in: int,
         d_out: int,
-        into: str = "experts",
+        is_up: bool = True,
         bias: bool = False,
-        backend: str = "auto",
+        expert_backend: str = "auto",
         fan_in: Optional[int] = None,
     ):
         super().__init__()
-        self.num_experts, self.d_in, self.d_out, self.into = num_experts, d_in, d_out, into
-        self.backend, self.fan_in = resolve_backend(backend), fan_in or d_in
-        expert_dim, model_dim = (d_out, d_in) if into == "experts" else (d_in, d_out)
+        self.num_experts = num_experts
+        self.d_in = d_in
+        self.d_out = d_out
+        self.is_up = is_up
+        self.backend = resolve_backend(expert_backend)
+        self.fan_in = fan_in or d_in
+        expert_dim, model_dim = (d_out, d_in) if is_up else (d_in, d_out)
         self.weight = nn.Parameter(torch.empty(num_experts, expert_dim, model_dim))
         self.bias = nn.Parameter(torch.empty(num_experts, d_out)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the weights anew."""
         bound = math.sqrt(6.0 / (self.d_in + self.d_out))
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(
-        self,
-        rows: Tensor,
-        decision: RoutingDecision,
-        slots_per_row: int,
-        slots_per_sum: int,
-        gate: Optional[Tensor] = None,
-    ) -> Tensor:
-        """Rows [S / slots_per_row, d_in] through the experts that `decision` chose for the S slots.
+    def forward(self, rows: Tensor, order: SlotOrder, gates: Optional[Tensor] = None, fan: int = 1) -> Tensor:
+        """Rows through the experts that their tokens chose.
 
-        gate [S] or [N, K] → [S / slots_per_sum, d_out]. Raises ValueError if the decision was made for
-        another number of rows.
+        Args:
+            rows: up: [N, C]; down: [N·K / fan, D].
+            order: the experts of the N·K slots.
+            gates: their weights, [N, K], or None for ones.
+            fan: how many neighbouring slots share a row of the experts' width (SwitchHead: k).
+
+        Returns:
+            Up: [N·K / fan, D]; down: [N, C].
+
+        Raises:
+            ValueError: if `order` is of another number of tokens or experts.
         """
         return project(
             rows,
-            decision.slot_order,
             self.weight,
-            into=self.into,
-            slots_per_row=slots_per_row,
-            slots_per_sum=slots_per_sum,
-            gate=gate,
+            order,
+            is_up=self.is_up,
+            gates=gates,
+            fan=fan,
             bias=self.bias,
             backend=self.backend,
         )
 
     def extra_repr(self) -> str:
-        bias: Optional[Tensor] = self.bias
-        return f"{self.num_experts} × ({self.d_in} → {self.d_out}), into {self.into}, bias={bias is not None}"
+        direction = "up" if self.is_up else "down"
+        return f"{self.num_experts} × ({self.d_in} → {self.d_out}), {direction}, bias={self.bias is not None}"

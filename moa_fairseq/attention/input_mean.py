@@ -1,12 +1,11 @@
 """Means of an attention module's inputs, for MAE's gate: of a sequence, or up to each position."""
 
-from typing import Optional
+from typing import Dict, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from moa_fairseq.attention.cache import Cache
+from torch.compiler import is_compiling
 
 
 def sequence_mean(x: Tensor, padding: Optional[Tensor]) -> Tensor:
@@ -18,12 +17,15 @@ def sequence_mean(x: Tensor, padding: Optional[Tensor]) -> Tensor:
 
 
 def running_mean(
-    x: Tensor, padding: Optional[Tensor], window: Optional[int] = None, cache: Optional[Cache] = None
+    x: Tensor,
+    padding: Optional[Tensor],
+    window: Optional[int] = None,
+    held: Optional[Dict[str, Tensor]] = None,
 ) -> Tensor:
     """Mean, at each position, of the latest `window` real inputs up to and including it.
 
     x [B, T, C] → [B, T, C], float32 or wider; window None: of all inputs so far. padding [B, T], True =
-    padding: takes no part, but occupies its place in the window. cache: what earlier steps of a generation
+    padding: takes no part, but occupies its place in the window. held: what earlier steps of a generation
     left (entry gate_total [B, C + 1], or gate_rows [B, < window, C + 1]); updated in place.
 
     A mean is made of the window's inputs and of no others: what has left the window leaves no trace, however
@@ -32,19 +34,22 @@ def running_mean(
     rows = _rows(x, padding)
     if window is None:
         totals = rows.cumsum(1)
-        if cache is not None:
-            before = cache.get("gate_total")
+        if held is not None:
+            before = held.get("gate_total")
             if before is not None:
                 totals = totals + before.unsqueeze(1)
-            cache["gate_total"] = totals[:, -1]
+            if totals.size(1):
+                held["gate_total"] = totals[:, -1]
         return _divide(totals)
-    if cache is not None:
-        before = cache.get("gate_rows")
+    if held is not None:
+        before = held.get("gate_rows")
         if before is not None:
             rows = torch.cat([before, rows], dim=1)
-        cache["gate_rows"] = rows[:, max(0, rows.size(1) - window + 1) :]
+        held["gate_rows"] = rows[:, max(0, rows.size(1) - window + 1) :]
     length = rows.size(1)
-    if length > window:
+    if is_compiling():  # a graph must not depend on lengths
+        sums = F.pad(rows, (0, 0, window - 1, 0)).unfold(1, window, 1).sum(-1)
+    elif length > window:
         # Pieces as long as the window: one reaches from a piece's end into the next one's beginning.
         pieces = F.pad(rows, (0, 0, 0, -length % window)).unflatten(1, (-1, window))  # [B, n, window, C + 1]
         ends = pieces[:, :-1, 1:].flip(2).cumsum(2).flip(2)

@@ -5,16 +5,16 @@ from typing import Dict, Union
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.routing import RoutingDecision, RoutingSums
+from moa_fairseq.attention.routing import Routing, RoutingSums
 
 
-def load_statistics(routed: Union[RoutingDecision, RoutingSums]) -> Dict[str, Tensor]:
+def load_statistics(routed: Union[Routing, RoutingSums]) -> Dict[str, Tensor]:
     """Statistics of the share of slots that each expert got, padding excluded: [M], scalars for one decision.
 
     load_entropy: in nats, log E when even. max_load, min_load: the largest and smallest share
     (1/E when even). dead_experts: how many got no token of this batch.
     """
-    if isinstance(routed, RoutingDecision):
+    if isinstance(routed, Routing):
         return {key: value.squeeze(0) for key, value in load_statistics(RoutingSums([routed])).items()}
     share = routed.load.flatten(1)
     if routed.groups > 1:  # all groups have the same number of slots

@@ -1,6 +1,6 @@
 """Auxiliary losses of routers: pure functions, float32, 0 if all tokens are padding.
 
-Each takes a RoutingDecision and returns a scalar, or RoutingSums of M decisions and returns [M].
+Each takes a Routing and returns a scalar, or RoutingSums of M decisions and returns [M].
 """
 
 import functools
@@ -9,16 +9,16 @@ from typing import Callable, Dict, Union
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.routing import RoutingDecision, RoutingSums, entropies
+from moa_fairseq.attention.routing import Routing, RoutingSums, entropies
 
-Loss = Callable[[Union[RoutingDecision, RoutingSums]], Tensor]
+Loss = Callable[[Union[Routing, RoutingSums]], Tensor]
 
 
 def _also_of_one_decision(loss: Callable[[RoutingSums], Tensor]) -> Loss:
     """Let a loss of RoutingSums take a single decision as well."""
 
     @functools.wraps(loss)
-    def either(routed: Union[RoutingDecision, RoutingSums]) -> Tensor:
+    def either(routed: Union[Routing, RoutingSums]) -> Tensor:
         return loss(routed) if isinstance(routed, RoutingSums) else loss(RoutingSums([routed])).squeeze(0)
 
     return either

@@ -2,17 +2,24 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, FrozenSet, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
-from moa_fairseq.attention.cache import Cache
+from moa_fairseq.attention.base import Attention, Call, Computed, FamilySettings, flag
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.routers import ACTIVATIONS, CHOICES, GATES, RENORMALIZATIONS, TopKRouter
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routers import (
+    ACTIVATIONS,
+    CHOICES,
+    GATES,
+    RENORMALIZATIONS,
+    RouterSettings,
+    TopKRouter,
+)
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS
 
@@ -21,7 +28,7 @@ _ROWS_OF_ONE_PRODUCT = 1024
 
 
 @dataclass
-class MoASettings(FamilySettings):
+class MoASettings(FamilySettings, RouterSettings):
     """The flags of `MixtureOfAttention`."""
 
     num_experts: int = flag(8, "attention experts per module (E)")
@@ -75,100 +82,81 @@ class MoASettings(FamilySettings):
         "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
     )
 
-    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "MixtureOfAttention":
-        """num_heads and causal are unused: the heads are the K chosen experts, and masks hide the future."""
-        own = self.arguments(
-            expert_keys_values="keys_values",
-            expert_bias="bias",
-            router_activation="activation",
-            router_renormalize="renormalize",
-            expert_backend="backend",
-        )
-        return MixtureOfAttention(embed_dim, **own, **role)
 
-
-class MixtureOfAttention(MixtureAttention[RoutingDecision]):
-    """y_t = Σ_{i ∈ G(q_t)} w_{i,t} · E_i(q_t, K, V) (MoA Eq. 6), a drop-in for fairseq's attention.
+class MixtureOfAttention(Attention):
+    """y_t = Σ_{i ∈ G(q_t)} w_{i,t} · E_i(q_t, K, V) (MoA Eq. 6).
 
     A router (Eq. 7-9) picks K of E experts per query token. An expert has its own query projection
     W_i^q and output projection W_i^o; keys and values are projected once by W^k, W^v, shared by all
-    experts (Eq. 10-12), so the attention is multi-query attention with K query heads of size D.
+    experts (Eq. 10-12), so the attention is multi-query attention with K query heads of size D. With
+    heads_per_expert P it has P heads in each expert, and P shared heads of keys and values (SUT, arXiv
+    2310.07096; JetMoE, arXiv 2404.07413). Weights stand slot by slot: slot k is the k-th most probable expert
+    (expert k when K = E).
 
-    heads_per_expert: P heads of size D in each expert, and P shared heads of keys and values (SUT, arXiv
-    2310.07096; JetMoE, arXiv 2404.07413). keys_values: "own" gives each expert its own, which takes
-    K = E: dense attention whose heads are gated. bias: biases of keys, values, query experts and
-    output experts (the router has none in either case). router: one to use instead of `TopKRouter`. groups:
-    of experts that share keys and values, for a subclass that orders its heads as `core.attend` wants.
-    joint_keys_values: whether `k_proj` and `v_proj` may be computed as one product of their weights; False
-    for projections that are replaced or hooked into later (by an adapter, for example). Head weights stand
-    slot by slot: slot k is the k-th most probable expert (expert k when K = E). Raises UserError for
-    impossible sizes.
+    Args:
+        embed_dim: the model's width, C.
+        settings: or its fields as keywords.
+        kdim, vdim: widths of what keys and values are made of, if not C.
+        router: one to use instead of `TopKRouter`.
+        groups: of experts that share keys and values, for a subclass that orders its heads as `sdpa.attend`
+            wants.
+        joint_keys_values: whether `k_proj` and `v_proj` may be computed as one product of their weights;
+            False for projections that are replaced or hooked into later (by an adapter, for example).
+        options: those of `Attention`.
+
+    Raises:
+        UserError: for impossible sizes.
     """
 
     def __init__(
         self,
         embed_dim: int,
+        settings: Optional[MoASettings] = None,
         *,
-        num_experts: int,
-        experts_per_token: int,
-        expert_dim: int,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
-        bias: bool = False,
-        heads_per_expert: int = 1,
-        keys_values: str = "shared",
-        activation: str = "softmax",
-        renormalize: str = "detached",
-        routing_noise: bool = False,
-        routing_bias_rate: float = 0.0,
-        router_choice: str = "learned",
-        router_gates: str = "learned",
-        backend: str = "auto",
         router: Optional[nn.Module] = None,
         groups: int = 1,
         joint_keys_values: bool = True,
-        **role: Any,
+        **options: Any,
     ):
-        for name, size in (("expert-dim", expert_dim), ("heads-per-expert", heads_per_expert)):
+        settings = MoASettings.of(settings, options)
+        num_experts, per_token = settings.num_experts, settings.experts_per_token
+        for name in ("expert_dim", "heads_per_expert"):
+            size = getattr(settings, name)
             if size is None or size < 1:
-                raise UserError(f"--{name} must be a positive number, not {size}.")
-        check_choice("--expert-keys-values", keys_values, KEYS_VALUES)
-        if keys_values == "own" and experts_per_token != num_experts:
+                raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {size}.")
+        check_choice("--expert-keys-values", settings.expert_keys_values, KEYS_VALUES)
+        has_own = settings.expert_keys_values == "own"
+        if has_own and per_token != num_experts:
             raise UserError(
                 "--expert-keys-values own needs every expert for every token, but --experts-per-token "
-                f"{experts_per_token} chooses among --num-experts {num_experts}: give both the same number."
+                f"{per_token} chooses among --num-experts {num_experts}: give both the same number."
             )
-        key_heads = heads_per_expert * (num_experts if keys_values == "own" else groups)
+        heads = settings.heads_per_expert
         super().__init__(
             embed_dim,
-            experts_per_token * heads_per_expert,
-            expert_dim,
-            key_heads=key_heads,
-            own_heads=num_experts * heads_per_expert,
-            **role,
+            per_token * heads,
+            settings.expert_dim,
+            key_heads=heads * (num_experts if has_own else groups),
+            own_heads=num_experts * heads,
+            **options,
         )
-        self.num_experts, self.experts_per_token = num_experts, experts_per_token
-        self.expert_dim, self.heads_per_expert = expert_dim, heads_per_expert
-        self.router = router or TopKRouter(
-            embed_dim,
-            num_experts,
-            experts_per_token,
-            renormalize,
-            routing_noise,
-            activation=activation,
-            bias_rate=routing_bias_rate,
-            backend=backend,
-            choice=router_choice,
-            gates=router_gates,
-        )
-        width = heads_per_expert * expert_dim
-        self.q_experts = ExpertLinear(num_experts, embed_dim, width, "experts", bias, backend)
-        self.out_experts = ExpertLinear(
-            num_experts, width, embed_dim, "model", bias, backend, fan_in=experts_per_token * width
-        )
+        self.num_experts = num_experts
+        self.experts_per_token = per_token
+        self.expert_dim = settings.expert_dim
+        self.heads_per_expert = heads
         self.joint_keys_values = joint_keys_values
-        self.k_proj = nn.Linear(kdim or embed_dim, self.key_heads * expert_dim, bias=bias)
-        self.v_proj = nn.Linear(vdim or embed_dim, self.key_heads * expert_dim, bias=bias)
+        self.router = router or TopKRouter(embed_dim, settings)
+        self.reads = token_ids_of(self.router)
+        width = heads * settings.expert_dim
+        bias, backend = settings.expert_bias, settings.expert_backend
+        self.q_experts = ExpertLinear(num_experts, embed_dim, width, True, bias, backend)
+        fan_in = per_token * width
+        self.out_experts = ExpertLinear(num_experts, width, embed_dim, False, bias, backend, fan_in)
+        key_width = self.key_heads * settings.expert_dim
+        self.k_proj = nn.Linear(kdim or embed_dim, key_width, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, key_width, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -178,48 +166,42 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
 
-    def route(self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]) -> RoutingDecision:
-        rows = x.view(-1, self.embed_dim)
-        decision: RoutingDecision = self.router(rows, None if padding is None else padding.reshape(-1))
-        return decision
+    def compute(self, call: Call) -> Computed:
+        routing: Routing = self.router(call.x, call.query_padding, call.token_ids)
+        order = routing.order()
+        q = self.q_experts(call.x.reshape(-1, self.embed_dim), order)  # [N, C] → [N·K, P·D]
+        q = q.view(*call.x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)  # → [B, K·P, T, D]
+        k, v = self.keys_values(call)
+        heads, weights = self.attend(call, q, k, v)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x, self.head_index(routing))
+        slots = heads.transpose(1, 2).reshape(-1, self.heads_per_expert * self.expert_dim)  # → [N·K, P·D]
+        out = self.out_experts(slots, order, routing.gates)
+        return out.view_as(call.x), weights, (routing,)
 
-    def project_queries(self, x: Tensor, decision: RoutingDecision) -> Tensor:
-        rows = x.view(-1, self.embed_dim)  # [B, T, C] → [N, C]
-        q: Tensor = self.q_experts(rows, decision, self.experts_per_token, slots_per_sum=1)
-        # [N·K, P·D] → [B, K·P, T, D]
-        return q.view(*x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)
-
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
-    ) -> Tuple[Tensor, Tensor]:
-        shape = (*key.shape[:2], self.key_heads, self.expert_dim)  # [B, S, G, D]
+    def keys_values(self, call: Call) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+        """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
+        memory, values = call.memory, call.values
+        if memory is None or values is None:
+            return None, None
+        shape = (*memory.shape[:2], self.key_heads, self.expert_dim)  # [B, S, G, D]
         # One product needs a copy of both weights side by side at each call. That pays for many rows, but not
         # for a step of generation, which reads hardly anything but the weights.
-        pays = key.size(0) * key.size(1) >= _ROWS_OF_ONE_PRODUCT
-        if key is value and pays and self.joint_keys_values:
+        pays = is_compiling() or shape[0] * shape[1] >= _ROWS_OF_ONE_PRODUCT
+        if memory is values and pays and self.joint_keys_values:
             weight = torch.cat([self.k_proj.weight, self.v_proj.weight])
             bias = None if self.k_proj.bias is None else torch.cat([self.k_proj.bias, self.v_proj.bias])
-            both = F.linear(key, weight, bias).view(
-                *shape[:2], 2, *shape[2:]
-            )  # [B, S, 2·G·D] → [B, S, 2, G, D]
-            k, v = both.unbind(2)
+            both = F.linear(memory, weight, bias)  # [B, S, 2·G·D]
+            k, v = both.view(*shape[:2], 2, *shape[2:]).unbind(2)
         else:
-            k, v = self.k_proj(key).view(shape), self.v_proj(value).view(shape)
+            k = self.k_proj(memory).view(shape)
+            v = self.v_proj(values).view(shape)
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def head_index(self, decision: RoutingDecision) -> Tensor:
-        """[N, K·P]: the P heads of each chosen expert."""
-        within = torch.arange(self.heads_per_expert, device=decision.expert_index.device)
-        return (decision.expert_index.unsqueeze(-1) * self.heads_per_expert + within).flatten(1)
-
-    def project_output(self, heads: Tensor, decision: RoutingDecision) -> Tensor:
-        batch, _, tgt_len, _ = heads.shape
-        width = self.heads_per_expert * self.expert_dim
-        slots = heads.transpose(1, 2).reshape(-1, width)  # [B, K·P, T, D] → [N·K, P·D]
-        out: Tensor = self.out_experts(
-            slots, decision, slots_per_row=1, slots_per_sum=self.experts_per_token, gate=decision.gate
-        )
-        return out.view(batch, tgt_len, self.embed_dim)
+    def head_index(self, routing: Routing) -> Tensor:
+        """Which head stands in each place of a token, [N, K·P]: the P heads of each chosen expert."""
+        within = torch.arange(self.heads_per_expert, device=routing.expert_ids.device)
+        return (routing.expert_ids.unsqueeze(-1) * self.heads_per_expert + within).flatten(1)
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         inputs = self.k_proj.in_features + self.v_proj.in_features
@@ -228,3 +210,11 @@ class MixtureOfAttention(MixtureAttention[RoutingDecision]):
             "projections": 2 * queries * self.embed_dim * self.num_heads * self.head_dim
             + keys * inputs * self.key_heads * self.expert_dim,
         }
+
+
+def token_ids_of(router: Any) -> FrozenSet[str]:
+    """`Attention.reads` of an attention with this router."""
+    return frozenset({"token_ids"} if getattr(router, "token_hash", None) is not None else ())
+
+
+MoASettings.attention = MixtureOfAttention

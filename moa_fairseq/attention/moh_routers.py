@@ -1,51 +1,20 @@
 """MoH's routers: some heads always work, K of the others are chosen (arXiv 2410.11842)."""
 
-from dataclasses import dataclass
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moa_fairseq.attention.constants import every_index
 from moa_fairseq.attention.routers import CHOICES
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.kernels import SlotOrder
 from moa_fairseq.torch_compat import full_precision
 
 SCALINGS = ("paper", "released")
 _INIT_STD = 0.02
-
-
-class HeadPlan(NamedTuple):
-    """How a layer computes the heads of a decision.
-
-    queries [N, H·D]  of every head, if they are there already
-    routed            the slots of the routed heads alone, N·K of them (expert 0 is the first routed head),
-                      where heads that were not chosen are left out of the attention; None where they are
-                      computed and weighted by zero
-    skips_output      whether they are left out of the product with W_O, too
-    """
-
-    queries: Optional[Tensor] = None
-    routed: Optional[SlotOrder] = None
-    skips_output: bool = False
-
-
-_EVERY_HEAD = HeadPlan()
-
-
-@dataclass(frozen=True)
-class HeadDecision(RoutingDecision):
-    """Which heads work for a token: experts are heads, and the first `shared` slots are the shared ones."""
-
-    plan: HeadPlan = _EVERY_HEAD
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The gates by head, [N, H], zero for heads that were not chosen."""
-        return torch.zeros_like(self.probs).scatter(1, self.expert_index, self.gate)
 
 
 class _Router(nn.Module):
@@ -55,7 +24,6 @@ class _Router(nn.Module):
     """
 
     reads_queries = False  # True: `forward` takes the queries of every head, not the attention's input
-    every_head: Tensor  # a buffer: 0, 1, …, h − 1
 
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
         super().__init__()
@@ -74,34 +42,35 @@ class _Router(nn.Module):
         self.token_hash: Optional[TokenHash] = None  # chooses in place of the probabilities
         self.num_heads, self.shared_heads = num_heads, shared_heads
         self.routed_heads, self.routed_per_token = routed, routed_per_token
-        self.register_buffer("every_head", torch.arange(num_heads), persistent=False)
 
-    def _top_heads(self, probs: Tensor) -> Tuple[Tensor, Tensor]:
+    def _top_heads(self, probs: Tensor, token_ids: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
 
         They are the K largest, or what the hash says; in order of heads if K is all.
         """
         if self.routed_per_token == self.routed_heads:
-            return probs, self.every_head[: self.routed_heads].expand(probs.size(0), -1)
+            return probs, every_index(self.routed_heads, device=probs.device).expand(probs.size(0), -1)
         if self.token_hash is None:
             return probs.topk(self.routed_per_token, dim=-1)
-        index = self.token_hash(probs.size(0))
+        index = self.token_hash(token_ids)
         return probs.gather(-1, index), index
 
-    def _decision(
+    def _routing(
         self,
         gates: List[Tensor],
         routed_index: Tensor,
         probs: List[Tensor],
         logits: List[Tensor],
-        padding_mask: Optional[Tensor],
-    ) -> HeadDecision:
-        """The decision made of its parts; each list has the shared heads' part, then the routed heads'."""
-        shared_index = self.every_head[: self.shared_heads].expand(routed_index.size(0), -1)
+        padding: Optional[Tensor],
+    ) -> Routing:
+        """The routing made of its parts; each list has the shared heads' part, then the routed heads'."""
+        every = every_index(self.shared_heads, device=routed_index.device)
+        shared_index = every.expand(routed_index.size(0), -1)
         gate = torch.cat(gates, 1)
-        if padding_mask is not None:
-            gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
-        return HeadDecision(
+        if padding is not None:
+            padding = padding.reshape(-1)
+            gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
+        return Routing(
             torch.cat([shared_index, routed_index + self.shared_heads], 1),
             gate,
             torch.cat(probs, 1),
@@ -109,7 +78,7 @@ class _Router(nn.Module):
             self.num_heads,
             # Without routed heads all count as routed: losses and statistics then see an even load.
             shared=self.shared_heads if self.routed_heads else 0,
-            padding_mask=padding_mask,
+            padding=padding,
         )
 
 
@@ -117,28 +86,21 @@ class SharedAndRoutedRouter(_Router):
     """Two-stage routing (MoH Eq. 5-6): gates α1·softmax(W_s x) of shared heads, α2·softmax(W_r x) of routed.
 
     [α1, α2] = softmax(W_h x). Of the h − h_s routed heads the K with the largest W_r x are chosen.
-    scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": the authors' code
+    moh_scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": their code
     divides the chosen routed gates by their sum and multiplies them by K, and uses h_s·softmax(W_s x) and
     2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared heads, or
-    without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). choice: "frozen" leaves
-    all of W as it was drawn; "hash" chooses routed heads by the token's id (`TokenHash`), with their learned
+    without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). router_choice: "frozen"
+    leaves all of W as it was drawn; "hash" chooses routed heads by the token's id (`TokenHash`), with learned
     gates. All of it runs in float32, whatever the model's dtype or autocast. Raises UserError for impossible
     sizes.
     """
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        shared_heads: int,
-        routed_per_token: int,
-        scaling: str = "paper",
-        choice: str = "learned",
-    ):
-        super().__init__(num_heads, shared_heads, routed_per_token)
+    def __init__(self, model_dim: int, num_heads: int, settings: Any):
+        shared_heads, choice = settings.moh_shared_heads, settings.router_choice
+        super().__init__(num_heads, shared_heads, settings.experts_per_token)
         check_choice("--router-choice", choice, CHOICES)
-        check_choice("--moh-scaling", scaling, SCALINGS)
-        self.scaling = scaling
+        check_choice("--moh-scaling", settings.moh_scaling, SCALINGS)
+        self.scaling = settings.moh_scaling
         self.two_stages = shared_heads > 0 and self.routed_heads > 0
         # the rows of W_r, W_s and W_h
         self.rows = (self.routed_heads, shared_heads if shared_heads > 1 else 0, 2 * self.two_stages)
@@ -146,7 +108,7 @@ class SharedAndRoutedRouter(_Router):
         if choice == "frozen":
             self.projection.requires_grad_(False)
         elif choice == "hash":
-            self.token_hash = TokenHash(self.routed_heads, routed_per_token)
+            self.token_hash = TokenHash(self.routed_heads, self.routed_per_token)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -155,8 +117,14 @@ class SharedAndRoutedRouter(_Router):
         if self.token_hash is not None:
             self.token_hash.reset_parameters()
 
-    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> HeadDecision:
-        """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
+    def forward(
+        self, x: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
+    ) -> Routing:
+        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates are set to zero.
+
+        token_ids [N]: for a choice by hash.
+        """
+        x = x.reshape(-1, x.size(-1))
         released = self.scaling == "released"
         with full_precision(x.device.type):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -165,7 +133,7 @@ class SharedAndRoutedRouter(_Router):
             if self.shared_heads == 1:
                 shared = logits.new_zeros(logits.size(0), 1)
             shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
-            shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs)
+            shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs, token_ids)
             if released:
                 shared_gate = self.shared_heads * shared_gate
                 total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
@@ -173,12 +141,12 @@ class SharedAndRoutedRouter(_Router):
             if self.two_stages:
                 alpha = torch.softmax(stage, -1) * (2 if released else 1)
                 shared_gate, routed_gate = alpha[:, :1] * shared_gate, alpha[:, 1:] * routed_gate
-            return self._decision(
+            return self._routing(
                 [shared_gate, routed_gate],
                 routed_index,
                 [shared_probs, routed_probs],
                 [shared, routed],
-                padding_mask,
+                padding,
             )
 
 
@@ -194,8 +162,14 @@ class QueryNormRouter(_Router):
 
     reads_queries = True
 
-    def forward(self, queries: Tensor, padding_mask: Optional[Tensor] = None) -> HeadDecision:
-        """Route by the queries [N, H·D] of every head, as projected, before positions rotate them."""
+    def forward(
+        self, queries: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
+    ) -> Routing:
+        """Route by the queries of every head, [N, H·D] or [B, T, H·D], before positions rotate them.
+
+        token_ids are not used.
+        """
+        queries = queries.reshape(-1, queries.size(-1))
         with full_precision(queries.device.type):
             dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
             heads = queries.to(dtype).unflatten(1, (self.num_heads, -1))
@@ -208,10 +182,10 @@ class QueryNormRouter(_Router):
             routed_gate, routed_index = self._top_heads(probs)
             routed_gate = 1.0 + (routed_gate - routed_gate.detach())
             ones = logits.new_ones(logits.size(0), self.shared_heads)
-            return self._decision(
+            return self._routing(
                 [ones, routed_gate],
                 routed_index,
                 [ones, probs],
                 [torch.zeros_like(ones), logits],
-                padding_mask,
+                padding,
             )

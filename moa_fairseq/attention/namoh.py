@@ -3,16 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Any, Dict, Optional, Tuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.compiler import is_compiling
 
-from moa_fairseq.attention.base import FamilySettings, flag
-from moa_fairseq.attention.collector import record
-from moa_fairseq.attention.core import attend
+from moa_fairseq.attention.base import Call, Computed, FamilySettings, flag
 from moa_fairseq.attention.expert_linear import ExpertLinear
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.routers import RENORMALIZATIONS, TopKRouter
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.moa import MixtureOfAttention, MoASettings
+from moa_fairseq.attention.routers import RENORMALIZATIONS, RouterSettings, TopKRouter
+from moa_fairseq.attention.routing import Routing
+from moa_fairseq.attention.sdpa import Masks
 from moa_fairseq.attention.selected import HeadBlocks
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS
@@ -21,7 +20,7 @@ CHOICES = ("learned", "frozen")
 
 
 @dataclass
-class NAMOHSettings(FamilySettings):
+class NAMOHSettings(FamilySettings, RouterSettings):
     """The flags of `NativeMixtureOfHeads`."""
 
     num_experts: int = flag(16, "heads (E), each with queries, keys, values and an output of its own")
@@ -46,14 +45,9 @@ class NAMOHSettings(FamilySettings):
         "auto", "what computes the projections; auto picks by device and dtype", BACKENDS
     )
 
-    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "NativeMixtureOfHeads":
-        """num_heads and causal are unused: the heads are the chosen ones, and masks hide the future."""
-        own = self.arguments(expert_bias="bias", router_renormalize="renormalize", expert_backend="backend")
-        return NativeMixtureOfHeads(embed_dim, **own, **role)
-
 
 class NativeMixtureOfHeads(MixtureOfAttention):
-    """Attention inside the set of tokens that chose a head, a drop-in for fairseq's attention.
+    """Attention inside the set of tokens that chose a head.
 
     A token t chooses the heads S(t): the K = experts_per_token largest of softmax(x_t·W_r), E = num_experts.
     Head i has the ordered set T_i of tokens that chose it, and matrices W_Q^i, W_K^i, W_V^i, W_O^i:
@@ -62,9 +56,16 @@ class NativeMixtureOfHeads(MixtureOfAttention):
 
     Masks hide keys inside T_i. Cross-attention has a second router, for the memory's tokens; a head that none
     of them chose gives zeros. A cache holds a token's keys and values for its K heads. With K = E this is
-    `MixtureOfAttention` with keys_values="own". renormalize, router_choice, routing_bias_rate: as in
-    `TopKRouter`; kdim, vdim, bias, backend and role as in `MixtureOfAttention`. Raises UserError for
-    impossible sizes and for --positions xl: a head lacks keys for most distances.
+    `MixtureOfAttention` with expert_keys_values="own".
+
+    Args:
+        embed_dim: the model's width, C.
+        settings: or its fields as keywords.
+        kdim, vdim: widths of what keys and values are made of, if not C.
+        options: those of `MixtureOfAttention`.
+
+    Raises:
+        UserError: for impossible sizes, and for --positions xl: a head lacks keys for most distances.
     """
 
     keys_by_expert = True
@@ -72,113 +73,125 @@ class NativeMixtureOfHeads(MixtureOfAttention):
     def __init__(
         self,
         embed_dim: int,
+        settings: Optional[NAMOHSettings] = None,
         *,
-        num_experts: int,
-        experts_per_token: int,
-        expert_dim: int,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
-        bias: bool = False,
-        renormalize: str = "detached",
-        router_choice: str = "learned",
-        routing_bias_rate: float = 0.0,
-        backend: str = "auto",
-        **role: Any,
+        **options: Any,
     ):
-        check_choice("--router-choice", router_choice, CHOICES)
-        if role.get("positions") == "xl":
+        settings = NAMOHSettings.of(settings, options)
+        check_choice("--router-choice", settings.router_choice, CHOICES)
+        if options.get("positions") == "xl":
             raise UserError(
                 "--positions xl needs every key in every head, and NAMOH's heads see only the tokens that "
                 "chose them: choose --positions rope or sinusoidal."
             )
+        num_experts, dim = settings.num_experts, settings.expert_dim
+        bias, backend = settings.expert_bias, settings.expert_backend
         super().__init__(
             embed_dim,
-            num_experts=num_experts,
-            experts_per_token=experts_per_token,
-            expert_dim=expert_dim,
-            bias=bias,
-            renormalize=renormalize,
-            routing_bias_rate=routing_bias_rate,
-            router_choice=router_choice,
-            backend=backend,
-            groups=experts_per_token,
-            **role,
+            MoASettings(
+                num_experts=num_experts,
+                experts_per_token=settings.experts_per_token,
+                expert_dim=dim,
+                expert_bias=bias,
+                router_renormalize=settings.router_renormalize,
+                router_choice=settings.router_choice,
+                routing_bias_rate=settings.routing_bias_rate,
+                expert_backend=backend,
+            ),
+            groups=settings.experts_per_token,
+            **options,
         )
         self.key_widths = {"k_proj": kdim or embed_dim, "v_proj": vdim or embed_dim}
         for name, width in self.key_widths.items():
-            setattr(self, name, ExpertLinear(num_experts, width, expert_dim, "experts", bias, backend))
+            setattr(self, name, ExpertLinear(num_experts, width, dim, True, bias, backend))
         self.source_router: Optional[TopKRouter] = None
         if not self.self_attention:
-            self.source_router = TopKRouter(
-                self.key_widths["k_proj"],
-                num_experts,
-                experts_per_token,
-                renormalize,
-                bias_rate=routing_bias_rate,
-                backend=backend,
-                choice=router_choice,
-            )
+            self.source_router = TopKRouter(self.key_widths["k_proj"], settings)
 
     def reset_parameters(self) -> None:
         """Nothing: routers and experts initialise themselves."""
 
-    def route_keys(
-        self, key: Tensor, decision: RoutingDecision, padding: Optional[Tensor]
-    ) -> RoutingDecision:
-        """The decision about keys; in self-attention, unless a context is carried, the queries' own."""
-        tokens = key.size(0) * key.size(1)
-        if self.source_router is None and decision.expert_index.size(0) == tokens:
-            return decision
+    def compute(self, call: Call) -> Computed:
+        rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
+        routing: Routing = self.router(rows, call.query_padding)
+        order = routing.order()
+        q = self._heads(self.q_experts(rows, order), call.x)
+        routings: Tuple[Routing, ...] = (routing,)
+        k = v = key_experts = None
+        if call.memory is not None and call.values is not None:
+            source = self._route_keys(call, routing)
+            if source.side == "keys":
+                routings = (routing, source)
+            own = order if source is routing else source.order()
+            k = self._heads(self.k_proj(call.memory.reshape(-1, call.memory.size(2)), own), call.memory)
+            v = self._heads(self.v_proj(call.values.reshape(-1, call.values.size(2)), own), call.values)
+            key_experts = source.expert_ids.unflatten(0, call.memory.shape[:2])  # [B·S, K] → [B, S, K]
+        q, k, v, masks, _ = self.place(call, q, k, v, key_experts)
+        if call.cache is not None:
+            key_experts = call.cache.key_experts
+        assert key_experts is not None
+        heads, weights = self._attend_by_head(call, q, k, v, masks, routing, key_experts)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x, self.head_index(routing))
+        slots = heads.transpose(1, 2).reshape(-1, self.expert_dim)  # [B, K, T, D] → [N·K, D]
+        return self.out_experts(slots, order, routing.gates).view_as(call.x), weights, routings
+
+    def _heads(self, slots: Tensor, x: Tensor) -> Tensor:
+        """[B·T·K, D] → [B, K, T, D]"""
+        return slots.view(*x.shape[:2], self.experts_per_token, self.head_dim).transpose(1, 2)
+
+    def _route_keys(self, call: Call, routing: Routing) -> Routing:
+        """The routing of keys: in self-attention the queries' own, unless a context was carried."""
+        own, memory = self.source_router, call.memory
+        assert memory is not None
+        if own is None and call.same_tokens:
+            return routing
+        padding = call.masks.padding
         if padding is not None:
-            padding = padding[:, -key.size(1) :].reshape(-1).bool()
-        own, rows = self.source_router, key.reshape(-1, key.size(2))  # [B, S, C] → [N, C]
-        found: RoutingDecision = (own or self.router)(rows, padding, observed=own is not None)
-        if own is not None:  # else it is the text again, behind its context: its tokens are counted already
-            found = replace(found, side="keys")
-            record(self.name, found)
-        return found
+            padding = padding[:, padding.size(1) - memory.size(1) :]
+        rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
+        # without a router of its own it is the text again, behind its context: its tokens are counted already
+        found: Routing = (own or self.router)(rows, padding, observed=own is not None)
+        return found if own is None else replace(found, side="keys")
 
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
-    ) -> Tuple[Tensor, Tensor]:
-        def heads(projection: nn.Module, x: Tensor) -> Tensor:
-            slots: Tensor = projection(
-                x.reshape(-1, x.size(2)), source, self.experts_per_token, slots_per_sum=1
-            )
-            # [B·S·K, D] → [B, K, S, D]
-            return slots.view(*x.shape[:2], self.experts_per_token, self.head_dim).transpose(1, 2)
-
-        return heads(self.k_proj, key), heads(self.v_proj, value)
-
-    def attend_heads(
+    def _attend_by_head(
         self,
+        call: Call,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        decision: RoutingDecision,
-        attn_mask: Optional[Tensor],
-        key_padding_mask: Optional[Tensor],
-        need_weights: bool,
-        bias: Optional[Tensor],
-        key_index: Optional[Tensor] = None,
+        masks: Masks,
+        routing: Routing,
+        key_experts: Tensor,
     ) -> Tuple[Tensor, Optional[Tensor]]:
-        """q [B, K, T, D], k and v [B, K, S, D]: slots, whose heads are decision's and key_index [B, S, K].
+        """Each slot with the keys of its own head.
 
-        A beam's n hypotheses may share keys, as in `core.attend`: they are then more queries of one row.
+        Args:
+            q: slots, [B, K, T, D], whose heads are the routing's.
+            k, v: slots, [B, K, S, D]; B / n rows where a beam's n hypotheses share keys, as in `sdpa.attend`:
+                they are then more queries of one row.
+            key_experts: the heads of the keys' slots, [B, S, K].
         """
-        assert key_index is not None
         rows, compact = k.size(0), not is_compiling()
         beam = q.size(0) // rows if rows else 1
-        index = decision.expert_index.view(rows, beam * q.size(2), self.experts_per_token)
-        of_queries = HeadBlocks(index, decision.padding_mask, self.num_experts, compact)
-        of_keys = HeadBlocks(key_index, key_padding_mask, self.num_experts, compact)
-        if attn_mask is not None:  # [T, S] → [B·E, M, M']
-            attn_mask = attn_mask.repeat(beam, 1)
-            attn_mask = attn_mask[of_queries.position[:, :, None], of_keys.position[:, None, :]]
+        index = routing.expert_ids.view(rows, beam * q.size(2), self.experts_per_token)
+        of_queries = HeadBlocks(index, routing.padding, self.num_experts, compact)
+        of_keys = HeadBlocks(key_experts, masks.padding, self.num_experts, compact)
+        mask = masks.mask
+        if mask is not None:  # [T, S] or [B, T, S] → [B·E, M, M']
+            queries, keys = of_queries.position, of_keys.position
+            if mask.dim() == 2:
+                mask = mask.repeat(beam, 1)[queries[:, :, None], keys[:, None, :]]
+            else:
+                mask = mask.reshape(rows, beam * q.size(2), -1).repeat_interleave(self.num_experts, 0)
+                mask = mask.gather(1, queries[:, :, None].expand(-1, -1, mask.size(2)))
+                mask = mask.gather(2, keys[:, None, :].expand(-1, queries.size(1), -1))
         # [n·B, K, T, D] → [B, K, n·T, D]
         folded = q.unflatten(0, (rows, beam)).transpose(1, 2).flatten(2, 3)
         blocks = (of_queries.gather(folded), of_keys.gather(k), of_keys.gather(v))
-        found, weights = attend(*blocks, attn_mask, of_keys.empty, self._dropout_now, need_weights)
+        found, weights = self.attend(call, *blocks, Masks(mask, of_keys.empty))
 
         def unfolded(x: Tensor) -> Tensor:
             slots: Tensor = of_queries.scatter(x).unflatten(2, (beam, q.size(2)))
@@ -198,3 +211,6 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         """As the base class counts; scores if each head has K / E of the queries and of the keys."""
         scores = 2 * queries * keys * self.num_heads**2 * self.head_dim // self.num_experts
         return {**super().macs(queries, keys), "scores": scores}
+
+
+NAMOHSettings.attention = NativeMixtureOfHeads

@@ -24,6 +24,8 @@ class Observer(nn.Module):
     @torch.no_grad()
     def observe(self, sums: Tensor) -> None:
         """Add to what is pending."""
+        if self.pending.is_meta:  # the module was made there, and its weights assigned
+            self.pending = torch.zeros_like(sums)
         self.pending += sums
         self.has_pending = True
 
@@ -34,6 +36,9 @@ class Observer(nn.Module):
             wide = before[name]
             if buffer is not None and wide is not None and buffer.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = wide.to(buffer.device)
+        pending, was = self._buffers.get("pending"), before.get("pending")
+        if pending is not None and was is not None and was.is_meta and not pending.is_meta:
+            pending.zero_()  # no checkpoint has it, so nothing else would fill it
         return self
 
     def forget(self) -> None:

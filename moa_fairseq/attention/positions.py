@@ -2,12 +2,13 @@
 
 import functools
 import math
-from typing import Any, Callable, Dict, Optional, Tuple, Type
+from typing import Any, Dict, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from moa_fairseq.attention.constants import constant
 from moa_fairseq.errors import UserError
 
 
@@ -46,8 +47,6 @@ class RotaryPositions(Positions):
     Raises UserError for an odd D.
     """
 
-    speed: Tensor  # a buffer [D / 2]: the angle per position
-
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
         if head_dim % 2:
@@ -55,8 +54,8 @@ class RotaryPositions(Positions):
                 f"--positions rope rotates pairs of numbers, but the head dimension {head_dim} is odd: "
                 "choose an even head dimension."
             )
-        speed = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        self.register_buffer("speed", speed, persistent=False)
+        self.rotary_dim = head_dim
+        self.base = base
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
         carried = k.size(2) - q.size(2)
@@ -66,15 +65,16 @@ class RotaryPositions(Positions):
             q, own = self.rotate(q, own, first_query)
             return q, torch.cat([before, own], dim=2)
         position = torch.arange(first_query, first_query + q.size(2), device=q.device, dtype=torch.float64)
-        angle = position[:, None] * self.speed.to(torch.float64)
+        angle = position[:, None] * _speed(self.rotary_dim, self.base, device=q.device)
         cos, sin = angle.cos(), angle.sin()
         return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> "RotaryPositions":
-        speed = self.speed
-        super()._apply(fn, *args, **kwargs)
-        self.speed = speed.to(self.speed.device)  # a cast of the model must not round the angles
-        return self
+
+@constant
+def _speed(dim: int, base: float, device: torch.device) -> Tensor:
+    """The angle per position of each pair of numbers, [dim / 2] float64."""
+    speed: Tensor = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    return speed
 
 
 class HalfRotaryPositions(RotaryPositions):
@@ -84,14 +84,14 @@ class HalfRotaryPositions(RotaryPositions):
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
-        self.rotary_dim = 2 * (head_dim // 4)
-        if not self.rotary_dim:
+        rotary_dim = 2 * (head_dim // 4)
+        if not rotary_dim:
             raise UserError(
                 "--positions rope-half rotates pairs of numbers in half of a head, but half of the head "
                 f"dimension {head_dim} holds no pair: choose a head dimension of 4 or more, or --positions "
                 "rope."
             )
-        super().__init__(self.rotary_dim, base)
+        super().__init__(rotary_dim, base)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
         half = self.rotary_dim

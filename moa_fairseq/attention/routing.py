@@ -1,40 +1,40 @@
-"""A router's decision about a batch of tokens, and the sums of it that losses and statistics need."""
+"""What a router decided about a batch of tokens, and the sums of it that losses and statistics need."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moa_fairseq.kernels import SlotOrder
+from moa_fairseq.kernels.twice import differentiable_gradients
 from moa_fairseq.torch_compat import full_precision
 
 
 @dataclass(frozen=True)
-class RoutingDecision:
+class Routing:
     """The experts chosen for N = B·T tokens (batch first), or N = B sequences, and how sure the router was.
 
-    expert_index [N, K] int64  the chosen experts (MoA Eq. 8); arange(E) in every row when K = E
-    gate         [N, K] float32  their weights (MoA Eq. 9); zero on padding
-    probs        [N, E] float32  routing probabilities (MoA Eq. 7)
-    logits       [N, E] float32  before the softmax
-    num_experts  E, all groups together
-    groups       into how many equal parts experts and slots fall that are routed independently (SwitchHead:
-                 one for each head); slots of group g hold experts of group g
-    shared       how many experts are always chosen (MoH): they are the first ones, they stand in the first
-                 slots, and losses and statistics leave them out
-    side         "queries", or "keys" where the tokens are those that keys and values are made of
-    scope        "tokens", or "sequences" where a sequence has one decision
-    padding_mask [N] bool, or None when there is none; True marks padding
-    auxiliary    whether losses may act on it; if not (SwitchHead's attention), it only has statistics
+    Args:
+        expert_ids: the chosen experts (MoA Eq. 8), [N, K] int64; 0 … E − 1 in every row when K = E.
+        gates: their weights (MoA Eq. 9), [N, K] float32; zero on padding.
+        probs: routing probabilities (MoA Eq. 7), [N, E] float32.
+        logits: before the softmax, [N, E] float32.
+        num_experts: E, all groups together.
+        groups: into how many equal parts experts and slots fall that are routed independently (SwitchHead:
+            one for each head); slots of group g hold experts of group g.
+        shared: how many experts are always chosen (MoH): they are the first ones, they stand in the first
+            slots, and losses and statistics leave them out.
+        side: "queries", or "keys" where the tokens are those that keys and values are made of.
+        scope: "tokens", or "sequences" where a sequence is routed as one.
+        padding: [N] bool, True = padding; None when there is none.
+        auxiliary: whether losses may act on it; if not (SwitchHead's attention), it only has statistics.
     """
 
-    expert_index: Tensor
-    gate: Tensor
+    expert_ids: Tensor
+    gates: Tensor
     probs: Tensor
     logits: Tensor
     num_experts: int
@@ -42,31 +42,34 @@ class RoutingDecision:
     shared: int = 0
     side: str = "queries"
     scope: str = "tokens"
-    padding_mask: Optional[Tensor] = None
+    padding: Optional[Tensor] = None
     auxiliary: bool = True
-    slot_order: SlotOrder = field(init=False, repr=False, compare=False)  # of the experts; nothing sorted yet
-
-    def __post_init__(self) -> None:  # no cached_property: torch.compile cannot enter its lock
-        order = SlotOrder(self.expert_index, self.num_experts, self.chooses_all)
-        object.__setattr__(self, "slot_order", order)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Item 0 is the gate: torch's backward hooks (fairseq's search for NaN) take item 0 of an output."""
-        return (self.gate,)[index]
+        """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take an output's item 0."""
+        return (self.gates,)[index]
+
+    def order(self) -> SlotOrder:
+        """The permutation of its slots for the products with the chosen experts; nothing is sorted yet."""
+        chooses_all = self.expert_ids.size(1) == self.num_experts
+        return SlotOrder(self.expert_ids, self.num_experts, chooses_all)
 
     @property
     def chooses_all(self) -> bool:
         """Whether K = E: slot k is expert k, nothing needs sorting."""
-        return self.expert_index.size(1) == self.num_experts
+        return self.expert_ids.size(1) == self.num_experts
 
-    @cached_property
+    @property
     def expert_counts(self) -> Tensor:
         """f_i of MoA Eq. 14: how many real tokens chose each routed expert, [E − shared] like probs."""
-        real = _real_tokens([self], self.padding_mask)
+        real = _real_tokens([self], self.padding)
         if self.chooses_all:
             return real.sum().repeat(self.num_experts - self.shared)
         with full_precision(real.device.type):
             return real @ _choices([self])
+
+
+torch.export.register_dataclass(Routing)
 
 
 class Sums(NamedTuple):
@@ -89,7 +92,7 @@ class RoutingSums:
     order: row m of every sum is decision order[m] of those given.
     """
 
-    def __init__(self, decisions: Sequence[RoutingDecision]):
+    def __init__(self, decisions: Sequence[Routing]):
         places: Dict[int, List[int]] = defaultdict(list)
         for place, decision in enumerate(decisions):
             places[decision.probs.size(0)].append(place)
@@ -97,13 +100,18 @@ class RoutingSums:
         self.groups, self.auxiliary = decisions[0].groups, decisions[0].auxiliary
         self._decisions = [decisions[place] for place in self.order]
         self._runs = [(len(same), tokens) for tokens, same in places.items()]  # (decisions, tokens of each)
+        self._padding = self._joint_padding()
+        self._real = _real_tokens(self._decisions, self._padding)
+        # no cached_property: torch.compile cannot enter its lock
+        self._sums: Optional[Sums] = None
+        self._load: Optional[Tensor] = None
 
     @classmethod
-    def by_kind(cls, decisions: Sequence[RoutingDecision]) -> List["RoutingSums"]:
+    def by_kind(cls, decisions: Sequence[Routing]) -> List["RoutingSums"]:
         """One object for each kind of decision; `order` then holds places in all of `decisions`."""
         kinds: Dict[Tuple[object, ...], List[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
-            sizes = (d.probs.size(1), d.expert_index.size(1), d.groups, d.shared)
+            sizes = (d.probs.size(1), d.expert_ids.size(1), d.groups, d.shared)
             kind = (*sizes, d.probs.dtype, d.auxiliary)
             kinds[kind].append(place)
         result = []
@@ -113,10 +121,12 @@ class RoutingSums:
             result.append(sums)
         return result
 
-    @cached_property
+    @property
     def load(self) -> Tensor:
         """The counts as shares of their group, [M, G, E / G]; zeros for padding only."""
-        return self.shares(self.sums.counts)
+        if self._load is None:
+            self._load = self.shares(self.sums.counts)
+        return self._load
 
     def mean_softmax(self) -> Tensor:
         """The mean over tokens of the softmax of each group's logits, [M, E]."""
@@ -130,8 +140,14 @@ class RoutingSums:
         x = x.reshape(x.size(0), self.groups, -1)
         return x / (x.sum(-1, keepdim=True) + torch.finfo(x.dtype).tiny)
 
-    @cached_property
+    @property
     def sums(self) -> Sums:
+        """Computed when it is first asked for."""
+        if self._sums is None:
+            self._sums = self._add_up()
+        return self._sums
+
+    def _add_up(self) -> Sums:
         logits = self._rows("logits").unflatten(1, (self.groups, -1))
         columns = [self._real_rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
         if self._decisions[0].chooses_all:
@@ -153,20 +169,15 @@ class RoutingSums:
         entropy, probs = (total / tokens.clamp_min(1.0) for total in totals)
         return entropy.squeeze(1), probs
 
-    @cached_property
-    def _padding(self) -> Optional[Tensor]:
+    def _joint_padding(self) -> Optional[Tensor]:
         """The padding of all decisions: [ΣN] bool, or None where there is none."""
-        if all(d.padding_mask is None for d in self._decisions):
+        if all(d.padding is None for d in self._decisions):
             return None
         masks = [
-            d.probs.new_zeros(d.probs.size(0), dtype=torch.bool) if d.padding_mask is None else d.padding_mask
+            d.probs.new_zeros(d.probs.size(0), dtype=torch.bool) if d.padding is None else d.padding
             for d in self._decisions
         ]
         return _cat(masks)
-
-    @cached_property
-    def _real(self) -> Tensor:
-        return _real_tokens(self._decisions, self._padding)
 
     def _rows(self, name: str) -> Tensor:
         """The rows of all decisions, routed experts only: [ΣN, E]."""
@@ -206,18 +217,24 @@ class _SquaredLogSumExp(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: Optional[Tensor]) -> Tensor:
-        if padding is not None:
-            x = x.masked_fill(padding[:, None, None], 0.0)
-        log_probs = torch.log_softmax(x, -1)
-        lse = x.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
-        ctx.save_for_backward(log_probs, lse)
+        filled = x if padding is None else x.masked_fill(padding[:, None, None], 0.0)
+        log_probs = torch.log_softmax(filled, -1)
+        lse = filled.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
+        ctx.save_for_backward(x, padding, log_probs, lse)
         squares = lse.square()
         return squares.mean(-1) if squares.size(1) > 1 else squares.squeeze(1)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Tensor, None]:
-        log_probs, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], None]:
+        x, padding, log_probs, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def plain(x: Tensor) -> Tensor:
+                filled = x if padding is None else x.masked_fill(padding[:, None, None], 0.0)
+                return torch.logsumexp(filled, -1).square().mean(-1)
+
+            (found,) = differentiable_gradients(plain, (x,), (True,), grad)
+            return found, None
         scale = lse * (grad * (2.0 / lse.size(1))).unsqueeze(1)
         return log_probs.exp() * scale.unsqueeze(-1), None
 
@@ -226,7 +243,7 @@ def _cat(tensors: List[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _real_tokens(decisions: Sequence[RoutingDecision], padding: Optional[Tensor]) -> Tensor:
+def _real_tokens(decisions: Sequence[Routing], padding: Optional[Tensor]) -> Tensor:
     """1 for real tokens, 0 for padding [ΣN], of all decisions: [ΣN] in the probabilities' dtype."""
     probs = decisions[0].probs
     if padding is None:
@@ -234,12 +251,12 @@ def _real_tokens(decisions: Sequence[RoutingDecision], padding: Optional[Tensor]
     return torch.logical_not(padding, out=probs.new_empty(padding.shape))
 
 
-def _choices(decisions: Sequence[RoutingDecision]) -> Tensor:
+def _choices(decisions: Sequence[Routing]) -> Tensor:
     """1 where a token chose an expert, of all decisions: [ΣN, E − shared] in the probabilities' dtype.
 
     The sums over tokens are then a product: no thousands of atomic additions to a few addresses.
     """
     shared = decisions[0].shared
-    index = _cat([d.expert_index for d in decisions])[:, shared:]
+    index = _cat([d.expert_ids for d in decisions])[:, shared:]
     chosen = decisions[0].probs.new_zeros(index.size(0), decisions[0].num_experts - shared)
     return chosen.scatter_(1, index - shared if shared else index, 1.0)

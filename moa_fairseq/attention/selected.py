@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.core import fused_attention, merge_masks
+from moa_fairseq.attention.sdpa import NO_MASKS, Masks, fused_attention, merge_masks
 from moa_fairseq.kernels import SlotOrder
 
 
@@ -14,15 +14,14 @@ def attend_selected(
     order: SlotOrder,
     k: Tensor,
     v: Tensor,
-    attn_mask: Optional[Tensor] = None,
-    key_padding_mask: Optional[Tensor] = None,
+    masks: Masks = NO_MASKS,
     dropout: float = 0.0,
 ) -> Tensor:
     """Softmax(q·kᵀ/√D)·v for the K slots of each token, each slot with the keys of its own head.
 
     q [B, A, T, D], whose last K ≤ A are the slots; order: the head of each of the N·K slots of N = B·T tokens
-    (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `core.attend`, [T, S] and
-    [B, S] → [N·K, D]. A query without any key gets zeros.
+    (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `sdpa.attend` → [N·K, D].
+    A query without any key gets zeros.
 
     Heads are computed one after the other. The queries that chose a head form a block [B, M, D], M being
     the largest number of them in one sequence; shorter rows are filled up. Little is wasted if all sequences
@@ -45,7 +44,7 @@ def attend_selected(
     source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
     blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)  # [B, A, T, D] → [N·A, D] → [rows, D]
 
-    mask, blind = merge_masks(attn_mask, key_padding_mask, q.dtype)
+    mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
     mask_rows = None
     if mask is not None and mask.size(2) > 1:  # a row of the mask for each row of the blocks
         owner = owner if mask.size(0) > 1 else owner % tgt_len

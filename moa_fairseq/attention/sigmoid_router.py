@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.constants import every_index
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError
 from moa_fairseq.torch_compat import full_precision
 
@@ -29,8 +30,6 @@ class SigmoidTopKRouter(nn.Module):
     decisions; flags: how the names of flags begin in errors. Runs in float32, whatever the model's dtype or
     autocast. Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
     """
-
-    first_expert: Tensor  # a buffer [H, 1]: the number of each head's first expert
 
     def __init__(
         self,
@@ -56,15 +55,14 @@ class SigmoidTopKRouter(nn.Module):
         self.expert_dropout = expert_dropout
         self.side, self.auxiliary = side, auxiliary
         self.projection = nn.Linear(model_dim, groups * num_experts, bias=False)
-        first = torch.arange(groups).unsqueeze(1) * num_experts
-        self.register_buffer("first_expert", first, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         draw_rows_of_one_length(self.projection.weight)
 
-    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> RoutingDecision:
-        """Route x [N, C]; padding_mask [N] bool marks tokens whose gates are set to zero."""
+    def forward(self, x: Tensor, padding: Optional[Tensor] = None) -> Routing:
+        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates become zero."""
+        x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)
         with full_precision(x.device.type):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -79,19 +77,23 @@ class SigmoidTopKRouter(nn.Module):
                 chosen = choice.topk(self.experts_per_token, dim=-1).indices
                 gate = gate.gather(-1, chosen)
             else:
-                chosen = torch.arange(self.num_experts, device=x.device).expand_as(gate)
-            index = (chosen + self.first_expert).flatten(1)  # [N, H, k] → [N, H·k]
+                chosen = every_index(self.num_experts, device=x.device).expand_as(gate)
+            if self.groups > 1:
+                first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [H, 1]
+                chosen = chosen + first
+            expert_ids = chosen.flatten(1)  # [N, H, k] → [N, H·k]
             gate = gate.flatten(1)
-            if padding_mask is not None:
-                gate = gate.masked_fill(padding_mask.unsqueeze(1), 0.0)
-        return RoutingDecision(
-            index,
+            if padding is not None:
+                padding = padding.reshape(-1)
+                gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
+        return Routing(
+            expert_ids,
             gate,
             probs,
             logits,
             self.groups * self.num_experts,
             groups=self.groups,
             side=self.side,
-            padding_mask=padding_mask,
+            padding=padding,
             auxiliary=self.auxiliary,
         )

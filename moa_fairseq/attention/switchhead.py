@@ -5,17 +5,16 @@ from typing import Any, Dict, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention, flag
-from moa_fairseq.attention.cache import Cache
-from moa_fairseq.attention.collector import record
+from moa_fairseq.attention.base import Attention, Call, Computed, FamilySettings, flag
 from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.attention.initialization import draw_by_fan_in
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
-from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import BACKENDS
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.kernels import BACKENDS, SlotOrder
 
 PROJECTIONS = "vkqo"
+CHOICES = ("learned", "frozen")
 Projection = Union[ExpertLinear, nn.Linear]
 
 
@@ -38,7 +37,7 @@ class SwitchHeadSettings(FamilySettings):
     router_choice: str = flag(
         "learned",
         "what chooses experts: the learned routers; frozen: routers that stay random",
-        ("learned", "frozen"),
+        CHOICES,
     )
     switchhead_shared_selection: bool = flag(
         False, "self-attention chooses the same experts as query and as key (section 3.6)"
@@ -47,19 +46,8 @@ class SwitchHeadSettings(FamilySettings):
         "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
     )
 
-    def build(self, embed_dim: int, num_heads: int, causal: bool, **role: Any) -> "SwitchHeadAttention":
-        """num_heads and causal are unused: --switchhead-heads gives the heads, and masks hide the future."""
-        own = self.arguments(
-            switchhead_heads="num_heads",
-            expert_dim="head_dim",
-            switchhead_experts="experts",
-            switchhead_shared_selection="shared_selection",
-            expert_backend="backend",
-        )
-        return SwitchHeadAttention(embed_dim, **own, **role)
 
-
-class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
+class SwitchHeadAttention(Attention):
     """Attention with one map per head h and mixtures of experts around it (SwitchHead §2.2).
 
     The source side decides about keys and values, the destination side about queries and outputs:
@@ -67,44 +55,50 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
     V^h = Σ_{e ∈ E_S^h} s_S^h[e] · x W_V^{h,e} (Eq. 9), keys and queries likewise, and
     y = Σ_h Σ_{e ∈ E_D^h} s_D^h[e] · A^h V^h W_O^{h,e} (Eq. 10).
 
-    experts: which of v, k, q, o are mixtures; the others have one matrix per head, and "none" is
-    dense multi-head attention. E = 1 is dense attention with gates. shared_selection: one router
-    for both sides of a self-attention (§3.6). No auxiliary loss, no biases. expert_dropout: see
-    `SigmoidTopKRouter`.
-    Matrices into the heads start normal with deviation 1 / √C, those out of them with 1 / √(H·D).
-    router_choice: "frozen" leaves the routers' weights as they were drawn.
-    Raises UserError for impossible sizes or letters.
+    E = 1 is dense attention with gates. No auxiliary loss, no biases. Matrices into the heads start normal
+    with deviation 1 / √C, those out of them with 1 / √(H·D).
+
+    Args:
+        embed_dim: the model's width, C.
+        settings: or its fields as keywords. switchhead_experts: which of v, k, q, o are mixtures; the others
+            have one matrix per head, and "none" is dense multi-head attention. switchhead_shared_selection:
+            one router for both sides of a self-attention (§3.6). router_choice: "frozen" leaves the routers'
+            weights as they were drawn.
+        kdim, vdim: widths of what keys and values are made of, if not C.
+        options: those of `Attention`.
+
+    Raises:
+        UserError: for impossible sizes or letters.
     """
 
     def __init__(
         self,
         embed_dim: int,
-        num_heads: int,
-        head_dim: int,
+        settings: Optional[SwitchHeadSettings] = None,
         *,
-        num_experts: int = 1,
-        experts_per_token: int = 1,
-        experts: str = "vo",
-        expert_dropout: float = 0.0,
-        shared_selection: bool = False,
         kdim: Optional[int] = None,
         vdim: Optional[int] = None,
-        router_choice: str = "learned",
-        backend: str = "auto",
-        **role: Any,
+        **options: Any,
     ):
-        for name, size in (("switchhead-heads", num_heads), ("expert-dim", head_dim)):
+        settings = SwitchHeadSettings.of(settings, options)
+        for name in ("switchhead_heads", "expert_dim"):
+            size = getattr(settings, name)
             if size is None or size < 1:
-                raise UserError(f"--{name} must be a positive number, not {size}.")
+                raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {size}.")
+        check_choice("--router-choice", settings.router_choice, CHOICES)
+        experts = settings.switchhead_experts
         letters = "" if experts == "none" else experts
         if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
             raise UserError(
                 f"--switchhead-experts {experts!r} must be some of the letters v, k, q, o (values, keys, "
                 "queries, output), each at most once, or none."
             )
-        super().__init__(embed_dim, num_heads, head_dim, **role)
-        self.experts, self.num_experts, self.experts_per_token = letters, num_experts, experts_per_token
-        self.backend, self.expert_dropout = backend, expert_dropout
+        super().__init__(embed_dim, settings.switchhead_heads, settings.expert_dim, **options)
+        self.experts = letters
+        self.num_experts = settings.num_experts
+        self.experts_per_token = settings.experts_per_token
+        self.expert_dropout = settings.expert_dropout
+        self._backend = settings.expert_backend
         kdim, vdim = kdim or embed_dim, vdim or embed_dim
         if kdim != vdim and set("vk") & set(letters):
             raise UserError(
@@ -115,34 +109,34 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         self.k_proj = self._projection("k", kdim)
         self.v_proj = self._projection("v", vdim)
         self.out_proj = self._projection("o", embed_dim)
-        decides = {
-            side: bool(set(sides) & set(letters)) for side, sides in (("keys", "vk"), ("queries", "qo"))
-        }
-        if shared_selection and not all(decides.values()):
+        routes_keys = bool(set("vk") & set(letters))
+        routes_queries = bool(set("qo") & set(letters))
+        shares = settings.switchhead_shared_selection
+        if shares and not (routes_keys and routes_queries):
             raise UserError(
                 f"--switchhead-shared-selection shares one choice of experts between keys and values (v, k) "
                 f"and queries and outputs (q, o), but --switchhead-experts {experts} has experts on one side "
                 f"at most: leave the flag out, or name experts of both sides, such as vo."
             )
-        self.shares_selection = shared_selection and self.self_attention
-        self.router = self._router(embed_dim, "queries") if decides["queries"] else None
-        has_own = decides["keys"] and not self.shares_selection
+        self.shares_selection = shares and self.self_attention
+        self.router = self._router(embed_dim, "queries") if routes_queries else None
+        has_own = routes_keys and not self.shares_selection
         self.source_router = self._router(kdim, "keys") if has_own else None
-        if router_choice == "frozen":
+        if settings.router_choice == "frozen":
             for router in (self.router, self.source_router):
                 if router is not None:
                     router.requires_grad_(False)
         self.reset_parameters()
 
     def _projection(self, letter: str, model_dim: int) -> Projection:
-        into, width = "model" if letter == "o" else "experts", self.num_heads * self.head_dim
+        is_up, width = letter != "o", self.num_heads * self.head_dim
         if letter in self.experts:
-            sizes = (model_dim, self.head_dim) if into == "experts" else (self.head_dim, model_dim)
-            fan_in = None if into == "experts" else width
+            sizes = (model_dim, self.head_dim) if is_up else (self.head_dim, model_dim)
+            fan_in = None if is_up else width
             return ExpertLinear(
-                self.num_heads * self.num_experts, *sizes, into, backend=self.backend, fan_in=fan_in
+                self.num_heads * self.num_experts, *sizes, is_up, expert_backend=self._backend, fan_in=fan_in
             )
-        sizes = (model_dim, width) if into == "experts" else (width, model_dim)
+        sizes = (model_dim, width) if is_up else (width, model_dim)
         return nn.Linear(*sizes, bias=False)
 
     def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
@@ -157,66 +151,62 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
         super().restore_initialization()
         self.reset_parameters()
 
-    def route(
-        self, x: Tensor, padding: Optional[Tensor], cache: Optional[Cache]
-    ) -> Optional[RoutingDecision]:
-        if self.router is None:
-            return None
-        rows = x.reshape(-1, x.size(2))  # [B, T, C] → [N, C]
-        decision: RoutingDecision = self.router(rows, None if padding is None else padding.reshape(-1))
-        return decision
-
-    def project_queries(self, x: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
-        return self._into_heads("q", self.q_proj, x, decision)
-
-    def route_keys(
-        self, key: Tensor, decision: Optional[RoutingDecision], padding: Optional[Tensor]
-    ) -> Optional[RoutingDecision]:
-        router = self.router if self.shares_selection else self.source_router
-        tokens = key.size(0) * key.size(1)
-        if self.shares_selection and decision is not None and decision.gate.size(0) == tokens:
-            return decision  # without a carried context, keys are the queries' tokens
-        if router is None:
-            return None
-        if padding is not None:
-            padding = padding[:, -key.size(1) :].reshape(-1).bool()
-        found: RoutingDecision = router(key.reshape(-1, key.size(2)), padding)  # [B, S, C] → [N, C]
-        source = replace(found, side="keys")
-        record(self.name, source)
-        return source
-
-    def project_keys_values(
-        self, key: Tensor, value: Tensor, source: Optional[RoutingDecision]
-    ) -> Tuple[Tensor, Tensor]:
-        return (
-            self._into_heads("k", self.k_proj, key, source),
-            self._into_heads("v", self.v_proj, value, source),
-        )
-
-    def project_output(self, heads: Tensor, decision: Optional[RoutingDecision]) -> Tensor:
-        batch, num_heads, tgt_len, head_dim = heads.shape
+    def compute(self, call: Call) -> Computed:
+        routing = order = None
+        routings = []
+        if self.router is not None:
+            routing = self.router(call.x, call.query_padding)
+            order = routing.order()
+            routings.append(routing)
+        q = self._into_heads("q", self.q_proj, call.x, routing, order)
+        k = v = None
+        if call.memory is not None and call.values is not None:
+            source, of_keys = routing, order
+            if not (self.shares_selection and call.same_tokens):
+                source, of_keys = self._route_keys(call.memory, call.masks.padding)
+                routings += [] if source is None else [source]
+            k = self._into_heads("k", self.k_proj, call.memory, source, of_keys)
+            v = self._into_heads("v", self.v_proj, call.values, source, of_keys)
+        heads, weights = self.attend(call, q, k, v)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x)
         heads = heads.transpose(1, 2)  # [B, H, T, D] → [B, T, H, D]
-        out: Tensor
-        if "o" in self.experts and decision is not None:
-            rows = heads.reshape(-1, head_dim)  # [N·H, D]
-            slots = num_heads * self.experts_per_token
-            out = self.out_proj(rows, decision, self.experts_per_token, slots, gate=decision.gate)
+        if routing is not None and "o" in self.experts:
+            rows = heads.reshape(-1, self.head_dim)  # [N·H, D]
+            out = self.out_proj(rows, order, routing.gates, self.experts_per_token).view_as(call.x)
         else:
             out = self.out_proj(heads.flatten(2))  # [B, T, H·D] · [H·D, C]
-        return out.view(batch, tgt_len, self.embed_dim)
+        return out, weights, tuple(routings)
+
+    def _route_keys(
+        self, memory: Tensor, padding: Optional[Tensor]
+    ) -> Tuple[Optional[Routing], Optional[SlotOrder]]:
+        """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
+        router = self.router if self.shares_selection else self.source_router
+        if router is None:
+            return None, None
+        if padding is not None:
+            padding = padding[:, padding.size(1) - memory.size(1) :]
+        found: Routing = router(memory, padding)
+        source = replace(found, side="keys")
+        return source, source.order()
 
     def _into_heads(
-        self, letter: str, projection: Projection, x: Tensor, decision: Optional[RoutingDecision]
+        self,
+        letter: str,
+        projection: Projection,
+        x: Tensor,
+        routing: Optional[Routing],
+        order: Optional[SlotOrder],
     ) -> Tensor:
         """x [B, T, C] → [B, H, T, D]"""
-        heads: Tensor
-        if letter in self.experts and decision is not None:
-            slots = self.num_heads * self.experts_per_token
+        if letter in self.experts and routing is not None:
             rows = x.reshape(-1, x.size(2))  # [B, T, C] → [N, C]
-            heads = projection(rows, decision, slots, self.experts_per_token, gate=decision.gate)
+            heads: Tensor = projection(rows, order, routing.gates, self.experts_per_token)
         else:
             heads = projection(x)
-        return heads.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+        heads = heads.view(*x.shape[:2], self.num_heads, self.head_dim)
+        return heads.transpose(1, 2)
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         projections = 0
@@ -236,3 +226,6 @@ class SwitchHeadAttention(MixtureAttention[Optional[RoutingDecision]]):
             tokens * router.projection.weight.numel() for router, tokens in routers if router is not None
         )
         return {"router": macs, "projections": projections}
+
+
+SwitchHeadSettings.attention = SwitchHeadAttention

@@ -1,9 +1,11 @@
 """Experts chosen by a hash of the token, which nothing can learn (Roller et al., arXiv 2106.04426)."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import tokens_of_queries
+from moa_fairseq.attention.constants import every_index
 from moa_fairseq.attention.expert_draw import scramble
 from moa_fairseq.errors import UserError
 
@@ -15,7 +17,6 @@ class TokenHash(nn.Module):
     same in training, evaluation and step-by-step generation, for any batch. Raises UserError if K = E.
     """
 
-    experts: Tensor  # a buffer: 0, 1, …, E − 1
     salt: Tensor  # a buffer [1] int64, below 2^31: means of checkpoints keep it exactly
 
     def __init__(self, num_experts: int, experts_per_token: int):
@@ -25,25 +26,21 @@ class TokenHash(nn.Module):
                 f"--router-choice hash chooses --experts-per-token {experts_per_token} of {num_experts}: "
                 "there is nothing to choose. Give fewer, or leave the flag out."
             )
+        self.num_experts = num_experts
         self.experts_per_token = experts_per_token
-        self.register_buffer("experts", torch.arange(num_experts), persistent=False)
         self.register_buffer("salt", torch.zeros(1, dtype=torch.int64))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         self.salt.random_(2**31)
 
-    def forward(self, rows: int) -> Tensor:
-        """The experts of `rows` queries, batch first: [rows, K] int64, by the ids of `tokens_of_queries`.
-
-        Raises UserError where no ids are declared.
-        """
-        tokens = tokens_of_queries.get()
-        if tokens is None or rows % tokens.size(0):
+    def forward(self, token_ids: Optional[Tensor]) -> Tensor:
+        """The experts of N tokens, [N] or [B, T] int64: [N, K] int64. Raises UserError for no ids."""
+        if token_ids is None:
             raise UserError(
-                "--router-choice hash needs the ids of the tokens: call the attention inside "
-                "moa_fairseq.attention.collector.tokens_of_queries(ids), or choose another --router-choice."
+                "--router-choice hash needs the ids of the tokens: call the attention with token_ids=ids "
+                "[B, T], or choose another --router-choice."
             )
-        ids = tokens[:, tokens.size(1) - rows // tokens.size(0) :].reshape(-1, 1)  # a step has the last one
-        scores = scramble(scramble(ids + self.salt) + self.experts)  # [rows, E]
+        every = every_index(self.num_experts, device=token_ids.device)
+        scores = scramble(scramble(token_ids.reshape(-1, 1) + self.salt) + every)  # [N, E]
         return scores.topk(self.experts_per_token, dim=-1).indices

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import MixtureAttention, name_attentions
+from moa_fairseq.attention.base import Attention
 from moa_fairseq.attention.mae import MIXTURE, MixtureOfAttentiveExperts
 from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
@@ -42,13 +42,17 @@ def default_values(
     return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
 
 
+def _attentions(model: nn.Module) -> List[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
 def fill(model: nn.Module, dense: State) -> Optional[str]:
     """Put the weights of a dense model into `model`, a new mixture of the same size.
 
     Returns None if the result computes the same function, else
     why it does not. Raises UserError where the two do not fit.
     """
-    attentions = name_attentions(model)
+    attentions = _attentions(model)
     for attention in attentions:
         rows = dense.get(f"{attention.name}.q_proj.weight")
         if rows is None:
@@ -78,7 +82,7 @@ def fill(model: nn.Module, dense: State) -> Optional[str]:
 def _fill_heads(attention: MixtureOfHeads) -> Optional[str]:
     """MoH: the same weights, but W_O is divided by the even gates, which are small in the paper's scaling."""
     router, routed = attention.router, attention.num_heads - attention.shared_heads
-    every_head = attention.routed_per_token == routed
+    every_head = attention.experts_per_token == routed
     if not router.reads_queries:
         if every_head:  # with even logits, a choice of heads would be a tie
             nn.init.zeros_(router.projection.weight)
@@ -127,7 +131,7 @@ def dense_weights(model: nn.Module) -> State:
     Raises UserError, with the reason, where there is none.
     """
     state = model.state_dict()
-    for attention in name_attentions(model):
+    for attention in _attentions(model):
         gates = _constant_gates(attention)
         name = f"{attention.name}.out_proj.weight"
         state[name] = state[name] * gates.repeat_interleave(attention.head_dim).to(state[name])
@@ -137,7 +141,7 @@ def dense_weights(model: nn.Module) -> State:
     return state
 
 
-def _constant_gates(attention: MixtureAttention) -> Tensor:
+def _constant_gates(attention: Attention) -> Tensor:
     """[H]: the gates of the heads, where all of them work and no gate depends on the input."""
     name, reason = attention.name, ""
     dense = "but dense attention weights its heads equally for every input"

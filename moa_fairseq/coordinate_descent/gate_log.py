@@ -5,8 +5,8 @@ from typing import Any, Callable, Dict, List
 import torch
 from fairseq.logging import metrics
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.routing import RoutingSums
+from moa_fairseq.transformer.forward_context import collect_routings
 from moa_fairseq.transformer.logged_values import logged, mean_values
 
 _NAME = "gate_entropy"
@@ -26,11 +26,11 @@ class GateEntropyLog:
         self.criterion = criterion
 
     def __call__(self, model: torch.nn.Module, sample: Dict[str, Any], **options: Any):
-        with collect_decisions() as decisions:
+        with collect_routings() as routings:
             loss, sample_size, logging_output = self.criterion(model, sample, **options)
-        if decisions:
-            kinds = RoutingSums.by_kind([decision for _, decision in decisions])
-            names = [f"{_NAME}.{decisions[place][0]}" for sums in kinds for place in sums.order]
+        if routings:
+            kinds = RoutingSums.by_kind([routing for _, routing in routings])
+            names = [f"{_NAME}.{routings[place][0]}" for sums in kinds for place in sums.order]
             with torch.no_grad():
                 entropies = torch.cat([sums.entropy_and_probs()[0] for sums in kinds])
             logging_output.update(logged(_PREFIX, names, entropies))

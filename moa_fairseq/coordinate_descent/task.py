@@ -1,6 +1,6 @@
 """MAE's block coordinate descent: gates in G steps, everything else in F steps (MAE §3, Algorithms 1-3).
 
-* An F step is fairseq's own update inside `drawing_experts`. The gates do not require gradients in it, so
+* An F step is fairseq's own update with a draw of experts. The gates do not require gradients in it, so
   fairseq's optimizer, all-reduce, schedule and clipping do not touch them, and a restart finds the same
   optimizer again.
 * A G step comes before it (`GStep`). fairseq hands a task one micro-batch at a time, but the first one must
@@ -24,13 +24,14 @@ from fairseq.logging import metrics
 from torch import nn
 
 from moa_fairseq.attention.base import flag
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
+from moa_fairseq.attention.expert_draw import ExpertDraw
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
 from moa_fairseq.coordinate_descent.gate_log import GateEntropyLog
 from moa_fairseq.coordinate_descent.gate_steps import GStep, JointStep
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.forward_context import forward_context
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class BlockCoordinateDescent(Extended):
         with contextlib.ExitStack() as stack:
             if self.alternates:
                 draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
-                stack.enter_context(drawing_experts(draw))
+                stack.enter_context(forward_context(draw=draw))
             if self._joint_step is not None:
                 stack.enter_context(self._joint_step.passing())
             loss, sample_size, logging_output = super().train_step(sample, *rest, **kwargs)

@@ -10,11 +10,11 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from moa_fairseq.attention.base import flag
-from moa_fairseq.attention.collector import NamedDecisions, collect_decisions
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, z_loss
 from moa_fairseq.attention.routing import RoutingSums
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.forward_context import NamedRoutings, collect_routings
 from moa_fairseq.transformer.logged_values import logged, mean_values
 
 _PREFIX = "router/"
@@ -87,11 +87,11 @@ class RoutingLossMixin(Extended):
         return criterion
 
     def forward(self, model: torch.nn.Module, sample: Dict[str, Any], reduce: bool = True):
-        with collect_decisions() as decisions:
+        with collect_routings() as routings:
             loss, sample_size, logging_output = super().forward(model, sample, reduce=reduce)
-        if not decisions:
+        if not routings:
             return loss, sample_size, logging_output
-        auxiliary, entries = self.terms(decisions)
+        auxiliary, entries = self.terms(routings)
         if model.training:
             loss = loss + auxiliary * (
                 sample_size if str(self.routing.aux_loss_scale) == "sample-size" else 1
@@ -99,14 +99,14 @@ class RoutingLossMixin(Extended):
         logging_output.update(entries)
         return loss, sample_size, logging_output
 
-    def terms(self, decisions: NamedDecisions) -> Tuple[Tensor, Dict[str, Any]]:
+    def terms(self, routings: NamedRoutings) -> Tuple[Tensor, Dict[str, Any]]:
         """The scalar Σ α·L_balance + β·L_z over the modules of one forward pass, and what is to be logged.
 
         The values to log stay on the device: means over modules ("dead_experts": the sum over the model), and
         each module's own on request.
         """
         name = str(self.routing.balance_loss)
-        kinds = RoutingSums.by_kind([decision for _, decision in decisions])
+        kinds = RoutingSums.by_kind([routing for _, routing in routings])
         balance = [BALANCE_LOSSES[name](sums) for sums in kinds]
         z = [z_loss(sums) for sums in kinds]
         held = [place for place, sums in enumerate(kinds) if sums.auxiliary]
@@ -125,9 +125,9 @@ class RoutingLossMixin(Extended):
             rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
             values = torch.stack([_row(parts) for parts in rows.values()])  # [statistics, modules]
             names, means = list(rows), values.mean(1)
-            means[names.index("dead_experts")].mul_(len(decisions))
+            means[names.index("dead_experts")].mul_(len(routings))
             if str(self.routing.router_log) == "modules":
-                modules = [decisions[place][0] for sums in kinds for place in sums.order]
+                modules = [routings[place][0] for sums in kinds for place in sums.order]
                 names += [f"{key}.{module}" for key in rows for module in modules]
                 means = torch.cat([means, values.flatten()])
         return auxiliary, logged(_PREFIX, names, means)

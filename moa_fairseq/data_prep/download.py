@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -187,7 +189,7 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
     """One request, which goes on from what the part file has of a file whose checksum is known."""
     received = part.stat().st_size if part.is_file() and source.pinned else 0
     asked = {"Range": f"bytes={received}-"} if received else {}
-    with requests.get(url, headers={**HEADERS, **asked}, stream=True, timeout=TIMEOUT) as answer:
+    with _ask(url, {**HEADERS, **asked}) as answer:
         status = answer.status_code
         if status != 416 or not received:
             answer.raise_for_status()
@@ -224,11 +226,31 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             stream.truncate()
 
 
-def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-    """What arrives, when it arrives. Raises ConnectionError where that is next to nothing.
+def _ask(url: str, headers: Dict[str, str]) -> requests.Response:
+    """An answer whose head is there. Raises ConnectionError where that takes longer than WATCHED.
 
     TIMEOUT alone is no end: it begins anew with every byte.
     """
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(requests.get(url, headers=headers, stream=True, timeout=TIMEOUT))
+        except Exception as error:  # raised again below
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=WATCHED)
+    except queue.Empty:
+        raise requests.ConnectionError(f"its answer had not begun after {WATCHED} seconds") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    """What arrives, when it arrives. Raises ConnectionError where that is next to nothing."""
     began, received = time.monotonic(), 0
     while block := raw.read1(BLOCK, decode_content=False):
         yield block

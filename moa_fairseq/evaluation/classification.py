@@ -38,7 +38,9 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
     if missing := count - len(by_place):
         raise UserError(
             f"--subset {subset}: {missing:,} of {count:,} sentences are longer than the model or "
-            f"--max-tokens {max_tokens} allows."
+            f"--max-tokens {max_tokens} allows. Raise the latter (score.flags.max-tokens in a recipe); what "
+            "is longer than the model reads must be taken out of the subset, or the model trained with more "
+            "--max-positions."
         )
 
     def accuracy(places: Iterable[int]) -> Dict[str, Any]:

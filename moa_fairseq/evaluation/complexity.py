@@ -39,7 +39,7 @@ from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
 from fairseq.modules import MultiheadAttention
 from torch import nn
 
-from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.base import Attention
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.positions import RelativePositions
 from moa_fairseq.attention.sequence_gate import gates_of
@@ -119,10 +119,10 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         of_source = path[0] == "encoder" or (cross and path[-1] in ("k_proj", "v_proj"))
         queries = src_len if of_source else tgt_len
         keys = src_len if cross else queries
-        if isinstance(module, (MixtureAttention, MultiheadAttention)) and path[0] == "decoder" and not cross:
-            own = isinstance(module, MixtureAttention)
+        if isinstance(module, (Attention, MultiheadAttention)) and path[0] == "decoder" and not cross:
+            own = isinstance(module, Attention)
             cost.cache_bytes = module.cache_bytes() if own else 2 * 2 * module.embed_dim
-        if isinstance(module, (MixtureAttention, SigmaMoE)):
+        if isinstance(module, (Attention, SigmaMoE)):
             if isinstance(module, SigmaMoE):
                 macs = module.macs(queries)
             else:
@@ -134,7 +134,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             cost.macs["router"] += macs["router"]
             cost.macs[part] += macs["projections"]
             cost.macs["attention_matmul"] += macs.get("scores", 0)
-            cost.attention_macs += sum(macs.values()) if isinstance(module, MixtureAttention) else 0
+            cost.attention_macs += sum(macs.values()) if isinstance(module, Attention) else 0
             stated.update(module.modules())
         elif module in stated:
             continue
@@ -160,7 +160,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     return cost
 
 
-def published_cost(attention: MixtureAttention, length: int, chunks: int) -> Optional[Dict[str, int]]:
+def published_cost(attention: Attention, length: int, chunks: int) -> Optional[Dict[str, int]]:
     """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).
 
     "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
@@ -251,7 +251,7 @@ def branch_size(
             torch.manual_seed(seed)
             model = build_skeleton(arch, vocab_size, embeddings, model_flags, weights=True).eval()
             for module in model.modules():
-                if isinstance(module, (MixtureAttention, MultiheadAttention)):
+                if isinstance(module, (Attention, MultiheadAttention)):
                     module.register_forward_hook(measure, with_kwargs=True)
             tokens = torch.randint(4, vocab_size, (8, 20))
             pair = (torch.full((8,), 20), tokens) if isinstance(model, FairseqEncoderDecoderModel) else ()

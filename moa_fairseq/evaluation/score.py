@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
     add("--remove-bpe", choices=SUBWORDS, help=text + "for a log, none for files)")
     add("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
-    add("--allow-partial", action="store_true", help="score a log that was cut short")
+    add("--allow-partial", action="store_true", help="score a log that was cut short or lacks sentences")
     add("--json", action="store_true", help="print one JSON object")
     # Models are scored straight from a checkpoint.
     add = parser.add_argument_group("models").add_argument
@@ -251,11 +251,15 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
             "--reference"
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
-        warnings.append(
-            f"{path}: {skipped} sentences of the test set are missing and do not count. fairseq leaves out "
+        what = "1 sentence of the test set is" if skipped == 1 else f"{skipped} sentences of the test set are"
+        story = (
+            f"{path}: {what} missing. fairseq leaves out "
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
             "--num-shards, and without this plugin a last batch that is not full"
         )
+        if not args.allow_partial:
+            raise UserError(f"{story}. Translate all of them, or score these with --allow-partial.")
+        warnings.append(story)
     if not log.complete:
         warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
     if not language:

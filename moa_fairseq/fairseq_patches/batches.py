@@ -57,6 +57,26 @@ def group_as_in_the_first_epoch(
     return iterator
 
 
+@patch("fairseq.trainer:Trainer.get_valid_iterator", _EPOCHS + "test_a_training_set_is_validated_on_apart")
+def validate_on_a_copy_of_the_training_set(
+    get_valid_iterator: Callable, trainer: Any, subset: str, *args: Any, **options: Any
+) -> Any:
+    """With --valid-subset valid,train, training and validation share an iterator: a validation takes an epoch
+    from the training, in silence.
+
+    The validation reads the same files as a data set of its own, which keeps its masks, too.
+    """
+    task = trainer.task
+    trained = trainer.cfg.dataset.train_subset
+    if subset == trained:
+        subset = f"{trained} (validation)"
+        if subset not in task.datasets:
+            training = task.dataset(trained)
+            task.load_dataset(trained, combine=False, epoch=1)
+            task.datasets.update({subset: task.datasets[trained], trained: training})
+    return get_valid_iterator(trainer, subset, *args, **options)
+
+
 @patch("fairseq.data.bucket_pad_length_dataset:get_buckets", _COMPAT + "test_batches_in_buckets")
 def bucket_sizes(get_buckets: Callable, sizes: Any, num_buckets: int) -> Any:
     """--num-batch-buckets asks NumPy for percentiles by a keyword, `interpolation`, that it no longer has."""

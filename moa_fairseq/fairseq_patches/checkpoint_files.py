@@ -28,6 +28,12 @@ ALLOWED_TYPES = (argparse.Namespace,)
 ATTEMPTS = 3
 SECONDS_BETWEEN = 2.5  # fairseq's own patience with a disk
 CRASH = "crash.pt"  # what fairseq saves of a training that ends in an error, to be looked into
+AFTER_DIVERGENCE = (
+    "Start in another --save-dir, anew or from a checkpoint of before (--finetune-from-model FILE; in a "
+    "recipe train.flags.finetune-from-model), with a lower learning rate (--lr; of MAE's gates --gate-lr) or "
+    "clipped gradients (--clip-norm; of MAE's gates --gate-clip-norm). If that ends so, too, take an older "
+    f"one; {CRASH} is what failed."
+)
 _CHUNK = 1 << 20  # bytes
 _BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
 _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
@@ -189,10 +195,7 @@ def save_whole(save: Callable, state: Any, filename: str, async_write: bool = Fa
         check_weights(
             state.get("model", {}),
             f"{filename} was not written, because the model holds",
-            "Checkpoints that were written before are whole: go on from one of them into another --save-dir "
-            "(--finetune-from-model FILE; in a recipe train.flags.finetune-from-model), with a lower "
-            "learning rate (--lr; of MAE's gates --gate-lr), or with gradients clipped (--clip-norm; of "
-            "MAE's gates --gate-clip-norm).",
+            AFTER_DIVERGENCE,
         )
     if _is_remote(filename):
         return save(state, filename, async_write)

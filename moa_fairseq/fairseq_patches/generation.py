@@ -22,6 +22,10 @@ _SEARCHES = {
 }
 
 
+class ManySearches(UserError, ValueError):
+    """Flags of different searches; of the type that fairseq raises there."""
+
+
 @patch("fairseq.checkpoint_utils:prune_state_dict", _HERE + "test_layers_of_one_side_leave_the_other_whole")
 def keep_the_other_side(prune: Callable, state: Dict[str, Any], model_cfg: Any = None) -> Dict[str, Any]:
     """Where --model-overrides names the layers of one side to keep, fairseq drops all layers of the other,
@@ -56,7 +60,7 @@ def check_flags_of_search(
 
     chosen = [f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)]
     if len(chosen) > 1:
-        raise UserError(f"{' and '.join(chosen)} are different searches: give one of them.")
+        raise ManySearches(f"{' and '.join(chosen)} are different searches: give one of them.")
     beam, groups, nbest = said("beam") or 5, said("diverse_beam_groups") or -1, said("nbest") or 1
     if groups > 0 and beam % groups:
         raise UserError(f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one.")

@@ -1,12 +1,14 @@
 """SIGTERM, which a scheduler sends before it ends a job, saves a checkpoint and then ends the training.
 
-The update that runs is finished and checkpoint_last.pt written, in the middle of an epoch too; the process
-ends with status 143. Any process of a training may be told: with the next update the others learn it, because
-fairseq adds up their training times then, and all stop after the same update.
+The update that runs is finished and checkpoint_last.pt written, in the middle of an epoch too, and with
+--no-last-checkpoints; a validation that is due follows. The process ends with status 143. Any process of a
+training may be told: with the next update the others learn it, because fairseq adds up their training times
+then, and all stop after the same update.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -52,8 +54,21 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
             return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
         from fairseq import checkpoint_utils
 
-        logger.info(f"SIGTERM: saving a checkpoint at update {trainer.get_num_updates()} and ending")
-        checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+        where = f"at update {trainer.get_num_updates()}"
+        if cfg.checkpoint.no_save:
+            logger.info(f"SIGTERM: ending {where}; nothing is saved, because of --no-save")
+        else:
+            logger.info(f"SIGTERM: saving a checkpoint {where} and ending")
+            settings = copy.deepcopy(cfg.checkpoint)
+            settings.no_last_checkpoints = False  # without one, the same command would begin anew
+            settings.save_interval_updates = 0  # validate_and_save writes that one
+            checkpoint_utils.save_checkpoint(settings, trainer, epoch_itr, None)
+            # only then what is due at this update: who sent the signal may not wait for a validation
+            result = validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
+            if result[1]:  # --patience is over, or the time
+                return result
+            if result[0] != [None]:  # with the best value and the count of --patience
+                checkpoint_utils.save_checkpoint(settings, trainer, epoch_itr, None)
         if dist.is_initialized():
             dist.barrier()  # nobody leaves before it is written
         sys.exit(128 + signal.SIGTERM)

@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.errors import UserError
-from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint
+from moa_fairseq.fairseq_patches.checkpoint_files import AFTER_DIVERGENCE, load_checkpoint
 from moa_fairseq.fairseq_patches.table import made_of, patch
 from moa_fairseq.files import DISK_FULL, as_user_error
 
@@ -258,10 +258,13 @@ def save_patience(save: Callable, trainer: Any, filename: str, extra_state: Dict
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _PATIENCE)
 def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """The count of --patience that was saved is gone on with, unless the training begins anew."""
+    """The count of --patience that was saved is gone on with, unless the training begins anew or fairseq
+    forgets its best value, too.
+    """
     extra_state, epoch_itr = load(cfg, trainer, **options)
     program, count = _program(), (extra_state or {}).get("patience")
-    if program and isinstance(count, dict) and trainer.get_num_updates():
+    forgets = cfg.reset_meters or cfg.reset_optimizer
+    if program and isinstance(count, dict) and trainer.get_num_updates() and not forgets:
         program["should_stop_early"].best = count["best"]
         program["should_stop_early"].num_runs = count["num_runs"]
     return extra_state, epoch_itr
@@ -340,6 +343,8 @@ def print_user_errors(kind: type, error: BaseException, trace: Optional[types.Tr
         error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
     if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
         error = UserError(f"{str(error).rstrip('.')}.")
+    if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):
+        error = UserError(f"The training has diverged: {str(error).rstrip('.')}. {AFTER_DIVERGENCE}")
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

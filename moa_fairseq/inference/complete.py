@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     room = model.models[0].max_positions() - args.tokens
     if room < 1:
         raise UserError(f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols.")
-    # fairseq's source begins with one symbol more than the text
+    # fairseq's source begins with one symbol more than the text; it measures the longest line of a batch
     settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
     if args.sample:
         settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
@@ -51,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
     with answers(args) as stream, torch.no_grad():
         for batch in lines_of(args):
             for symbols, found in hypotheses(model, batch, settings, room):
-                print(shown(model.decode(found[0]["tokens"]), stream) if found else "", file=stream)
                 left_out += symbols is not None and not found
+                text = ""
+                if symbols is not None and found:
+                    text = model.decode(found[0]["tokens"][: len(symbols) - 1 + args.tokens])
+                print(shown(text, stream), file=stream)
             stream.flush()
     return status_of(left_out)

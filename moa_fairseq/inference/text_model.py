@@ -117,7 +117,10 @@ def shown(text: str, stream: Any) -> str:
 def status_of(left_out: int) -> int:
     """The exit status: 1 where lines were left out, which is said again at the end."""
     if left_out:
-        log.warning("%d lines were left out; an empty line stands for each", left_out)
+        what = "1 line was left out; an empty line stands for it"
+        if left_out > 1:
+            what = f"{left_out:,} lines were left out; an empty line stands for each"
+        log.warning(what)
     return int(left_out > 0)
 
 
@@ -126,11 +129,12 @@ def hypotheses(
 ) -> Iterator[Tuple[Optional[torch.Tensor], List[Dict[str, Any]]]]:
     """(symbols, fairseq's hypotheses, best first) for every line; (None, []) for an empty one.
 
-    room: how many symbols a line may have. A warning names a longer line, and one that is not UTF-8, which
-    have no hypotheses.
+    room: how many symbols a line may have. A warning names a longer line, one that is not UTF-8, and one with
+    a word that is a symbol of the model, which have no hypotheses. `<unk>` is a word like any unknown one.
     """
     limit = model.max_positions
     most = room or (limit[0] if isinstance(limit, tuple) else limit)
+    borders = {model.src_dict.bos(), model.src_dict.pad(), model.src_dict.eos()}
     tokens: Dict[int, torch.Tensor] = {}
     left_out: Dict[int, torch.Tensor] = {}
     for number, line in batch:
@@ -142,11 +146,14 @@ def hypotheses(
             log.warning("line %d is left out: it is not UTF-8; convert it with iconv", number)
             left_out[number] = torch.empty(0, dtype=torch.long)
             continue
-        symbols = model.encode(line)
+        symbols, story = model.encode(line), ""
         if len(symbols) > most:
-            story = "line %d is left out: it has %d symbols, the model reads %d; split it"
-            log.warning(story, number, len(symbols), most)
-        (left_out if len(symbols) > most else tokens)[number] = symbols
+            story = f"it has {len(symbols)} symbols, the model reads {most}; split it"
+        elif borders.intersection(symbols[:-1].tolist()):
+            story = "a word in it, <s>, <pad> or </s>, is a symbol of the model; write &lt;s&gt;, say"
+        if story:
+            log.warning("line %d is left out: %s", number, story)
+        (left_out if story else tokens)[number] = symbols
     found = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
     for number, _ in batch:
         yield (tokens[number], next(found)) if number in tokens else (left_out.get(number), [])

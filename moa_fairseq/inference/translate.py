@@ -15,15 +15,15 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 import torch
 from torch import Tensor
 
-from moa_fairseq.attention.base import MixtureAttention
-from moa_fairseq.attention.collector import collect_decisions
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.base import Attention
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.data_prep.catalogue import TRANSLATION
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.inference import text_model
 from moa_fairseq.inference.text_model import TextModel, answers, hypotheses, lines_of, shown, status_of
 from moa_fairseq.recipes.loading import build, read_mapping
 from moa_fairseq.recipes.schema import Generate
+from moa_fairseq.transformer.forward_context import collect_routings
 
 # Of the terminal's 256 colours, those that differ most on dark and on light.
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.n_best <= settings["beam"]:
         raise UserError(f"--n-best {args.n_best} must lie between 1 and --beam {settings['beam']}.")
     model = text_model.load(args, TRANSLATION)
-    if args.show_experts and not any(isinstance(part, MixtureAttention) for part in model.modules()):
+    if args.show_experts and not any(isinstance(part, Attention) for part in model.modules()):
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
     left_out = 0
     with answers(args) as stream, torch.no_grad():
@@ -104,21 +104,21 @@ def _experts(
     """
     shifted = torch.cat([target.new_tensor([model.tgt_dict.eos()]), target[:-1]])
     inputs = [tokens.to(model.device)[None] for tokens in (source, shifted)]
-    with collect_decisions() as decisions:
+    with collect_routings() as routings:
         model.models[0](inputs[0], torch.tensor([len(source)], device=model.device), inputs[1])
-    if not decisions:
+    if not routings:
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
     depth = {
-        side: max(_layer(name) for name, _ in decisions if name.startswith(side))
-        for side in {name.split(".")[0] for name, _ in decisions}
+        side: max(_layer(name) for name, _ in routings if name.startswith(side))
+        for side in {name.split(".")[0] for name, _ in routings}
     }
     if layer is not None and not 1 <= layer <= max(depth.values()):
         raise UserError(f"--layer {layer}: the model has layers 1 to {max(depth.values())}.")
-    wanted = [(name, d) for name, d in decisions if _layer(name) == (layer or depth[name.split(".")[0]])]
-    for name, decision in wanted:
-        is_source = name.startswith("encoder") or (decision.side == "keys" and "encoder_attn" in name)
+    wanted = [(name, d) for name, d in routings if _layer(name) == (layer or depth[name.split(".")[0]])]
+    for name, routing in wanted:
+        is_source = name.startswith("encoder") or (routing.side == "keys" and "encoder_attn" in name)
         words = (model.src_dict if is_source else model.tgt_dict, source if is_source else shifted)
-        yield f"  {name}: " + " ".join(_marked([words[0][int(i)] for i in words[1]], decision, coloured))
+        yield f"  {name}: " + " ".join(_marked([words[0][int(i)] for i in words[1]], routing, coloured))
 
 
 def _layer(name: str) -> int:
@@ -126,12 +126,12 @@ def _layer(name: str) -> int:
     return next((1 + int(part) for part in name.split(".") if part.isdigit()), 1)
 
 
-def _marked(words: Sequence[str], decision: RoutingDecision, coloured: bool) -> List[str]:
-    chosen, gates = decision.expert_index[:, decision.shared :], decision.gate[:, decision.shared :]
+def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> List[str]:
+    chosen, gates = routing.expert_ids[:, routing.shared :], routing.gates[:, routing.shared :]
     order = gates.argsort(dim=-1, descending=True, stable=True)
     rows = chosen.gather(-1, order).tolist()
     marked = []
-    for word, experts in zip(words if decision.scope == "tokens" else ["sentence"], rows):
+    for word, experts in zip(words if routing.scope == "tokens" else ["sentence"], rows):
         text = f"{printable(word)}[{','.join(str(expert) for expert in experts)}]"
         colour: Optional[int] = _COLOURS[experts[0] % len(_COLOURS)] if coloured and experts else None
         marked.append(text if colour is None else f"\033[38;5;{colour}m{text}\033[0m")

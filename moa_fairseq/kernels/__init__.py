@@ -1,7 +1,7 @@
-"""Products with the chosen experts: one function, `project`, and interchangeable backends.
+"""Products with the chosen experts: one function, `project`, and interchangeable ways to compute it.
 
-    order = SlotOrder(expert_index, num_experts)        expert_index [N, K]
-    slots = project(x, order, weight, into="experts", slots_per_row=K, slots_per_sum=1)
+    order = SlotOrder(expert_ids, num_experts)            expert_ids [N, K]
+    slots = project(x, weight, order, is_up=True)         x [N, C], weight [E, D, C] → [N·K, D]
 
 Needs only torch; the backend `triton` needs Triton, too.
 """

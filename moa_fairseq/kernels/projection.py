@@ -1,8 +1,8 @@
-"""The one function that every expert projection goes through, and the choice of its backend."""
+"""Products with the chosen experts, up to their width and down from it, and what computes them."""
 
 import logging
 from functools import cache
-from typing import Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.kernels import grouped, reference, triton, validation
-from moa_fairseq.kernels.grouped import dense
-from moa_fairseq.kernels.slot_order import Fan, SlotOrder
-from moa_fairseq.torch_compat import autocast_dtype
+from moa_fairseq.kernels import every_expert, grouped, triton, validation
+from moa_fairseq.kernels.grouped import dense, expert_loop, placed_rows, sorted_rows
+from moa_fairseq.kernels.slot_order import SlotOrder
 
 logger = logging.getLogger(__name__)
 
 _GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
+_KEPT_RESULTS = 2**13  # numbers that plain operations may keep for the backward pass; it saves calls
 BACKENDS = ("auto", "reference", "grouped", "triton")
 # The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
 _checked: Tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
@@ -75,89 +75,182 @@ def _announce(asked: str, chosen: str, reason: str) -> str:
     return chosen
 
 
+class Product(NamedTuple):
+    """One product of tokens with the experts that a routing chose for them.
+
+    Its narrow side has the experts' width D, its wide side the model's width C and a row for each of N
+    tokens. Up, with slot s = t·K + k, expert e(s) and its gate g(s) (1 without gates):
+
+        narrow[m] = Σ_{s : s // fan = m} g(s) · (W_e(s) x[t(s)] + b_e(s))
+
+    and down:
+
+        wide[t] = Σ_{s of t} g(s) · W_e(s)ᵀ h[s // fan]
+
+    Its uses, with K experts for each token, or H heads with k experts each (K = H·k, slots head by head):
+
+        direction  fan  gates  use
+        up         1    -      MoA's queries (Eq. 10), MoH's, NAMOH's; σ-MoE's first layer
+        down       1    g      their outputs (MoA Eq. 6, 12); σ-MoE's second layer
+        up         k    σ      SwitchHead's values, keys and queries (Eq. 9)
+        down       k    σ      SwitchHead's outputs (Eq. 10)
+
+    No backend ever stores S rows of width C, so memory does not grow with k.
+    """
+
+    rows: Tensor  # up: [N, C]; down: [S / fan, D]
+    weight: Tensor  # [E, D, C]
+    bias: Optional[Tensor]  # up: [E, D]; down: [E, C]
+    gates: Optional[Tensor]  # [S]
+    order: SlotOrder
+    is_up: bool
+    fan: int
+
+
 def project(
     rows: Tensor,
-    order: SlotOrder,
     weight: Tensor,
+    order: SlotOrder,
     *,
-    into: str,
-    slots_per_row: int,
-    slots_per_sum: int,
-    gate: Optional[Tensor] = None,
+    is_up: bool,
+    gates: Optional[Tensor] = None,
+    fan: int = 1,
     bias: Optional[Tensor] = None,
     backend: str = "grouped",
 ) -> Tensor:
-    """Send each row through the experts of its slots, and add up the slots, weighted by their gates.
+    """A `Product`, by the first backend of `_WAYS` that supports it.
 
-        sums[m] = Σ_{s : s // slots_per_sum = m} gate[s] · (A_e(s) · rows[s // slots_per_row] + bias[e(s)])
+    Rows and weight follow autocast; the result has the dtype of the product. A row whose gates are all zero
+    (padding) becomes zero.
 
-    e(s) is the expert that `order` has for slot s. Into "experts", A_e is weight[e], from the model's
-    width C to the experts' D; into "model" it is the transpose of weight[e], from D to C. Its uses, with K
-    experts per token, or H heads with k experts each (K = H·k, slots head by head):
+    Args:
+        rows: up: [N, C]; down: [N·K / fan, D].
+        weight: [E, D, C].
+        order: the experts of the N·K slots.
+        is_up: the direction.
+        gates: [N, K] or [N·K], or None for ones.
+        fan: how many neighbouring slots share a row of the experts' width.
+        bias: up: [E, D]; down: [E, C].
+        backend: a name that `resolve_backend` returned.
 
-        into      slots_per_row  slots_per_sum  gate  use
-        experts   K              1              -     MoA's queries (Eq. 10), σ-MoE's first layer
-        model     1              K              yes   MoA's outputs (Eq. 6, 12), σ-MoE's second layer
-        experts   H·k            k              yes   SwitchHead's values and keys (and queries)
-        model     k              H·k            yes   SwitchHead's outputs
+    Returns:
+        Up: [N·K / fan, D]; down: [N, C].
 
-    rows [S / slots_per_row, C or D], weight [E, D, C], gate [S] or [N, K] (ones if absent), bias [E, D]
-    into experts or [E, C] into the model → [S / slots_per_sum, D or C]. A sum whose gates are all zero
-    (padding) is zero. No backend ever stores S rows of width C, so memory does not grow with k.
-    rows and weight follow autocast; the result has the dtype of the product.
-    backend: a name that `resolve_backend` returned. Only `reference` can be differentiated twice.
-    Raises ValueError where the sizes do not fit each other.
+    Raises:
+        ValueError: where the sizes do not fit each other.
     """
-    if into not in ("experts", "model"):
-        raise ValueError(f"into must be 'experts' or 'model', not {into!r}")
-    into_experts = into == "experts"
-    fan = into_experts, slots_per_row, slots_per_sum
-    _check(rows, weight, gate, order, fan)
-    per_wide, per_narrow = fan[1:] if into_experts else (slots_per_sum, slots_per_row)
-    autocast = autocast_dtype(rows.device.type)
-    if autocast is not None:  # as for an ordinary matmul: torch does not cast for a custom Function
-        rows, weight = rows.to(autocast), weight.to(autocast)
-    if gate is not None:
-        gate = gate.reshape(-1)  # [N, K] → [S]
-    is_dense = order.in_order and per_narrow == 1 and per_wide == order.num_experts
-    is_dense = is_dense and (gate is None or not into_experts)
-    may_use_triton = backend == "triton" or (backend == "auto" and rows.dtype in _checked)
-    may_use_triton = may_use_triton and triton.takes(rows, weight)
-    if may_use_triton and not is_dense:
-        few = backend == "auto" and grouped.every_expert_pays(order.slots // per_wide, per_wide, weight)
-        if not few:
-            return triton.project(rows, weight, bias, gate, order, fan)
-    if gate is not None and (not is_dense or backend == "reference"):
-        gate = gate.to(rows.dtype)
-    bias = None if bias is None else bias.to(rows.dtype)
-    inner_bias = bias if into_experts else None
-    if backend == "reference":
-        out = reference.project(rows, weight, inner_bias, gate, order, fan)
-    elif is_dense and into_experts:
-        out = dense.into_experts(rows, weight, bias)
-    elif is_dense:
-        out = dense.into_model(rows, weight, gate, may_use_triton and not is_compiling())
-    else:
-        out = grouped.project(rows, weight, inner_bias, gate, order, fan)
-    if bias is None or into_experts:
-        return out
-    # The biases of a sum's slots in one small product, [M, E] · [E, C].
-    experts = order.expert.view(-1, slots_per_sum)
-    share = out.new_ones(experts.shape) if gate is None else gate.view(experts.shape).to(out.dtype)
-    return out + out.new_zeros(experts.size(0), order.num_experts).scatter_add(1, experts, share) @ bias
-
-
-def _check(rows: Tensor, weight: Tensor, gate: Optional[Tensor], order: SlotOrder, fan: Fan) -> None:
-    slots, (experts, dim, model_dim) = order.slots, weight.shape
-    into_experts, slots_per_row, slots_per_sum = fan
-    if experts != order.num_experts:
-        raise ValueError(f"weights of {experts} experts, but an order of {order.num_experts}")
-    if rows.size(0) * slots_per_row != slots or slots % slots_per_sum:
+    experts, dim, model_dim = weight.shape
+    expected = (order.tokens, model_dim) if is_up else (order.slots // fan, dim)
+    if rows.shape != expected or experts != order.num_experts or order.per_token % fan:
         raise ValueError(
-            f"{rows.size(0)} rows of {slots_per_row} slots and sums of {slots_per_sum} do not fit "
-            f"an order of {slots} slots"
+            f"rows {list(rows.shape)}, weight [E, D, C] = {list(weight.shape)} and fan {fan} do not fit "
+            f"{order.per_token} of {order.num_experts} experts for each of {order.tokens} tokens"
         )
-    if rows.size(1) != (model_dim if into_experts else dim):
-        raise ValueError(f"rows of width {rows.size(1)}, but weights [E, D, C] = {[experts, dim, model_dim]}")
-    if gate is not None and gate.numel() != slots:
-        raise ValueError(f"{gate.numel()} gates for {slots} slots")
+    if gates is not None:
+        if gates.numel() != order.slots:
+            raise ValueError(f"{gates.numel()} gates for {order.slots} slots")
+        gates = gates.reshape(-1)  # [N, K] → [S]
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):  # as for a matmul: torch does not cast for a custom Function
+        rows = rows.to(torch.get_autocast_dtype(device))
+        weight = weight.to(rows.dtype)
+    if bias is not None:
+        bias = bias.to(rows.dtype)
+    product = Product(rows, weight, bias, gates, order, is_up, fan)
+    ways = _IN_ORDER if order.in_order and fan == 1 and not (is_up and gates is not None) else _WAYS
+    for way in ways[backend]:  # the last supports everything
+        if not way.unsupported_reason(product):
+            break
+    out = way.run(product)
+    if bias is None or is_up or way.adds_biases:
+        return out
+    # The biases of a token's slots in one small product, [N, E] · [E, C].
+    chosen = order.expert.view(order.tokens, order.per_token)
+    share = out.new_ones(chosen.shape) if gates is None else gates.view(chosen.shape).to(out.dtype)
+    return out + out.new_zeros(order.tokens, experts).scatter_add(1, chosen, share) @ bias
+
+
+class Way(NamedTuple):
+    """A way to compute a product."""
+
+    unsupported_reason: Callable[[Product], str]  # why it is not the one for a product, or ""
+    run: Callable[[Product], Tensor]
+    adds_biases: bool = False  # those of a product down, too
+
+
+def _always(product: Product) -> str:
+    return ""
+
+
+def _no_function(product: Product) -> str:
+    """Our autograd functions are not for torch.func, and what they do not for a trace of a loop."""
+    if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func knows no gradient of it"
+    return ""
+
+
+def _no_loop(product: Product) -> str:
+    return "its loop asks the device for sizes" if is_compiling() else _no_function(product)
+
+
+def _no_grouped_mm(product: Product) -> str:
+    return _no_function(product) or sorted_rows.unsupported_reason(product.rows, product.weight)
+
+
+def _no_triton(product: Product) -> str:
+    if not triton.takes(product.rows, product.weight):
+        return "Triton's kernels are for GPUs and other dtypes"
+    return _no_function(product)
+
+
+def _not_checked(product: Product) -> str:
+    return _no_triton(product) if product.rows.dtype in _checked else f"not checked in {product.rows.dtype}"
+
+
+def _by_triton(product: Product) -> Tensor:
+    rows, weight, bias, gates, order, is_up, fan = product
+    per_row, per_sum = (order.per_token, fan) if is_up else (fan, order.per_token)
+    out: Tensor = triton.project(rows, weight, bias, gates, order, (is_up, per_row, per_sum))
+    return out
+
+
+def _by_every_expert(product: Product) -> Tensor:
+    results = product.order.tokens * product.weight.size(0) * product.weight.size(1)  # N·E·D
+    if torch.is_grad_enabled() and results > _KEPT_RESULTS and not _no_function(product):
+        return grouped.run(product, placed_rows.PlacedRows)
+    return every_expert.run(product)
+
+
+def _by_one_product(product: Product, uses_triton: bool = False) -> Tensor:
+    if product.is_up:
+        return dense.up(product.rows, product.weight, product.bias)
+    return dense.down(product.rows, product.weight, product.gates, uses_triton)
+
+
+def _by_one_product_and_triton(product: Product) -> Tensor:
+    return _by_one_product(product, not _no_triton(product))
+
+
+def _by_one_product_and_checked_triton(product: Product) -> Tensor:
+    return _by_one_product(product, not _not_checked(product))
+
+
+_EVERY = Way(_always, every_expert.run)
+_FEW = Way(every_expert.unsupported_reason, _by_every_expert)
+_SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
+_LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
+_GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)
+# Backend → its ways, the best first
+_WAYS = {
+    "reference": (_EVERY,),
+    "grouped": _GROUPED,
+    "auto": (_FEW, Way(_not_checked, _by_triton, adds_biases=True), *_GROUPED),
+    "triton": (Way(_no_triton, _by_triton, adds_biases=True), *_GROUPED),
+}
+# The same where every token has every expert, in order: one dense product
+_IN_ORDER = {
+    "reference": (_EVERY,),
+    "grouped": (Way(_no_function, _by_one_product), _EVERY),
+    "auto": (Way(_no_function, _by_one_product_and_checked_triton), _EVERY),
+    "triton": (Way(_no_function, _by_one_product_and_triton), _EVERY),
+}

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from moa_fairseq.kernels import triton
@@ -14,6 +13,7 @@ from moa_fairseq.kernels import triton
 _HALF = (torch.float16, torch.bfloat16)
 _HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
 _MOST_EXPERTS = 128  # one program holds their logits for 64 tokens
+FUSED = ("detached", "full", "none")  # the renormalisations that the kernel computes
 
 
 class _WideProduct(Function):
@@ -32,7 +32,6 @@ class _WideProduct(Function):
         return F.linear(x.float(), weight.float())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
         x, weight = ctx.saved_tensors
         return _product_grads(ctx, grad.to(x.dtype) if x.dtype == weight.dtype else grad, x, weight)
@@ -48,8 +47,14 @@ def _product_grads(
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear in float32 or wider, whatever the dtypes: x [N, C], weight [E, C] → [N, E]."""
-    logits: Tensor = _WideProduct.apply(x, weight) if x.dtype in _HALF else F.linear(x, weight.to(x.dtype))
+    """F.linear in float32 or wider, whatever the dtypes and autocast: x [N, C], weight [E, C] → [N, E]."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return wide_linear(x, weight)
+    if x.dtype not in _HALF:
+        return F.linear(x, weight.to(x.dtype))
+    logits: Tensor = _WideProduct.apply(x, weight)
     return logits
 
 
@@ -60,18 +65,23 @@ class _Route(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-        found = triton.loaded("launch_routing").route(x, weight, per_token, renormalize != "none", padding)
+        normalizes = renormalize in ("full", "detached")
+        found = triton.loaded("launch_routing").route(x, weight, per_token, normalizes, padding)
         logits, probs, gate, index = found
         ctx.save_for_backward(x, weight, probs, index, padding)
-        ctx.options = per_token, renormalize != "none", renormalize == "detached"
+        ctx.options = per_token, normalizes, renormalize == "detached"
         ctx.set_materialize_grads(False)
         if index is not None:
             ctx.mark_non_differentiable(index)
         return logits, probs, gate if gate is not probs else None, index
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "The fused router's gradient cannot be differentiated again: build the layer with "
+                'expert_backend="reference".'
+            )
         grad_logits, grad_probs, grad_gate, _ = grads
         if grad_logits is None and grad_probs is None and grad_gate is None:
             return (None,) * 5
@@ -101,9 +111,20 @@ def top_k_routing(
     zero. Ties go to the expert with the lower number. Returns None, and the caller has to do it, where the
     backend is not Triton's or its kernel does not take x.
     """
-    if backend not in ("auto", "triton") or is_compiling() or not triton.takes(x, weight):
-        return None
-    if weight.size(0) > _MOST_EXPERTS:
+    if unsupported_reason(x, weight, renormalize, backend):
         return None
     logits, probs, gate, index = _Route.apply(x, weight, per_token, renormalize, padding)
     return logits, probs, probs if gate is None else gate, index
+
+
+def unsupported_reason(x: Tensor, weight: Tensor, renormalize: str, backend: str) -> str:
+    """Why `top_k_routing` leaves a routing to its caller, or ""."""
+    if backend not in ("auto", "triton") or not triton.takes(x, weight):
+        return "the backend, the device or the dtype is not Triton's"
+    if is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.compile and torch.func do not enter it"
+    if renormalize not in FUSED:
+        return f"its renormalisations are {', '.join(FUSED)}, not {renormalize}"
+    if weight.size(0) > _MOST_EXPERTS:
+        return f"{weight.size(0)} experts are more than {_MOST_EXPERTS}"
+    return ""

@@ -1,4 +1,4 @@
-"""Which expert serves which slot: sorted once for a batch, shared by every projection that uses it."""
+"""Which expert serves which slot: sorted once for a batch, shared by the products that use it."""
 
 from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
 
@@ -6,34 +6,46 @@ import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
-Fan = Tuple[bool, int, int]  # of a product: whether it leads into the experts, slots per row, slots per sum
+Fan = Tuple[bool, int, int]  # of Triton's products: whether it leads up, slots per row, slots per sum
 
 
 class SlotOrder:
-    """The S = N·K slots of N tokens (token t, choice k; flat index t·K + k) and their experts.
+    """The permutation of S = N·K slots (token t, choice k; flat index t·K + k) into the order of experts.
 
-    expert_index  [N, K] int64, each below num_experts; the K of a token differ
-    num_experts   E
-    in_order      whether K = E and slot k of every token is expert k: then nothing needs sorting
+    Everything is computed when it is first asked for, and kept.
 
-    Everything else is computed when it is first asked for, and kept.
+    Args:
+        expert_ids: the experts of each token, [N, K] int64; the K of a token differ.
+        num_experts: E.
+        in_order: whether K = E and slot k of every token is expert k: then nothing needs sorting.
     """
 
-    def __init__(self, expert_index: Tensor, num_experts: int, in_order: bool = False):
-        self._expert_index = expert_index
-        self.num_experts, self.per_token, self.in_order = num_experts, expert_index.size(-1), in_order
-        self.slots = expert_index.numel()  # S
+    def __init__(self, expert_ids: Tensor, num_experts: int, in_order: bool = False):
+        self.expert_ids = expert_ids
+        self.num_experts = num_experts
+        self.in_order = in_order
+        self.tokens, self.per_token = expert_ids.shape  # N, K
+        self.slots = expert_ids.numel()  # S
         # no cached_property: torch.compile cannot enter its lock
         self._expert: Optional[Tensor] = None
+        self._cell: Optional[Tensor] = None
         self._order_and_offsets: Optional[Tuple[Tensor, Tensor]] = None
-        self._plans: Dict[Tuple[Callable[..., Any], int, int], Any] = {}
+        self._plans: Dict[Tuple[Callable[..., Any], int], Any] = {}
 
     @property
     def expert(self) -> Tensor:
         """[S] int64: flat slot → expert."""
         if self._expert is None:  # if all experts are chosen this is a copy, so it is made on demand
-            self._expert = self._expert_index.reshape(-1)
+            self._expert = self.expert_ids.reshape(-1)
         return self._expert
+
+    @property
+    def cell(self) -> Tensor:
+        """[S] int64: flat slot → token · E + expert, its place among every expert of every token."""
+        if self._cell is None:
+            first = torch.arange(self.tokens, device=self.expert_ids.device) * self.num_experts
+            self._cell = (self.expert_ids + first.unsqueeze(1)).view(-1)
+        return self._cell
 
     def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
         """Let `sort` compute (order, offsets) unless they are known; if it returns None, torch sorts."""
@@ -55,7 +67,7 @@ class SlotOrder:
 
     @property
     def order(self) -> Tensor:
-        """[S] int64: position in the order of experts → flat slot; ties keep the slots' order."""
+        """[S] int64, the sorted slots: position in the order of experts → flat slot; ties stay in order."""
         return self._sorted[0]
 
     @property
@@ -63,14 +75,10 @@ class SlotOrder:
         """[E] int32: end of each expert's positions (cumulative counts)."""
         return self._sorted[1]
 
-    def plan(self, kind: Callable[["SlotOrder", int, int], Plan], per_wide: int, per_narrow: int) -> Plan:
-        """kind(self, per_wide, per_narrow), made once: the products of a decision share it.
-
-        A product's wide side has the model's width C, its narrow side the experts' D. `per_wide` neighbouring
-        slots share a wide row, `per_narrow` a narrow one.
-        """
-        key = kind, per_wide, per_narrow
+    def plan(self, kind: Callable[["SlotOrder", int], Plan], fan: int) -> Plan:
+        """kind(self, fan), made once: the products of a routing share it. fan: slots of a narrow row."""
+        key = kind, fan
         if key not in self._plans:
-            self._plans[key] = kind(self, per_wide, per_narrow)
+            self._plans[key] = kind(self, fan)
         plan: Plan = self._plans[key]
         return plan

@@ -25,12 +25,12 @@ from moa_fairseq.kernels import SlotOrder, compile_ahead, project, routing, trit
 Shape = Tuple[int, int, int, int, int, int, float]
 Inputs = Tuple[Dict[str, Tensor], Tensor, Tensor]  # leaves, upstream gradient, expert index
 
-# use → into, slots per row and per sum of H heads with k experts each, whether gated
-USES: Dict[str, Tuple[str, Callable[[int, int], Tuple[int, int]], bool]] = {
-    "MoA queries": ("experts", lambda heads, k: (heads * k, 1), False),
-    "MoA outputs": ("model", lambda heads, k: (1, heads * k), True),
-    "SwitchHead source": ("experts", lambda heads, k: (heads * k, k), True),
-    "SwitchHead destination": ("model", lambda heads, k: (k, heads * k), True),
+# use → whether up, the fan where a head chooses k experts, whether gated
+USES: Dict[str, Tuple[bool, Callable[[int], int], bool]] = {
+    "MoA queries": (True, lambda k: 1, False),
+    "MoA outputs": (False, lambda k: 1, True),
+    "SwitchHead source": (True, lambda k: k, True),
+    "SwitchHead destination": (False, lambda k: k, True),
 }
 _SHAPES: Dict[str, Shape] = {
     "one token": (1, 64, 5, 2, 32, 2, 0.0),
@@ -72,9 +72,9 @@ def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
     scores = torch.rand(tokens, heads, experts, generator=g)
     scores[: round(skew * tokens), :, :k] += 1.0
     index = scores.topk(k, dim=-1).indices + experts * torch.arange(heads).view(1, heads, 1)
-    into, slots, gated = USES[use]
-    per_row, per_sum = slots(heads, k)
-    in_width, out_width = (model_dim, dim) if into == "experts" else (dim, model_dim)
+    is_up, fan, gated = USES[use]
+    per_row, per_sum = (heads * k, fan(k)) if is_up else (fan(k), heads * k)
+    in_width, out_width = (model_dim, dim) if is_up else (dim, model_dim)
     leaves = {
         "rows": torch.randn(index.numel() // per_row, in_width, generator=g),
         "weight": torch.randn(heads * experts, dim, model_dim, generator=g) / in_width**0.5,
@@ -91,17 +91,14 @@ def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
 def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: str) -> Dict[str, Tensor]:
     leaves, upstream, index = inputs
     leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
-    into, slots, _ = USES[use]
-    per_row, per_sum = slots(shape[5], shape[3])
-    order = SlotOrder(index, leaves["weight"].size(0))
+    is_up, fan, _ = USES[use]
     out = project(
         leaves["rows"],
-        order,
         leaves["weight"],
-        into=into,
-        slots_per_row=per_row,
-        slots_per_sum=per_sum,
-        gate=leaves.get("gate"),
+        SlotOrder(index, leaves["weight"].size(0)),
+        is_up=is_up,
+        fan=fan(shape[3]),
+        gates=leaves.get("gate"),
         bias=leaves["bias"],
         backend=backend,
     )

@@ -12,7 +12,6 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.lengths import DEFAULT_BLOCK
 from moa_fairseq.recipes.batch import MAX_POSITIONS, sentence_sizes
 from moa_fairseq.recipes.schema import (
-    CAUSAL_LM,
     CLASSIFICATION,
     LARGEST,
     MASKED_LM,
@@ -101,7 +100,10 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[Tuple[str,
     block = training.tokens_per_sample - (recipe.kind == MASKED_LM)  # less <s>
     for subset in subsets:
         section, flags_of_mode = "train", recipe.training_flags
-        if recipe.kind == CAUSAL_LM and subset in recipe.subsets and recipe.score:
-            section, flags_of_mode = "score", recipe.score.flags
+        if (
+            subset in recipe.subsets and recipe.score
+        ):  # a masked LM's text is cut as in training unless it says
+            as_trained = flags_of_mode if recipe.kind == MASKED_LM else {}
+            section, flags_of_mode = "score", {**as_trained, **recipe.score.flags}
         if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
             yield subset, (block, block), f"say {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"

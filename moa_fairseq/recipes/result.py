@@ -200,7 +200,7 @@ def record(run: Run, started: float) -> Optional[Path]:
         if headline != (recipe.score or Score()).headline:
             data["score.headline"] = f"{(recipe.score or Score()).headline} → {headline}"
         found = differences(options.published, done, data)
-        found += [f"{count:,} sentences of {name} are left out" for name, count in left_out.items()]
+        found += [f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()]
         cell = None if found else dataclasses.asdict(recipe.reproduces)
     if "valid_ppl" in summary:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")

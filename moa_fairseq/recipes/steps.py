@@ -283,6 +283,8 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
     headline = next((name for name in further if CHAINS[name].key == section.headline), None)
     values = {"target-lang": run.recipe.data.target, "also": headline, **section.flags, "json": True}
+    if run.recipe.generate and run.recipe.generate.flags.get(SKIP):
+        values["allow-partial"] = True
     line = ["moa-fairseq", "score", positional(generated.output), *flags(values)]
     name = generated.name.replace("generate-", "score-", 1)
     inputs: Mapping[str, Any] = {"translations": generated, "settings": dataclasses.asdict(section)}

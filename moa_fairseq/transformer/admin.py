@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import padding_of_queries
+from moa_fairseq.transformer.forward_context import current_context
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,10 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Optional[Callable[[Te
     variance = dict.fromkeys(stacks, 1.0)
 
     def measure(stack: str, shortcut: Any, inputs: Tuple[Tensor, Tensor]) -> None:
-        real = padding_of_queries(None, None, inputs[0].size(1), inputs[0].size(0))
-        rows = [values if real is None else values[~real.t()] for values in inputs]
+        padding = current_context().padding
+        if padding is not None and padding.shape != (inputs[0].size(1), inputs[0].size(0)):
+            padding = None
+        rows = [values if padding is None else values[~padding.bool().t()] for values in inputs]
         both = torch.stack(rows).double().flatten(1)  # [2, numbers]
         moments = torch.stack((torch.ones_like(both), both, both.square())).sum(2)  # [3, 2]
         if add is not None:

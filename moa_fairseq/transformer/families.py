@@ -11,7 +11,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention
+from moa_fairseq.attention.base import FamilySettings
 from moa_fairseq.attention.dense import DenseSettings
 from moa_fairseq.attention.gqe import GQESettings
 from moa_fairseq.attention.initialization import draw_by_fan_in, own_random_numbers
@@ -20,7 +20,8 @@ from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.moh import MoHSettings
 from moa_fairseq.attention.namoh import NAMOHSettings
 from moa_fairseq.attention.switchhead import SwitchHeadSettings
-from moa_fairseq.feed_forward.sigma_moe import SigmaMoE, SigmaMoESettings
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
+from moa_fairseq.transformer.fairseq_call import FairseqCall, FairseqSigmaMoE, with_fairseq_call
 
 # Family → the class of its settings. No family is the default.
 FAMILIES: Dict[str, Type[FamilySettings]] = {}
@@ -85,24 +86,29 @@ def _settings_from(settings: Type, cfg: Any) -> Any:
 
 
 @own_random_numbers()
-def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **role: Any) -> MixtureAttention:
-    """The attention of the family that `cfg.attention_family` names.
+def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: Any) -> FairseqCall:
+    """The attention of the family that `cfg.attention_family` names, with fairseq's call.
 
-    role: whether it is self- or cross-attention, as fairseq's attention takes it; decoder: whether it stands
-    in a decoder, where a query must not see later positions.
+    Args:
+        cfg: a model's config.
+        embed_dim: the layer's width.
+        decoder: whether it stands in a decoder, where a query must not see later positions.
+        options: whether it is self- or cross-attention, as fairseq's attention takes it.
     """
     side = cfg.decoder if decoder else cfg.encoder
-    dropout = FairseqDropout(cfg.attention_dropout)
-    attention = settings_of(cfg).build(
+    settings = settings_of(cfg)
+    dropout = FairseqDropout(cfg.attention_dropout, module_name=settings.attention.__name__)
+    attention = with_fairseq_call(settings.attention).from_settings(
         embed_dim,
+        settings,
         num_heads=side.attention_heads,
         causal=decoder,
-        dropout=dropout,
-        positions=getattr(cfg, "positions", None),
+        dropout=dropout,  # its name is for --retain-dropout-modules
+        positions=getattr(cfg, "positions", None) if options.get("self_attention") else None,
         head_gate=getattr(cfg, "head_gate", None) or "none",
-        **role,
+        **options,
     )
-    dropout.module_name = type(attention).__name__  # for --retain-dropout-modules
+    assert isinstance(attention, FairseqCall)
     return attention
 
 
@@ -114,9 +120,11 @@ def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
                 draw_by_fan_in(part, math.sqrt(2 / layers))
 
 
-def build_sigma_moe(cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]) -> Optional[SigmaMoE]:
+def build_sigma_moe(
+    cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]
+) -> Optional[FairseqSigmaMoE]:
     """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own."""
     settings = _settings_from(SigmaMoESettings, cfg)
     if settings.sigma_moe_num_experts == 0:
         return None
-    return settings.build(embed_dim, activation, getattr(cfg, "expert_backend", "auto"))
+    return FairseqSigmaMoE(embed_dim, settings, activation, getattr(cfg, "expert_backend", "auto"))

@@ -15,19 +15,13 @@ from fairseq.modules import FairseqDropout, LayerDropModuleList
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from moa_fairseq.attention.collector import (
-    carried_context,
-    hypotheses,
-    query_padding,
-    tokens_of_queries,
-)
-from moa_fairseq.attention.core import mark_causal
 from moa_fairseq.attention.initialization import own_random_numbers
 from moa_fairseq.errors import UserError
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.admin import Shortcut
 from moa_fairseq.transformer.carried_context import CarriedContext
 from moa_fairseq.transformer.families import build_attention, build_sigma_moe, initialize
+from moa_fairseq.transformer.forward_context import current_context, forward_context, restored
 
 logger = logging.getLogger(__name__)
 _DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
@@ -109,7 +103,7 @@ class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
 
     def forward(self, x: Tensor, encoder_padding_mask: Optional[Tensor], attn_mask: Optional[Tensor] = None):
         self._sums = 0
-        with query_padding(encoder_padding_mask):
+        with forward_context(padding=encoder_padding_mask):
             return super().forward(x, encoder_padding_mask, attn_mask)
 
 
@@ -145,13 +139,13 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
             context = self.self_attn_layer_norm(context)
         self._sums = 0
         # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
-        with query_padding(self_attn_padding_mask), carried_context(context):
+        with forward_context(padding=self_attn_padding_mask, carried=context):
             return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
 
 
-def _same_tokens() -> Tuple[Any, Any]:
-    """Contexts of a checkpointed layer's two runs: the second has no stack around it to declare tokens."""
-    return contextlib.nullcontext(), tokens_of_queries(tokens_of_queries.get())
+def _same_context() -> Tuple[Any, Any]:
+    """Contexts of a checkpointed layer's two runs: the second has no encoder or decoder around it."""
+    return contextlib.nullcontext(), restored(current_context())
 
 
 def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
@@ -170,56 +164,53 @@ def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
             torch.utils.checkpoint.checkpoint,
             layer.forward,
             use_reentrant=False,
-            context_fn=_same_tokens,
+            context_fn=_same_context,
         )
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
-
-
-class _Known(Tensor):
-    """A tensor with an answer for which fairseq's encoder would wait for the device.
-
-    known: of tokens their padding, of padding whether there is any, of that the host's bool. Otherwise it
-    behaves like any tensor, and results computed from it are ordinary ones.
-    """
-
-    known: Any
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def of(cls, tensor: Tensor, known: Any) -> "_Known":
-        view = tensor.as_subclass(cls)
-        view.known = known
-        return view
-
-    def eq(self, other: Any) -> Tensor:
-        return self.known
-
-    def any(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().any(*args, **kwargs) if args or kwargs else self.known
-
-    def __bool__(self) -> bool:
-        return self.known
 
 
 class MixtureEncoder(TransformerEncoderBase):
     """fairseq's Transformer encoder over `MixtureEncoderLayer`s."""
 
     def forward_scriptable(
-        self, src_tokens: Tensor, *args: Any, **kwargs: Any
-    ) -> Dict[str, Optional[List[Tensor]]]:
-        """fairseq's, with one wait for the device: fairseq asks in every layer if there is padding.
+        self,
+        src_tokens: Tensor,
+        src_lengths: Optional[Tensor] = None,
+        return_all_hiddens: bool = False,
+        token_embeddings: Optional[Tensor] = None,
+    ) -> Dict[str, List[Any]]:
+        """As fairseq's, with one wait for the device: fairseq asks in every layer if there is padding.
 
         Where nothing is, "encoder_padding_mask" is empty, which means None to fairseq: no cross-attention
         has to ask again.
         """
         padding = src_tokens.eq(self.padding_idx)
-        padded = padding.any()
-        is_padded = bool(padded)
-        tokens = _Known.of(src_tokens, _Known.of(padding, _Known.of(padded, is_padded)))
-        with tokens_of_queries(src_tokens):
-            out = super().forward_scriptable(tokens, *args, **kwargs)
-        out["encoder_padding_mask"] = [padding] if is_padded else []
-        return out
+        is_padded = bool(padding.any())
+        x, embedding = self.forward_embedding(src_tokens, token_embeddings)
+        if is_padded:
+            x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+        x = x.transpose(0, 1)  # [B, T, C] → [T, B, C]
+        states = [x] if return_all_hiddens else []
+        fc_results = []
+        with forward_context(token_ids=src_tokens):
+            for layer in self.layers:
+                found = layer(x, encoder_padding_mask=padding if is_padded else None)
+                x, fc_result = found if isinstance(found, tuple) else (found, None)
+                if return_all_hiddens:
+                    states.append(x)
+                    fc_results.append(fc_result)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        lengths = padding.size(1) - padding.sum(dim=1, dtype=torch.int32)
+        return {
+            "encoder_out": [x],
+            "encoder_padding_mask": [padding] if is_padded else [],
+            "encoder_embedding": [embedding],
+            "encoder_states": states,
+            "fc_results": fc_results,
+            "src_tokens": [],
+            "src_lengths": [lengths.reshape(-1, 1)],
+        }
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
         return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg, cfg.encoder.layers)
@@ -249,6 +240,12 @@ class MixtureEncoder(TransformerEncoderBase):
         # a sentence that is finished leaves with all of its hypotheses
         together = new_order.numel() % beam == 0 and torch.equal(sentence, sentence[numbers // beam * beam])
         return {**result, _BEAM: encoder_out[_BEAM]} if together else result
+
+
+def is_right_padded(padding: Tensor) -> bool:
+    """Whether padding [B, S] only follows real tokens. Waits for a GPU."""
+    other = (padding[:, :-1] & ~padding[:, 1:]).any() | padding[:, :1].any()
+    return not bool(other)
 
 
 class MixtureDecoder(TransformerDecoderBase):
@@ -313,18 +310,26 @@ class MixtureDecoder(TransformerDecoderBase):
             return super().forward(prev_output_tokens, *args, **kwargs)
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
-        return mark_causal(super().buffered_future_mask(tensor))
+        mask: Tensor = super().buffered_future_mask(tensor)
+        current_context().causal_mask = mask
+        return mask
 
     def extract_features(
         self,
         prev_output_tokens: Tensor,
         encoder_out: Optional[Dict[str, List[Tensor]]] = None,
+        incremental_state: Optional[Dict[str, Any]] = None,
         *args,
         **kwargs,
     ):
         beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
-        with hypotheses(beam), tokens_of_queries(prev_output_tokens):
-            return super().extract_features(prev_output_tokens, encoder_out, *args, **kwargs)
+        right_padded = False
+        if prev_output_tokens.is_cuda and incremental_state is None:  # on a CPU nothing reads it
+            right_padded = is_right_padded(prev_output_tokens.eq(self.padding_idx))
+        with forward_context(beam_size=beam, token_ids=prev_output_tokens, right_padded=right_padded):
+            return super().extract_features(
+                prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
+            )
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg, cfg.decoder.layers)

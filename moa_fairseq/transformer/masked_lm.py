@@ -8,7 +8,7 @@ from fairseq.models.transformer import TransformerConfig
 from fairseq.modules.transformer_sentence_encoder import init_bert_params
 from torch import nn
 
-from moa_fairseq.attention.base import MixtureAttention
+from moa_fairseq.attention.base import Attention
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.families import initialize
 from moa_fairseq.transformer.layers import MixtureEncoder
@@ -42,7 +42,7 @@ class MixtureRobertaModel(MixtureModel, RobertaModel):
     def __init__(self, args: argparse.Namespace, encoder: MixtureRobertaEncoder) -> None:
         super().__init__(args, encoder)
         for module in self.modules():
-            if isinstance(module, (MixtureAttention, SigmaMoE)):
+            if isinstance(module, (Attention, SigmaMoE)):
                 module.restore_initialization()
                 initialize(module, args, args.encoder_layers)
 

@@ -10,7 +10,7 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, FairseqEncoderDecoderModel
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import name_attentions
+from moa_fairseq.attention.base import Attention
 from moa_fairseq.attention.head_gate import HEAD_GATES
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION
@@ -128,7 +128,12 @@ class MixtureModel(Extended):
     @classmethod
     def finished(cls, model: Model, args: argparse.Namespace) -> Model:
         """Name the attentions of a model that has just been built, check them, and scale their outputs."""
-        attentions = name_attentions(model)
+        attentions = []
+        for name, module in model.named_modules():
+            if isinstance(module, (Attention, SigmaMoE)):
+                module.name = name
+            if isinstance(module, Attention):
+                attentions.append(module)
         settings_of(args).check(attentions)
         scale = getattr(args, "attention_branch_scale", None)
         if scale is not None:
@@ -136,9 +141,6 @@ class MixtureModel(Extended):
                 raise UserError(f"--attention-branch-scale {scale} must be a positive number.")
             for attention in attentions:
                 attention.scale_branch(scale)
-        for name, module in model.named_modules():
-            if isinstance(module, SigmaMoE):
-                module.name = name
         return model
 
     def set_num_updates(self, num_updates: int) -> None:

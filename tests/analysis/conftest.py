@@ -11,12 +11,12 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
 
 import moa_fairseq
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.cli import main
 from moa_fairseq.evaluation.trained_model import load_trained
 from moa_fairseq.recipes.loading import build
 from moa_fairseq.recipes.schema import Recipe
+from moa_fairseq.transformer.forward_context import collect_routings
 
 assert moa_fairseq.__version__
 SMALL = {
@@ -100,7 +100,7 @@ def each_sentence():
         dataset = task.dataset("valid")
         for number in range(len(dataset)):
             net_input = dataset.collater([dataset[number]])["net_input"]
-            with torch.no_grad(), collect_decisions() as decisions:
+            with torch.no_grad(), collect_routings() as decisions:
                 model(**net_input)
             yield net_input, decisions
 

@@ -7,6 +7,7 @@ import torch
 from matplotlib.image import imread
 
 from moa_fairseq.analysis.attention_maps import draw_heads, measure_attention
+from moa_fairseq.attention import Attention
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
@@ -20,7 +21,7 @@ def loaded(toy_checkpoint, toy_data):
 def test_every_module_shows_rows_that_add_up_and_the_gates_of_chosen_experts(loaded):
     model, task = loaded
     maps = measure_attention(model, task, "valid", 1, torch.device("cpu"))
-    names = [name for name, module in model.named_modules() if hasattr(module, "route")]
+    names = [name for name, module in model.named_modules() if isinstance(module, Attention)]
     assert {each.name for each in maps} == set(names) and {each.layer for each in maps} == {1}
     item = task.dataset("valid")[1]
     source = [task.source_dictionary[index] for index in item["source"].tolist()]

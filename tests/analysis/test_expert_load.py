@@ -7,7 +7,7 @@ import torch
 
 from moa_fairseq.analysis.expert_load import summary
 from moa_fairseq.analysis.routed_model import router_uses
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.cli import main
 
 
@@ -16,7 +16,7 @@ def decision(expert_index, padding=None, num_experts=4):
     probs = torch.full((len(index), num_experts), 1 / num_experts)
     gate = torch.arange(1, index.numel() + 1.0).view(index.shape)
     mask = None if padding is None else torch.tensor(padding)
-    return RoutingDecision(index, gate, probs, probs.log(), probs.size(1), padding_mask=mask)
+    return Routing(index, gate, probs, probs.log(), probs.size(1), padding=mask)
 
 
 def test_counts_add_up_over_batches_and_leave_padding_out():

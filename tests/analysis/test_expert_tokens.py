@@ -9,7 +9,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
 from moa_fairseq.analysis.expert_tokens import TokenCounter, attributed, pieces, words
 from moa_fairseq.analysis.gpt2_pieces import Gpt2Pieces
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.cli import main
 from moa_fairseq.evaluation.trained_model import load_trained
 
@@ -64,14 +64,14 @@ def test_pieces_and_words():
 def test_rows_of_a_decision_find_their_positions():
     probs = torch.eye(6)[:, :5] + 0.1  # row r prefers expert r; the last one prefers expert 0
     everything = torch.arange(5).expand(6, -1)
-    decision = RoutingDecision(everything, probs, probs, probs, 5)
+    decision = Routing(everything, probs, probs, probs, 5)
     assert attributed(decision, 2, 3).int().argmax(-1).tolist() == [[0, 1, 2], [3, 4, 0]]
     chosen = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4], [4, 0], [0, 2]])
-    some = attributed(RoutingDecision(chosen, probs[:, :2], probs, probs, 5), 2, 3)
+    some = attributed(Routing(chosen, probs[:, :2], probs, probs, 5), 2, 3)
     assert [row.nonzero().flatten().tolist() for row in some.view(6, -1)] == [
         sorted(pair) for pair in chosen.tolist()
     ]
-    whole = attributed(RoutingDecision(everything, probs, probs, probs, 5, scope="sequences"), 6, 4)
+    whole = attributed(Routing(everything, probs, probs, probs, 5, scope="sequences"), 6, 4)
     assert whole.shape == (6, 4, 5) and whole.int().argmax(-1)[:, 3].tolist() == [0, 1, 2, 3, 4, 0]
 
 

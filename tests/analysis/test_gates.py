@@ -7,7 +7,7 @@ import torch
 
 from moa_fairseq.analysis.gates import draw_gates, mean_entropies, summary
 from moa_fairseq.analysis.routed_model import router_uses
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.routing import Routing
 from moa_fairseq.cli import main
 
 MODULES = [
@@ -24,8 +24,8 @@ def test_entropy_and_shares_of_known_gates():
     probs = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.25, 0.75], [0.2, 0.2, 0.6]])
     padding = torch.tensor([False, False, False, True])
     index = torch.arange(3).expand(4, -1)
-    one = RoutingDecision(index, probs, probs, probs, probs.size(1), padding_mask=padding)
-    two = RoutingDecision(index[:1], probs[3:], probs[3:], probs[3:], probs.size(1))
+    one = Routing(index, probs, probs, probs, probs.size(1), padding=padding)
+    two = Routing(index[:1], probs[3:], probs[3:], probs[3:], probs.size(1))
     (use,) = router_uses([[("a", one)], [("a", two)]])
     of_rows = [math.log(2), 0.0, -0.25 * math.log(0.25) - 0.75 * math.log(0.75)]
     of_rows.append(-0.4 * math.log(0.2) - 0.6 * math.log(0.6))

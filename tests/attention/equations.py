@@ -82,9 +82,9 @@ def moa_gates(module, x, ids):
     if router.renormalize != "none" and k < experts:
         total = gate.sum(-1, keepdim=True)
         gate = gate / (total.detach() if router.renormalize == "detached" else total)
-    if router.gates == "uniform":
+    if router.gate_values == "uniform":
         return chosen / k
-    return gate if router.gates == "learned" else chosen / k + gate - gate.detach()
+    return gate if router.gate_values == "learned" else chosen / k + gate - gate.detach()
 
 
 def moa(module, x, y, mask, padding, ids):
@@ -146,7 +146,7 @@ def switchhead(module, x, y, mask, padding, ids):
 
 def moh_gates(module, x, ids):
     """Gates [B, T, H] by MoH Eq. 5-6, or the released code line for line; P; the choice of routed heads."""
-    shared_heads, k, heads = module.shared_heads, module.routed_per_token, module.num_heads
+    shared_heads, k, heads = module.shared_heads, module.experts_per_token, module.num_heads
     if module.router.reads_queries:  # section 4.4, gates straight through
         norms = module.q_proj(x).unflatten(-1, (heads, -1))[..., shared_heads:, :].norm(dim=-1)
         gates = torch.softmax(norms / norms.std(-1, keepdim=True).detach(), -1)

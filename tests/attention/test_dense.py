@@ -5,10 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fairseq.modules import MultiheadAttention
+from time_first import DenseAttention, MixtureOfAttentiveExperts
 
-from moa_fairseq.attention.dense import DenseAttention
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq import attention
+from moa_fairseq.attention.expert_draw import ExpertDraw
+from moa_fairseq.transformer.forward_context import forward_context
 
 C, H = 12, 3
 
@@ -31,12 +32,12 @@ def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():
 
 def test_one_dropped_head_is_an_f_step_of_uniform_mae():
     dense = build()
-    uniform = MixtureOfAttentiveExperts(C, H, gate="uniform", self_attention=True).double().train()
+    uniform = MixtureOfAttentiveExperts(C, H, mae_gate="uniform", self_attention=True).double().train()
     uniform.load_state_dict(dense.state_dict())
     query = torch.randn(4, 1, C, dtype=torch.float64)
     by_draw = []
     for update in range(12):
-        with drawing_experts(ExpertDraw(torch.zeros(1, dtype=torch.int64), 1, update)):
+        with forward_context(draw=ExpertDraw(torch.zeros(1, dtype=torch.int64), 1, update)):
             by_draw.append(uniform(query, query, query)[0])
     for _ in range(12):
         out, _ = dense(query, query, query)
@@ -61,7 +62,9 @@ def test_it_starts_as_fairseqs(widths):
 def test_weights_of_the_other_order_of_query_heads_fit_after_reordering():
     """torch's grouped-query attention lets query head h read key head h // (H / G)."""
     heads, groups, dim = 6, 2, 4
-    module = equations.drawn(DenseAttention(C, heads, head_dim=dim, key_heads=groups, bias=False)).double()
+    module = equations.drawn(
+        attention.DenseAttention(C, heads, attention_head_dim=dim, key_heads=groups, bias=False)
+    ).double()
     x = torch.randn(3, 5, C, dtype=torch.float64)
     q, k, v = (
         equations.into_heads(x, getattr(module, f"{name}_proj").weight, None, number)

@@ -6,45 +6,50 @@ import math
 import equations
 import pytest
 import torch
+from time_first import (
+    DenseAttention,
+    GroupedQueryExperts,
+    MixtureOfAttention,
+    MixtureOfHeads,
+    NativeMixtureOfHeads,
+    SwitchHeadAttention,
+)
 
-from moa_fairseq.attention.collector import tokens_of_queries
-from moa_fairseq.attention.dense import DenseAttention
-from moa_fairseq.attention.gqe import OUTPUTS, GroupedQueryExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.moh import MixtureOfHeads
-from moa_fairseq.attention.namoh import NativeMixtureOfHeads
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
+from moa_fairseq.attention.gqe import OUTPUTS
+from moa_fairseq.transformer.forward_context import forward_context
 
 C, E, K, H, D = 12, 5, 2, 6, 4
 
 
 def moa(**settings):
-    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "bias": True}
+    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "expert_bias": True}
     return lambda **role: MixtureOfAttention(C, **{**sizes, **settings}, **role), equations.moa
 
 
 def switchhead(**settings):
-    sizes = {"num_heads": 2, "head_dim": D, "num_experts": 4, "experts_per_token": K}
+    sizes = {"switchhead_heads": 2, "expert_dim": D, "num_experts": 4, "experts_per_token": K}
     return lambda **role: SwitchHeadAttention(C, **{**sizes, **settings}, **role), equations.switchhead
 
 
 def moh(**settings):
-    sizes = {"num_heads": H, "shared_heads": 2, "routed_per_token": K}
+    sizes = {"num_heads": H, "moh_shared_heads": 2, "experts_per_token": K}
     return lambda **role: MixtureOfHeads(C, **{**sizes, **settings}, **role), equations.moh
 
 
 def gqe(**settings):
-    sizes = {"groups": 3, "num_experts": 4, "experts_per_token": K, "expert_dim": D, "bias": True}
+    sizes = {"gqe_groups": 3, "num_experts": 4, "experts_per_token": K, "expert_dim": D, "expert_bias": True}
     return lambda **role: GroupedQueryExperts(C, **{**sizes, **settings}, **role), equations.gqe
 
 
 def namoh(**settings):
-    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "bias": True}
+    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "expert_bias": True}
     return lambda **role: NativeMixtureOfHeads(C, **{**sizes, **settings}, **role), equations.namoh
 
 
 def dense(**settings):
-    return lambda backend, **role: DenseAttention(C, **{"num_heads": 3, **settings}, **role), equations.dense
+    return lambda expert_backend, **role: DenseAttention(
+        C, **{"num_heads": 3, **settings}, **role
+    ), equations.dense
 
 
 SUBSETS = ["".join(s) for size in range(1, 5) for s in itertools.combinations("vkqo", size)] + ["none"]
@@ -52,15 +57,15 @@ FAMILIES = {
     "moa": moa(),
     "moa, K = E": moa(experts_per_token=E),
     "moa, K = 1": moa(experts_per_token=1),
-    "moa, without biases": moa(bias=False),
-    "moa, the gradient of the sum": moa(renormalize="full"),
-    "moa, released": moa(renormalize="none"),
-    "moa, sigmoid": moa(activation="sigmoid"),
+    "moa, without biases": moa(expert_bias=False),
+    "moa, the gradient of the sum": moa(router_renormalize="full"),
+    "moa, released": moa(router_renormalize="none"),
+    "moa, sigmoid": moa(router_activation="sigmoid"),
     "moa, three per expert": moa(heads_per_expert=3),
     "moa, two heads, K = E": moa(heads_per_expert=2, experts_per_token=E),
-    "moa, own keys": moa(keys_values="own", experts_per_token=E),
-    "moa, own keys, two each": moa(keys_values="own", experts_per_token=E, heads_per_expert=2),
-    "moa, own keys, sigmoid": moa(keys_values="own", experts_per_token=E, activation="sigmoid"),
+    "moa, own keys": moa(expert_keys_values="own", experts_per_token=E),
+    "moa, own keys, two each": moa(expert_keys_values="own", experts_per_token=E, heads_per_expert=2),
+    "moa, own keys, sigmoid": moa(expert_keys_values="own", experts_per_token=E, router_activation="sigmoid"),
     "moa, uniform": moa(router_gates="uniform"),
     "moa, uniform, K = E": moa(router_gates="uniform", experts_per_token=E),
     "moa, straight-through": moa(router_gates="straight-through"),
@@ -68,44 +73,44 @@ FAMILIES = {
     "moa, hash": moa(router_choice="hash"),
     "switchhead, k = E": switchhead(experts_per_token=4),
     "switchhead, E = 1": switchhead(num_experts=1, experts_per_token=1),
-    "switchhead, one gated output": switchhead(num_experts=1, experts_per_token=1, experts="o"),
-    "switchhead, one head": switchhead(num_heads=1),
-    "switchhead, three heads, k = 1": switchhead(num_heads=3, experts_per_token=1),
-    "switchhead, shared selection": switchhead(shared_selection=True),
+    "switchhead, one gated output": switchhead(num_experts=1, experts_per_token=1, switchhead_experts="o"),
+    "switchhead, one head": switchhead(switchhead_heads=1),
+    "switchhead, three heads, k = 1": switchhead(switchhead_heads=3, experts_per_token=1),
+    "switchhead, shared selection": switchhead(switchhead_shared_selection=True),
     "switchhead, frozen": switchhead(router_choice="frozen"),
-    **{f"switchhead, {experts}": switchhead(experts=experts) for experts in SUBSETS},
+    **{f"switchhead, {experts}": switchhead(switchhead_experts=experts) for experts in SUBSETS},
     **{
-        f"moh, {name}, {skip}": moh(skip=skip, **settings)
+        f"moh, {name}, {skip}": moh(moh_skip=skip, **settings)
         for skip in ("never", "always")
         for name, settings in {
             "paper": {},
-            "released": {"scaling": "released"},
-            "one shared head": {"shared_heads": 1},
-            "no shared head": {"shared_heads": 0, "scaling": "released"},
-            "query norms": {"router": "query-norm"},
+            "released": {"moh_scaling": "released"},
+            "one shared head": {"moh_shared_heads": 1},
+            "no shared head": {"moh_shared_heads": 0, "moh_scaling": "released"},
+            "query norms": {"moh_router": "query-norm"},
             "frozen": {"router_choice": "frozen"},
             "hash": {"router_choice": "hash"},
         }.items()
     },
     "moa, a gate a head": moa(head_gate="head"),
     "moa, element gates, three per expert": moa(head_gate="element", heads_per_expert=3),
-    "moa, own keys, element gates": moa(head_gate="element", keys_values="own", experts_per_token=E),
+    "moa, own keys, element gates": moa(head_gate="element", expert_keys_values="own", experts_per_token=E),
     "switchhead, element gates": switchhead(head_gate="element"),
-    "moh, a gate a head, never": moh(head_gate="head", skip="never"),
-    "moh, element gates, always": moh(head_gate="element", skip="always"),
+    "moh, a gate a head, never": moh(head_gate="head", moh_skip="never"),
+    "moh, element gates, always": moh(head_gate="element", moh_skip="always"),
     "dense, a gate for all heads": dense(head_gate="head"),
-    "dense, element gates, wide heads": dense(head_gate="element", head_dim=7),
+    "dense, element gates, wide heads": dense(head_gate="element", attention_head_dim=7),
     "gqe, element gates": gqe(head_gate="element"),
     "gqe, k = 1": gqe(experts_per_token=1),
     "gqe, k = M": gqe(experts_per_token=4),
-    "gqe, k = M, no shared head": gqe(experts_per_token=4, shared_heads=0),
+    "gqe, k = M, no shared head": gqe(experts_per_token=4, gqe_shared_heads=0),
     "gqe, M = 1": gqe(num_experts=1, experts_per_token=1),
-    "gqe, G = 1": gqe(groups=1),
-    "gqe, detached": gqe(renormalize="detached"),
-    "gqe, not renormalised, no biases": gqe(renormalize="none", bias=False),
-    "gqe, experts, k = M": gqe(output="experts", experts_per_token=4),
+    "gqe, G = 1": gqe(gqe_groups=1),
+    "gqe, detached": gqe(router_renormalize="detached"),
+    "gqe, not renormalised, no biases": gqe(router_renormalize="none", expert_bias=False),
+    "gqe, experts, k = M": gqe(gqe_output="experts", experts_per_token=4),
     **{
-        f"gqe, {output}, {shared} shared": gqe(output=output, shared_heads=shared)
+        f"gqe, {output}, {shared} shared": gqe(gqe_output=output, gqe_shared_heads=shared)
         for output in OUTPUTS
         for shared in (0, 1)
     },
@@ -113,14 +118,14 @@ FAMILIES = {
     "namoh, K = E": namoh(experts_per_token=E),
     "namoh, K = 1": namoh(experts_per_token=1),
     "namoh, one head": namoh(num_experts=1, experts_per_token=1),
-    "namoh, no biases": namoh(bias=False),
-    "namoh, the gradient of the sum": namoh(renormalize="full"),
-    "namoh, not renormalised": namoh(renormalize="none"),
+    "namoh, no biases": namoh(expert_bias=False),
+    "namoh, the gradient of the sum": namoh(router_renormalize="full"),
+    "namoh, not renormalised": namoh(router_renormalize="none"),
     "namoh, frozen": namoh(router_choice="frozen"),
     "namoh, element gates": namoh(head_gate="element"),
     "dense": dense(),
-    "dense, narrow heads": dense(head_dim=1),
-    "dense, wide heads": dense(head_dim=7),
+    "dense, narrow heads": dense(attention_head_dim=1),
+    "dense, wide heads": dense(attention_head_dim=7),
     "dense, multi-query heads": dense(key_heads=1),
     "dense, grouped heads": dense(num_heads=6, key_heads=2, head_gate="element"),
 }
@@ -139,7 +144,7 @@ CASES = {
 def build(family, backend="grouped", first_expert=None, **role):
     """In float64, with weights that make biases, gates and routers matter; evaluation."""
     torch.manual_seed(0)
-    module = FAMILIES[family][0](backend=backend, **role).double().eval()
+    module = FAMILIES[family][0](expert_backend=backend, **role).double().eval()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.4)
@@ -174,7 +179,7 @@ def test_output_and_every_gradient(family, backend, case):
     padding = None if lengths is None else torch.arange(key.size(0)) >= torch.tensor(lengths)[:, None]
     mask = torch.full((tgt, tgt), -math.inf, dtype=torch.float64).triu(1) if case.get("causal") else None
     ids = torch.randint(4, 9, (batch, tgt), generator=g)
-    with tokens_of_queries(ids):
+    with forward_context(token_ids=ids):
         out, _ = module(query, key, key, key_padding_mask=padding, attn_mask=mask, need_weights=False)
     rows = (query.transpose(0, 1), key.transpose(0, 1))
     exact = FAMILIES[family][1](module, *rows, mask, padding, ids).transpose(0, 1)

@@ -6,56 +6,61 @@ from functools import partial
 import pytest
 import torch
 from equations import drawn
+from time_first import (
+    DenseAttention,
+    GroupedQueryExperts,
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    MixtureOfHeads,
+    NativeMixtureOfHeads,
+    SwitchHeadAttention,
+)
 
-from moa_fairseq.attention.collector import collect_decisions, hypotheses
-from moa_fairseq.attention.dense import DenseAttention
-from moa_fairseq.attention.gqe import GroupedQueryExperts
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, z_loss
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.moh import MixtureOfHeads
-from moa_fairseq.attention.namoh import NativeMixtureOfHeads
 from moa_fairseq.attention.observers import forgetting, observers_of
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
-from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
+from moa_fairseq.transformer.fairseq_call import FairseqSigmaMoE
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 WIDTH = 16
 MOA = partial(MixtureOfAttention, WIDTH, num_experts=4, expert_dim=4)
-GQE = partial(GroupedQueryExperts, WIDTH, num_experts=4, expert_dim=4, groups=2, experts_per_token=2)
+GQE = partial(GroupedQueryExperts, WIDTH, num_experts=4, expert_dim=4, gqe_groups=2, experts_per_token=2)
 MAE = partial(MixtureOfAttentiveExperts, WIDTH, 4)
 NAMOH = partial(NativeMixtureOfHeads, WIDTH, num_experts=4, expert_dim=4, experts_per_token=2)
-SWITCHHEAD = partial(SwitchHeadAttention, WIDTH, num_heads=2, head_dim=4, num_experts=3, experts_per_token=2)
-MOH = partial(MixtureOfHeads, WIDTH, 4, shared_heads=1, routed_per_token=2)
+SWITCHHEAD = partial(
+    SwitchHeadAttention, WIDTH, switchhead_heads=2, expert_dim=4, num_experts=3, experts_per_token=2
+)
+MOH = partial(MixtureOfHeads, WIDTH, 4, moh_shared_heads=1, experts_per_token=2)
 BUILD = {
     "dense": partial(DenseAttention, WIDTH, 4),
     "dense, grouped": partial(DenseAttention, WIDTH, 4, key_heads=2),
     "dense, multi-query": partial(DenseAttention, WIDTH, 4, key_heads=1),
-    "moa": partial(MOA, experts_per_token=2, bias=True),
+    "moa": partial(MOA, experts_per_token=2, expert_bias=True),
     "moa, all experts": partial(MOA, experts_per_token=4),
     "moa, biased choice": partial(MOA, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True),
     "mae": MAE,
     "mae, batch statistics": partial(MAE, gate_norm="batch"),
     "mae, causal": partial(MAE, causal=True),
     "mae, window": partial(MAE, causal=True, gate_window=3),
-    "mae, one expert": partial(MAE, causal=True, gate_window=4, evaluate_with="top-expert"),
-    "mae, random expert": partial(MAE, causal=True, evaluate_with="random-expert"),
-    "mae, uniform": partial(MAE, gate="uniform"),
+    "mae, one expert": partial(MAE, causal=True, gate_window=4, mae_evaluate_with="top-expert"),
+    "mae, random expert": partial(MAE, causal=True, mae_evaluate_with="random-expert"),
+    "mae, uniform": partial(MAE, mae_gate="uniform"),
     "switchhead": SWITCHHEAD,
-    "switchhead, vkqo": partial(SWITCHHEAD, experts="vkqo"),
-    "switchhead, shared": partial(SWITCHHEAD, shared_selection=True),
-    "switchhead, dense": partial(SWITCHHEAD, experts="none"),
+    "switchhead, vkqo": partial(SWITCHHEAD, switchhead_experts="vkqo"),
+    "switchhead, shared": partial(SWITCHHEAD, switchhead_shared_selection=True),
+    "switchhead, dense": partial(SWITCHHEAD, switchhead_experts="none"),
     "moh": MOH,
-    "moh, skipping": partial(MOH, skip="always"),
-    "moh, norms": partial(MOH, router="query-norm"),
-    "moh, norms, skipping": partial(MOH, router="query-norm", skip="always"),
-    "moh, released": partial(MOH, shared_heads=2, routed_per_token=1, scaling="released"),
+    "moh, skipping": partial(MOH, moh_skip="always"),
+    "moh, norms": partial(MOH, moh_router="query-norm"),
+    "moh, norms, skipping": partial(MOH, moh_router="query-norm", moh_skip="always"),
+    "moh, released": partial(MOH, moh_shared_heads=2, experts_per_token=1, moh_scaling="released"),
     "gqe": GQE,
-    "gqe, no shared head": partial(GQE, shared_heads=0),
-    "gqe, one group": partial(GQE, groups=1),
-    "gqe, own outputs": partial(GQE, output="experts", shared_heads=0, bias=True),
+    "gqe, no shared head": partial(GQE, gqe_shared_heads=0),
+    "gqe, one group": partial(GQE, gqe_groups=1),
+    "gqe, own outputs": partial(GQE, gqe_output="experts", gqe_shared_heads=0, expert_bias=True),
     "namoh": NAMOH,
-    "namoh, one head each, biases": partial(NAMOH, experts_per_token=1, bias=True),
+    "namoh, one head each, biases": partial(NAMOH, experts_per_token=1, expert_bias=True),
     "namoh, biased choice": partial(NAMOH, routing_bias_rate=0.1),
     "namoh, all heads": partial(NAMOH, experts_per_token=4),
 }
@@ -140,7 +145,7 @@ def test_a_beam_may_have_several_queries_at_once_and_a_mask(family):
     memory = torch.randn(5, 2, WIDTH, dtype=torch.float64).repeat_interleave(3, 1)
     x, mask = torch.randn(4, 6, WIDTH, dtype=torch.float64), future(5)[:4].roll(1, 1).double()
     whole, _ = attention(x, memory, memory, attn_mask=mask)
-    with hypotheses(3):
+    with forward_context(beam_size=3):
         shared, _ = attention(x, memory, memory, incremental_state={}, static_kv=True, attn_mask=mask)
     torch.testing.assert_close(shared, whole)
 
@@ -151,7 +156,7 @@ def test_a_token_leaves_as_many_bytes_in_the_cache_as_are_stated(family):
     for _ in range(6):  # longer than a window
         attention(torch.randn(1, 1, WIDTH), None, None, incremental_state=state)
         (cache,) = state.values()
-        sizes.append(sum(tensor.nbytes for tensor in cache.values() if tensor is not None))
+        sizes.append(sum(tensor.nbytes for tensor in cache.tensors()))
     assert sizes[-1] - sizes[-2] == attention.cache_bytes(number_bytes=4)
 
 
@@ -167,7 +172,7 @@ def test_a_beam_projects_its_source_once(family):
         keys = memory if step == 0 else None
         options = dict(key_padding_mask=padding, static_kv=True)
         alone, _ = attention(x[step : step + 1], keys, keys, incremental_state=states[0], **options)
-        with hypotheses(3):
+        with forward_context(beam_size=3):
             shared, weights = attention(
                 x[step : step + 1], memory, memory, incremental_state=states[1], **options
             )
@@ -205,7 +210,7 @@ def outcome(module, run, *inputs):
     for observer in observers_of(module):
         observer.forget()
     torch.manual_seed(5)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         out = run(*inputs)
     losses = losses_of(decisions)
     (out.square().sum() + losses.sum()).backward()
@@ -248,13 +253,16 @@ def test_nan_in_padding_reaches_nothing(family, positions, how):
 
 
 def test_nan_in_padding_of_a_mixture_of_feed_forwards():
-    layer = SigmaMoE(WIDTH, 4, 2, 8).double()
+    layer = FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8)).double()
     clean = torch.randn(5, 3, WIDTH, dtype=torch.float64)
     spoilt = clean.clone()
     spoilt.transpose(0, 1)[PADDING] = math.nan
-    expected, got = (
-        outcome(layer, lambda x: layer(x, PADDING).transpose(0, 1)[~PADDING], x) for x in (clean, spoilt)
-    )
+
+    def run(x):
+        with forward_context(padding=PADDING):
+            return layer(x).transpose(0, 1)[~PADDING]
+
+    expected, got = (outcome(layer, run, x) for x in (clean, spoilt))
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -289,7 +297,10 @@ def test_batches_without_a_row(family, how, padded, shape):
 
 @pytest.mark.parametrize("shape", [(5, 0), (0, 3)], ids=["B=0", "T=0"])
 def test_a_mixture_of_feed_forwards_without_a_row(shape):
-    layer, x = SigmaMoE(WIDTH, 4, 2, 8), torch.randn(*shape, WIDTH, requires_grad=True)
+    layer, x = (
+        FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8)),
+        torch.randn(*shape, WIDTH, requires_grad=True),
+    )
     out, losses, _, grads = outcome(layer, layer, x)
     assert out.shape == x.grad.shape == x.shape and torch.isfinite(losses).all()
     assert all(not grad.any() for grad in grads)

@@ -7,10 +7,10 @@ import equations
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
+from time_first import MixtureOfAttentiveExperts
 
-from moa_fairseq.attention.collector import collect_decisions, query_padding
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts, random_expert
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
+from moa_fairseq.attention.expert_draw import ExpertDraw, random_expert
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 C, H = 24, 8
 FUTURE = torch.full((6, 6), -math.inf, dtype=torch.float64).triu(1)
@@ -52,14 +52,14 @@ def literal_mixture(module, x, gate, dropped_heads, attn_mask=None, padding=None
 
 
 def gate_of(module, x, **call):
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         out, _ = module(x, x, x, need_weights=False, **call)
     return out, decisions[0][1]
 
 
 @pytest.mark.parametrize("dropped", [1, 2, 3])
 def test_uniform_gate_is_fairseqs_dense_attention_with_gradients(dropped):
-    module = build(gate="uniform", dropped_heads=dropped)
+    module = build(mae_gate="uniform", mae_dropped_heads=dropped)
     dense = dense_with_the_weights_of(module)
     results = []
     for attention in (module, dense):
@@ -74,7 +74,7 @@ def test_uniform_gate_is_fairseqs_dense_attention_with_gradients(dropped):
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     # forced to be uniform, a learned gate gives the same
-    learned = build(dropped_heads=dropped)
+    learned = build(mae_dropped_heads=dropped)
     learned.load_state_dict(module.state_dict(), strict=False)
     torch.nn.init.zeros_(learned.gate.fc2.weight)
     torch.nn.init.zeros_(learned.gate.fc2.bias)
@@ -86,7 +86,7 @@ def test_uniform_gate_is_fairseqs_dense_attention_with_gradients(dropped):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropped, experts", [(1, 8), (2, 28)])
 def test_equals_the_literal_sum_over_experts_with_gradients(dropped, experts, causal):
-    module = build(dropped_heads=dropped, causal=causal)
+    module = build(mae_dropped_heads=dropped, causal=causal)
     mask = FUTURE if causal else None
     upstream = torch.randn(16, C, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     results = []
@@ -108,11 +108,11 @@ def test_equals_the_literal_sum_over_experts_with_gradients(dropped, experts, ca
 
 @pytest.mark.parametrize("dropped", [1, 2])
 def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
-    module = build(dropped_heads=dropped, dropout=0.0).train()
+    module = build(mae_dropped_heads=dropped, dropout=0.0).train()
     x = inputs()
-    with drawing_experts(ExpertDraw(torch.tensor([5, 6, 7]), seed=1, update=3)):
+    with forward_context(draw=ExpertDraw(torch.tensor([5, 6, 7]), seed=1, update=3)):
         out, decision = gate_of(module, x)
-    one_hot = torch.nn.functional.one_hot(decision.expert_index[:, 0], decision.num_experts).double()
+    one_hot = torch.nn.functional.one_hot(decision.expert_ids[:, 0], decision.num_experts).double()
     torch.testing.assert_close(out, literal_mixture(module, x, one_hot[None], dropped))
     out.square().sum().backward()
     assert all(p.grad is None for p in module.gate.parameters())
@@ -120,7 +120,7 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
     # evaluation mixes, whatever is drawn around it
     module.eval()
     mixed, _ = gate_of(module, x)
-    with drawing_experts(ExpertDraw(torch.tensor([5, 6, 7]), 1, 3)):
+    with forward_context(draw=ExpertDraw(torch.tensor([5, 6, 7]), 1, 3)):
         torch.testing.assert_close(gate_of(module, x)[0], mixed)
     assert not torch.allclose(mixed, out)
 
@@ -135,7 +135,9 @@ def test_a_future_token_changes_nothing_before_it(training, draw, window, norm):
     for change in (0.0, 10.0):
         x = inputs().detach()
         x[4:, 1] += change
-        with drawing_experts(ExpertDraw(torch.arange(3), 1, 1)) if draw else query_padding(None):
+        with (
+            forward_context(draw=ExpertDraw(torch.arange(3), 1, 1)) if draw else forward_context(padding=None)
+        ):
             outs.append(gate_of(module, x, attn_mask=FUTURE)[0].detach())
         module.gate.norm.pending.zero_()
     assert torch.equal(outs[0][:4], outs[1][:4])
@@ -147,9 +149,11 @@ def test_a_future_token_changes_nothing_before_it(training, draw, window, norm):
 @pytest.mark.parametrize("dropped", [1, 2])
 @pytest.mark.parametrize("how", ["top-expert", "random-expert"])
 def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, causal):
-    module = build(dropped_heads=dropped, causal=causal, evaluate_with=how, evaluate_seed=4, gate_dropout=0.0)
+    module = build(
+        mae_dropped_heads=dropped, causal=causal, mae_evaluate_with=how, mae_evaluate_seed=4, gate_dropout=0.0
+    )
     module.name = "encoder.layers.1.self_attn"
-    mixing = build(dropped_heads=dropped, causal=causal, gate_dropout=0.0)
+    mixing = build(mae_dropped_heads=dropped, causal=causal, gate_dropout=0.0)
     mask = FUTURE if causal else None
     x, call = inputs().detach(), dict(attn_mask=mask, key_padding_mask=PADDING)
     out, decision = gate_of(module, x, **call)
@@ -163,7 +167,7 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     expected = literal_mixture(module, x, gate_by_row, dropped, mask, PADDING)
     torch.testing.assert_close(out.transpose(0, 1)[~PADDING], expected.transpose(0, 1)[~PADDING])
     assert not torch.allclose(out, mixed, atol=1e-3)
-    assert torch.equal(decision.expert_index[:, 0], gate.argmax(-1))
+    assert torch.equal(decision.expert_ids[:, 0], gate.argmax(-1))
     torch.testing.assert_close(gate_of(module.train(), x, **call)[0], gate_of(mixing.train(), x, **call)[0])
 
 
@@ -177,7 +181,7 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
     seen = module.gate.norm.pending.clone()
     alone, decision = gate_of(module, x[:4, 1:2], attn_mask=None if mask is None else mask[:4, :4])
     torch.testing.assert_close(out[:4, 1:2], alone)
-    assert decision.padding_mask is None
+    assert decision.padding is None
     module.gate.norm.pending.zero_()
     x[4:, 1] = 1e6  # what stands under the padding
     again, _ = gate_of(module, x, key_padding_mask=PADDING, attn_mask=mask)

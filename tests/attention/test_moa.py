@@ -3,33 +3,33 @@
 import equations
 import pytest
 import torch
+from time_first import MixtureOfAttention
 
+from moa_fairseq import attention
 from moa_fairseq.attention import moa
-from moa_fairseq.attention.collector import collect_decisions, query_padding
-from moa_fairseq.attention.core import attend
-from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.observers import observers_of, update_observers
 from moa_fairseq.attention.routers import TopKRouter
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 C, E, K, D = 24, 6, 3, 8
 
 
-def build(seed=0, dtype=torch.float32, **settings):
+def build(seed=0, dtype=torch.float32, kind=MixtureOfAttention, **settings):
     torch.manual_seed(seed)
-    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "bias": True, **settings}
-    return equations.drawn(MixtureOfAttention(C, **sizes), 0.3).to(dtype).eval()
+    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "expert_bias": True, **settings}
+    return equations.drawn(kind(C, **sizes), 0.3).to(dtype).eval()
 
 
 def test_weights_are_those_of_the_chosen_experts():
     module = build(self_attention=True, dtype=torch.float64)
     x = torch.randn(5, 2, C, dtype=torch.float64)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         out, mean = module(x, x, x, need_weights=True)
     _, per_head = module(x, x, x, need_head_weights=True)
     no_weights, nothing = module(x, x, x, need_weights=False)
     y = x.transpose(0, 1)
     _, exact = equations.moa_with_weights(module, y, y, None, None, None)
-    index = decisions[0][1].expert_index.view(2, 5, K).transpose(1, 2)  # [B, K, T]
+    index = decisions[0][1].expert_ids.view(2, 5, K).transpose(1, 2)  # [B, K, T]
     chosen = exact.gather(1, index.unsqueeze(-1).expand(-1, -1, -1, 5))  # [B, K, T, S]
     assert per_head.shape == (K, 2, 5, 5) and mean.shape == (2, 5, 5) and nothing is None
     torch.testing.assert_close(per_head.transpose(0, 1).double(), chosen)
@@ -51,35 +51,23 @@ def test_ambient_query_padding_reaches_a_cross_attention():
     module = build(encoder_decoder_attention=True)
     query, memory = torch.randn(3, 2, C), torch.randn(4, 2, C)
     padding = torch.tensor([[False, False, True], [False] * 3])
-    with collect_decisions() as decisions, query_padding(padding):
+    with collect_routings() as decisions, forward_context(padding=padding):
         out, _ = module(query, memory, memory)
-    assert torch.equal(decisions[0][1].padding_mask, padding.reshape(-1))
+    assert torch.equal(decisions[0][1].padding, padding.reshape(-1))
     assert (out[2, 0] == 0).all() and (out[2, 1] != 0).any()
-
-
-def compare_compiled(module, layer, x, **options):
-    expected, got = layer(x), torch.compile(layer, backend="aot_eager", **options)(x)
-    torch.testing.assert_close(got, expected)
-    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
-    torch.testing.assert_close(*(torch.autograd.grad(out, leaves, upstream) for out in (got, expected)))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("per_token, backend", [(E, "grouped"), (K, "reference")], ids=["K = E", "K < E"])
 def test_torch_compile_takes_the_layer_whole(per_token, backend):
-    """No graph break in what it computes, forward and backward: fullgraph raises at the first one.
-
-    What is known beside the pass (`collector`) is left out: torch.compile cannot look into context variables.
-    """
-    module = build(experts_per_token=per_token, backend=backend, self_attention=True)
-
-    def layer(x):
-        decision = module.route(x, None, None)
-        k, v = module.project_keys_values(x, x, None)
-        heads, _ = attend(module.project_queries(x, decision), k, v)
-        return module.project_output(heads, decision)
-
-    compare_compiled(module, layer, torch.randn(3, 7, C, requires_grad=True), fullgraph=True)
+    """No graph break in its call, forward and backward: fullgraph raises at the first one."""
+    sizes = dict(experts_per_token=per_token, expert_backend=backend, self_attention=True)
+    module = build(kind=attention.MixtureOfAttention, **sizes)
+    x = torch.randn(3, 7, C, requires_grad=True)
+    expected, got = module(x), torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(got, expected)
+    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
+    torch.testing.assert_close(*(torch.autograd.grad(out, leaves, upstream) for out in (got, expected)))
 
 
 def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
@@ -102,11 +90,11 @@ def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
 
 
 def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):
-    """`project_keys_values` then makes one product of them, where that pays."""
+    """`keys_values` then makes one product of them, where that pays."""
     module, seen = build(encoder_decoder_attention=True), []
-    project = module.project_keys_values
+    project = module.keys_values
     monkeypatch.setattr(
-        module, "project_keys_values", lambda k, v, *rest: (seen.append(k is v), project(k, v, *rest))[1]
+        module, "keys_values", lambda call: (seen.append(call.memory is call.values), project(call))[1]
     )
     module(torch.randn(3, 2, C), torch.randn(5, 2, C), torch.randn(5, 2, C))
     assert seen == [True]
@@ -114,7 +102,8 @@ def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):
 
 def test_a_selection_bias_evens_out_loads_without_a_gradient():
     torch.manual_seed(0)
-    router = TopKRouter(8, 6, 2, bias_rate=0.002)
+    settings = moa.MoASettings(num_experts=6, experts_per_token=2, routing_bias_rate=0.002)
+    router = TopKRouter(8, settings)
     with torch.no_grad():
         router.projection.weight.copy_(torch.randn(6, 8) * 0.3)
         router.projection.weight[0] += 1.0  # expert 0 is everybody's first
@@ -129,8 +118,8 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
     assert spread[0] > 2.0 and spread[1] < 1.4
     assert all(torch.equal(one, other) for one, other in zip(before, router.parameters()))
     # the bias chooses, and weighs nothing
-    chosen = decision.probs.gather(1, decision.expert_index)
-    torch.testing.assert_close(decision.gate, chosen / chosen.sum(-1, keepdim=True))
+    chosen = decision.probs.gather(1, decision.expert_ids)
+    torch.testing.assert_close(decision.gates, chosen / chosen.sum(-1, keepdim=True))
     # an update by the rule, expert by expert
     bias, loads = router.selection_bias.clone(), torch.tensor([3.0, 1, 2, 2, 4, 0])
     router.update(loads)

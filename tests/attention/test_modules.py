@@ -7,11 +7,10 @@ import pytest
 import torch
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from fairseq.nan_detector import NanDetector
+from time_first import MixtureOfAttention, MixtureOfAttentiveExperts
 
-from moa_fairseq.attention.collector import collect_decisions, query_padding
-from moa_fairseq.attention.expert_draw import ExpertDraw, drawing_experts
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.expert_draw import ExpertDraw
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 WIDTH = 16
 
@@ -68,9 +67,9 @@ def test_a_query_whose_mask_blocks_every_key_gets_zeros(mask, need_weights):
 
 def test_nested_collectors_all_hear():
     module, x = moa(self_attention=True), torch.randn(2, 1, WIDTH)
-    with collect_decisions() as outer:
+    with collect_routings() as outer:
         module(x, x, x)
-        with collect_decisions() as inner:
+        with collect_routings() as inner:
             module(x, x, x)
         module(x, x, x)
     module(x, x, x)
@@ -82,10 +81,10 @@ def test_unnamed_attentions_have_names_and_draws_of_their_own():
     modules = [MixtureOfAttentiveExperts(8, 8, self_attention=True).train() for _ in range(2)]
     assert modules[0].name != modules[1].name
     x, draw = torch.randn(3, 64, 8), ExpertDraw(torch.arange(64), seed=1, update=1)
-    with drawing_experts(draw), collect_decisions() as decisions:
+    with forward_context(draw=draw), collect_routings() as decisions:
         for module in modules:
             module(x, x, x)
-    one, other = (decision.expert_index for _, decision in decisions)
+    one, other = (decision.expert_ids for _, decision in decisions)
     assert not torch.equal(one, other)
 
 
@@ -114,6 +113,6 @@ def test_the_padding_that_is_declared_comes_before_that_of_the_keys():
     given, declared, of_keys = (torch.arange(4) >= torch.tensor([[n], [4]]) for n in (1, 2, 3))
     attention, x = moa(self_attention=True), torch.randn(4, 2, WIDTH)
     for words, expected in (({"query_padding_mask": given}, given), ({}, declared)):
-        with query_padding(declared), collect_decisions() as decisions:
+        with forward_context(padding=declared), collect_routings() as decisions:
             attention(x, x, x, key_padding_mask=of_keys, **words)
-        assert torch.equal(decisions[0][1].padding_mask, expected.reshape(-1))
+        assert torch.equal(decisions[0][1].padding, expected.reshape(-1))

@@ -8,12 +8,12 @@ import equations
 import pytest
 import torch
 from fairseq.modules import MultiheadAttention
+from time_first import MixtureOfHeads
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import head_balance_loss, released_head_balance_loss
-from moa_fairseq.attention.moh import MixtureOfHeads
 from moa_fairseq.attention.moh_routers import QueryNormRouter
 from moa_fairseq.attention.selected import skipping_pays
+from moa_fairseq.transformer.forward_context import collect_routings
 
 ROOT = Path(__file__).resolve().parents[2]
 C, H, D = 24, 6, 4
@@ -22,7 +22,7 @@ SHARED, K = 2, 2
 
 def build(seed=0, dtype=torch.float64, **settings):
     torch.manual_seed(seed)
-    sizes = {"num_heads": H, "shared_heads": SHARED, "routed_per_token": K, **settings}
+    sizes = {"num_heads": H, "moh_shared_heads": SHARED, "experts_per_token": K, **settings}
     return equations.drawn(MixtureOfHeads(C, **sizes), 0.3).to(dtype).eval()
 
 
@@ -45,13 +45,14 @@ def inputs(tgt, batch, src=None, lengths=None, causal=False, seed=1):
 
 @pytest.mark.parametrize("scaling", ["paper", "released"])
 def test_balance_losses_equal_equation_7_and_the_released_code(scaling):
-    module = build(scaling=scaling, self_attention=True)
+    module = build(moh_scaling=scaling, self_attention=True)
     query, *_ = inputs(tgt=7, batch=3)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         module(query, query, query)
     decision = decisions[0][1]
     weight, gates, chosen = equations.moh_gates(module, query.transpose(0, 1), None)
-    torch.testing.assert_close(decision.head_weight, weight.flatten(0, 1))
+    by_head = torch.zeros_like(decision.probs).scatter(1, decision.expert_ids, decision.gates)
+    torch.testing.assert_close(by_head, weight.flatten(0, 1))
     mass, load = gates.mean((0, 1)), chosen.mean((0, 1))
     torch.testing.assert_close(head_balance_loss(decision), (mass * load).sum())
     torch.testing.assert_close(
@@ -63,7 +64,7 @@ def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True
     results, cross = [], "src" in case
     for skip in ("never", "always"):
         role = {"self_attention": not cross, "encoder_decoder_attention": cross}
-        module = build(skip=skip, **settings, **role)
+        module = build(moh_skip=skip, **settings, **role)
         if skip == "always":
             module._skips = lambda x: skips
         prepare(module)
@@ -121,7 +122,7 @@ def test_skipping_with_rotary_positions():
 
 @pytest.mark.parametrize("skip", ["never", "always"])
 def test_weights_are_those_of_the_heads_that_work(skip):
-    module = build(skip=skip, self_attention=True)
+    module = build(moh_skip=skip, self_attention=True)
     query, *_ = inputs(tgt=5, batch=2)
     out, weights = module(query, query, query, need_head_weights=True)
     assert weights.shape == (SHARED + K, 2, 5, 5)
@@ -132,20 +133,20 @@ def test_weights_are_those_of_the_heads_that_work(skip):
 
 
 def test_query_norms_choose_and_their_gradient_goes_straight_through():
-    module = build(router="query-norm", self_attention=True)
+    module = build(moh_router="query-norm", self_attention=True)
     query, *_ = inputs(tgt=5, batch=2)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         module(query, query, query)
     decision = decisions[0][1]
     x = query.transpose(0, 1).reshape(-1, C)
     norms = module.q_proj(x).view(-1, H, D)[:, SHARED:].norm(dim=-1)
     probs = torch.softmax(norms / norms.std(1, keepdim=True).detach(), 1)
     expected = norms.topk(K, 1).indices.sort(1).values + SHARED
-    assert torch.equal(decision.expert_index[:, SHARED:].sort(1).values, expected)
-    torch.testing.assert_close(decision.gate, torch.ones_like(decision.gate))
-    upstream = torch.randn(decision.gate[:, SHARED:].shape, dtype=torch.float64)
-    straight = torch.autograd.grad((decision.gate[:, SHARED:] * upstream).sum(), query, retain_graph=True)
-    chosen = probs.gather(1, decision.expert_index[:, SHARED:] - SHARED)
+    assert torch.equal(decision.expert_ids[:, SHARED:].sort(1).values, expected)
+    torch.testing.assert_close(decision.gates, torch.ones_like(decision.gates))
+    upstream = torch.randn(decision.gates[:, SHARED:].shape, dtype=torch.float64)
+    straight = torch.autograd.grad((decision.gates[:, SHARED:] * upstream).sum(), query, retain_graph=True)
+    chosen = probs.gather(1, decision.expert_ids[:, SHARED:] - SHARED)
     torch.testing.assert_close(straight, torch.autograd.grad((chosen * upstream).sum(), query))
 
 
@@ -158,7 +159,7 @@ def test_query_norms_that_are_equal_have_finite_gradients(difference):
     queries.requires_grad_()
     decision = router(queries.view(3, -1))
     assert torch.isfinite(decision.probs).all() and torch.isfinite(decision.logits).all()
-    (decision.gate * torch.randn(3, 3)).sum().backward()
+    (decision.gates * torch.randn(3, 3)).sum().backward()
     assert torch.isfinite(queries.grad).all() and queries.grad[:2].abs().max() < 100
     assert queries.grad[:2, 2:].abs().sum() > 0, "two heads learn, too"
 
@@ -166,13 +167,17 @@ def test_query_norms_that_are_equal_have_finite_gradients(difference):
 @pytest.mark.parametrize("shared", [0, H])
 @pytest.mark.parametrize("scaling", ["paper", "released"])
 def test_one_kind_of_heads_needs_one_stage(shared, scaling):
-    module = build(shared_heads=shared, routed_per_token=min(K, H - shared), scaling=scaling)
+    module = build(moh_shared_heads=shared, experts_per_token=min(K, H - shared), moh_scaling=scaling)
     module.self_attention = True
     query, *_ = inputs(tgt=4, batch=2)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         module(query, query, query)
-    gate = decisions[0][1].gate.sum(1)
+    decision = decisions[0][1]
+    gate = decision.gates.sum(1)
     assert module.router.projection.weight.size(0) == H
+    assert decision.expert_counts.shape == (H,) and decision.expert_counts.sum() == 8 * (shared or K)
+    if shared:  # all of them are chosen by all: f_i is 1, and the probabilities add up to 1
+        torch.testing.assert_close(head_balance_loss(decision), torch.ones((), dtype=torch.float64))
     if scaling == "released":
         torch.testing.assert_close(gate, torch.full_like(gate, H if shared else K))
     elif shared:
@@ -183,26 +188,30 @@ def test_one_kind_of_heads_needs_one_stage(shared, scaling):
 
 @pytest.mark.parametrize("scaling", ["paper", "released"])
 def test_a_single_head_may_be_shared(scaling):
-    module = build(num_heads=1, shared_heads=1, routed_per_token=0, scaling=scaling, self_attention=True)
+    module = build(
+        num_heads=1, moh_shared_heads=1, experts_per_token=0, moh_scaling=scaling, self_attention=True
+    )
     x = torch.randn(2, 3, C, dtype=torch.float64)
-    whole = build(num_heads=2, shared_heads=2, routed_per_token=0, scaling=scaling, self_attention=True)
-    assert module(x).isfinite().all() and module(x).shape == whole(x).shape
+    whole = build(
+        num_heads=2, moh_shared_heads=2, experts_per_token=0, moh_scaling=scaling, self_attention=True
+    )
+    assert module(x)[0].isfinite().all() and module(x)[0].shape == whole(x)[0].shape
 
 
 def test_padding_has_no_gate_and_counts_nowhere():
     module = build(self_attention=True)
     query, key, padding, _, _ = inputs(tgt=6, batch=3, lengths=[6, 3, 1])
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         module(query, key, key, padding)
     decision = decisions[0][1]
-    assert (decision.gate[padding.reshape(-1)] == 0).all()
+    assert (decision.gates[padding.reshape(-1)] == 0).all()
     assert decision.expert_counts.shape == (H - SHARED,)
     assert decision.expert_counts.sum() == K * (6 + 3 + 1)
 
 
 def test_autocast_and_half_precision_run_both_ways():
     for skip in ("never", "always"):
-        module = build(skip=skip, dtype=torch.float32, self_attention=True)
+        module = build(moh_skip=skip, dtype=torch.float32, self_attention=True)
         x = torch.randn(5, 2, C)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.isfinite(module(x, x, x)[0]).all()
@@ -212,21 +221,28 @@ def test_autocast_and_half_precision_run_both_ways():
 
 
 def test_only_heads_that_work_are_counted():
-    dense, sparse = build(routed_per_token=H - SHARED), build()
+    dense, sparse = build(experts_per_token=H - SHARED), build()
     everything, less = dense.macs(10, 20), sparse.macs(10, 20)
     assert less["scores"] * H == everything["scores"] * (SHARED + K)
     saved = everything["projections"] - less["projections"]
     assert saved == 2 * 10 * C * D * (H - SHARED - K)
 
 
-@pytest.mark.parametrize("settings", [{"positions": "xl"}, {"skip": "never"}])
+@pytest.mark.parametrize("settings", [{"positions": "xl"}, {"moh_skip": "never"}])
 def test_heads_that_cannot_be_left_out_are_counted(settings):
     some, every = (
-        build(routed_per_token=routed, self_attention=True, **settings).macs(7, 11)
+        build(experts_per_token=routed, self_attention=True, **settings).macs(7, 11)
         for routed in (K, H - SHARED)
     )
     assert some == every and some["scores"] >= 2 * 7 * 11 * C
     assert build(self_attention=True, positions="rope-half").macs(7, 11)["scores"] < some["scores"]
+
+
+def test_norms_of_queries_need_the_queries_of_every_head():
+    learned, norms = (build(moh_router=router, self_attention=True) for router in ("learned", "query-norm"))
+    assert learned.macs(7, 11)["router"] == 7 * C * (H + 2) and norms.macs(7, 11)["router"] == 0
+    more = norms.macs(7, 11)["projections"] - learned.macs(7, 11)["projections"]
+    assert more == 7 * C * D * (H - SHARED - K)
 
 
 @pytest.mark.parametrize(("heads", "shared", "routed"), [(4, 2, 1), (8, 2, 4), (12, 4, 5)])
@@ -236,7 +252,7 @@ def test_the_papers_scaling_starts_far_below_dense_and_the_released_one_beside_i
     below = {}
     for scaling in ("paper", "released"):
         torch.manual_seed(0)
-        sizes = {"shared_heads": shared, "routed_per_token": routed, "scaling": scaling}
+        sizes = {"moh_shared_heads": shared, "experts_per_token": routed, "moh_scaling": scaling}
         mixture = MixtureOfHeads(16 * heads, heads, self_attention=True, **sizes)
         dense = MultiheadAttention(16 * heads, heads, self_attention=True)
         dense.load_state_dict({name: mixture.state_dict()[name] for name in dense.state_dict()})

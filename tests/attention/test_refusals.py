@@ -3,15 +3,17 @@
 from functools import partial
 
 import pytest
+from time_first import (
+    DenseAttention,
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    MixtureOfHeads,
+    SwitchHeadAttention,
+)
 
-from moa_fairseq.attention.dense import DenseAttention
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.moh import MixtureOfHeads
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.errors import UserError
 
-SWITCHHEAD = dict(num_heads=2, head_dim=6, num_experts=4, experts_per_token=2)
+SWITCHHEAD = dict(switchhead_heads=2, expert_dim=6, num_experts=4, experts_per_token=2)
 REFUSED = {
     partial(DenseAttention, 24, 6): [
         (dict(key_heads=4), "--key-heads 4 must divide the 6"),
@@ -22,12 +24,12 @@ REFUSED = {
         (dict(experts_per_token=0), "--experts-per-token 0"),
         (dict(expert_dim=0), "--expert-dim"),
         (dict(expert_dim=None), "--expert-dim"),
-        (dict(renormalize="sometimes"), "--router-renormalize sometimes"),
-        (dict(backend="turbo"), "--expert-backend turbo"),
-        (dict(keys_values="own"), "--expert-keys-values own"),
-        (dict(keys_values="mine"), "--expert-keys-values mine"),
+        (dict(router_renormalize="sometimes"), "--router-renormalize sometimes"),
+        (dict(expert_backend="turbo"), "--expert-backend turbo"),
+        (dict(expert_keys_values="own"), "--expert-keys-values own"),
+        (dict(expert_keys_values="mine"), "--expert-keys-values mine"),
         (dict(heads_per_expert=0), "--heads-per-expert"),
-        (dict(activation="relu"), "--router-activation relu"),
+        (dict(router_activation="relu"), "--router-activation relu"),
         (dict(experts_per_token=6, routing_bias_rate=0.1), "--routing-bias-rate 0.1"),
         (dict(router_choice="hash", experts_per_token=6), "--router-choice hash .*nothing to choose"),
         (dict(router_choice="hash", routing_bias_rate=0.1), "--routing-bias-rate 0.1"),
@@ -35,39 +37,45 @@ REFUSED = {
         (dict(router_choice="fixed"), "--router-choice fixed is unknown"),
         (dict(router_gates="even"), "--router-gates even is unknown"),
     ],
-    partial(MixtureOfHeads, 24, num_heads=6, shared_heads=2, routed_per_token=2): [
-        (dict(shared_heads=7), "--moh-shared-heads 7"),
-        (dict(shared_heads=-1), "--moh-shared-heads -1"),
-        (dict(routed_per_token=0), "--experts-per-token 0"),
-        (dict(routed_per_token=5), "--experts-per-token 5"),
-        (dict(shared_heads=6, routed_per_token=1), "--experts-per-token 1"),
+    partial(MixtureOfHeads, 24, num_heads=6, moh_shared_heads=2, experts_per_token=2): [
+        (dict(moh_shared_heads=7), "--moh-shared-heads 7"),
+        (dict(moh_shared_heads=-1), "--moh-shared-heads -1"),
+        (dict(experts_per_token=0), "--experts-per-token 0"),
+        (dict(experts_per_token=5), "--experts-per-token 5"),
+        (dict(moh_shared_heads=6, experts_per_token=1), "--experts-per-token 1"),
         (dict(num_heads=5), "5 attention heads .* multiple"),
-        (dict(scaling="none"), "--moh-scaling none"),
-        (dict(router="random"), "--moh-router random"),
-        (dict(skip="sometimes"), "--moh-skip sometimes"),
-        (dict(router="query-norm", router_choice="frozen"), "--moh-router query-norm"),
-        (dict(routed_per_token=4, router_choice="hash"), "nothing to choose"),
+        (dict(moh_scaling="none"), "--moh-scaling none"),
+        (dict(moh_router="random"), "--moh-router random"),
+        (dict(moh_skip="sometimes"), "--moh-skip sometimes"),
+        (dict(moh_router="query-norm", router_choice="frozen"), "--moh-router query-norm"),
+        (dict(experts_per_token=4, router_choice="hash"), "nothing to choose"),
     ],
     partial(MixtureOfAttentiveExperts, 24, 8): [
-        (dict(dropped_heads=8), "--mae-dropped-heads 8 must lie between 1 and 7"),
-        (dict(dropped_heads=0), "--mae-dropped-heads 0"),
-        (dict(gate="oracle"), "--mae-gate oracle is unknown"),
+        (dict(mae_dropped_heads=8), "--mae-dropped-heads 8 must lie between 1 and 7"),
+        (dict(mae_dropped_heads=0), "--mae-dropped-heads 0"),
+        (dict(mae_gate="oracle"), "--mae-gate oracle is unknown"),
         (dict(gate_window=0), "--gate-window 0"),
         (dict(gate_norm="layer"), "--gate-norm layer is unknown"),
-        (dict(evaluate_with="best"), "--mae-evaluate-with best is unknown"),
-        (dict(evaluate_with="top-expert", gate="uniform"), "--mae-evaluate-with top-expert needs a gate"),
+        (dict(mae_evaluate_with="best"), "--mae-evaluate-with best is unknown"),
+        (
+            dict(mae_evaluate_with="top-expert", mae_gate="uniform"),
+            "--mae-evaluate-with top-expert needs a gate",
+        ),
     ],
     partial(SwitchHeadAttention, 12, **SWITCHHEAD): [
         (dict(experts_per_token=5), "--experts-per-token 5"),
-        (dict(experts="vx"), "--switchhead-experts 'vx'"),
-        (dict(experts="vv"), "--switchhead-experts 'vv'"),
-        (dict(experts=""), "--switchhead-experts ''"),
-        (dict(num_heads=0), "--switchhead-heads"),
-        (dict(experts="vk", shared_selection=True), "--switchhead-shared-selection.*experts vk"),
-        (dict(experts="none", shared_selection=True), "--switchhead-shared-selection"),
+        (dict(switchhead_experts="vx"), "--switchhead-experts 'vx'"),
+        (dict(switchhead_experts="vv"), "--switchhead-experts 'vv'"),
+        (dict(switchhead_experts=""), "--switchhead-experts ''"),
+        (dict(switchhead_heads=0), "--switchhead-heads"),
+        (
+            dict(switchhead_experts="vk", switchhead_shared_selection=True),
+            "--switchhead-shared-selection.*experts vk",
+        ),
+        (dict(switchhead_experts="none", switchhead_shared_selection=True), "--switchhead-shared-selection"),
         (dict(kdim=8, vdim=9), "two inputs"),
         (
-            dict(head_dim=3, self_attention=True, positions="rope-half"),
+            dict(expert_dim=3, self_attention=True, positions="rope-half"),
             "--positions rope-half .* dimension 3",
         ),
     ],

@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 from equations import drawn
+from time_first import MixtureOfAttention, SwitchHeadAttention
 
-from moa_fairseq.attention.collector import carried_context
-from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.attention.positions import HalfRotaryPositions, RelativePositions, RotaryPositions
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
+from moa_fairseq.transformer.forward_context import forward_context
 
 C, D = 10, 4
 
@@ -84,13 +83,15 @@ def test_half_precision_keeps_the_distances():
     torch.testing.assert_close(found.bias(q, 3000, 2997).float(), near, rtol=0.05, atol=0.1)
 
 
-SWITCHHEAD = partial(SwitchHeadAttention, C, 2, D)
+SWITCHHEAD = partial(SwitchHeadAttention, C, switchhead_heads=2, expert_dim=D)
 EXPERTS = dict(num_experts=3, experts_per_token=2)
 MOA = partial(MixtureOfAttention, C, num_experts=4, experts_per_token=2, expert_dim=D)
 ATTENTIONS = {
-    "dense": partial(SWITCHHEAD, experts="none"),
+    "dense": partial(SWITCHHEAD, switchhead_experts="none"),
     "SwitchHead": partial(SWITCHHEAD, **EXPERTS),
-    "SwitchHead, shared selection": partial(SWITCHHEAD, **EXPERTS, experts="vkqo", shared_selection=True),
+    "SwitchHead, shared selection": partial(
+        SWITCHHEAD, **EXPERTS, switchhead_experts="vkqo", switchhead_shared_selection=True
+    ),
     "MoA": MOA,
     "MoA, two heads per expert": partial(MOA, heads_per_expert=2),
 }
@@ -118,7 +119,7 @@ def test_a_carried_context_equals_one_long_pass(attention, positions, need_weigh
     padding[1, 7:] = True
     full, _ = module(*[x] * 3, attn_mask=causal(9), key_padding_mask=padding, need_weights=need_weights)
     now = x[5:]
-    with carried_context(x[:5]):
+    with forward_context(carried=x[:5]):
         out, weights = module(
             *[now] * 3, attn_mask=causal(4), key_padding_mask=padding[:, 5:], need_weights=need_weights
         )
@@ -130,7 +131,7 @@ def test_a_carried_context_equals_one_long_pass(attention, positions, need_weigh
 def test_projections_learn_from_the_context(attention):
     module = attention("xl")
     before, now = torch.randn(3, 1, C, requires_grad=True), torch.randn(2, 1, C)
-    with carried_context(before):
+    with forward_context(carried=before):
         out, _ = module(*[now] * 3, attn_mask=causal(2))
     assert torch.autograd.grad(out.sum(), before)[0].abs().sum() > 0
 
@@ -145,8 +146,8 @@ def test_half_a_head_may_be_turned():
 
 
 def test_costs_count_the_distances():
-    module = SwitchHeadAttention(C, 2, D, experts="none", self_attention=True, positions="xl")
-    plain = SwitchHeadAttention(C, 2, D, experts="none", self_attention=True)
+    module = ATTENTIONS["dense"](self_attention=True, positions="xl")
+    plain = ATTENTIONS["dense"](self_attention=True)
     with_xl, without = module.macs(5, 8), plain.macs(5, 8)
     assert with_xl["projections"] - without["projections"] == 12 * C * 2 * D  # 5 + 8 − 1 distances
     assert with_xl["scores"] - without["scores"] == 2 * 5 * 12 * D

@@ -5,12 +5,13 @@ import copy
 import equations
 import pytest
 import torch
+from time_first import MixtureOfAttention
 
-from moa_fairseq.attention.collector import collect_decisions, tokens_of_queries
 from moa_fairseq.attention.expert_draw import scramble
-from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 C, E, K = 12, 5, 2
 IDS = torch.tensor([[7, 4, 7, 9], [4, 8, 11, 7]])
@@ -29,22 +30,21 @@ def rows():
 @pytest.mark.parametrize("per_token", [K, E])
 def test_uniform_gates_are_one_kth_and_the_router_has_no_gradient(per_token):
     module, x = moa(router_gates="uniform", experts_per_token=per_token), rows()
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         module(x, x, x)[0].sum().backward()
     decision = decisions[0][1]
-    assert torch.equal(decision.gate, torch.full((8, per_token), 1 / per_token, dtype=torch.float64))
-    assert not decision.gate.requires_grad and decision.probs.requires_grad
+    assert torch.equal(decision.gates, torch.full((8, per_token), 1 / per_token, dtype=torch.float64))
+    assert not decision.gates.requires_grad and decision.probs.requires_grad
     assert module.router.projection.weight.grad is None
 
 
 def test_even_gates_are_those_of_equal_logits_for_other_settings_too():
     x = torch.randn(6, C)
-    gate = lambda **settings: TopKRouter(C, E, K, gates="uniform", **settings)(x).gate  # noqa: E731
-    assert torch.equal(gate(renormalize="none"), torch.full((6, K), 1 / E))
-    assert torch.equal(gate(activation="sigmoid"), torch.full((6, K), 1 / K))
+    build = lambda **settings: TopKRouter(C, MoASettings(E, K, router_gates="uniform", **settings))  # noqa: E731
+    assert torch.equal(build(router_renormalize="none")(x).gates, torch.full((6, K), 1 / E))
+    assert torch.equal(build(router_activation="sigmoid")(x).gates, torch.full((6, K), 1 / K))
     padding = torch.arange(6) > 3
-    router = TopKRouter(C, E, K, gates="uniform")
-    assert router(x, padding).gate.sum(1).tolist() == [1, 1, 1, 1, 0, 0]
+    assert build()(x, padding).gates.sum(1).tolist() == [1, 1, 1, 1, 0, 0]
 
 
 def test_a_frozen_router_stays_random():
@@ -61,10 +61,9 @@ def test_a_frozen_router_stays_random():
 
 
 def test_all_sets_of_experts_are_equally_likely_and_modules_differ():
-    one, other = (TopKRouter(C, E, K, choice="hash").token_hash for _ in range(2))
+    one, other = (TopKRouter(C, MoASettings(E, K, router_choice="hash")).token_hash for _ in range(2))
     ids = torch.arange(20_000).view(100, 200)
-    with tokens_of_queries(ids):
-        first, second = one(20_000), other(20_000)
+    first, second = one(ids), other(ids)
     assert (first[:, 0] != first[:, 1]).all()
     pairs = torch.bincount(first[:, 0] * E + first[:, 1], minlength=E * E).view(E, E)
     off_diagonal = pairs[~torch.eye(E, dtype=torch.bool)]
@@ -78,7 +77,7 @@ def test_a_hash_is_saved_and_copied_with_its_module():
     fresh.router.reset_parameters()
     x = rows()
     fresh.load_state_dict(module.state_dict())
-    with tokens_of_queries(IDS):
+    with forward_context(token_ids=IDS):
         expected = module(x, x, x)[0]
         assert torch.equal(fresh(x, x, x)[0], expected)
         assert torch.equal(copy.deepcopy(module)(x, x, x)[0], expected)
@@ -91,7 +90,7 @@ def test_a_hash_needs_the_ids():
     with pytest.raises(UserError, match="--router-choice hash needs the ids"):
         module(x, x, x)
     with (
-        tokens_of_queries(IDS[:, :0].new_zeros(3, 4)),
+        forward_context(token_ids=IDS[:, :0].new_zeros(3, 4)),
         pytest.raises(UserError, match="--router-choice hash"),
     ):
         module(x, x, x)

@@ -2,19 +2,22 @@
 
 import pytest
 import torch
+from time_first import (
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    NativeMixtureOfHeads,
+    SwitchHeadAttention,
+)
 
-from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.attention.namoh import NativeMixtureOfHeads
+from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.attention.switchhead import SwitchHeadAttention
-from moa_fairseq.kernels import wide_linear
+from moa_fairseq.kernels import every_expert, wide_linear
 
 
 def build(noise=False, dtype=torch.float32):
     torch.manual_seed(0)
-    router = TopKRouter(16, 6, 2, noise=noise)
+    router = TopKRouter(16, MoASettings(6, 2, routing_noise=noise))
     torch.nn.init.normal_(router.projection.weight)
     return router.to(dtype)
 
@@ -25,14 +28,14 @@ def test_noise_is_drawn_in_training_only():
     router.eval()
     assert torch.equal(router(x).logits, router(x).logits)
     router.train()
-    router(x).gate.sum().backward()
+    router(x).gates.sum().backward()
     assert router.noise_projection.weight.grad.abs().sum() > 0
 
 
 def test_padding_has_zero_gates_and_sends_no_gradient():
     router, x = build(), torch.randn(4, 16, requires_grad=True)
     padding = torch.tensor([False, True, False, True])
-    gate = router(x, padding).gate
+    gate = router(x, padding).gates
     gate.square().sum().backward()
     assert (gate[padding] == 0).all() and (gate[~padding] > 0).all()
     assert (x.grad[padding] == 0).all()
@@ -42,15 +45,15 @@ def test_padding_has_zero_gates_and_sends_no_gradient():
 def test_half_precision_models_still_route_in_float32(dtype):
     router = build(dtype=dtype)
     decision = router(torch.randn(5, 16).to(dtype))
-    assert decision.logits.dtype == decision.probs.dtype == decision.gate.dtype == torch.float32
+    assert decision.logits.dtype == decision.probs.dtype == decision.gates.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert build()(torch.randn(5, 16)).logits.dtype == torch.float32
 
 
 def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
     torch.manual_seed(0)
-    decision = TopKRouter(64, 8, 2)(torch.randn(400, 64))
-    assert torch.bincount(decision.expert_index.reshape(-1), minlength=8).min() > 20
+    decision = TopKRouter(64, MoASettings(8, 2))(torch.randn(400, 64))
+    assert torch.bincount(decision.expert_ids.reshape(-1), minlength=8).min() > 20
 
 
 def kept_bytes(module, x):
@@ -89,9 +92,26 @@ def test_what_switchhead_keeps_does_not_grow_with_k():
     """Never a row of width C per slot: indices (8 bytes) and gates (a few floats) for each head and side."""
     width, heads, tokens, kept = 12, 2, 128, {}
     for k in (2, 6):
-        sizes = dict(num_experts=8, experts_per_token=k, self_attention=True)
-        kept[k] = kept_bytes(SwitchHeadAttention(width, heads, 6, **sizes), torch.randn(64, 2, width))
+        sizes = dict(switchhead_heads=heads, expert_dim=6, num_experts=8, experts_per_token=k)
+        module = SwitchHeadAttention(width, **sizes, self_attention=True)
+        kept[k] = kept_bytes(module, torch.randn(64, 2, width))
     assert kept[6] - kept[2] < tokens * 4 * heads * min(2 * 64, width * 4 * 2)
+
+
+def test_slots_are_sorted_once_for_each_routing_and_not_at_all_where_every_expert_is_chosen(monkeypatch):
+    sort, sorts = torch.sort, []
+    monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or sort(*args, **options))
+    monkeypatch.setitem(every_expert._STEP, "cpu", -1)
+    sizes = dict(num_experts=4, expert_dim=4, expert_backend="grouped", self_attention=True)
+    for build, per_token, expected in (
+        (MixtureOfAttention, 2, 1),
+        (MixtureOfAttention, 4, 0),
+        (SwitchHeadAttention, 2, 2),  # of queries and outputs, and of keys and values
+    ):
+        module = build(8, experts_per_token=per_token, **sizes)
+        sorts.clear()
+        module(torch.randn(5, 3, 8))[0].sum().backward()
+        assert len(sorts) == expected, build
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)

@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, mutual_information_loss, z_loss
+from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.routers import ACTIVATIONS, TopKRouter
-from moa_fairseq.attention.routing import RoutingDecision, RoutingSums
+from moa_fairseq.attention.routing import Routing, RoutingSums
 
 
 def decide(tokens, experts=4, chosen=2, groups=1, shared=0, padded=0, seed=0, dtype=torch.float32):
@@ -25,19 +26,19 @@ def decide(tokens, experts=4, chosen=2, groups=1, shared=0, padded=0, seed=0, dt
     index = torch.cat([torch.arange(shared).expand(tokens, -1), index], 1)
     mask = (torch.arange(tokens) >= tokens - padded) if padded else None
     sizes = dict(num_experts=probs.size(1), groups=groups, shared=shared)
-    return RoutingDecision(index, probs.gather(1, index), probs, logits, **sizes, padding_mask=mask)
+    return Routing(index, probs.gather(1, index), probs, logits, **sizes, padding=mask)
 
 
 def by_hand(d):
     """MoA Eq. 13-16, SUT Eq. 8 and the statistics, one number after the other."""
     size = (d.num_experts - d.shared) // d.groups
-    rows = [i for i in range(d.probs.size(0)) if d.padding_mask is None or not d.padding_mask[i]]
+    rows = [i for i in range(d.probs.size(0)) if d.padding is None or not d.padding[i]]
     balance = z = information = 0.0
     all_counts = []
     for group in range(d.groups):
         first = d.shared + group * size
         experts = range(first, first + size)
-        counts = [sum(int(e in d.expert_index[n].tolist()) for n in rows) for e in experts]
+        counts = [sum(int(e in d.expert_ids[n].tolist()) for n in rows) for e in experts]
         probs = [[d.probs[n, e].item() for e in experts] for n in rows]
         mass = [sum(p[i] for p in probs) for i in range(size)]
         if rows:
@@ -115,7 +116,7 @@ def test_gradients_of_many_are_those_of_each(kind, loss):
         probs = torch.softmax(free, -1).flatten(1)
         index = torch.tensor([[0, 3], [1, 4], [0, 5], [2, 3]])
         mask = torch.tensor([False, False, True, False])
-        return loss(RoutingDecision(index, probs, probs, logits, 6, groups=2, padding_mask=mask))
+        return loss(Routing(index, probs, probs, logits, 6, groups=2, padding=mask))
 
     g = torch.Generator().manual_seed(1)
     assert torch.autograd.gradcheck(
@@ -146,7 +147,7 @@ def test_sums_are_exact_under_autocast():
 
 def test_z_loss_survives_large_logits():
     logits = torch.full((2, 3), 1e4)
-    assert z_loss(RoutingDecision(torch.tensor([[0], [1]]), logits, logits, logits, 3)).isfinite()
+    assert z_loss(Routing(torch.tensor([[0], [1]]), logits, logits, logits, 3)).isfinite()
 
 
 @pytest.mark.parametrize("content", [0.5, math.inf, math.nan])
@@ -157,12 +158,12 @@ def test_padding_is_ignored_whatever_it_contains(loss, content):
     plain = decide(6, seed=3)
     decisions, leaves = [], []
     for padding in (None, torch.arange(9) > 5):
-        rows = (x.detach() for x in (plain.expert_index, plain.gate, plain.probs, plain.logits))
+        rows = (x.detach() for x in (plain.expert_ids, plain.gates, plain.probs, plain.logits))
         if padding is not None:
             rows = (torch.cat([x, x[:3] if x.dtype == torch.int64 else x[:3] * 0 + content]) for x in rows)
         index, gate, *ours = rows
         leaves.append([x.clone().requires_grad_() for x in ours])
-        decisions.append(RoutingDecision(index, gate, *leaves[-1], 4, padding_mask=padding))
+        decisions.append(Routing(index, gate, *leaves[-1], 4, padding=padding))
     assert torch.equal(*(decision.expert_counts for decision in decisions))
     torch.testing.assert_close(*(loss(decision) for decision in decisions))
     grads = (torch.autograd.grad(loss(d), x, allow_unused=True) for d, x in zip(decisions, leaves))
@@ -178,7 +179,7 @@ def test_padding_is_ignored_whatever_it_contains(loss, content):
 def test_probabilities_of_zero_leave_finite_gradients(activation, padding):
     """Of the mutual information: its slope must not become infinite times zero."""
     torch.manual_seed(0)
-    router = TopKRouter(4, num_experts=3, experts_per_token=2, activation=activation)
+    router = TopKRouter(4, MoASettings(3, 2, router_activation=activation))
     x = torch.randn(3, 4)
     x[2] *= 1e6  # its probabilities are 0 and 1 in float32
     x.requires_grad_()

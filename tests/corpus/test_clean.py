@@ -31,6 +31,7 @@ def test_a_plain_pair_passes_unchanged():
         ("The door is open", "Die TÃ¼r ist offen"),
         ("Save file", "Datei speichern"),  # too short
         ("The file " + "very " * 90 + "long", "Die Datei " + "sehr " * 90 + "lang"),
+        ("The file " + "very " * 70 + "long", "Die Datei " + "sehr " * 85 + "lang"),  # the German alone
         ("The file was saved", "Die Datei wurde unter dem angegebenen Namen am angegebenen Ort gespeichert"),
         ("Wait for 10 minutes", "Warten Sie 15 Minuten"),
         ("Simple OpenStack Dashboard", "Simple OpenStack Dashboard"),

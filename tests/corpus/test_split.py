@@ -2,7 +2,13 @@ import random
 
 import pytest
 
-from moa_fairseq.corpus.build import MAX_TEST_SHARE, SourcedPair, split_pairs, unique_pairs
+from moa_fairseq.corpus.build import (
+    MAX_TEST_SHARE,
+    MAX_VALID_SHARE,
+    SourcedPair,
+    split_pairs,
+    unique_pairs,
+)
 from moa_fairseq.corpus.clean import matching_key
 
 
@@ -37,8 +43,9 @@ def test_order_of_input_does_not_matter_and_sizes_are_bounded():
     random.Random(2).shuffle(shuffled)
     splits = split_pairs(pairs)
     assert splits == split_pairs(shuffled)
-    bound = int(len(pairs) * MAX_TEST_SHARE)
-    assert 0.9 * bound <= len(splits["test"]) <= bound
+    for split, share in (("test", MAX_TEST_SHARE), ("valid", MAX_VALID_SHARE)):
+        bound = int(len(pairs) * share)
+        assert 0.9 * bound <= len(splits[split]) <= bound
 
 
 def test_a_full_size_corpus_gives_1500_test_and_1000_valid_pairs():

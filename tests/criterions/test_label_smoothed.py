@@ -11,18 +11,20 @@ from fairseq.data import Dictionary
 from fairseq.logging import meters, metrics
 from torch import nn
 
-from moa_fairseq.attention.collector import collect_decisions, record
 from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import load_balance_loss, z_loss
+from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.criterions.with_routing import (
     LabelSmoothedCrossEntropyWithRouting,
     LabelSmoothedCrossEntropyWithRoutingConfig,
 )
+from moa_fairseq.transformer.forward_context import collect_routings, current_context
 from moa_fairseq.transformer.logged_values import mean_values
 
 TASK = argparse.Namespace(target_dictionary=Dictionary())
+TWO_OF_FOUR = MoASettings(num_experts=4, experts_per_token=2)
 
 
 class TwoRouters(nn.Module):
@@ -30,12 +32,12 @@ class TwoRouters(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.routers = nn.ModuleList(TopKRouter(8, 4, 2) for _ in range(2))
+        self.routers = nn.ModuleList(TopKRouter(8, TWO_OF_FOUR) for _ in range(2))
         self.head = nn.Linear(8, 12)
 
     def forward(self, x):
         for i, router in enumerate(self.routers):
-            record(f"layer{i}", router(x.reshape(-1, 8)))
+            current_context().record(f"layer{i}", router(x.reshape(-1, 8)))
         return (self.head(x),)
 
     def get_normalized_probs(self, net_output, log_probs):
@@ -71,7 +73,7 @@ def values_of(*logs):
 
 
 def auxiliary(model, batch, alpha=0.01, beta=0.001):
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         model(**batch["net_input"])
     return sum(alpha * load_balance_loss(d) + beta * z_loss(d) for _, d in decisions)
 
@@ -142,10 +144,10 @@ def decisions_of_three_kinds():
     """TopK routers about 1, 9 and 1 tokens, between them attention without auxiliary losses."""
     torch.manual_seed(3)
     routers = {
-        "a": (TopKRouter(8, 4, 2), 1),
+        "a": (TopKRouter(8, TWO_OF_FOUR), 1),
         "b": (SigmoidTopKRouter(8, 4, 2, auxiliary=False), 5),
-        "c": (TopKRouter(8, 4, 2), 9),
-        "d": (TopKRouter(8, 4, 2), 1),
+        "c": (TopKRouter(8, TWO_OF_FOUR), 9),
+        "d": (TopKRouter(8, TWO_OF_FOUR), 1),
         "e": (SigmoidTopKRouter(8, 4, 2), 7),
     }
     for router, _ in routers.values():

@@ -11,9 +11,9 @@ from fairseq.data import Dictionary
 from fairseq.logging import metrics
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import load_balance_loss, z_loss
 from moa_fairseq.criterions.with_routing import MaskedLmWithRouting, MaskedLmWithRoutingConfig
+from moa_fairseq.transformer.forward_context import collect_routings
 from moa_fairseq.transformer.logged_values import mean_values
 
 PAD, MASK = 1, 43
@@ -78,7 +78,7 @@ def test_in_validation_the_loss_is_fairseqs_and_routers_are_logged(task, model):
 
 @pytest.mark.parametrize("scale", ["sample-size", "none"])
 def test_the_auxiliary_term_counts_per_masked_token(task, model, scale):
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         model(**sample()["net_input"], features_only=True)
     aux = sum(0.5 * load_balance_loss(d) + 0.25 * z_loss(d) for _, d in decisions)
     expected = plain(task)(model, sample())[0] + aux * (3 if scale == "sample-size" else 1)

@@ -62,8 +62,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     self.wfile.write(b"\x1f\x8b" + b"x" * 99_998)
                     self.server.sent += 100_000
             return None
-        if name == "/slow.gz":
-            return self._trickle()
+        if name in ("/slow.gz", "/head.gz"):
+            return self._trickle(name)
         if name not in ("/file.gz", "/plain.gz"):
             return self._send(404, b"gone", "text/plain")
         start, status = 0, 200
@@ -74,13 +74,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self._send(416, b"", "text/plain")
         return self._send(status, self.server.content[start:], "application/gzip", start)
 
-    def _trickle(self):
+    def _trickle(self, name):
         self.send_response(200)
         self.send_header("Content-Length", str(len(CONTENT)))
-        self.end_headers()
+        slow = CONTENT
+        if name == "/slow.gz":
+            self.end_headers()
+        else:
+            self.flush_headers()
+            slow = b"X-Head: " + b"x" * 100
         with contextlib.suppress(ConnectionError):
             for number in range(100):
-                self.wfile.write(CONTENT[number : number + 1])
+                self.wfile.write(slow[number : number + 1])
                 time.sleep(0.02)
         self.close_connection = True
 
@@ -279,11 +284,12 @@ def test_nobody_answers(tmp_path, monkeypatch):
         download(gone, tmp_path)
 
 
-def test_a_server_that_sends_next_to_nothing_is_one_that_broke_off(server, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["slow.gz", "head.gz"])
+def test_a_server_that_sends_next_to_nothing_is_one_that_broke_off(server, tmp_path, monkeypatch, name):
     """Each byte begins the time limit of a connection anew; the next address serves."""
     monkeypatch.setattr(module, "WATCHED", 0.3)
-    assert download(source(server, "slow.gz", "file.gz"), tmp_path, ()).read_bytes() == CONTENT
-    assert [path for path, _ in server.requests] == ["/slow.gz", "/file.gz"]
+    assert download(source(server, name, "file.gz"), tmp_path, ()).read_bytes() == CONTENT
+    assert [path for path, _ in server.requests] == [f"/{name}", "/file.gz"]
 
 
 def test_pip_has_an_end_too(tmp_path, monkeypatch):

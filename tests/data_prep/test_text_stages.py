@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import regex
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
@@ -66,12 +67,12 @@ def run(tmp_path, write):
 
 
 def test_lines(write):
-    text = "\ufeffone\r\ntwo\u2028still two\n\nlast"
+    text = "\ufeffone\r\ntwo\u2028still two\n\n white \u00a0\nlast \t"
     plain, _ = write(text, "", "x")
     packed = plain.path.with_suffix(".gz")
     packed.write_bytes(gzip.compress(text.encode(), mtime=0))
     for path in (plain.path, packed):
-        assert list(read_lines(path)) == ["one", "two\u2028still two", "", "last"]
+        assert list(read_lines(path)) == ["one", "two\u2028still two", "", " white \u00a0", "last \t"]
 
 
 @pytest.mark.parametrize(
@@ -364,6 +365,13 @@ def test_few_merges_or_none(tmp_path):
 )
 def test_rules(source, target, rules, result):
     assert clean(source, target, rules) == result
+
+
+def test_words_are_parted_by_what_unicode_calls_white_space():
+    """Perl's \\s; Python's own takes the separators U+001C to U+001F for it, too."""
+    signs = [chr(number) for number in range(0x3100)]
+    parting = {sign for sign in signs if clean(f"a{sign}b", "c d", RULES) == ("a b", "c d")}
+    assert parting == {sign for sign in signs if regex.fullmatch(r"\p{White_Space}", sign)}
 
 
 @pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")

@@ -10,6 +10,8 @@ from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from moa_fairseq.cli import main
+from moa_fairseq.evaluation.against import against
+from moa_fairseq.evaluation.chains import Texts, running_text
 
 
 @pytest.fixture
@@ -69,6 +71,14 @@ def test_the_p_of_seeds_is_a_paired_t_test(outputs, capsys):
     assert "95 %, seeds" in capsys.readouterr().out
 
 
+def test_unequal_numbers_of_outputs_are_no_pairs(outputs):
+    reference = Path(outputs["reference"]).read_text().splitlines()
+    texts = {name: Texts(Path(outputs[name]).read_text().splitlines(), [reference]) for name in "abc"}
+    texts = {name: running_text(text) for name, text in texts.items()}
+    for row in against([texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3)["metrics"]:
+        assert "p_seeds" not in row and "low" not in row
+
+
 def test_a_system_does_not_differ_from_itself(outputs, capsys):
     rows, _ = compared(capsys, outputs, "a", "a")
     assert rows["BLEU"]["difference"] == 0 and rows["BLEU"]["p"] == 1
@@ -90,7 +100,7 @@ def test_a_comparison_warns_as_a_score_does(capsys, tmp_path):
     log.write_text("".join(f"T-{n}\ta b c d\nH-{n}\t-0.1\ta b c d\n" for n in (0, 2)))
     assert main(["score", str(log), "--allow-partial", "--against", str(log)]) == 0
     said = capsys.readouterr().err
-    assert said.count("1 sentences of the test set are missing") == 2 and said.count("--target-lang") == 2
+    assert said.count("1 sentence of the test set is missing") == 2 and said.count("--target-lang") == 2
 
 
 def test_only_one_test_set_can_be_compared(outputs, capsys, tmp_path):

@@ -142,11 +142,14 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_and_a_deviation(result
     again = run("quickstart_moa", None, 7.0, seed=1)
     wider = {**again, "seed": 5, "command": "recipe --set model.arch=x"}
     failed = {**again, "seed": 6, "status": "diverged"}
+    for measured, seconds in zip(runs, (600, 900, 1800)):
+        measured["train_seconds"] = seconds
     runs[0]["command"] = "recipe --save-dir runs/a --record"
     runs[1]["command"] = "recipe --set train.seed=2 --record two --save-dir b"
     runs[2]["command"] = again["command"] = longer["command"] = "recipe"
     text = render(record(results, *runs, longer, again, wider, failed), markdown=True)
-    assert "| quickstart_moa (3 seeds) | 8.00 ± 1.00 |" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| quickstart_moa (3 seeds) |"))
+    assert "| 8.00 ± 1.00 |" in line and "| 18.3 min |" in line
     for number in range(3, 7):
         assert f"| quickstart_moa_{number} |" in text, "no average with it"
 

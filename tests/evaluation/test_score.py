@@ -135,7 +135,8 @@ def test_of_a_raw_reference_those_lines_count_that_the_log_has(tmp_path, capsys)
     path.write_text(path.read_text(encoding="utf-8").replace("-0\t", "-6\t"), encoding="utf-8")
     lines = ["nichts", RAW_OUTPUTS[1], *["nichts"] * 4, RAW_OUTPUTS[0]]
     raw = write_text(tmp_path / "raw", lines)
-    assert score_json(capsys, str(path), "--raw-reference", raw)["sacrebleu"]["score"] == pytest.approx(100)
+    scores = score_json(capsys, str(path), "--raw-reference", raw, "--allow-partial")
+    assert scores["sacrebleu"]["score"] == pytest.approx(100)
 
 
 def test_several_references(tmp_path, capsys):
@@ -148,11 +149,12 @@ def test_several_references(tmp_path, capsys):
 
 def test_warnings_name_what_makes_a_score_doubtful(tmp_path, capsys):
     path = tmp_path / "log"
-    write_log(path, ["<<unk>> a", "b"], ["a", "b"])
+    write_log(path, ["<<unk>> a <<unk>>", "b"], ["a", "b"])
     path.write_text(path.read_text(encoding="utf-8").replace("-1\t", "-7\t"), encoding="utf-8")
-    assert main(["score", str(path)]) == 0
+    assert main(["score", str(path)]) == 2 and "--allow-partial" in capsys.readouterr().err
+    assert main(["score", str(path), "--allow-partial"]) == 0
     warnings = capsys.readouterr().err
-    assert "1 reference words are unknown" in warnings
+    assert "2 reference words are unknown" in warnings
     assert "6 sentences of the test set are missing" in warnings
 
 
@@ -303,8 +305,8 @@ def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
 
 
 def test_one_stray_lower_one_eighth_block_is_text():
-    assert subword_kind(["a b c", "f g \u2581 i"]) == "none"
-    assert subword_kind(["\u2581a b \u2581c", "\u2581d", ""]) == "sentencepiece"
+    assert subword_kind(["a b c", "f g \u2581 i", "\u2581 x"]) == "none"
+    assert subword_kind(["\u2581a b \u2581c", "\u2581d", "", " ", ""]) == "sentencepiece"
     assert subword_kind(["a@@ b c", "d"]) == "subword_nmt"
 
 

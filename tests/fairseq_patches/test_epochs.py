@@ -6,6 +6,7 @@ import os
 import time
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from fairseq.data import Dictionary, FairseqDataset, ListDataset, MaskTokensDataset
@@ -170,6 +171,23 @@ def test_a_curriculum_ends(epochs_over, workers):
     assert sorted(orders[1]) == orders[0]
 
 
+def test_a_training_set_is_validated_on_apart(build_trainer):
+    """--valid-subset valid,train, in the middle of epoch 2."""
+    trainer, batches = build_trainer()
+    training = trainer.get_train_iterator(2, load_dataset=False)
+    assert len(list(training.next_epoch_itr())) == len(batches)
+    rest = training.next_epoch_itr()
+    next(rest)
+    place = training.state_dict()
+    for _ in range(2):
+        valid = trainer.get_valid_iterator("train").next_epoch_itr(shuffle=False, set_dataset_epoch=False)
+        assert sum(len(batch["id"]) for batch in valid) == 120
+        assert training.state_dict() == place
+    assert trainer.get_train_iterator(3, load_dataset=False) is training
+    assert trainer.get_valid_iterator("train") is trainer.get_valid_iterator("train")
+    assert len(list(rest)) == len(batches) - 1
+
+
 def test_no_masks_of_the_last_epoch_are_remembered():
     """fairseq keeps the last eight items that it made, and forgets to ask of which epoch they are."""
     dictionary = Dictionary()
@@ -185,3 +203,15 @@ def test_no_masks_of_the_last_epoch_are_remembered():
         seen.append((source[0].clone(), target[0].clone()))
     assert not torch.equal(seen[0][0], seen[1][0]) and not torch.equal(seen[0][1], seen[1][1])
     assert torch.equal(seen[0][0], seen[2][0]) and torch.equal(seen[0][1], seen[2][1])
+
+
+def test_a_process_that_begins_in_a_later_epoch_groups_sentences_alike(build_trainer):
+    """Those of one length stand in a random order, which decides who shares a batch."""
+    trainer, _ = build_trainer()
+    groups = []
+    for epoch in (1, 3):
+        trainer.task.dataset_to_epoch_iter.clear()  # as in a new process
+        iterator = trainer.get_train_iterator(epoch)
+        groups.append([batch.tolist() for batch in map(numpy.array, iterator.frozen_batches)])
+        assert iterator.seed == 7  # by which the batches of an epoch are shuffled
+    assert groups[0] == groups[1] and len(groups[0]) > 5

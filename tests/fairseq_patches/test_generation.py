@@ -65,6 +65,12 @@ def test_flags_that_do_not_go_together(flags, named):
         FairseqTask(None).build_generator([], argparse.Namespace(**flags))
 
 
+def test_a_choice_of_two_searches_is_the_error_that_fairseq_raises():
+    with pytest.raises(ValueError, match="--match-source-len"):
+        flags = argparse.Namespace(diverse_beam_groups=5, match_source_len=True)
+        FairseqTask(None).build_generator([], flags)
+
+
 def test_diverse_groups_of_any_sentences():
     """Numbers of sentences beyond the size of the batch, and sentences that leave it early."""
     dictionary = words()

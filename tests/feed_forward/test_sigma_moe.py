@@ -5,19 +5,21 @@ import math
 import pytest
 import torch
 
-from moa_fairseq.attention.collector import collect_decisions, query_padding
 from moa_fairseq.attention.losses import BALANCE_LOSSES
 from moa_fairseq.attention.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.errors import UserError
-from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE, SigmaMoESettings
+from moa_fairseq.transformer.fairseq_call import FairseqSigmaMoE
+from moa_fairseq.transformer.forward_context import collect_routings, forward_context
 
 C, E, K, D = 12, 6, 3, 5
 
 
-def build(backend="grouped", **sizes):
+def build(backend="grouped", kind=SigmaMoE, **sizes):
     torch.manual_seed(0)
     sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, **sizes}
-    module = SigmaMoE(C, backend=backend, **sizes)
+    settings = SigmaMoESettings(**{f"sigma_moe_{name}": size for name, size in sizes.items()})
+    module = kind(C, settings, expert_backend=backend)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=0.5)
@@ -59,13 +61,16 @@ def test_output_and_every_gradient_equal_the_dense_sum(shape, sizes, backend):
 
 
 def test_padding_gives_zeros_and_counts_for_nothing():
-    module, x = build(), torch.randn(4, 2, C)
+    module, x = build(), torch.randn(4, 2, C)  # [T, B, C]
     padding = torch.tensor([[False] * 4, [False, True, True, True]])
-    with query_padding(padding), collect_decisions() as decisions:
-        out = module(x)
-    torch.testing.assert_close(out.double(), exact(module, x, padding), rtol=1e-4, atol=1e-5)
-    ((_, decision),) = decisions
-    assert decision.auxiliary and decision.expert_counts.sum() == 5 * K
+    expected = exact(module, x, padding)
+    out, (routing,) = module(x.transpose(0, 1), padding, with_routing=True)
+    with forward_context(padding=padding), collect_routings() as named:
+        in_fairseq = build(kind=FairseqSigmaMoE)(x)
+    ((_, recorded),) = named
+    for found, of in ((out.transpose(0, 1), routing), (in_fairseq, recorded)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        assert of.auxiliary and of.expert_counts.sum() == 5 * K
 
 
 def test_the_entropy_regulariser_by_hand():
@@ -87,8 +92,8 @@ def test_the_entropy_regulariser_by_hand():
 
 
 def test_all_padding_has_a_finite_regulariser():
-    decision = SigmoidTopKRouter(C, E, K)(torch.randn(3, C), torch.ones(3, dtype=torch.bool))
-    assert BALANCE_LOSSES["entropy"](decision).item() == 0.0
+    routing = SigmoidTopKRouter(C, E, K)(torch.randn(3, C), torch.ones(3, dtype=torch.bool))
+    assert BALANCE_LOSSES["entropy"](routing).item() == 0.0
 
 
 def test_costs():

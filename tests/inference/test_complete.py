@@ -4,6 +4,7 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.inference import complete
+from moa_fairseq.inference.text_model import status_of
 
 
 class Loading(Exception):
@@ -21,3 +22,9 @@ def test_draws_begin_from_the_seed_zero_too(monkeypatch, flags, seed):
     with pytest.raises(Loading):
         main(["complete", "runs/x", "--sample", "2", *flags])
     assert seeds == [seed]
+
+
+@pytest.mark.parametrize("count, words", [(0, ""), (1, "1 line was left out"), (2, "2 lines were left out")])
+def test_lines_that_are_left_out_are_counted_in_words(caplog, count, words):
+    assert status_of(count) == int(count > 0)
+    assert words in caplog.text and bool(caplog.text) == (count > 0)

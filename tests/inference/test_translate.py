@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from fairseq.data import Dictionary
 
 from moa_fairseq.cli import main
 from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
 from moa_fairseq.inference.text_codec import codec_of
-from moa_fairseq.inference.text_model import shown
+from moa_fairseq.inference.text_model import hypotheses, shown
 from moa_fairseq.text import detokenize
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
@@ -153,6 +154,23 @@ def test_a_line_that_cannot_be_read_is_named_and_the_rest_translated(run, capsys
     assert (tmp_path / "out").read_text().splitlines() == [good[0], "", "", "", good[1]]
     said = capsys.readouterr()
     assert "line 2 " in said.err and "line 3 " in said.err and "line 4 " not in said.err and not said.out
+
+
+def test_no_word_becomes_a_border_of_the_text(caplog):
+    """As it would in text whose words are the symbols; <unk> is an unknown word."""
+    names = Dictionary()
+    names.add_symbol("dog")
+    model = SimpleNamespace(
+        src_dict=names,
+        max_positions=9,
+        encode=lambda line: names.encode_line(line, add_if_not_exist=False).long(),
+        generate=lambda tokens, **settings: [[{"tokens": each}] for each in tokens],
+    )
+    lines = ["dog", "<pad> dog", "dog </s>", "<s>", "<unk> dog", "cat dog"]
+    found = [answer for _, answer in hypotheses(model, list(enumerate(lines, 1)), {})]
+    assert [bool(answer) for answer in found] == [True, False, False, False, True, True]
+    assert found[4][0]["tokens"].tolist() == found[5][0]["tokens"].tolist()
+    assert all(f"line {number} is left out" in caplog.text for number in (2, 3, 4))
 
 
 @pytest.fixture
@@ -347,6 +365,8 @@ def test_a_language_model_goes_on_greedily(language_model, capsys, monkeypatch):
             break
         tokens = torch.cat([tokens, best[None]])
     assert said == codec.decode(dictionary.string(tokens[1:])) and len(tokens) > prompt
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"the cat\n{'a ' * 9}\n"))  # in one batch
+    assert answer(capsys, "complete", checkpoint, "--data", data, "--tokens", 5)[0] == said
     for flag, value in (("--tokens", "99"), ("--temperature", "0.5"), ("--seed", "3")):
         assert main(["complete", str(checkpoint), "--data", str(data), flag, value]) == 2
         assert flag in capsys.readouterr().err

@@ -50,14 +50,18 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     @property
-    def into(self):
+    def is_up(self):
         return USES[self.use][0]
 
     @property
+    def fan(self):
+        return USES[self.use][1](self.shape[3])
+
+    @property
     def slots(self):
-        """(slots_per_row, slots_per_sum)"""
+        """(slots of a row, slots of a sum)"""
         *_, k, _, heads, _ = self.shape
-        return USES[self.use][1](heads, k)
+        return (heads * k, self.fan) if self.is_up else (self.fan, heads * k)
 
     @functools.cached_property
     def inputs(self):
@@ -65,7 +69,7 @@ class Case:
         g = torch.Generator().manual_seed(tokens + 31 * experts)
         index = choose(tokens, experts, k, heads, kind, g)
         per_row, per_sum = self.slots
-        width, out_width = (model_dim, dim) if self.into == "experts" else (dim, model_dim)
+        width, out_width = (model_dim, dim) if self.is_up else (dim, model_dim)
         gate = torch.rand(tokens, heads * k, generator=g)
         gate[: tokens // 3] = 0.0  # padding
         found = {
@@ -98,28 +102,22 @@ class Case:
         rows, weight, gate, bias = (leaves.get(name) for name in ("rows", "weight", "gate", "bias"))
         sums = [[] for _ in range(index.numel() // per_sum)]
         for slot, expert in enumerate(index.flatten().tolist()):
-            matrix = weight[expert] if self.into == "experts" else weight[expert].t()
+            matrix = weight[expert] if self.is_up else weight[expert].t()
             value = matrix @ rows[slot // per_row]
             value = value if bias is None else value + bias[expert]
             sums[slot // per_sum].append(value if gate is None else gate.flatten()[slot] * value)
         if not sums:
-            return rows.new_zeros(0, weight.size(1 if self.into == "experts" else 2))
+            return rows.new_zeros(0, weight.size(1 if self.is_up else 2))
         return torch.stack([sum(slots) for slots in sums])
 
     def projected(self, backend, in_order=False):
         """What `run` computes by `project`."""
-        per_row, per_sum = self.slots
 
         def function(index, leaves):
             order = SlotOrder(index, leaves["weight"].size(0), in_order)
-            return project(
-                order=order,
-                into=self.into,
-                slots_per_row=per_row,
-                slots_per_sum=per_sum,
-                backend=backend,
-                **leaves,
-            )
+            rows, weight, gates, bias = (leaves.get(name) for name in ("rows", "weight", "gate", "bias"))
+            options = dict(is_up=self.is_up, fan=self.fan, backend=backend)
+            return project(rows, weight, order, gates=gates, bias=bias, **options)
 
         return function
 

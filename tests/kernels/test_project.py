@@ -1,23 +1,30 @@
 """Every backend against a float64 loop nobody can doubt: forward and all gradients, ugly shapes, memory."""
 
+import functools
+
 import pytest
 import torch
 from projection_cases import SHAPES, USES, choose, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moa_fairseq.attention.routing import RoutingDecision
-from moa_fairseq.kernels import SlotOrder, grouped, project
-from moa_fairseq.kernels.grouped import EveryExpert, ExpertLoop, SortedRows, dense, expert_loop, sorted_rows
+from moa_fairseq.kernels import SlotOrder, every_expert, project, projection
+from moa_fairseq.kernels.grouped import dense, expert_loop, sorted_rows
+from moa_fairseq.kernels.grouped.expert_loop import ExpertLoop
+from moa_fairseq.kernels.grouped.sorted_rows import SortedRows
 
-# name → the class of the plan, and the constants that make it go in steps
+# name → the way, and the constants that make it go in steps
 WALKS = {
     "as chosen": (None, []),
-    "expert_loop": (ExpertLoop, []),
-    "expert_loop in pieces": (ExpertLoop, [(expert_loop, "_PIECE", 3)]),
-    "every_expert": (EveryExpert, []),
-    "sorted_rows": (SortedRows, []),
-    "sorted_rows in steps": (SortedRows, [(sorted_rows, "_FREE_ELEMENTS", 0), (sorted_rows, "_UNIT", 4)]),
+    "expert_loop": (projection._LOOP, []),
+    "expert_loop in pieces": (projection._LOOP, [(expert_loop, "_PIECE", 3)]),
+    "every_expert": (projection._EVERY, []),
+    "placed_rows": (projection._FEW, []),
+    "sorted_rows": (projection._SORTED, []),
+    "sorted_rows in steps": (
+        projection._SORTED,
+        [(sorted_rows, "_FREE_ELEMENTS", 0), (sorted_rows, "_UNIT", 4)],
+    ),
 }
 
 
@@ -29,11 +36,12 @@ def assert_close(fast, exact, what):
 
 
 def walk_by(name, monkeypatch):
-    plan, constants = WALKS.get(name, (None, []))
-    if plan is SortedRows and not sorted_rows.HAS_GROUPED_MM:
+    way, constants = WALKS.get(name, (None, []))
+    if way is projection._SORTED and not sorted_rows.HAS_GROUPED_MM:
         pytest.skip("no grouped_mm in this torch")
-    if plan is not None:
-        monkeypatch.setattr(grouped, "_kind", lambda *_: plan)
+    if way is not None:
+        always = way._replace(unsupported_reason=lambda _: "")
+        monkeypatch.setitem(projection._WAYS, "grouped", (always,))
     for constant in constants:
         monkeypatch.setattr(*constant)
 
@@ -64,17 +72,17 @@ def switchhead(use, tokens, model_dim, num_experts, k, dim, heads=2):
     """A function that computes one of SwitchHead's fans and all its gradients, and keeps nothing."""
     g = torch.Generator().manual_seed(1)
     index = choose(tokens, num_experts, k, heads, "random", g)
-    into, slots, _ = USES[use]
-    per_row, per_sum = slots(heads, k)
-    rows = torch.randn(index.numel() // per_row, model_dim if into == "experts" else dim, requires_grad=True)
+    is_up, fan, _ = USES[use]
+    narrow = (index.numel() // fan(k), dim)
+    wide = (tokens, model_dim)
+    rows = torch.randn(wide if is_up else narrow, requires_grad=True)
     weight = torch.randn(heads * num_experts, dim, model_dim, requires_grad=True)
     gate = torch.rand(index.shape, requires_grad=True)
-    upstream = torch.randn(index.numel() // per_sum, dim if into == "experts" else model_dim)
+    upstream = torch.randn(narrow if is_up else wide)
 
     def step(backend="grouped"):
         order = SlotOrder(index, weight.size(0))
-        fan = dict(into=into, slots_per_row=per_row, slots_per_sum=per_sum)
-        out = project(rows, order, weight, gate=gate, backend=backend, **fan)
+        out = project(rows, weight, order, is_up=is_up, fan=fan(k), gates=gate, backend=backend)
         torch.autograd.grad(out, (rows, weight, gate), upstream)
 
     return step
@@ -133,20 +141,75 @@ def test_switchheads_peak_of_memory_is_flat_in_k(use):
     assert peaks[4] - peaks[1] < 4 * more_slots * dim / 2, peaks  # not even the slots' narrow side
 
 
-def test_sizes_that_do_not_fit_are_refused():
+@pytest.mark.skipif(not sorted_rows.HAS_GROUPED_MM, reason="no grouped_mm in this torch: 2.10 has it")
+@pytest.mark.parametrize("use", USES)
+def test_each_step_of_sorted_rows_names_rows_that_it_has(use, monkeypatch):
+    """A GPU reads what the offsets say; a CPU's product stops at the last row by itself."""
+    product, calls = torch.nn.functional.grouped_mm, []
+
+    def watch(left, right, offs):
+        calls.append(offs.tolist())
+        assert calls[-1] == sorted(calls[-1]) and calls[-1][0] >= 0
+        assert calls[-1][-1] == left.size(0 if right.dim() == 3 else 1)
+        return product(left, right, offs=offs)
+
+    monkeypatch.setattr(sorted_rows.F, "grouped_mm", watch)
+    walk_by("sorted_rows in steps", monkeypatch)
+    (case, *_) = variants(SHAPES["aligned for grouped_mm"], use)
+    case.run(case.projected("grouped"), torch.float32)
+    assert len(calls) > 3, "there was one step"
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "options"),
+    [
+        ((2, 8), (3, 4, 8), {"is_up": True}),  # two tokens for three
+        ((3, 8), (2, 4, 8), {"is_up": True}),  # two experts for three
+        ((3, 4), (3, 4, 8), {"is_up": True}),  # of the experts' width
+        ((3, 8), (3, 4, 8), {"is_up": True, "fan": 4}),  # of two slots
+        ((6, 8), (3, 4, 8), {"is_up": False}),  # of the model's width
+        ((6, 4), (3, 4, 8), {"is_up": False, "fan": 2}),
+        ((3, 8), (3, 4, 8), {"is_up": True, "gates": torch.rand(3)}),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(rows, weight, options):
     order = SlotOrder(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
-    rows, weight = torch.randn(3, 8), torch.randn(3, 4, 8)
-    fan = dict(slots_per_row=2, slots_per_sum=1)
-    for match, arguments, options in (
-        ("into must be", (rows, order, weight), dict(fan, into="heads")),
-        ("2 rows of 2 slots", (rows[:2], order, weight), dict(fan, into="experts")),
-        ("sums of 4", (rows, order, weight), dict(fan, into="experts", slots_per_sum=4)),
-        ("rows of width 8", (rows, order, weight), dict(fan, into="model")),
-        ("weights of 2 experts", (rows, order, weight[:2]), dict(fan, into="experts")),
-        ("3 gates for 6 slots", (rows, order, weight), dict(fan, into="experts", gate=torch.rand(3))),
-    ):
-        with pytest.raises(ValueError, match=match):
-            project(*arguments, **options)
+    with pytest.raises(ValueError):
+        project(torch.randn(rows), torch.randn(weight), order, **options)
+
+
+def second_gradients(case, function, dtype, is_constant):
+    """Gradients of something made of the gradients, and of the incoming one unless that is a constant."""
+    index, inputs, upstream = case.inputs
+    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.items()}
+    incoming = upstream.detach().to(dtype).requires_grad_(not is_constant)
+    first = torch.autograd.grad(function(index, leaves), leaves.values(), incoming, create_graph=True)
+    penalty = sum((grad * grad.detach().cos()).sum() for grad in first)
+    named = leaves if is_constant else {**leaves, "upstream": incoming}
+    options = dict(allow_unused=True, materialize_grads=True)
+    return dict(zip(named, torch.autograd.grad(penalty, named.values(), **options)))
+
+
+@functools.cache
+def exact_second_gradients(case, is_constant):
+    return second_gradients(case, case._loop, torch.float64, is_constant)
+
+
+@pytest.mark.parametrize("walk", ["reference", *WALKS])
+@pytest.mark.parametrize("use", USES)
+def test_differentiated_twice(use, walk, monkeypatch):
+    """With an incoming gradient that is a constant, as of a sum, and one that is not."""
+    walk_by(walk, monkeypatch)
+    backend = walk if walk == "reference" else "grouped"
+    # grouped_mm takes no float64
+    dtype = torch.float32 if walk.startswith("sorted_rows") else torch.float64
+    for shape in ((6, 8, 4, 2, 4, 2, "random"), (3, 8, 4, 4, 4, 1, "all")):
+        for case in variants(shape, use):
+            function = case.projected(backend, shape[-1] == "all")
+            for is_constant in (True, False):
+                found = second_gradients(case, function, dtype, is_constant)
+                for name, exact in exact_second_gradients(case, is_constant).items():
+                    assert_close(found[name], exact, f"{name}, {case}")
 
 
 @pytest.mark.parametrize("walk", WALKS)
@@ -182,10 +245,9 @@ def test_plans_of_a_slot_order_are_made_once(monkeypatch):
     order, flat = SlotOrder(index, 7), index.reshape(-1)
     assert (flat[order.order].diff() >= 0).all()
     assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
-    rows = order.plan(SortedRows, 4, 1)
-    assert order.plan(SortedRows, 4, 1) is rows and order.plan(SortedRows, 2, 1) is not rows
-    assert order.plan(SortedRows, 4, 2) is not rows and order.plan(ExpertLoop, 4, 1) is not rows
-    loop = order.plan(ExpertLoop, 4, 1)
+    rows = order.plan(SortedRows, 1)
+    assert order.plan(SortedRows, 1) is rows and order.plan(SortedRows, 2) is not rows
+    loop = order.plan(ExpertLoop, 1)
     assert loop.unchosen == [6] and all(1 <= len(rows) <= 7 for rows in loop.wide_rows)
 
 
@@ -203,7 +265,10 @@ def test_plans_of_a_slot_order_are_made_once(monkeypatch):
 def test_when_computing_every_expert_pays(sizes, pays, pays_in_bfloat16):
     tokens, per_token, *shape = sizes
     for dtype, expected in ((torch.float32, pays), (torch.bfloat16, pays_in_bfloat16)):
-        assert grouped.every_expert_pays(tokens, per_token, torch.empty(shape, dtype=dtype)) == expected
+        order = SlotOrder(torch.zeros(tokens, per_token, dtype=torch.int64), shape[0])
+        weight = torch.empty(shape, dtype=dtype)
+        product = projection.Product(weight.new_empty(tokens, shape[2]), weight, None, None, order, True, 1)
+        assert (not every_expert.unsupported_reason(product)) == expected
 
 
 @pytest.mark.parametrize(
@@ -221,7 +286,7 @@ def test_grouped_mm_is_called_only_where_it_is_a_kernel(major, is_bf16, taken, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     dtype = torch.bfloat16 if is_bf16 else torch.float16
     rows, weight = (torch.zeros(size, dtype=dtype).as_subclass(OnGpu) for size in ((4, 16), (2, 8, 16)))
-    assert sorted_rows.takes(rows, weight) == taken
+    assert (not sorted_rows.unsupported_reason(rows, weight)) == taken
 
 
 @pytest.mark.parametrize("backend", ["reference", "grouped"])
@@ -238,22 +303,13 @@ def test_autocast_gives_what_a_matmul_gives(use, backend):
     assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
 
 
-def test_decision_sorts_once_and_not_at_all_when_every_expert_is_chosen():
-    probs = torch.rand(5, 3)
-    some = RoutingDecision(torch.randint(0, 3, (5, 2)), torch.rand(5, 2), probs, probs, 3)
-    assert some.slot_order is some.slot_order
-    every = RoutingDecision(torch.arange(3).expand(5, 3), probs, probs, probs, 3)
-    assert every.slot_order.in_order and not some.slot_order.in_order
-
-
-@pytest.mark.parametrize("walk", ["expert_loop", "every_expert"])
+@pytest.mark.parametrize("walk", ["expert_loop", "every_expert", "placed_rows"])
 def test_in_half_precision_a_sum_of_slots_is_rounded_once(walk, monkeypatch):
     """256 + 1 is 256 in bfloat16, and so seven times; but the sum of all eight is 264."""
     walk_by(walk, monkeypatch)
     order, gate = SlotOrder(torch.arange(8).expand(3, -1), 8), torch.tensor([256.0] + [1.0] * 7)
     slots, weight = torch.eye(4)[:1].expand(24, -1).bfloat16(), torch.ones(8, 4, 16).bfloat16()
-    fan = dict(into="model", slots_per_row=1, slots_per_sum=8, backend="grouped")
-    out = project(slots.contiguous(), order, weight, gate=gate.repeat(3), **fan)
+    out = project(slots.contiguous(), weight, order, is_up=False, gates=gate.repeat(3), backend="grouped")
     assert out.shape == (3, 16) and (out == 264).all()
 
 

@@ -214,6 +214,5 @@ def test_auto_takes_no_triton_for_few_tokens(monkeypatch):
     monkeypatch.setattr(backend, "project", lambda *_: 1 / 0)
     monkeypatch.setattr(SlotOrder, "_sorted", property(lambda self: 1 / 0))
     order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
-    fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
-    out = projection.project(torch.ones(2, 8), order, torch.ones(3, 4, 8), **fan, backend="auto")
+    out = projection.project(torch.ones(2, 8), torch.ones(3, 4, 8), order, is_up=True, backend="auto")
     assert (out == 8).all()

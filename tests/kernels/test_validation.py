@@ -11,7 +11,7 @@ from test_triton import python
 
 import moa_fairseq
 from moa_fairseq.files import shipped
-from moa_fairseq.kernels import SlotOrder, projection, resolve_backend, validate, validation
+from moa_fairseq.kernels import SlotOrder, every_expert, projection, resolve_backend, validate, validation
 from moa_fairseq.kernels import triton as backend
 
 HERE = Path(__file__).parent
@@ -101,12 +101,12 @@ def test_auto_trusts_the_dtypes_that_were_gone_through(on_a_gpu, monkeypatch):
     taken = []
     monkeypatch.setattr(backend, "takes", lambda rows, weight: True)
     monkeypatch.setattr(backend, "project", lambda rows, *_: taken.append(rows.dtype))
-    monkeypatch.setattr(projection.grouped, "every_expert_pays", lambda *_: False)
+    for device in ("cpu", "cpu bfloat16"):
+        monkeypatch.setitem(every_expert._STEP, device, -1)
     order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows, weight = torch.ones(2, 8, dtype=dtype), torch.ones(3, 4, 8, dtype=dtype)
-        fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
-        projection.project(rows, order, weight, **fan, backend="auto")
+        projection.project(rows, weight, order, is_up=True, backend="auto")
     assert taken == [torch.bfloat16]
 
 

@@ -214,20 +214,17 @@ def test_what_the_kernels_do_not_take_goes_elsewhere():
     assert not triton_backend.takes(x.half(), x)
     index = torch.tensor([[0, 2], [1, 2], [0, 1]], device=DEVICE)
     weight = torch.randn(3, 4, 8, device=DEVICE, dtype=torch.float64)
-    arguments = (x.double(), SlotOrder(index, 3), weight)
-    fan = dict(into="experts", slots_per_row=2, slots_per_sum=1)
-    torch.testing.assert_close(
-        project(*arguments, **fan, backend="triton"), project(*arguments, **fan, backend="reference")
-    )
+    arguments = (x.double(), weight, SlotOrder(index, 3))
+    triton, reference = (project(*arguments, is_up=True, backend=name) for name in ("triton", "reference"))
+    torch.testing.assert_close(triton, reference)
 
 
 def _both(x, weight, out_weight, gate, index, num_experts):
     """Both directions of SwitchHead with two heads, as a layer uses them: x [N, C] → [N, C]."""
-    order, slots = SlotOrder(index, num_experts), index.size(1)
-    options = dict(gate=gate, backend="triton")
-    heads = project(x, order, weight, into="experts", slots_per_row=slots, slots_per_sum=2, **options)
-    heads = heads.tanh()
-    return project(heads, order, out_weight, into="model", slots_per_row=2, slots_per_sum=slots, **options)
+    order = SlotOrder(index, num_experts)
+    options = dict(gates=gate, fan=2, backend="triton")
+    heads = project(x, weight, order, is_up=True, **options).tanh()
+    return project(heads, out_weight, order, is_up=False, **options)
 
 
 def _arguments(tokens=9, model_dim=20, num_experts=4, k=2, dim=12, dtype=torch.float32):
@@ -247,9 +244,7 @@ def test_operators_keep_the_contract_of_torch(use):
         order = SlotOrder(index.to(DEVICE), leaves["weight"].size(0))
         tensors = (leaves["rows"], leaves["weight"], leaves.get("bias"), gate)
         routing = (order.expert, order.order, order.offsets)
-        torch.library.opcheck(
-            triton_backend.expert_project, (*tensors, *routing, case.into == "experts", *case.slots)
-        )
+        torch.library.opcheck(triton_backend.expert_project, (*tensors, *routing, case.is_up, *case.slots))
 
 
 def test_eager_code_calls_no_operator_of_torch(monkeypatch):
@@ -313,7 +308,7 @@ def test_a_second_derivative_is_refused_not_wrong():
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_whole_attention_in_data_parallel_equals_the_reference_backend(bias, tmp_path):
     outcomes = []
-    x, upstream = torch.randn(2, 7, 3, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x, upstream = torch.randn(2, 3, 7, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     padding = (torch.arange(7) >= torch.tensor([[7], [4], [7]])).to(DEVICE)
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -324,13 +319,13 @@ def test_a_whole_attention_in_data_parallel_equals_the_reference_backend(bias, t
                 num_experts=5,
                 experts_per_token=2,
                 expert_dim=12,
-                bias=bias,
+                expert_bias=bias,
                 self_attention=True,
-                backend=backend,
+                expert_backend=backend,
             )
             inputs = x.clone().requires_grad_()
             wrapped = torch.nn.parallel.DistributedDataParallel(module.to(DEVICE))
-            out, _ = wrapped(inputs, inputs, inputs, key_padding_mask=padding, need_weights=False)
+            out = wrapped(inputs, padding=padding)
             out.backward(upstream)
             outcomes.append([out.detach(), inputs.grad, *(p.grad for p in module.parameters())])
     finally:

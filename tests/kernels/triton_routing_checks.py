@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.kernels import SlotOrder
 from moa_fairseq.kernels import triton as backend
@@ -31,9 +32,10 @@ def routers(sizes, renormalize, dtype):
     """The same router by Triton and, in float64, by torch; rounded inputs."""
     _, width, experts, per_token = sizes
     torch.manual_seed(sum(sizes))
-    fast = TopKRouter(width, experts, per_token, renormalize, backend="triton").to(DEVICE, dtype)
+    sizes = dict(num_experts=experts, experts_per_token=per_token, router_renormalize=renormalize)
+    fast = TopKRouter(width, MoASettings(**sizes, expert_backend="triton")).to(DEVICE, dtype)
     torch.nn.init.normal_(fast.projection.weight)
-    exact = TopKRouter(width, experts, per_token, renormalize, backend="grouped").to(DEVICE, torch.float64)
+    exact = TopKRouter(width, MoASettings(**sizes, expert_backend="grouped")).to(DEVICE, torch.float64)
     exact.load_state_dict(fast.state_dict())
     return fast.eval(), exact.eval()  # a training refuses gates that are all 1
 
@@ -58,14 +60,14 @@ def test_routing_and_its_gradients_equal_float64(sizes, padded, renormalize, dty
         leaves.append((inputs, router.projection.weight))
     ours, theirs = decisions
     assert launched == [1], "the kernel did not run, or ran for the reference"
-    assert torch.equal(ours.expert_index, theirs.expert_index)
-    for name in ("logits", "probs", "gate"):
+    assert torch.equal(ours.expert_ids, theirs.expert_ids)
+    for name in ("logits", "probs", "gates"):
         got = getattr(ours, name)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), getattr(theirs, name), atol=1e-5, rtol=1e-5, msg=name)
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    upstream = {n: torch.randn(getattr(ours, n).shape, device=DEVICE) for n in ("logits", "probs", "gate")}
-    for names in (("gate",), ("probs",), ("logits", "probs", "gate")):  # an absent gradient is zero
+    upstream = {n: torch.randn(getattr(ours, n).shape, device=DEVICE) for n in ("logits", "probs", "gates")}
+    for names in (("gates",), ("probs",), ("logits", "probs", "gates")):  # an absent gradient is zero
         grads = [
             torch.autograd.grad(
                 [getattr(d, n) for n in names],
@@ -85,7 +87,7 @@ def test_not_a_number_still_gives_each_slot_an_expert_of_its_own():
     router, _ = routers((5, 8, 6, 3), "detached", torch.float32)
     x = torch.randn(5, 8, device=DEVICE)
     x[2] = float("nan")
-    index = router(x).expert_index
+    index = router(x).expert_ids
     assert ((index >= 0) & (index < 6)).all()
     assert all(len(set(row)) == 3 for row in index.tolist())
 
@@ -93,7 +95,7 @@ def test_not_a_number_still_gives_each_slot_an_expert_of_its_own():
 def test_ties_go_to_the_lower_number():
     router, _ = routers((5, 8, 6, 3), "detached", torch.float32)
     decision = router(torch.zeros(4, 8, device=DEVICE))
-    assert decision.expert_index.tolist() == [[0, 1, 2]] * 4
+    assert decision.expert_ids.tolist() == [[0, 1, 2]] * 4
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 import torch
 import whole_models
 
-from moa_fairseq.attention.collector import query_padding
 from moa_fairseq.errors import UserError
 from moa_fairseq.transformer.admin import Shortcut, profile, unprofiled
+from moa_fairseq.transformer.forward_context import forward_context
 
 ARCH, ADMIN = "dense_transformer_tiny", ("--initialization", "admin")
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2, "--share-all-embeddings")
@@ -44,7 +44,7 @@ def by_hand(model, inputs):
         variance, hidden = 1.0, {"key_padding_mask": ~real.t()}
         for layer in encoder_or_decoder.layers:
             mask = None if memory is None else future
-            with query_padding(~real.t()):
+            with forward_context(padding=~real.t()):
                 branch = layer.self_attn(x, x, x, attn_mask=mask, **hidden)[0]
                 x, variance = summed(x, branch, layer.self_attn_layer_norm, real, variance)
                 if memory is not None:

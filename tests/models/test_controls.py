@@ -4,8 +4,8 @@ import pytest
 import torch
 from whole_models import assert_incremental_equals_full, batch, build
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.losses import load_balance_loss
+from moa_fairseq.transformer.forward_context import collect_routings
 
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2)
 CONTROLS = {
@@ -45,7 +45,7 @@ def test_incremental_decoding_equals_the_full_forward_in_any_beam_order(arch, fl
 
 
 def decisions_of(model, inputs):
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         model(**inputs)
     return dict(decisions)
 
@@ -59,7 +59,7 @@ def test_one_token_has_the_same_experts_wherever_it_stands(arch):
         source = name.startswith("encoder") or "prev_output_tokens" not in inputs
         ids = inputs["src_tokens" if source else "prev_output_tokens"].reshape(-1).tolist()
         experts = {}
-        for token, chosen in zip(ids, decision.expert_index.tolist()):
+        for token, chosen in zip(ids, decision.expert_ids.tolist()):
             assert experts.setdefault(token, chosen) == chosen and len(set(chosen)) == len(chosen)
         tables.append(tuple(sorted((token, tuple(chosen)) for token, chosen in experts.items())))
     assert len(set(tables)) == len(tables) >= 4  # each module has a hash of its own
@@ -72,7 +72,7 @@ def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted
     still = ("--dropout", 0, "--attention-dropout", 0, "--router-choice", choice)
     for more in ((), ("--checkpoint-activations",)):
         model = build(arch, *still, *more).train()
-        with collect_decisions() as decisions:
+        with collect_routings() as decisions:
             loss = model(**batch(arch))[0].square().mean()
         (loss + sum(load_balance_loss(decision) for _, decision in decisions)).backward()
         gradients.append([p.grad for p in model.parameters()])

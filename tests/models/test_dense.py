@@ -4,7 +4,7 @@ import pytest
 import torch
 from whole_models import PAD, batch, build, settings
 
-from moa_fairseq.attention.base import name_attentions
+from moa_fairseq.attention import Attention
 from moa_fairseq.evaluation.complexity import complexity
 
 TINY = ["--encoder-layers", "4", "--decoder-layers", "4", "--encoder-embed-dim", "128"]
@@ -55,6 +55,10 @@ def test_gated_feed_forwards_and_rms_norms():
     torch.testing.assert_close(out, inner @ layer.fc2.weight.t())
 
 
+def attentions_of(model):
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
 def branch_of(attention):
     module = attention.out_experts if hasattr(attention, "out_experts") else attention.out_proj
     return [parameter.detach() for parameter in module.parameters()]
@@ -77,7 +81,7 @@ def branch_of(attention):
 def test_the_branch_of_every_attention_starts_smaller_and_nothing_else_does(arch, attentions):
     plain, small = build(arch), build(arch, "--attention-branch-scale", 0.25)
     scaled = set()
-    for one, other in zip(name_attentions(plain), name_attentions(small)):
+    for one, other in zip(attentions_of(plain), attentions_of(small)):
         for before, after in zip(branch_of(one), branch_of(other)):
             torch.testing.assert_close(after, before / 4, rtol=0, atol=0)
         output = "out_experts" if hasattr(one, "out_experts") else "out_proj"

@@ -6,10 +6,8 @@ from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.sequence_generator import SequenceGenerator
 from whole_models import build, dictionary
 
-from moa_fairseq.attention import base
-from moa_fairseq.attention.cache import extend_cache
-from moa_fairseq.attention.collector import hypotheses
-from moa_fairseq.attention.core import is_causal, mark_causal
+from moa_fairseq.attention import Attention, MixtureOfAttention
+from moa_fairseq.transformer.forward_context import forward_context
 from moa_fairseq.transformer.layers import MixtureEncoder
 
 WORDS = dictionary(symbols=34)
@@ -35,12 +33,14 @@ def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment
     model = model_of(arch)
     rows = set()  # of the cross-attentions' keys, over a search
 
-    def spy(cache, k, v, static, index):
-        if static:
-            rows.add(extend_cache(cache, k, v, static, index)[0].size(0))
-        return extend_cache(cache, k, v, static, index)
+    def spy(attention, *args, **options):
+        placed = place(attention, *args, **options)
+        if attention.encoder_decoder_attention:
+            rows.add(placed[1].size(0))
+        return placed
 
-    monkeypatch.setattr(base, "extend_cache", spy)
+    place = Attention.place
+    monkeypatch.setattr(Attention, "place", spy)
 
     def translate():
         rows.clear()
@@ -99,7 +99,7 @@ def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
     attention = model.decoder.layers[0].encoder_attn
     memory = torch.randn(5, 3, 128).repeat_interleave(2, dim=1)
     state = {}
-    with hypotheses(2):
+    with forward_context(beam_size=2):
         attention(torch.randn(1, 6, 128), memory, memory, incremental_state=state, static_kv=True)
     before = attention._get_input_buffer(state)["prev_key"].clone()
     attention.reorder_incremental_state(state, torch.tensor([1, 0, 3, 2, 4, 4]))
@@ -108,12 +108,25 @@ def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
     assert torch.equal(attention._get_input_buffer(state)["prev_key"], before[[0, 2]])
 
 
-def test_the_decoder_says_that_its_mask_is_causal():
+def test_the_decoder_says_that_its_mask_is_causal(monkeypatch):
     model = model_of()
-    mask = model.decoder.buffered_future_mask(torch.zeros(4, 1, 128))
-    assert is_causal(mask) and torch.equal(mask.isinf(), torch.ones(4, 4).triu(1).bool())
-    assert not is_causal(mask.clone()) and not is_causal(None)
-    assert is_causal(mark_causal(torch.zeros(1)))
+    decoder, calls = model.decoder, []
+    compute = MixtureOfAttention.compute
+    monkeypatch.setattr(
+        MixtureOfAttention, "compute", lambda self, call: calls.append(call) or compute(self, call)
+    )
+    x = torch.zeros(4, 1, 128)
+    with forward_context():
+        mask = decoder.buffered_future_mask(x)
+        for given in (mask, mask.clone(), None):
+            decoder.layers[0].self_attn(x, x, x, attn_mask=given)
+    assert [call.masks.is_causal for call in calls] == [True, False, False]
+    assert torch.equal(mask.isinf(), torch.ones(4, 4).triu(1).bool())
+    encoded = model.encoder(**batch()["net_input"])
+    calls.clear()
+    decoder(torch.full((7, 5), 7), encoded)
+    # self- and cross-attention take turns
+    assert [call.masks.is_causal for call in calls[-4::2]] == [True, True]
 
 
 @pytest.mark.thorough

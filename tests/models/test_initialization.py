@@ -33,9 +33,9 @@ def first_input(model):
 @pytest.mark.parametrize("arch", HEADS)
 def test_every_matrix_starts_by_its_fan_in_and_the_number_of_layers(arch):
     """SwitchHead's authors: √(2/n) / √fan-in, whatever the attention; embeddings enter at 1/√C."""
-    model = build(arch, *TINY)
+    model = build(arch, *TINY, "--decoder-layers", "3")  # of two layers √(2/n) and 2/n are both 1
     width, (heads, dim) = 96, HEADS[arch]
-    scale = math.sqrt(2 / 2)
+    scale = math.sqrt(2 / 3)
     fan_in = {"out_proj": heads * dim, "out_experts": heads * dim, "fc2": 384, "fc1.down": 16 * 128}
     checked = 0
     for name, weight in model.decoder.layers.named_parameters():
@@ -179,6 +179,18 @@ def test_switchheads_own_start_is_the_papers_in_roberta_too():
             weight = getattr(attention, projection).weight
             assert weight.std().item() == pytest.approx(1 / math.sqrt(fan_in), rel=0.05), projection
         assert layer.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)  # BERT's
+
+
+def test_robertas_attention_starts_by_its_depth_where_it_should():
+    layers = build(
+        "switchhead_roberta_listops", "--initialization", "depth-scaled"
+    ).encoder.sentence_encoder.layers
+    assert len(layers) > 2
+    for layer in layers:
+        for projection, fan_in in (("q_proj", 128), ("k_proj", 128), ("v_proj", 128), ("out_proj", 56)):
+            expected = math.sqrt(2 / len(layers)) / math.sqrt(fan_in)
+            weight = getattr(layer.self_attn, projection).weight
+            assert weight.std().item() == pytest.approx(expected, rel=0.05), projection
 
 
 def test_listops_models_have_the_papers_activation():

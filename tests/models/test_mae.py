@@ -4,11 +4,11 @@ import pytest
 import torch
 from whole_models import assert_incremental_equals_full, batch, build
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.expert_draw import random_expert
 from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.sequence_gate import gates_of
 from moa_fairseq.evaluation.complexity import complexity
+from moa_fairseq.transformer.forward_context import collect_routings
 
 
 def build_lm(*flags):
@@ -74,9 +74,9 @@ def test_translation_step_by_step_with_one_expert_in_each_module(how):
     arch, flags = "mae_transformer_tiny", ("--mae-evaluate-with", how, "--mae-evaluate-seed", 3)
     model = with_sure_gates(build(arch, "--encoder-layers", 2, "--decoder-layers", 2, *flags)).eval()
     assert_incremental_equals_full(model, arch)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         model(**batch(arch))
-    chosen = {name: decision.expert_index for name, decision in decisions}
+    chosen = {name: decision.expert_ids for name, decision in decisions}
     assert {index.size(1) for index in chosen.values()} == ({8} if how == "mixture" else {1})
     if how == "random-expert":
         assert all(index.unique().tolist() == [random_expert(name, 3, 8)] for name, index in chosen.items())

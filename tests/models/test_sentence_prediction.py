@@ -8,9 +8,9 @@ from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import preprocess
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.switchhead import SwitchHeadAttention
 from moa_fairseq.tasks.sentence_prediction_by_length import SentencePredictionByLengthTask
+from moa_fairseq.transformer.forward_context import collect_routings
 
 PAD = 1
 ARCHS = (
@@ -45,7 +45,7 @@ def test_the_class_depends_on_every_token_and_on_no_padding(arch):
     tokens[0, 0], tokens[0, -1] = 0, 2
 
     def classes(x):
-        with torch.no_grad(), collect_decisions() as decisions:
+        with torch.no_grad(), collect_routings() as decisions:
             out = model(x, features_only=True, classification_head_name="head")[0]
         assert len(decisions) == (12 if arch.startswith("switchhead") else 0)  # two sides of six layers
         return out

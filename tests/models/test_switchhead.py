@@ -7,9 +7,10 @@ import pytest
 import torch
 from whole_models import build
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.evaluation.complexity import complexity
 from moa_fairseq.evaluation.skeleton import build_skeleton
+from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
+from moa_fairseq.transformer.forward_context import collect_routings
 
 
 def test_settings_without_a_formula_print_none():
@@ -52,7 +53,7 @@ def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
     source = torch.randint(4, 30, (2, 6))
     source[1, 4:] = 1
     target = torch.randint(4, 30, (2, 5))
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         out, _ = model(source, torch.tensor([6, 4]), target)
     named = dict(decisions)
     assert list(named) == [
@@ -63,8 +64,8 @@ def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
         "decoder.layers.0.encoder_attn",
         "decoder.layers.0.encoder_attn.keys",
     ]
-    assert named["decoder.layers.0.encoder_attn.keys"].padding_mask.sum() == 2
-    assert len(named["decoder.layers.0.encoder_attn"].gate) == 10
+    assert named["decoder.layers.0.encoder_attn.keys"].padding.sum() == 2
+    assert len(named["decoder.layers.0.encoder_attn"].gates) == 10
     shorter, _ = model(source[1:, :4], torch.tensor([4]), target[1:])
     torch.testing.assert_close(shorter[0], out[1], rtol=1e-4, atol=1e-5)
 
@@ -72,7 +73,7 @@ def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
 def test_masked_language_model_with_sigma_moe_keeps_its_initialisation(monkeypatch):
     model = build_skeleton("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])
     mixture = model.encoder.sentence_encoder.layers[0].fc1
-    assert type(mixture).__name__ == "SigmaMoE" and mixture.name == "encoder.sentence_encoder.layers.0.fc1"
+    assert isinstance(mixture, SigmaMoE) and mixture.name == "encoder.sentence_encoder.layers.0.fc1"
     calls = []
     monkeypatch.setattr(type(mixture), "restore_initialization", lambda self: calls.append(self))
     build_skeleton("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])

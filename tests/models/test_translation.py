@@ -7,13 +7,13 @@ import torch
 from fairseq.data import Dictionary
 from whole_models import PAD, batch, build
 
-from moa_fairseq.attention.collector import collect_decisions
 from moa_fairseq.attention.moa import MixtureOfAttention
 from moa_fairseq.criterions.with_routing import (
     LabelSmoothedCrossEntropyWithRouting,
     LabelSmoothedCrossEntropyWithRoutingConfig,
 )
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.forward_context import collect_routings
 from moa_fairseq.transformer.logged_values import mean_values
 
 ARCH = "moa_transformer_tiny"
@@ -74,12 +74,12 @@ def test_shared_embeddings_need_a_joined_dictionary():
 
 def test_padding_never_reaches_the_statistics_or_the_real_tokens():
     model, inputs = build(ARCH).eval(), batch(ARCH)
-    with collect_decisions() as decisions:
+    with collect_routings() as decisions:
         logits, _ = model(**inputs)
     assert len(decisions) == 12
     for name, decision in decisions:
         tokens = inputs["src_tokens" if name.startswith("encoder") else "prev_output_tokens"]
-        assert torch.equal(decision.padding_mask, tokens.eq(PAD).reshape(-1)), name
+        assert torch.equal(decision.padding, tokens.eq(PAD).reshape(-1)), name
     alone, _ = model(inputs["src_tokens"][:1, 2:], torch.tensor([3]), inputs["prev_output_tokens"][:1])
     torch.testing.assert_close(logits[:1], alone, rtol=1e-4, atol=1e-4)
 

@@ -3,10 +3,12 @@
 import dataclasses
 import json
 
+import numpy
 import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes import batch as batch_module
 from moa_fairseq.recipes.batch import fit, plan_batch
 from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, find_world
@@ -98,6 +100,16 @@ def test_no_sample_of_a_language_model_is_cut(shipped, name, devices, used, shar
     recipe, hardware, _ = fit(shipped(name), gpus(devices), None)
     assert hardware.devices == used
     assert plan_batch(recipe.train, used).max_tokens == share >= recipe.train.min_tokens
+
+
+def test_a_class_token_stands_before_the_longest_sentence(shipped, tmp_path, monkeypatch):
+    sizes = numpy.array([7, 90, 20])
+    monkeypatch.setattr(batch_module, "sentence_sizes", lambda *_: (sizes, sizes))
+    for override, longest in (([], 91), (["train.flags.init-token=null"], 90)):
+        assert (
+            fit(shipped("listops_transformer_8h", *override), gpus(1), tmp_path)[0].train.min_tokens
+            == longest
+        )
 
 
 def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():

@@ -2,12 +2,13 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.checkpoints import check_pretrained, finetuned
+from moa_fairseq.recipes.checkpoints import check_pretrained, finetuned, prepared_data
 from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -125,6 +126,25 @@ def test_other_dictionaries_and_a_missing_model_are_refused(mixture, pretrained,
             check_pretrained(recipe, binarised)
 
 
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_a_dictionary_of_either_side_that_differs_is_refused(
+    mixture, pretrained, write_config, tmp_path, language
+):
+    recipe = load_recipe(write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"}))
+    data = shutil.copytree(prepared_data(pretrained), tmp_path / "data")
+    check_pretrained(recipe, data)
+    dictionary = data / f"dict.{language}.txt"
+    dictionary.write_text(dictionary.read_text() + "more 1\n")
+    with pytest.raises(UserError, match=rf"data/dict\.{language}\.txt differs from the pretrained"):
+        check_pretrained(recipe, data)
+
+
+def test_a_recipes_own_dictionary_comes_before_the_pretrained_models(mixture, pretrained, write_config):
+    mixture["data"]["flags"] = {"srcdict": "own.txt"}
+    recipe = load_recipe(write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"}))
+    assert finetuned(recipe).data.flags["srcdict"] == "own.txt"
+
+
 def test_what_cannot_be_checked_is_said(mixture, pretrained, write_config, binarised, said):
     checkpoint = pretrained / "checkpoints" / "checkpoint_best.pt"
     recipe = load_recipe(write_config({**mixture, "pretrained": str(checkpoint), "finetune": "ftg"}))
@@ -142,7 +162,7 @@ def test_the_rows_of_the_paper(shipped, method, row, value):
 
 
 def test_gates_alone_are_updated_by_plain_sgd(shown, shipped):
-    recipe = finetuned(shipped(TRANSFER, "finetune=ftg"))
+    recipe = finetuned(shipped(TRANSFER, "finetune=ftg", "train.flags.warmup-updates=100"))
     train = next(c for c in shown(recipe, Hardware(), Options()) if c[0] == "fairseq-train")
     line = " ".join(train)
     assert "--optimizer sgd --lr 1.0 --lr-scheduler fixed" in line and "--finetune ftg" in line

@@ -1,8 +1,12 @@
 """Whatever is longer than the model is found before the training, and no score is one of a part."""
 
+import argparse
+
+import numpy
 import pytest
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes import lengths
 from moa_fairseq.recipes.lengths import check_sentences
 from moa_fairseq.recipes.loading import check_flags, load_recipe
 from moa_fairseq.recipes.scores import read_report
@@ -89,6 +93,20 @@ def test_a_sentence_that_is_longer_than_the_model(small, write_config, make_line
     if split == "test":
         recipe = load_recipe(path, [*overrides, rest])
         check_sentences(recipe, check_flags(recipe), data)
+
+
+def test_a_trained_masked_language_models_lines_can_still_be_cut(causal, tmp_path, monkeypatch):
+    """Its score cuts text as its training did, unless score.flags says otherwise."""
+    recipe = causal(
+        "train.task=masked_lm", "train.flags.sample-break-mode=eos", "score.headline=masked_lm_ppl"
+    )
+    recipe.train.flags["skip-invalid-size-inputs-valid-test"] = True  # of what is not scored
+    monkeypatch.setattr(lengths, "sentence_sizes", lambda *_: [numpy.array([30])])
+    training = argparse.Namespace(tokens_per_sample=24)
+    with pytest.raises(UserError, match=r"of test has 30 tokens.*score\.flags\.sample-break-mode=none"):
+        check_sentences(recipe, training, tmp_path)
+    recipe.score.flags["sample-break-mode"] = "none"
+    check_sentences(recipe, training, tmp_path)
 
 
 @pytest.mark.parametrize(

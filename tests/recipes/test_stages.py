@@ -466,7 +466,7 @@ def test_a_translation_of_a_part_is_no_result_unless_asked_for(go, tmp_path, mon
     values = json.loads(go(flag)[1].read_text())
     assert "fairseq-train" not in FakeExecutor.programs()
     assert values["left_out"] == {"test": 3} and values["reproduces"] is None
-    assert "3 sentences of test are left out" in values["differences"]
+    assert "left out of test: 3 of its sentences" in values["differences"]
 
 
 def test_translations_are_counted_against_the_data_that_is_read(go, tmp_path, make_lines):

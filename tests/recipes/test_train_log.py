@@ -7,6 +7,7 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches import kernel_check
+from moa_fairseq.recipes import train_log
 from moa_fairseq.recipes.train_log import TrainLog, parse_record, prune, read_records, summarise
 
 SKIPPED = (
@@ -94,6 +95,17 @@ def test_what_a_training_does_to_the_kernels_is_shown(tmp_path, capsys):
     log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
     log(f"2026-01-01 00:00:00 | INFO | {kernel_check.logger.name} | checking")
     assert capsys.readouterr().out == "  checking\n"
+
+
+def test_the_time_left_is_reckoned_from_this_sessions_updates(tmp_path, capsys, monkeypatch):
+    """Six of ten updates were made before: two more in 60 seconds leave two for another 60."""
+    clock = iter((1000.0, 1060.0))
+    monkeypatch.setattr(train_log.time, "monotonic", lambda: next(clock))
+    log = TrainLog(tmp_path / "train.jsonl", max_epoch=None, max_update=10)
+    for updates in (6, 8):
+        log(PREFIX + json.dumps(inner(updates)))
+    first, second = capsys.readouterr().out.splitlines()
+    assert "left" not in first and second.endswith("about 0:01:00 left")
 
 
 def test_sentences_that_fairseq_skips_are_shown_once(tmp_path, capsys):

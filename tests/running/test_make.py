@@ -232,6 +232,42 @@ def test_what_a_killed_step_left_is_no_part_of_the_next_ones_output(tmp_path):
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["fresh"]
 
 
+def test_a_folder_takes_the_place_of_a_file_and_a_file_that_of_a_folder(tmp_path):
+    """An output of another kind, as a later version may make it under the same name."""
+
+    def folder(new):
+        new.mkdir()
+        (new / "within").write_text("x")
+
+    for number, write in enumerate(
+        (lambda new: new.write_text("x"), folder, lambda new: new.write_text("y"))
+    ):
+        make([Step("x", tmp_path / "x", write, {"version": number})], tmp_path)
+        assert (tmp_path / "x").is_dir() == (write is folder)
+    assert (tmp_path / "x").read_text() == "y" and not list(tmp_path.glob("x.*"))
+
+
+def test_an_empty_folder_is_no_output(tmp_path):
+    with pytest.raises(UserError, match="x ended without writing"):
+        make([Step("x", tmp_path / "x", lambda new: new.mkdir())], tmp_path)
+    assert not (tmp_path / "x").exists() and "x" not in marks(tmp_path)
+
+
+def test_a_log_in_an_output_may_grow(tmp_path):
+    made = []
+
+    def write(new):
+        new.mkdir()
+        for name in ("data", "preprocess.log"):
+            (new / name).write_text("x")
+        made.append(new)
+
+    for _ in range(2):
+        make([Step("x", tmp_path / "x", write)], tmp_path)
+        (tmp_path / "x" / "preprocess.log").write_text("xx")
+    assert len(made) == 1
+
+
 def test_facts_of_earlier_parts_of_a_training_stay(tmp_path):
     """Later parts may not see them again (the number of parameters is said once); new values count."""
     facts = iter([{"parameters": 7, "updates": 3, "speed": 1}, {"parameters": None, "updates": 5}, None])

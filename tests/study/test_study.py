@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import statistics
 import time
 from pathlib import Path
 
@@ -132,6 +133,8 @@ def test_a_seed_that_is_not_complete_does_not_count(study, capsys):
     whole = report_of(study)
     assert (whole["runs"], whole["planned"]) == (6, 8) and "seed 4" in capsys.readouterr().out
     assert [row["n"] for row in (*whole["systems"], *whole["contrasts"])] == [3, 3, 3]
+    for row in whole["systems"]:  # of the seeds that are a sample
+        assert row["deviation"] == pytest.approx(statistics.stdev(row["by_seed"].values()))
     (records / "A-seed2.json").unlink()
     assert sorted(report_of(study)["systems"][1]["by_seed"]) == ["1", "3"]
 
@@ -263,6 +266,23 @@ def test_a_diverged_run_is_the_worst_and_stays(study):
     assert systems["B"]["by_seed"]["3"] == max(systems["A"]["by_seed"].values())
 
 
+def test_a_run_whose_last_validation_is_no_number_has_diverged(study, monkeypatch):
+    """fairseq goes on training where only a validation is NaN."""
+    play = Player.run
+
+    def run(self, command, log):
+        play(self, command, log)
+        folder = Path(command[command.index("--save-dir") + 1])
+        row = {"epoch": 2, "valid_loss": "nan", "valid_num_updates": "5"}
+        with open(folder / "train.jsonl", "a") as stream:
+            stream.write(json.dumps(row) + "\n" if folder.name.startswith("B") else "")
+
+    monkeypatch.setattr(Player, "run", run)
+    _, records = study(seeds=1)
+    ends = {name: json.loads((records / f"{name}-seed1.json").read_text())["end"] for name in "AB"}
+    assert ends == {"A": "finished", "B": "diverged"}
+
+
 def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
     monkeypatch.setattr(Player, "run", lambda *_: (_ for _ in ()).throw(UserError("the disk is full")))
     status, records = study()
@@ -282,6 +302,20 @@ def test_a_tuning_study_chooses_each_systems_values(study):
     command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
     assert "--set train.flags.lr=2" in command and "max_update" not in command
     assert study("--tune")[0] == 2, "nothing to tune"
+
+
+def test_tuning_counts_every_seed(study):
+    """The rate with the lowest loss of a single seed is not the best one."""
+    tuning = {"grid": {"train.flags.lr": [1, 2]}, "seeds": 2}
+    study("--tune", tuning=tuning)
+    for seed, loss in ((101, 500.0), (102, 1.0)):  # with a rate of 2 both are above 100, and below 110
+        path = Path(f"results/studies/toy_tuning/A-lr=1-seed{seed}.json")
+        record = json.loads(path.read_text())
+        record["curve"] = [{**row, "valid": loss} for row in record["curve"]]
+        path.write_text(json.dumps(record))
+    study(tuning=tuning)
+    command = json.loads(Path("results/studies/toy/A-seed1.json").read_text())["command"]
+    assert "--set train.flags.lr=2" in command
 
 
 @pytest.mark.parametrize("other", [{"hardware": "another machine"}, {"precision": "amp"}])
@@ -382,7 +416,10 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
         *(({"study": name}, "study") for name in ("/abs", "../../x", "..", "x" * 300)),
         ({"set": {"train.flag.lr": 1}}, "train.flag"),
         ({"contrasts": {"gain": {"first": "A", "second": "A", "question": "?"}}}, "contrasts.gain"),
-        ({"contrasts": {"gain": {"first": "C", "second": "A", "question": "?"}}}, "contrasts.gain"),
+        *(
+            ({"contrasts": {"gain": {"first": one, "second": other, "question": "?"}}}, "contrasts.gain")
+            for one, other in ("CA", "AC")
+        ),
         ({"sistems": {}}, "sistems"),
         ({"systems": {"A": {"label": "dense"}}}, "systems.A.recipe"),
     ],

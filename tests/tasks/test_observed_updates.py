@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter
 
 ROUTED = ("--routing-bias-rate", 0.01, "--criterion", "label_smoothed_cross_entropy_with_routing")
@@ -43,6 +44,15 @@ def test_routers_count_what_an_update_was_made_of(routed):
     told.clear()
     trainer.train_step([samples[1], {}])
     assert_told(told, samples[1:2])
+
+
+def test_a_layer_that_observed_nothing_keeps_no_other_from_its_update(routed):
+    """As LayerDrop leaves one out."""
+    trainer, _, told = routed
+    one, *others = observers_of(trainer.get_model())
+    one.observe(torch.ones_like(one.pending))
+    trainer.get_model().set_num_updates(7)
+    assert others and told[one][0].eq(1).all() and not one.has_pending
 
 
 def test_an_update_that_overflowed_leaves_no_trace(routed, monkeypatch):

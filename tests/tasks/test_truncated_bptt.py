@@ -58,6 +58,16 @@ def test_each_block_once_and_every_text_in_order(count, rows, shards, steps):
             assert given == {"chunk": chunk, "part": part}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "sentences", "rows"), [(40, 3, 3), (16, 3, 2), (None, 3, 3), (40, None, 5), (None, None, 1)]
+)
+def test_the_smaller_limit_of_a_batch_counts(tokens, sentences, rows):
+    task = argparse.Namespace(args=argparse.Namespace(tokens_per_sample=8, train_subset="train", seed=1))
+    task.datasets = {}
+    found = TruncatedBPTTTask.get_batch_iterator(task, Blocks(24), tokens, sentences)
+    assert found.dataset.rows == rows
+
+
 def build(arch="switchhead_lm_tiny", chunks=1, flags=()):
     words = Dictionary()
     for i in range(40):

@@ -5,58 +5,57 @@ import dataclasses
 import torch
 from torch import nn
 
-from moa_fairseq.attention.base import FamilySettings, MixtureAttention
-from moa_fairseq.attention.routing import RoutingDecision
+from moa_fairseq.attention.base import Attention, FamilySettings, flag
+from moa_fairseq.attention.routing import Routing
 
 
 @dataclasses.dataclass
 class ParitySettings(FamilySettings):
-    parity_scale: float = dataclasses.field(default=2.0, metadata={"help": "gate of the heads that work"})
-
-    def build(self, embed_dim, num_heads, causal, **role):
-        return ParityAttention(embed_dim, num_heads, self.parity_scale, **role)
+    parity_scale: float = flag(2.0, "gate of the heads that work")
 
 
-class ParityAttention(MixtureAttention):
-    def __init__(self, embed_dim, num_heads, scale, kdim=None, vdim=None, **role):
-        super().__init__(embed_dim, num_heads, embed_dim // num_heads, **role)
-        self.scale = scale
+class ParityAttention(Attention):
+    def __init__(self, embed_dim, num_heads, settings=None, kdim=None, vdim=None, **options):
+        self.scale = ParitySettings.of(settings, options).parity_scale
+        super().__init__(embed_dim, num_heads, embed_dim // num_heads, **options)
         self.q_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(2))
         self.k_proj, self.v_proj = (nn.Linear(size or embed_dim, embed_dim) for size in (kdim, vdim))
 
-    def route(self, x, padding, cache):
-        steps = (
-            torch.zeros(x.size(0), 1, device=x.device)
-            if cache is None
-            else cache.setdefault("steps", torch.zeros(x.size(0), 1, device=x.device))
-        )
-        position = steps + torch.arange(x.size(1), device=x.device)
-        if cache is not None:
-            cache["steps"] = steps + x.size(1)
+    @classmethod
+    def from_settings(cls, embed_dim, settings, *, num_heads, causal, **options):
+        return cls(embed_dim, num_heads, settings, **options)
+
+    def compute(self, call):
+        routing = self.route(call)
+        k = v = None  # where the cache has them
+        if call.memory is not None:
+            k, v = self.split(self.k_proj(call.memory)), self.split(self.v_proj(call.values))
+        heads, weights = self.attend(call, self.split(self.q_proj(call.x)), k, v)
+        gates = torch.zeros_like(routing.probs, dtype=heads.dtype)
+        gates = gates.scatter_(1, routing.expert_ids, routing.gates.to(heads.dtype))
+        heads = heads.transpose(1, 2) * gates.view(*call.x.shape[:2], self.num_heads, 1)  # [B, T, H, D]
+        return self.out_proj(heads.flatten(2)), weights, (routing,)
+
+    def route(self, call):
+        batch, length, _ = call.x.shape
+        before = torch.zeros(batch, 1, device=call.x.device)
+        if call.cache is not None:
+            before = call.cache.sums.get("steps", before)
+            call.cache.sums["steps"] = before + length
+        position = before + torch.arange(length, device=call.x.device)
         half = self.num_heads // 2
-        index = (position.reshape(-1, 1) % 2).long() * half + torch.arange(half, device=x.device)
-        probs = torch.zeros(index.size(0), self.num_heads, device=x.device).scatter_(1, index, 1 / half)
-        gate = torch.full_like(index, self.scale, dtype=x.dtype)
-        mask = None if padding is None else padding.reshape(-1)
-        return RoutingDecision(index, gate, probs, probs, self.num_heads, padding_mask=mask)
-
-    def project_queries(self, x, decision):
-        return self._split(self.q_proj(x))
-
-    def project_keys_values(self, key, value, source):
-        return self._split(self.k_proj(key)), self._split(self.v_proj(value))
-
-    def project_output(self, heads, decision):
-        batch, _, tgt_len, _ = heads.shape
-        weight = torch.zeros_like(decision.probs, dtype=heads.dtype).scatter_(
-            1, decision.expert_index, decision.gate
-        )
-        heads = heads.transpose(1, 2) * weight.view(batch, tgt_len, self.num_heads, 1)
-        return self.out_proj(heads.reshape(batch, tgt_len, self.embed_dim))
+        index = (position.reshape(-1, 1) % 2).long() * half + torch.arange(half, device=call.x.device)
+        probs = torch.zeros(index.size(0), self.num_heads, device=call.x.device).scatter_(1, index, 1 / half)
+        gates = torch.full_like(index, self.scale, dtype=torch.float32)
+        padding = None if call.query_padding is None else call.query_padding.reshape(-1)
+        return Routing(index, gates, probs, probs, self.num_heads, padding=padding)
 
     def projection_macs(self, queries, keys):
         sides = self.k_proj.in_features + self.v_proj.in_features
         return {"router": 0, "projections": 2 * queries * self.embed_dim**2 + keys * sides * self.embed_dim}
 
-    def _split(self, x):
+    def split(self, x):
         return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+
+ParitySettings.attention = ParityAttention

@@ -18,15 +18,15 @@ _PIECE = 1024
 
 
 class ExpertLoop:
-    """A plan of the products of one decision (`SlotOrder.plan`): every expert's slots, in pieces.
+    """A plan of the products of one routing (`SlotOrder.plan`): every expert's slots, in pieces.
 
     experts: the expert of each piece; a large share makes several pieces, none is empty. wide_rows,
     narrow_rows: the rows of each piece's slots. unchosen: the experts without a piece. Making it is the one
     place that waits for a GPU.
     """
 
-    def __init__(self, order: SlotOrder, per_wide: int, per_narrow: int):
-        self.slots, self.per_wide, self.per_narrow = order.slots, per_wide, per_narrow
+    def __init__(self, order: SlotOrder, fan: int):
+        self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
         self.order = order.order
         self.experts: List[int] = []
         self.unchosen: List[int] = []
@@ -43,33 +43,33 @@ class ExpertLoop:
             start = end
         self.wide_rows, self.narrow_rows = (
             torch.split(self.order if per_row == 1 else self.order // per_row, self.lengths)
-            for per_row in (per_wide, per_narrow)
+            for per_row in (self.per_wide, self.per_narrow)
         )
 
     def _pieces(
-        self, gate: Optional[Tensor], into_experts: bool
+        self, gate: Optional[Tensor], is_up: bool
     ) -> Iterator[Tuple[int, Tensor, Tensor, Optional[Tensor]]]:
         """(expert, its rows, its sums, their gates [rows of the piece, 1] or None) of each piece."""
         sides = (self.wide_rows, self.narrow_rows)
         gates: Sequence[Optional[Tensor]] = [None] * len(self.experts)
         if gate is not None:
             gates = torch.split(gate.index_select(0, self.order).unsqueeze(1), self.lengths)
-        return zip(self.experts, *(sides if into_experts else sides[::-1]), gates)
+        return zip(self.experts, *(sides if is_up else sides[::-1]), gates)
 
     def forward(
-        self, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], into_experts: bool
+        self, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], is_up: bool
     ) -> Tensor:
-        """As kernels.project; gate [S], bias [E, D] into the experts only."""
-        matrices = weight.transpose(1, 2) if into_experts else weight
-        per_sum = self.per_narrow if into_experts else self.per_wide
+        """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
+        matrices = weight.transpose(1, 2) if is_up else weight
+        per_sum = self.per_narrow if is_up else self.per_wide
         out = _target(rows, self.slots // per_sum, matrices.size(2), per_sum)
-        for expert, source, target, share in self._pieces(gate, into_experts):
+        for expert, source, target, share in self._pieces(gate, is_up):
             inputs, matrix = rows.index_select(0, source), matrices[expert]
-            if share is not None and not into_experts:  # the gate is applied on the narrow side
+            if share is not None and not is_up:  # the gate is applied on the narrow side
                 inputs.mul_(share)
             # [rows of the piece, C or D] · [C or D, D or C]
             product = inputs @ matrix if bias is None else torch.addmm(bias[expert], inputs, matrix)
-            if share is not None and into_experts:
+            if share is not None and is_up:
                 product.mul_(share)
             _put(out, target, product, per_sum)
         return out.to(rows.dtype)
@@ -81,12 +81,12 @@ class ExpertLoop:
         weight: Tensor,
         bias: Optional[Tensor],
         gate: Optional[Tensor],
-        into_experts: bool,
+        is_up: bool,
         needs: Sequence[bool],
     ) -> List[Optional[Tensor]]:
         """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
-        matrices = weight if into_experts else weight.transpose(1, 2)
-        per_row = self.per_wide if into_experts else self.per_narrow
+        matrices = weight if is_up else weight.transpose(1, 2)
+        per_row = self.per_wide if is_up else self.per_narrow
         grad_rows = _target(rows, rows.size(0), rows.size(1), per_row) if needs[0] else None
         grad_weight = torch.empty_like(weight) if needs[1] else None
         grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
@@ -96,7 +96,7 @@ class ExpertLoop:
                 if each is not None:
                     each[expert].zero_()
         previous = -1
-        for expert, source, target, share in self._pieces(gate, into_experts):
+        for expert, source, target, share in self._pieces(gate, is_up):
             upstream = grad.index_select(0, target)
             inputs = rows.index_select(0, source) if needs[3] else None
             if needs[0] or needs[3]:
@@ -109,7 +109,7 @@ class ExpertLoop:
                     _put(grad_rows, source, product, per_row)
             if needs[1] and inputs is None:  # not earlier: the cache has room for two such buffers
                 inputs = rows.index_select(0, source)
-            narrow, wide = (upstream, inputs) if into_experts else (inputs, upstream)
+            narrow, wide = (upstream, inputs) if is_up else (inputs, upstream)
             if share is not None and narrow is not None:
                 narrow.mul_(share)
             is_first, previous = expert != previous, expert

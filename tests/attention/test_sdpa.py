@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 
-from moa_fairseq.attention import core
-from moa_fairseq.attention.core import attend
+from moa_fairseq.attention import sdpa
 from moa_fairseq.attention.positions import RotaryPositions
+from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
 from moa_fairseq.errors import UserError
+from moa_fairseq.transformer.layers import is_right_padded
 
 
 def random(*shape, seed=0):
@@ -41,10 +42,9 @@ def test_attend(groups, bias_shape, padded):
     bias = None if bias_shape is None else random(*bias_shape, 4, 5)
     padding = torch.arange(5)[None] >= torch.tensor([[5], [3], [4]]) if padded else None
     expected, weights = literal(q, k, v, bias, padding)
-    out, none = attend(q, k, v, None, padding, bias=bias)
-    torch.testing.assert_close(out, expected)
-    assert none is None
-    out, got = attend(q, k, v, None, padding, need_weights=True, bias=bias)
+    masks = Masks(padding=padding)
+    torch.testing.assert_close(attend(q, k, v, masks, bias=bias), expected)
+    out, got = attend_with_weights(q, k, v, masks, bias=bias)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(got, weights)
 
@@ -54,8 +54,9 @@ def test_attend_reads_keys_once_for_a_beam():
     bias, padding = random(6, 4, 1, 5), torch.arange(5)[None] >= torch.tensor([[5], [3]])
     copies = [t.repeat_interleave(3, 0) for t in (k, v, padding)]
     expected = literal(q, *copies[:2], bias, copies[2])
-    torch.testing.assert_close(attend(q, k, v, None, padding, bias=bias)[0], expected[0])
-    torch.testing.assert_close(attend(q, k, v, None, padding, need_weights=True, bias=bias), expected)
+    masks = Masks(padding=padding)
+    torch.testing.assert_close(attend(q, k, v, masks, bias=bias), expected[0])
+    torch.testing.assert_close(attend_with_weights(q, k, v, masks, bias=bias), expected)
 
 
 def test_rope_is_the_literal_rotation():
@@ -77,6 +78,10 @@ def test_rope_scores_know_distances_only_and_survive_half_precision():
     q, k, rope = random(1, 1, 4, 8), random(1, 1, 4, 8, seed=1), RotaryPositions(8).half()
     scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
     torch.testing.assert_close(*scores)
+    halves, exact = (rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64))
+    torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
+    exact = RotaryPositions(8)
+    torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
     with pytest.raises(UserError, match="--positions rope"):
         RotaryPositions(5)
 
@@ -89,7 +94,7 @@ def test_padding_only_whatever_padded_keys_hold(dtype):
     padding = torch.tensor([[False] * 5, [False] * 2 + [True] * 3, [True] * 5])
     v[1, :, 3] = math.nan
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out, _ = attend(*leaves, None, padding)
+    out = attend(*leaves, Masks(padding=padding))
     grads = torch.autograd.grad(out.float().square().sum(), leaves)
     exact, _ = literal(
         q[:2, :, :, :], k[:2], v.masked_fill(padding[:, None, :, None], 0)[:2], None, padding[:2]
@@ -102,54 +107,72 @@ def test_padding_only_whatever_padded_keys_hold(dtype):
     assert (grads[2][1, :, 2:] == 0).all() and (grads[2][1, :, :2] != 0).any()
 
 
-def test_right_padding_under_a_causal_mask_needs_no_mask_of_its_own(monkeypatch):
-    """The flag alone gives real queries what both masks give them; asked once for each mask object."""
+def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(monkeypatch):
+    """The flag alone gives real queries what both masks give them."""
     right = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
-    assert core.is_right_padded(right) and core.is_right_padded(torch.zeros(2, 3, dtype=torch.bool))
+    assert is_right_padded(right) and is_right_padded(torch.zeros(2, 3, dtype=torch.bool))
     for left in (right.flip(1), torch.tensor([[False, True, False]]), torch.ones(1, 3, dtype=torch.bool)):
-        assert not core.is_right_padded(left)
-    monkeypatch.setattr(torch.Tensor, "any", lambda *_: 1 / 0)
-    assert core.is_right_padded(right)
-    monkeypatch.undo()
+        assert not is_right_padded(left)
     q, k, v = random(3, 4, 6, 8), random(3, 1, 6, 8), random(3, 1, 6, 8, seed=1)
-    mask = core.mark_causal(torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1))
-    expected, _ = attend(q, k, v, mask, right)
+    mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
+    expected = attend(q, k, v, Masks(mask, right))
+    flags = []
+    fused = sdpa.fused_attention
+    monkeypatch.setattr(
+        sdpa,
+        "fused_attention",
+        lambda *args, is_causal=False: flags.append(is_causal) or fused(*args, is_causal),
+    )
+    monkeypatch.setattr(sdpa, "_processors", lambda _: 0)
 
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    assert not core._is_causal_only(q, mask, right), "CPUs have no use for the flag"
     gpu = q.as_subclass(OnGpu)
-    assert core._is_causal_only(gpu, mask, right) and not core._is_causal_only(gpu, mask, right.flip(1))
-    assert not core._is_causal_only(gpu, mask.clone(), right)
-    monkeypatch.setattr(core, "_is_causal_only", lambda *_: True)
     real = ~right[:, None, :, None].expand(-1, 4, -1, 8)
-    torch.testing.assert_close(attend(q, k, v, mask, right)[0][real], expected[real])
+    for query, is_causal, right_padded, padding, flag in (
+        (q, True, True, right, False),  # CPUs have no use for the flag
+        (gpu, True, True, right, True),
+        (gpu, True, False, None, True),
+        (gpu, True, False, right, False),
+        (gpu, False, True, right, False),
+    ):
+        monkeypatch.setattr(sdpa, "_KEEPS_CUDNN", True)  # no switch of a GPU's kernels
+        out = attend(query, k, v, Masks(mask, padding, is_causal, right_padded))
+        assert flags.pop() == flag
+        if padding is not None:
+            torch.testing.assert_close(out[real].as_subclass(torch.Tensor), expected[real])
 
 
 def test_few_long_sentences_get_copies_of_shared_keys(monkeypatch):
     """Enough programs in a GPU's backward pass; the result is the same."""
     q, k, v = random(2, 4, 130, 8), random(2, 1, 130, 8), random(2, 1, 130, 8, seed=1)
-    folded, _ = attend(q, k, v)
+    folded = attend(q, k, v)
     heads = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(sdpa, "_KEEPS_CUDNN", True)
     product = torch.nn.functional.scaled_dot_product_attention
     watch = lambda q, *rest, **options: heads.append(q.size(1)) or product(q, *rest, **options)  # noqa: E731
-    monkeypatch.setattr(core.F, "scaled_dot_product_attention", watch)
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", watch)
     for processors in (0, 4, 5):
-        monkeypatch.setattr(core, "_processors", lambda _, processors=processors: processors)
-        torch.testing.assert_close(attend(q, k, v)[0], folded)
+        monkeypatch.setattr(sdpa, "_processors", lambda _, processors=processors: processors)
+        found = attend(q.as_subclass(OnGpu), k, v)
+        torch.testing.assert_close(found.as_subclass(torch.Tensor), folded)
     assert heads == [1, 1, 4]  # 2 sentences × 2 blocks of keys
 
 
 def test_cudnns_attention_is_left_out_unless_asked_for():
     program = (
-        "import torch; from moa_fairseq.attention import core; on = torch.backends.cuda.cudnn_sdp_enabled;"
-        "before = on(); block = core.without_cudnn_attention(); block.__enter__(); within = on();"
-        "block.__exit__(None, None, None); after = on(); core.switch_off_cudnn();"
+        "import torch; from moa_fairseq.attention import sdpa; on = torch.backends.cuda.cudnn_sdp_enabled;"
+        "before = on(); block = sdpa.without_cudnn_attention(); block.__enter__(); within = on();"
+        "block.__exit__(None, None, None); after = on(); sdpa.switch_off_cudnn();"
         "print(before, within, after, on())"
     )
     for asked, expected in (("", "False"), ("1", "True")):
-        environment = {**os.environ, core.CUDNN_VARIABLE: asked}
+        environment = {**os.environ, sdpa.CUDNN_VARIABLE: asked}
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True
         )
@@ -159,9 +182,9 @@ def test_cudnns_attention_is_left_out_unless_asked_for():
 def test_dropout_acts_where_weights_are_asked_for_too():
     """The weights that are returned are from before it."""
     q, k, v = random(2, 4, 6, 8), random(2, 2, 6, 8), random(2, 2, 6, 8, seed=1)
-    out, weights = attend(q, k, v, need_weights=True)
+    out, weights = attend_with_weights(q, k, v)
     torch.manual_seed(0)
-    dropped = torch.stack([attend(q, k, v, dropout=0.5, need_weights=True)[0] for _ in range(400)])
+    dropped = torch.stack([attend_with_weights(q, k, v, dropout=0.5)[0] for _ in range(400)])
     assert not torch.allclose(dropped[0], dropped[1])
     torch.testing.assert_close(dropped.mean(0), out, rtol=0.2, atol=0.25)
-    torch.testing.assert_close(attend(q, k, v, dropout=0.5, need_weights=True)[1], weights)
+    torch.testing.assert_close(attend_with_weights(q, k, v, dropout=0.5)[1], weights)

@@ -1,0 +1,123 @@
+"""What an attention remembers between the steps of a generation."""
+
+import weakref
+from typing import Callable, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of the positions so far. `Attention.new_cache` makes one; a call extends it.
+
+    In cross-attention it holds the memory's keys and values, which the first call makes. During a beam search
+    their rows may be sentences, each of which serves beam_size neighbouring rows of queries.
+
+    Args:
+        owner: which attention made it.
+        can_trim: whether everything that it keeps belongs to single positions.
+    """
+
+    def __init__(self, owner: int = 0, can_trim: bool = True):
+        self.owner = owner
+        self.can_trim = can_trim
+        self.keys: Optional[Tensor] = None  # [B, G, S, D]
+        self.values: Optional[Tensor] = None  # [B, G, S, D]
+        self.padding: Optional[Tensor] = None  # [B, S] bool, True = padding; None while there is none
+        self.key_experts: Optional[Tensor] = None  # [B, S, K], where keys have experts
+        self.sums: Dict[str, Tensor] = {}  # what else a family keeps, [B, …]
+        self.beam_size = 1
+        self.holds_memory = False  # the keys are of cross-attention
+        self._version = 0  # of the memory, by torch's count of writes
+        self._memory: Optional[weakref.ref[Tensor]] = None
+
+    @property
+    def length(self) -> int:
+        """How many positions of keys it holds, S."""
+        return 0 if self.keys is None else self.keys.size(2)
+
+    def of_memory(self, memory: Tensor) -> None:
+        """Note that the keys are made of a memory."""
+        self.holds_memory = True
+        self._memory = weakref.ref(memory)
+        self._version = _version(memory)
+
+    def is_of(self, memory: Tensor) -> bool:
+        """Whether the keys were made of this very tensor, which has not been written to since."""
+        is_same = self._memory is not None and self._memory() is memory
+        return is_same and self._version == _version(memory)
+
+    def extend(self, k: Tensor, v: Tensor, experts: Optional[Tensor] = None) -> None:
+        """Append keys and values [B, G, S', D], and the experts [B, S', K] that made them, if any did."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values, self.key_experts = k, v, experts
+            return
+        self.keys = torch.cat([self.keys, k], dim=2)
+        self.values = torch.cat([self.values, v], dim=2)
+        if experts is not None and self.key_experts is not None:
+            self.key_experts = torch.cat([self.key_experts, experts], dim=1)
+
+    def extend_padding(self, padding: Optional[Tensor]) -> Optional[Tensor]:
+        """The padding [B, S] of all positions, with those of the latest step, whose keys are here already.
+
+        Args:
+            padding: of the step's positions, or of all so far, which replaces what was known; None where the
+                step has no padding. It may come before or after steps without one.
+        """
+        if self.keys is None:
+            return padding
+        length, batch = self.length, self.keys.size(0)
+        known = self.padding
+        if padding is not None and padding.size(1) < length:
+            before = length - padding.size(1)
+            earlier = padding.new_zeros(batch, before) if known is None else known[:, :before]
+            padding = torch.cat([earlier, padding], dim=1)
+        elif padding is None and known is not None:
+            padding = torch.cat([known, known.new_zeros(batch, length - known.size(1))], dim=1)
+        self.padding = padding
+        return padding
+
+    def reorder(self, order: Tensor) -> None:
+        """Follow the hypotheses of a beam: row i of everything becomes row order[i], [B'] of int64.
+
+        Keys that the hypotheses of a sentence share stay where they are as long as no sentence left.
+        """
+        self.sums = {name: tensor.index_select(0, order) for name, tensor in self.sums.items()}
+        if self.keys is not None and self.beam_size > 1:
+            if self.keys.size(0) * self.beam_size == order.numel():
+                return
+            order = order[:: self.beam_size] // self.beam_size
+        self._of_keys(lambda tensor, _: tensor.index_select(0, order))
+
+    def trim(self, length: int) -> None:
+        """Forget all positions but the first `length`.
+
+        Raises:
+            ValueError: for a length that is not held, and where a running sum has no positions (MAE's gate).
+        """
+        if not self.can_trim:
+            raise ValueError(
+                "this attention keeps a running sum over positions, so its cache cannot be trimmed"
+            )
+        if not 0 <= length <= self.length:
+            raise ValueError(
+                f"length {length} must lie between 0 and the {self.length} positions that are held"
+            )
+        self._of_keys(lambda tensor, axis: tensor.narrow(axis, 0, length))
+
+    def _of_keys(self, change: Callable[[Tensor, int], Tensor]) -> None:
+        """Change every tensor that has a row for each sentence of the keys and a place for each position."""
+        for name, axis in (("keys", 2), ("values", 2), ("padding", 1), ("key_experts", 1)):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, change(tensor, axis))
+
+    def tensors(self) -> Tuple[Tensor, ...]:
+        """All that it holds."""
+        held = (self.keys, self.values, self.padding, self.key_experts, *self.sums.values())
+        return tuple(tensor for tensor in held if tensor is not None)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often torch has seen the tensor written to; it does not count in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,32 @@
+"""Gradients of our own autograd functions that can be differentiated again."""
+
+from typing import Callable, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+
+def differentiable_gradients(
+    function: Callable[..., Tensor],
+    inputs: Sequence[Optional[Tensor]],
+    needs: Sequence[bool],
+    grad: Tensor,
+) -> List[Optional[Tensor]]:
+    """The gradients of function(*inputs), with a graph of their own: for a backward pass with create_graph.
+
+    torch calls a backward pass with gradients enabled if and only if they are to be differentiated again.
+    `torch.autograd.function.once_differentiable` would treat them as constants there, without a word, where
+    the incoming gradient needs none.
+
+    Args:
+        function: made of torch's operations alone.
+        inputs: its arguments.
+        needs: which of them need a gradient.
+        grad: the gradient of its result.
+
+    Returns:
+        A gradient for each input, None where none is needed.
+    """
+    wanted = [x for x, need in zip(inputs, needs) if need and x is not None]
+    found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True, allow_unused=True))
+    return [next(found) if need and x is not None else None for x, need in zip(inputs, needs)]
