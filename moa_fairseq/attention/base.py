@@ -71,7 +71,7 @@ class FamilySettings:
         if not isinstance(settings, cls):
             raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
         if own:
-            raise TypeError(f"give settings, or {', '.join(own)} as keywords, not both")
+            raise TypeError(f"{', '.join(own)} would not be read beside the settings that are given")
         return settings
 
     def check(self, attentions: Sequence["Attention"]) -> None:
