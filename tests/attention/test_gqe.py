@@ -25,8 +25,7 @@ def padded(batch=3, length=7):
     return x, torch.arange(length) >= torch.tensor([length, 4, 0])[:, None]
 
 
-@pytest.mark.parametrize("positions", [None, "rope"])
-@pytest.mark.parametrize("kdim", [None, 20])
+@pytest.mark.parametrize(("kdim", "positions"), [(None, None), (None, "rope"), (20, None)])
 @pytest.mark.parametrize(
     ("renormalize", "per_token"),
     [*itertools.product(["detached", "full", "none"], [4, 8]), ("detached", 1), ("none", 1)],
