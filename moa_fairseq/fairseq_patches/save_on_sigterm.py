@@ -3,7 +3,8 @@
 The update that runs is finished and checkpoint_last.pt written, in the middle of an epoch too, and with
 --no-last-checkpoints; a validation that is due follows. The process ends with status 143. Any process of a
 training may be told: with the next update the others learn it, because fairseq adds up their training times
-then, and all stop after the same update.
+then, and all stop after the same update. Before the processes have found each other there is nothing to save,
+and the one that is told ends at once.
 """
 
 from __future__ import annotations
@@ -74,6 +75,25 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
         sys.exit(128 + signal.SIGTERM)
 
     return wrapped
+
+
+@patch(
+    "fairseq.distributed.utils:distributed_init",
+    "fairseq_patches/test_save_on_sigterm.py::test_a_process_that_waits_for_the_others_ends_at_once",
+)
+def ending_at_once_while_alone(distributed_init: Callable, cfg: Any) -> int:
+    """SIGTERM to a process that waits for the others of its training would be seen when they have come; the
+    others may have been told, too, and never come.
+    """
+    waits = signal.getsignal(signal.SIGTERM) is _remember
+    if was_asked():
+        sys.exit(128 + signal.SIGTERM)
+    if waits:  # torch waits outside of Python, where no handler of ours runs
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    rank = distributed_init(cfg)
+    if waits:
+        signal.signal(signal.SIGTERM, _remember)
+    return rank
 
 
 def was_asked() -> bool:

@@ -1,5 +1,7 @@
 """SIGTERM at an update: what is saved there and what that update still validates."""
 
+import signal
+
 import pytest
 from fairseq import checkpoint_utils
 from fairseq_cli import train as program
@@ -52,3 +54,13 @@ def test_what_an_update_saves_and_validates(
         assert ("best" in extra, "patience" in extra) == (best, patience)
     if NUMBERED in files:
         assert load_checkpoint(tmp_path / NUMBERED)["extra_state"]["val_loss"] == extra["best"]
+
+
+def test_a_process_that_waits_for_the_others_ends_at_once(fairseq, toy_data, tmp_path):
+    """They may have been told, too, and never come."""
+    first, second = fairseq.pair(*fairseq.words(toy_data, tmp_path))
+    second.process.kill()
+    second.end()
+    first.said_until("distributed init (rank 0)")
+    first.send_signal(signal.SIGTERM)
+    assert first.end().returncode == -signal.SIGTERM
