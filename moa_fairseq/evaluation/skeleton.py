@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import io
 import logging
 import re
@@ -22,6 +23,7 @@ from fairseq.models import (
     FairseqLanguageModel,
 )
 from fairseq.models.roberta import model as fairseq_roberta
+from torch.overrides import TorchFunctionMode
 
 import moa_fairseq  # noqa: F401  (registers the architectures)
 from moa_fairseq.errors import UserError
@@ -90,6 +92,7 @@ def build_skeleton(
                 with (
                     contextlib.suppress(NotImplementedError),
                     torch.device("meta"),
+                    _WithoutValues(),
                     _without_bert_initialisation(),
                 ):
                     return build(args, task)
@@ -99,6 +102,20 @@ def build_skeleton(
             setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
             reason = str(error) or type(error).__name__
             raise UserError(f"fairseq cannot build {arch} with {setting}: {reason}") from error
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Skips what only fills tensors on the meta device, which torch does there by many steps in Python."""
+
+    FILLING = frozenset({"constant_", "fill_", "mul_", "normal_", "uniform_", "zero_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.FILLING:
+            tensor = args[0] if args else kwargs["tensor"]  # of torch.nn.init
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -142,8 +159,9 @@ def parse_training_flags(
         sys.argv = argv
 
 
+@functools.lru_cache(maxsize=8)
 def dictionary_of(symbols: int) -> Dictionary:
-    """A dictionary of so many symbols, with fairseq's special ones among them."""
+    """A dictionary of so many symbols, with fairseq's special ones among them; to be read only."""
     dictionary = Dictionary()
     for index in range(symbols - len(dictionary)):
         dictionary.add_symbol(f"symbol{index}")

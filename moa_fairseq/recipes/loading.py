@@ -126,7 +126,7 @@ def _built(cls: Type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
                 text.encode("utf-8")  # half a letter is an error
                 if "${" in text:
                     fail(file, where, "`${...}` is not looked up: write out what it stands for.")
-                config = OmegaConf.merge(config, {key: value})
+                config.merge_with({key: value})
         plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
         missing = sorted(OmegaConf.missing_keys(config))
     except ConfigKeyError as error:
