@@ -36,7 +36,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Without --all, what is marked thorough is left out unless it is named. The slow ones begin first.
 
-    `thorough(keep="text")` keeps the cases whose id has that text.
+    `thorough(keep="text")` keeps the cases whose id has that text, or one of a tuple of texts.
     """
     if not (config.getoption("thorough") or any("::" in word for word in config.args)):
         left_out = [item for item in items if is_thorough(item)]
@@ -47,8 +47,10 @@ def pytest_collection_modifyitems(config, items):
 
 def is_thorough(item):
     mark = item.get_closest_marker("thorough")
-    keep = mark and mark.kwargs.get("keep")
-    return bool(mark) and not (keep and keep in item.name)
+    if mark is None:
+        return False
+    keep = mark.kwargs.get("keep", ())
+    return not any(text in item.name for text in ([keep] if isinstance(keep, str) else keep))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -227,6 +227,7 @@ def test_the_readme_is_short():
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
 
 
+@pytest.mark.thorough
 def test_what_is_generated_is_fresh():
     """`python docs/generate.py` rewrites what is not. One test, because the parts take a while to make."""
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")

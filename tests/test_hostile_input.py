@@ -286,6 +286,7 @@ def test_odd_overrides_are_named(tmp_path, override):
         load_recipe(tmp_path / "input.yaml", [override, "train.max_epoch=5"])
 
 
+@pytest.mark.thorough
 def test_many_keys_are_read_soon(tmp_path):
     recipe = {**RECIPE, "model": {"arch": "transformer", "flags": {f"k{n}": 1 for n in range(8000)}}}
     (tmp_path / "input.yaml").write_text(dump_yaml(recipe))
@@ -354,7 +355,7 @@ def fuzz(parser, cases, folder):
         )
 
 
-@pytest.mark.thorough(keep="recipe-yaml")
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_nothing_but_user_errors_comes_out_in_time(name, folder):

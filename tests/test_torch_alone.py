@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import sys
@@ -79,6 +81,7 @@ assert "moa_transformer_base" in ARCH_MODEL_REGISTRY
 """
 
 
+@pytest.mark.thorough
 def test_importing_the_attention_changes_nothing_where_fairseq_is_installed():
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -107,6 +107,7 @@ def test_an_unknown_architecture_is_told_before_anything_is_prepared(start, toy_
         assert done.returncode == 2 and "'parity_transformer_huge'" in done.stderr and not run.exists()
 
 
+@pytest.mark.thorough
 def test_a_plugin_without_this_package_is_refused(start, toy_data, tmp_path):
     """fairseq's commands would know neither the criterions nor what is mended in fairseq."""
     (tmp_path / "mine").mkdir()

@@ -52,6 +52,7 @@ def test_a_map_is_what_the_module_computes(loaded):
     torch.testing.assert_close(first.weights, weights[:, 0])
 
 
+@pytest.mark.thorough(keep="shared1")
 @pytest.mark.parametrize("shared", [(), ("--switchhead-shared-selection",)])
 def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_path, shared):
     sizes = ("--encoder-layers", "1", "--decoder-layers", "1", "--num-experts", "3")

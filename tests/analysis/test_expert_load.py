@@ -40,6 +40,7 @@ def test_summary_of_an_even_and_of_a_collapsed_router():
     assert sum(found["gate_share"]) == pytest.approx(1)
 
 
+@pytest.mark.thorough(keep="[50")
 @pytest.mark.parametrize("max_tokens", [10, 50, 4000])
 def test_every_token_of_the_subset_is_counted_once(
     save_model, toy_data, analyze, each_sentence, tmp_path, capsys, max_tokens

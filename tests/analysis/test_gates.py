@@ -86,6 +86,7 @@ def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, 
     assert "attributed to none" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(mae, toy_data, analyze, capsys):
     """Far from uniform before; almost uniform with the weights that a new gate begins with."""
     trained = analyze("gates", mae, toy_data)["modules"]

@@ -266,6 +266,7 @@ def test_nan_in_padding_of_a_mixture_of_feed_forwards():
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.thorough(keep=("-cross-True-B=0", "-self-False-T=0"))
 @pytest.mark.parametrize("shape", [(5, 0), (0, 3), (0, 0)], ids=["B=0", "T=0", "B=T=0"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("how", ["self", "causal self", "cross"])

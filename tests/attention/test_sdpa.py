@@ -164,6 +164,7 @@ def test_few_long_sentences_get_copies_of_shared_keys(monkeypatch):
     assert heads == [1, 1, 4]  # 2 sentences × 2 blocks of keys
 
 
+@pytest.mark.thorough
 def test_cudnns_attention_is_left_out_unless_asked_for():
     program = (
         "import torch; from moa_fairseq.attention import sdpa; on = torch.backends.cuda.cudnn_sdp_enabled;"

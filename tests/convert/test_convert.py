@@ -27,7 +27,7 @@ def outputs(checkpoint, data):
     return out[words.ne(1)]
 
 
-@pytest.mark.thorough(keep="translation")
+@pytest.mark.thorough(keep=("[moh learned-translation", "[mae-translation"))
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize(
     "flags",
@@ -50,6 +50,7 @@ def test_exact_conversions_give_the_same_outputs(job, flags, dense, convert, tmp
     torch.testing.assert_close(outputs(target, data), outputs(checkpoint, data), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough(keep="moh-translation")
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("target", ["mae", "moh"])
 def test_back_to_dense_gives_the_first_weights_again(job, target, dense, convert, tmp_path):

@@ -183,6 +183,7 @@ def test_encoding_loses_nothing(encode, toy_gpt2):
     assert [decode([int(token) for token in line.split()]) for line in lines] == texts
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_several_processes_keep_the_order(encode, monkeypatch):
     monkeypatch.setattr(gpt2_files, "CHUNK", 2)

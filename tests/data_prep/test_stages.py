@@ -61,6 +61,7 @@ def manifest_of(prepared):
     return json.loads((folder / "manifest.json").read_text("utf-8"))
 
 
+@pytest.mark.thorough(keep=("parallel", "enwik8"))
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_is_made_once_and_can_be_given_as_data(prepare, source, made, said, name):
     sentences, steps, output = KINDS[name]
@@ -226,7 +227,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.thorough(keep="wmt14_en_de-ctrl-c")
+@pytest.mark.thorough(keep="enwik8-ctrl-c")
 @pytest.mark.parametrize(
     "problem", [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=["ctrl-c", "full"]
 )

@@ -35,6 +35,7 @@ def compared(capsys, outputs, ours, theirs):
     return {row["metric"]: row for row in content["metrics"]}, content
 
 
+@pytest.mark.thorough(keep="[b]")
 @pytest.mark.parametrize("other", ["b", "c"])
 def test_it_says_what_sacrebleu_says_of_one_output_each(outputs, capsys, other):
     rows, content = compared(capsys, outputs, "a", other)
@@ -50,6 +51,7 @@ def test_it_says_what_sacrebleu_says_of_one_output_each(outputs, capsys, other):
         assert row["difference"] == pytest.approx(first.score - second.score)
 
 
+@pytest.mark.thorough
 def test_seeds_are_averaged(outputs, capsys):
     rows, content = compared(capsys, outputs, "ab", "c")
     alone = [compared(capsys, outputs, name, "c")[0]["BLEU"]["first"] for name in "ab"]

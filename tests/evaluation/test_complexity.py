@@ -146,6 +146,7 @@ def test_text_report(capsys):
     assert all(part in printed for part in ("628,", "cross-attention", "attention in all", "router"))
 
 
+@pytest.mark.thorough(keep="moh_transformer_tiny")
 @pytest.mark.parametrize("arch", ["dense_transformer_lm_base", "moa_roberta_tiny", "moh_transformer_tiny"])
 def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
     small = ["--encoder-layers", "1"] if "lm" not in arch else ["--decoder-layers", "1"]

@@ -22,6 +22,7 @@ def scores(capsys, checkpoint, *args):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_one_masking_is_what_fairseqs_validation_prints(toy_masked_lm, toy_wiki_data, fairseq, capsys):
     done = fairseq(

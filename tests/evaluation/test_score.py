@@ -222,6 +222,7 @@ def test_what_is_installed_is_taken(monkeypatch):
         chains.tokenizer_for("de", "ja-mecab")
 
 
+@pytest.mark.thorough(keep="[ja]")
 @pytest.mark.parametrize("lang", SPACELESS)
 def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monkeypatch, lang):
     monkeypatch.setattr(chains, "_FLORES200", Path("/nowhere"))

@@ -13,6 +13,7 @@ def losses(output):
     return [float(json.loads(line[line.index("{") :])["loss"]) for line in lines]
 
 
+@pytest.mark.thorough(keep="moa")
 @pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny"])
 def test_amp_on_the_cpu_is_bfloat16(arch, tmp_path, fairseq, toy_data):
     """Through fairseq-train: losses are near those of float32, not equal; checkpoints are float32."""

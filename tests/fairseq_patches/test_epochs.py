@@ -129,6 +129,7 @@ def epochs_of(epochs_over, workers, buffer_size, restart_at=None, count=3):
     return found
 
 
+@pytest.mark.thorough(keep=("[1-0]", "[2-10]"))
 @pytest.mark.parametrize("buffer_size", [0, 10])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_workers_load_the_epoch_that_is_trained(epochs_over, workers, buffer_size):

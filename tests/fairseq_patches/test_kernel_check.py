@@ -43,6 +43,7 @@ def run(monkeypatch):
     return run
 
 
+@pytest.mark.thorough
 def test_the_first_training_on_a_gpu_checks_its_kernels(train, tmp_path, monkeypatch, caplog):
     assert utils.call_main.__wrapped__
     with caplog.at_level("INFO"):

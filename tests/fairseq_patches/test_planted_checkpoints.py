@@ -273,7 +273,7 @@ def downloaded(url, marker):
     raise OSError(f"no network: {url}")
 
 
-@pytest.mark.thorough(keep="pickle")
+@pytest.mark.thorough(keep=("pickle-generate", "pickle-train: resume", "pickle-average"))
 @pytest.mark.parametrize(("attack", "way"), PAIRS)
 def test_a_planted_checkpoint_does_nothing(attack, way, sound, toy_data, tmp_path, monkeypatch, capsys):
     path, marker = tmp_path / "planted.pt", tmp_path / "marker"

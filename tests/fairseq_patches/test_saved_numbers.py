@@ -157,6 +157,7 @@ def test_a_meter_goes_on_with_the_array_that_was_saved(tmp_path):
         assert np.array_equal(each["_bleu_counts"].avg, [6.5, 10.5])
 
 
+@pytest.mark.thorough
 def test_a_training_with_all_that_adds_to_a_checkpoint_is_resumed(fairseq, toy_data, tmp_path):
     """In the middle of an epoch, where meters go on; then with all that is to be reset."""
     flags = ["--eval-bleu", "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}', "--eval-bleu-print-samples"]

@@ -216,6 +216,7 @@ def test_no_text_is_read_by_other_dictionaries_or_merges(copy, damage, capsys):
     assert capsys.readouterr().err.count("\n") == 2
 
 
+@pytest.mark.thorough(keep="_swap")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_changed_copy_is_refused_and_the_remedy_works(copy, damage, capsys):
     damage(copy.run / "text")

@@ -36,6 +36,7 @@ def test_the_dense_models_parameters_and_a_router(arch):
     assert ours.parameters["router"] % (heads + 2) == 0
 
 
+@pytest.mark.thorough
 def test_it_trains_translates_and_shows_its_loads(loads_after_training):
     flags = ("--moh-scaling", "released", "--moh-skip", "always", "--balance-loss", "moh-released")
     flags += ("--aux-loss-reduce", "mean", "--z-loss-coef", 0)

@@ -73,6 +73,7 @@ def test_every_flag_that_names_a_file_was_looked_at():
     assert wanted <= found & {*REFUSED}
 
 
+@pytest.mark.thorough(keep="-train]")
 @pytest.mark.parametrize("section", ["data", "model", "train", "generate", "score"])
 @pytest.mark.parametrize(
     ("name", "value", "words"),
@@ -204,7 +205,7 @@ def warning(recipe, data=None, hardware=V100S):
     return schedule_warning(check_flags(recipe), updates)
 
 
-@pytest.mark.thorough(keep="moa")
+@pytest.mark.thorough(keep="moa_b")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fairseq_takes_every_recipe_and_its_schedule_ends_at_its_minimum(shipped, name):
     assert warning(shipped(name)) is None

@@ -61,6 +61,7 @@ def test_text_of_unknown_size_has_the_symbols_that_the_recipe_asks_for(plan_of):
     assert round(sizes[1], -6) == 186e6
 
 
+@pytest.mark.thorough(keep=("moa_big", "switchhead_2h"))
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_recipe_has_a_plan(name, plan_of, shipped):
     report, recipe = plan_of(name), shipped(name)

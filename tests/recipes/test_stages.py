@@ -252,6 +252,7 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
     assert json.loads((tmp_path / "results" / "measured" / "small.json").read_text()) == values
 
 
+@pytest.mark.thorough(keep=("again0", "again3", "again5"))
 @pytest.mark.parametrize(
     ("override", "again"),
     [

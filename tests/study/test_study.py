@@ -166,6 +166,7 @@ def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
     assert study("--report", "--seeds", "9")[0] == study("--seeds", "3")[0] == 2
 
 
+@pytest.mark.thorough
 def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
     pairs = {
         "experiment": "pairs",

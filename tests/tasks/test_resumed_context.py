@@ -29,7 +29,7 @@ def different(one, two):
     return sum(not torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-@pytest.mark.thorough(keep="moa")
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_context_equals_an_uninterrupted_one(fairseq, toy_text, tmp_path, case):
     arch, flags = CASES[case]

@@ -265,6 +265,7 @@ def evaluate(fairseq, data, model, *flags, check=True):
     )
 
 
+@pytest.mark.thorough
 def test_fairseq_eval_lm_in_order_and_sliding(fairseq, toy_text, toy_lm):
     model, _ = toy_lm
     chunked = ["--task", "language_modeling_truncated_bptt", "--batch-size", 3]
