@@ -52,9 +52,13 @@ def test_two_processes_train_the_model_of_one(fairseq, toy_data, tmp_path, famil
     assert lines
     if "dead" in said:  # experts were idle
         assert any(float(json.loads(line[line.index("{") :])["dead_experts"]) > 0 for line in lines)
-    if family != "moa":
-        return
-    # In the middle of an epoch, resumed by the two, left there again, and taken over by one.
+
+
+@pytest.mark.thorough
+def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(fairseq, toy_data, tmp_path):
+    """Left there by two, resumed by two, left again, and taken over by one."""
+    arch, *flags, _ = FAMILIES["moa"]
+    fairseq.train(toy_data, tmp_path / "one", *flags, *STILL, "--update-freq", 2, arch=arch)
     for updates in (3, 7):
         words = fairseq.words(toy_data, tmp_path / "elastic", *flags, *STILL, "--max-update", updates)
         log = fairseq.together(*words)

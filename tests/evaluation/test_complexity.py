@@ -170,7 +170,11 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
         (["--arch", "transformer_tiny", "--", "--encoder-layers", "x"], "invalid int value"),
         (["--arch", "transformer_tiny", "--", "--encoder-attention-heads", "7"], "divisible"),
         (["--arch", "lightconv_lm_gbw", "--", "--decoder-layers", "1"], "doesn't match decoder_layers"),
-        (["--arch", "lightconv_lm_gbw", "--branch"], "--branch: lightconv_lm_gbw"),
+        pytest.param(  # which it has to build with weights
+            ["--arch", "lightconv_lm_gbw", "--branch"],
+            "--branch: lightconv_lm_gbw",
+            marks=pytest.mark.thorough,
+        ),
         (["--arch", "levenshtein_transformer", "--branch"], "--branch: levenshtein_transformer"),
         (["--arch", "moa_roberta_tiny", "--branch", "--", "--max-positions", "10"], "20 random tokens"),
         (["--arch", "transformer_lm_gpt3_175", "--branch"], "650 GiB"),
