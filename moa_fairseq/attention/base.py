@@ -488,12 +488,12 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError(f"{name} is {list(x.shape)}, not {letters} = {width}")
         weight = getattr(getattr(self, "k_proj", None), "weight", None)
         if not x.is_floating_point() or (
-            weight is not None
+            isinstance(weight, Tensor)  # a quantised layer has a method there
             and x.dtype != weight.dtype
             and weight.is_floating_point()
             and not torch.is_autocast_enabled(x.device.type)
         ):
-            expected = "floating point" if weight is None else weight.dtype
+            expected = weight.dtype if isinstance(weight, Tensor) else "floating point"
             raise ValueError(f"{name} is {x.dtype}, but the attention {expected}: convert one of them")
 
     def _widths_of_memory(self, default: int) -> int:

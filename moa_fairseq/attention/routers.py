@@ -11,7 +11,8 @@ from moa_fairseq.attention.observers import Observer
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_linear
+from moa_fairseq.kernels import WideLinear, resolve_backend, top_k_routing
+from moa_fairseq.torch_compat import is_plain
 
 # How the probabilities of the chosen experts [N, K] become gates
 RENORMALIZATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
@@ -119,8 +120,8 @@ class TopKRouter(Observer):
         every = groups * num_experts
         self.is_constant = self.renormalize == "full" and groups * experts_per_token == 1 < every
         self.is_constant &= choice == "learned" and self.gate_values != "uniform"
-        self.projection = nn.Linear(model_dim, every, bias=False)
-        self.noise_projection = nn.Linear(model_dim, every, bias=False) if settings.routing_noise else None
+        self.projection: nn.Module = WideLinear(model_dim, every)
+        self.noise_projection = WideLinear(model_dim, every) if settings.routing_noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
         if choice == "frozen":
             self.projection.requires_grad_(False)
@@ -169,16 +170,18 @@ class TopKRouter(Observer):
             padding = padding.reshape(-1)
         noise = self.noise_projection if self.training else None
         routed = None
-        if self.may_fuse and noise is None:
+        if self.may_fuse and noise is None and is_plain(self.projection, WideLinear):
             weight, per_token = self.projection.weight, self.experts_per_token
             routed = top_k_routing(x, weight, per_token, self.renormalize, padding, self.backend)
         if routed is not None:
             logits, probs, gates, chosen = routed
             expert_ids = self._every_expert(x) if chosen is None else chosen
         else:
-            logits = wide_linear(x, self.projection.weight)
+            logits = self.projection(x)
             if noise is not None:
-                logits = logits + torch.randn_like(logits) * F.softplus(wide_linear(x, noise.weight))
+                logits = logits + torch.randn_like(logits) * F.softplus(noise(x))
+            if logits.dtype in (torch.float16, torch.bfloat16):  # of an adapter
+                logits = logits.float()
             probs = self._probabilities(logits)
             expert_ids = self._choose(x, probs, token_ids)
             gates = self._gates(probs, expert_ids)

@@ -82,7 +82,7 @@ def merge_masks(
 
 
 def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(blocked.shape, dtype=dtype, device=blocked.device).masked_fill_(blocked, -math.inf)
+    return torch.where(blocked, -math.inf, torch.zeros((), dtype=dtype, device=blocked.device))
 
 
 def _padding_bias(padding: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
@@ -92,8 +92,8 @@ def _padding_bias(padding: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
     defined; it weights zeros. This takes two passes over small tensors, `merge_masks` ten.
     """
     padding = padding[:, None, None, :]
-    mask = torch.empty(padding.shape, dtype=v.dtype, device=v.device)
-    torch.mul(padding, max(_BLOCKED, torch.finfo(v.dtype).min / 2), out=mask)
+    lowest = max(_BLOCKED, torch.finfo(v.dtype).min / 2)
+    mask = torch.where(padding, lowest, torch.zeros((), dtype=v.dtype, device=v.device))
     return mask, torch.where(padding.transpose(-1, -2), 0.0, v)
 
 

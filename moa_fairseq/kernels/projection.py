@@ -151,7 +151,9 @@ def project(
             raise ValueError(f"{gates.numel()} gates for {order.slots} slots")
         gates = gates.reshape(-1)  # [N, K] → [S]
     device = rows.device.type
-    if torch.is_autocast_enabled(device):  # as for a matmul: torch does not cast for a custom Function
+    if device != "meta" and torch.is_autocast_enabled(
+        device
+    ):  # as for a matmul: torch does not cast for a custom Function
         rows = rows.to(torch.get_autocast_dtype(device))
         weight = weight.to(rows.dtype)
     if bias is not None:
@@ -190,7 +192,9 @@ def _no_function(product: Product) -> str:
 
 
 def _no_loop(product: Product) -> str:
-    return "its loop asks the device for sizes" if is_compiling() else _no_function(product)
+    if is_compiling() or product.rows.is_meta:
+        return "its loop asks the device for sizes"
+    return _no_function(product)
 
 
 def _no_grouped_mm(product: Product) -> str:
