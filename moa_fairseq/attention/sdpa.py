@@ -137,7 +137,10 @@ def attend(
         mask = None
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
-    out = _shared_head_attention(q, k, v, mask, dropout)
+    if q.size(1) == k.size(1):
+        out = fused_attention(q, k, v, mask, dropout)
+    else:
+        out = _shared_head_attention(q, k, v, mask, dropout)
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
@@ -210,8 +213,8 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
     batch, heads, tgt_len, dim = q.shape
     groups = k.size(1)
     sharing = heads // groups
-    copies = heads == groups
-    if mask is not None and not copies:
+    copies = False
+    if mask is not None:
         large = mask.size(2) > 1 and (is_compiling() or mask.numel() * sharing > q.numel())
         copies = mask.size(1) > 1 or large
     if q.is_cuda and not is_compiling():

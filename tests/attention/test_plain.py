@@ -559,6 +559,7 @@ def test_torch_func(family):
             break
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torch_func_maps_and_pushes_forward(family):
     """Padding is mapped, too, which masks of every kind are made of."""
