@@ -1,15 +1,20 @@
-"""Switches of torch's, each for a block: autocast, and the kernels of its attention."""
+"""What torch has switched on: autocast and the kernels of its attention, each for a block, and hooks."""
 
 import contextlib
-from typing import ContextManager, Optional
+from typing import ContextManager, Optional, Type
 
 import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import _has_any_global_hook
 
 
 def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
     """The dtype that autocast gives matmuls on "cpu" or "cuda" right now, or None when it is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # which knows no "meta"
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def full_precision(device_type: str) -> ContextManager:
@@ -29,3 +34,24 @@ def without_cudnn_attention() -> ContextManager:
 def without_fused_attention() -> ContextManager:
     """A block in which F.scaled_dot_product_attention is plain matrix products."""
     return sdpa_kernel(SDPBackend.MATH)
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the host can ask for its numbers: not in a graph, under torch.func, or on the meta device."""
+    return not (is_compiling() or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+def is_plain(module: nn.Module, kind: Type[nn.Module]) -> bool:
+    """Whether a call of the module is the `forward` of class `kind` and nothing more.
+
+    Its weight may then be read in place of the call. Not so of an adapter or another module in its place, or
+    where hooks (those of all modules included) or a `forward` of its own would be passed over.
+    """
+    return type(module) is kind and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _has_any_global_hook()
+    )

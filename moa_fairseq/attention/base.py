@@ -28,6 +28,7 @@ from moa_fairseq.attention.positions import POSITIONS_IN_ATTENTION, Positions
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
 from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.torch_compat import autocast_dtype
 
 _instances = itertools.count()
 Settings = TypeVar("Settings", bound="FamilySettings")
@@ -418,19 +419,13 @@ class Attention(nn.Module, abc.ABC):
         for name in inputs:
             if name not in self.reads:
                 raise TypeError(self._unread(name))
-        self._check_input("x", x, self.embed_dim)
-        batch, tgt_len, _ = x.shape
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache is a {type(cache).__name__}: make one with new_cache()")
         is_self = memory is None and not (cache is not None and cache.holds_memory)
-        if memory is not None:
-            if self.self_attention:
-                raise ValueError("this attention was built with self_attention=True, which reads no memory")
-            self._check_input("memory", memory, self._widths_of_memory(memory.size(-1)))
-            if memory.size(0) != batch:
-                raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {batch}")
-        elif is_self and self._widths_of_memory(self.embed_dim) != self.embed_dim:
-            raise ValueError("this attention was built with a kdim or vdim of a memory: give memory, too")
+        if memory is not None and self.self_attention:
+            raise ValueError("this attention was built with self_attention=True, which reads no memory")
+        self._check_inputs(x, memory, is_self)
+        batch, tgt_len, _ = x.shape
         if query_padding is not None and is_self:
             raise ValueError("query_padding is for cross-attention: give padding, which is that of x here")
         if cache is not None:
@@ -482,32 +477,41 @@ class Attention(nn.Module, abc.ABC):
             **inputs,
         )
 
-    def _check_input(self, name: str, x: Tensor, width: int) -> None:
-        if x.dim() != 3 or x.size(2) != width:
-            letters = "[B, T, C] with C" if name == "x" else "[B, S, kdim] with kdim"
-            raise ValueError(f"{name} is {list(x.shape)}, not {letters} = {width}")
-        weight = getattr(getattr(self, "k_proj", None), "weight", None)
-        if not x.is_floating_point() or (
-            weight is not None
-            and x.dtype != weight.dtype
-            and weight.is_floating_point()
-            and not torch.is_autocast_enabled(x.device.type)
-        ):
-            expected = "floating point" if weight is None else weight.dtype
-            raise ValueError(f"{name} is {x.dtype}, but the attention {expected}: convert one of them")
-
-    def _widths_of_memory(self, default: int) -> int:
-        """kdim, which this call wants of the values, too. Raises ValueError where vdim is another."""
-        widths = []
-        for name in ("k_proj", "v_proj"):
-            projection = getattr(self, name, None)
-            widths.append(getattr(projection, "in_features", getattr(projection, "d_in", default)))
-        if widths[0] != widths[1]:
+    def _check_inputs(self, x: Tensor, memory: Optional[Tensor], is_self: bool) -> None:
+        k_proj = getattr(self, "k_proj", None)
+        v_proj = getattr(self, "v_proj", None)
+        default = self.embed_dim if memory is None else memory.size(-1)
+        kdim = getattr(k_proj, "in_features", getattr(k_proj, "d_in", default))
+        vdim = getattr(v_proj, "in_features", getattr(v_proj, "d_in", default))
+        if kdim != vdim and (is_self or memory is not None):
             raise ValueError(
-                f"keys of width {widths[0]} and values of width {widths[1]} are two inputs, and this call "
-                "reads one memory: build it with equal kdim and vdim"
+                f"keys of width {kdim} and values of width {vdim} are two inputs, and this call reads one "
+                "memory: build it with equal kdim and vdim"
             )
-        return int(widths[0])
+        weight = getattr(k_proj, "weight", None)
+        expected = (
+            weight.dtype if isinstance(weight, Tensor) else None
+        )  # a quantised layer has a method there
+        if expected is not None and not expected.is_floating_point:
+            expected = None
+        for name, given, width in (("x", x, self.embed_dim), ("memory", memory, kdim)):
+            if given is None:
+                continue
+            if given.dim() != 3 or given.size(2) != width:
+                letters = "[B, T, C] with C" if name == "x" else "[B, S, kdim] with kdim"
+                raise ValueError(f"{name} is {list(given.shape)}, not {letters} = {width}")
+            if given.dtype == expected:
+                continue
+            follows = expected is None or autocast_dtype(given.device.type) is not None
+            if not (given.is_floating_point() and follows):
+                raise ValueError(
+                    f"{name} is {given.dtype}, but the attention {expected or 'floating point'}: convert one "
+                    "of them"
+                )
+        if memory is not None and memory.size(0) != x.size(0):
+            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0)}")
+        if is_self and kdim != self.embed_dim:
+            raise ValueError("this attention was built with a kdim or vdim of a memory: give memory, too")
 
     def _check_cache(
         self, cache: KVCache, x: Tensor, memory: Optional[Tensor], mask: Optional[Tensor], causal: bool

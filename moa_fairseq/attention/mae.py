@@ -144,11 +144,6 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
     def is_non_causal(self) -> bool:
         return self.gate is not None and not self.causal
 
-    @property
-    def dropped(self) -> Tensor:
-        """1 where an expert leaves out a head, row i being D_i: [E, h]."""
-        return _dropped(self.num_heads, self.dropped_heads, device=self.out_proj.weight.device)
-
     def compute(self, call: Call) -> Computed:
         draw = call.draw if self.training else None
         with torch.set_grad_enabled(torch.is_grad_enabled() and draw is None):
@@ -216,9 +211,10 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
 
     def _head_weights(self, routing: Routing, shape: Sequence[int]) -> Tensor:
         """h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) of each head j: [B, T or 1, H, 1]."""
-        dropped = self.dropped.to(routing.probs.dtype)
+        probs = routing.probs
+        dropped = _dropped(self.num_heads, self.dropped_heads, device=probs.device).to(probs.dtype)
         # [N, E] · [E, H]
-        left_out = routing.probs @ dropped if routing.chooses_all else dropped[routing.expert_ids[:, 0]]
+        left_out = probs @ dropped if routing.chooses_all else dropped[routing.expert_ids[:, 0]]
         return self.scale * (1.0 - left_out).view(shape[0], shape[1], self.num_heads, 1)
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
@@ -231,7 +227,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
 
 @constant
 def _dropped(num_heads: int, dropped_heads: int, device: torch.device) -> Tensor:
-    """1 where an expert leaves out a head, [E, h] float32: all sets of so many heads."""
+    """1 where an expert leaves out a head, [E, h] float32: row i is D_i, all sets of so many heads."""
     subsets = list(itertools.combinations(range(num_heads), dropped_heads))
     dropped = torch.zeros(len(subsets), num_heads)
     for expert, heads in enumerate(subsets):

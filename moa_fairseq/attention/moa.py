@@ -22,6 +22,7 @@ from moa_fairseq.attention.routers import (
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS
+from moa_fairseq.torch_compat import is_plain
 
 KEYS_VALUES = ("shared", "own")
 _ROWS_OF_ONE_PRODUCT = 1024
@@ -100,8 +101,6 @@ class MixtureOfAttention(Attention):
         router: one to use instead of `TopKRouter`.
         groups: of experts that share keys and values, for a subclass that orders its heads as `sdpa.attend`
             wants.
-        joint_keys_values: whether `k_proj` and `v_proj` may be computed as one product of their weights;
-            False for projections that are replaced or hooked into later (by an adapter, for example).
         options: those of `Attention`.
 
     Raises:
@@ -117,7 +116,6 @@ class MixtureOfAttention(Attention):
         vdim: Optional[int] = None,
         router: Optional[nn.Module] = None,
         groups: int = 1,
-        joint_keys_values: bool = True,
         **options: Any,
     ):
         settings = MoASettings.of(settings, options)
@@ -146,7 +144,6 @@ class MixtureOfAttention(Attention):
         self.experts_per_token = per_token
         self.expert_dim = settings.expert_dim
         self.heads_per_expert = heads
-        self.joint_keys_values = joint_keys_values
         self.router = router or TopKRouter(embed_dim, settings)
         self.reads = token_ids_of(self.router)
         width = heads * settings.expert_dim
@@ -188,7 +185,8 @@ class MixtureOfAttention(Attention):
         # One product needs a copy of both weights side by side at each call. That pays for many rows, but not
         # for a step of generation, which reads hardly anything but the weights.
         pays = is_compiling() or shape[0] * shape[1] >= _ROWS_OF_ONE_PRODUCT
-        if memory is values and pays and self.joint_keys_values:
+        pays = pays and memory is values and is_plain(self.k_proj, nn.Linear)
+        if pays and is_plain(self.v_proj, nn.Linear):
             weight = torch.cat([self.k_proj.weight, self.v_proj.weight])
             bias = None if self.k_proj.bias is None else torch.cat([self.k_proj.bias, self.v_proj.bias])
             both = F.linear(memory, weight, bias)  # [B, S, 2·G·D]

@@ -6,7 +6,6 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from moa_fairseq.attention.base import Call, Computed, FamilySettings, flag
 from moa_fairseq.attention.dense import DenseHeadsAttention
@@ -18,6 +17,7 @@ from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.selected import attend_selected, skipping_pays
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS, SlotOrder, project, resolve_backend
+from moa_fairseq.torch_compat import is_plain, is_readable
 
 ROUTERS = ("learned", "query-norm")
 SKIPPING = ("auto", "always", "never")
@@ -241,12 +241,15 @@ class MixtureOfHeads(DenseHeadsAttention):
             return False, False
         if call.cache is not None and call.cache.beam_size > 1:
             return False, False
-        if is_compiling():  # the lengths of heads' blocks would have to be asked for
+        if not is_readable(call.x):  # the lengths of heads' blocks would have to be asked for
             return False, False
+        # a product of some rows of a weight passes over what stands in for a projection, or hooks into it
+        may_cut = is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
         if self.skip == "always":
-            return True, True
+            return True, may_cut
         ratio = unchosen / self.experts_per_token
-        return skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
+        pays, saves_rows = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
+        return pays, saves_rows and may_cut
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         learned = not self.router.reads_queries

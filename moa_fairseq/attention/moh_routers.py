@@ -3,7 +3,6 @@
 from typing import Any, List, Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.attention.constants import every_index
@@ -11,6 +10,7 @@ from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.kernels import WideLinear
 from moa_fairseq.torch_compat import full_precision
 
 SCALINGS = ("paper", "released")
@@ -104,7 +104,7 @@ class SharedAndRoutedRouter(_Router):
         self.two_stages = shared_heads > 0 and self.routed_heads > 0
         # the rows of W_r, W_s and W_h
         self.rows = (self.routed_heads, shared_heads if shared_heads > 1 else 0, 2 * self.two_stages)
-        self.projection = nn.Linear(model_dim, sum(self.rows), bias=False)
+        self.projection = WideLinear(model_dim, sum(self.rows), copies=True)
         if choice == "frozen":
             self.projection.requires_grad_(False)
         elif choice == "hash":
@@ -126,9 +126,10 @@ class SharedAndRoutedRouter(_Router):
         """
         x = x.reshape(-1, x.size(-1))
         released = self.scaling == "released"
+        logits = self.projection(x)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         with full_precision(x.device.type):
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            logits = F.linear(x.to(dtype), self.projection.weight.to(dtype))
+            logits = logits.to(dtype)  # an adapter's may be half
             routed, shared, stage = logits.split(self.rows, dim=-1)
             if self.shared_heads == 1:
                 shared = logits.new_zeros(logits.size(0), 1)

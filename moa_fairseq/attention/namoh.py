@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Dict, Optional, Tuple
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from moa_fairseq.attention.base import Call, Computed, FamilySettings, flag
 from moa_fairseq.attention.expert_linear import ExpertLinear
@@ -15,6 +14,7 @@ from moa_fairseq.attention.sdpa import Masks
 from moa_fairseq.attention.selected import HeadBlocks
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import BACKENDS
+from moa_fairseq.torch_compat import is_readable
 
 CHOICES = ("learned", "frozen")
 
@@ -174,7 +174,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
                 they are then more queries of one row.
             key_experts: the heads of the keys' slots, [B, S, K].
         """
-        rows, compact = k.size(0), not is_compiling()
+        rows, compact = k.size(0), is_readable(k)
         beam = q.size(0) // rows if rows else 1
         index = routing.expert_ids.view(rows, beam * q.size(2), self.experts_per_token)
         of_queries = HeadBlocks(index, routing.padding, self.num_experts, compact)

@@ -142,7 +142,7 @@ class RelativePositions(Positions):
             return q.new_zeros(q.size(0), q.size(1), 0, key_length)
         # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
         largest, smallest = first_query + tgt_len - 1, first_query - key_length + 1
-        columns = largest, smallest, self.embed_dim, q.device, self.projection.weight.dtype
+        columns = largest, smallest, self.embed_dim, q.device, self.content_bias.dtype
         if is_compiling():  # which looks into no cache, and knows no inference mode
             encoded = _sinusoids(*columns)
         else:

@@ -11,7 +11,8 @@ from moa_fairseq.attention.observers import Observer
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_linear
+from moa_fairseq.kernels import WideLinear, resolve_backend, top_k_routing
+from moa_fairseq.torch_compat import is_plain
 
 # How the probabilities of the chosen experts [N, K] become gates
 RENORMALIZATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
@@ -119,8 +120,8 @@ class TopKRouter(Observer):
         every = groups * num_experts
         self.is_constant = self.renormalize == "full" and groups * experts_per_token == 1 < every
         self.is_constant &= choice == "learned" and self.gate_values != "uniform"
-        self.projection = nn.Linear(model_dim, every, bias=False)
-        self.noise_projection = nn.Linear(model_dim, every, bias=False) if settings.routing_noise else None
+        self.projection: nn.Module = WideLinear(model_dim, every)
+        self.noise_projection = WideLinear(model_dim, every) if settings.routing_noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
         if choice == "frozen":
             self.projection.requires_grad_(False)
@@ -168,22 +169,39 @@ class TopKRouter(Observer):
         if padding is not None:
             padding = padding.reshape(-1)
         noise = self.noise_projection if self.training else None
+        per_token = self.experts_per_token
+        chooses = per_token < self.num_experts or self.groups > 1
         routed = None
-        if self.may_fuse and noise is None:
-            weight, per_token = self.projection.weight, self.experts_per_token
+        if self.may_fuse and noise is None and is_plain(self.projection, WideLinear):
+            weight = self.projection.weight
             routed = top_k_routing(x, weight, per_token, self.renormalize, padding, self.backend)
         if routed is not None:
             logits, probs, gates, chosen = routed
             expert_ids = self._every_expert(x) if chosen is None else chosen
         else:
-            logits = wide_linear(x, self.projection.weight)
+            logits = self.projection(x)
             if noise is not None:
-                logits = logits + torch.randn_like(logits) * F.softplus(wide_linear(x, noise.weight))
+                logits = logits + torch.randn_like(logits) * F.softplus(noise(x))
+            if logits.dtype in (torch.float16, torch.bfloat16):  # of an adapter
+                logits = logits.float()
             probs = self._probabilities(logits)
-            expert_ids = self._choose(x, probs, token_ids)
-            gates = self._gates(probs, expert_ids)
+            if self.experts_per_token == self.num_experts:
+                expert_ids = self._every_expert(x)
+            elif self.token_hash is not None:
+                expert_ids = self.token_hash(token_ids)
+            else:
+                scores = probs.detach()
+                if self.bias_rate:
+                    scores = scores + self.selection_bias
+                expert_ids = self._largest(scores) if self.groups > 1 else scores.topk(per_token).indices
+            gates = probs  # all of them stay as they are where nothing is chosen
+            renormalized = RENORMALIZATIONS[self.renormalize]
+            if chooses:
+                gates = renormalized(probs.gather(-1, expert_ids))
             if self.gate_values != "learned":
-                even = self._gates(self._probabilities(torch.zeros_like(logits)), expert_ids)
+                even = self._probabilities(torch.zeros_like(logits))
+                if chooses:
+                    even = renormalized(even.gather(-1, expert_ids))
                 gates = even if self.gate_values == "uniform" else even + (gates - gates.detach())
             if padding is not None:
                 gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
@@ -193,20 +211,10 @@ class TopKRouter(Observer):
             self.observe(routing.expert_counts.to(self.pending.dtype))
         return routing
 
-    def _choose(self, x: Tensor, probs: Tensor, token_ids: Optional[Tensor]) -> Tensor:
-        """The chosen experts of x [N, C] with probs [N, G·E]: [N, G·K]."""
-        if self.experts_per_token == self.num_experts:
-            return self._every_expert(x)
-        if self.token_hash is not None:
-            expert_ids: Tensor = self.token_hash(token_ids)
-            return expert_ids
-        scores = probs.detach()
-        if self.bias_rate:
-            scores = scores + self.selection_bias
-        if self.groups == 1:
-            return scores.topk(self.experts_per_token, dim=-1).indices
+    def _largest(self, scores: Tensor) -> Tensor:
+        """The K largest of each group: [N, G·E] → [N, G·K], with the groups' numbers."""
         in_group = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
-        first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [G, 1]
+        first = every_index(self.groups, device=scores.device).unsqueeze(1) * self.num_experts  # [G, 1]
         numbers: Tensor = (in_group + first).flatten(1)
         return numbers
 
@@ -225,9 +233,3 @@ class TopKRouter(Observer):
         if self.groups == 1:
             return torch.softmax(logits, dim=-1)
         return torch.softmax(logits.unflatten(-1, (self.groups, -1)), dim=-1).flatten(1)
-
-    def _gates(self, probs: Tensor, expert_ids: Tensor) -> Tensor:
-        """The chosen probabilities, made gates as `renormalize` has it: [N, G·K]."""
-        if self.experts_per_token == self.num_experts and self.groups == 1:
-            return probs  # nothing is chosen, all gates stay as they are
-        return RENORMALIZATIONS[self.renormalize](probs.gather(-1, expert_ids))

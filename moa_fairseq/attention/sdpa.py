@@ -82,7 +82,7 @@ def merge_masks(
 
 
 def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(blocked.shape, dtype=dtype, device=blocked.device).masked_fill_(blocked, -math.inf)
+    return torch.where(blocked, -math.inf, torch.zeros((), dtype=dtype, device=blocked.device))
 
 
 def _padding_bias(padding: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
@@ -92,8 +92,8 @@ def _padding_bias(padding: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
     defined; it weights zeros. This takes two passes over small tensors, `merge_masks` ten.
     """
     padding = padding[:, None, None, :]
-    mask = torch.empty(padding.shape, dtype=v.dtype, device=v.device)
-    torch.mul(padding, max(_BLOCKED, torch.finfo(v.dtype).min / 2), out=mask)
+    lowest = max(_BLOCKED, torch.finfo(v.dtype).min / 2)
+    mask = torch.where(padding, lowest, torch.zeros((), dtype=v.dtype, device=v.device))
     return mask, torch.where(padding.transpose(-1, -2), 0.0, v)
 
 
@@ -137,7 +137,10 @@ def attend(
         mask = None
     if bias is not None:
         mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
-    out = _shared_head_attention(q, k, v, mask, dropout)
+    if q.size(1) == k.size(1):
+        out = fused_attention(q, k, v, mask, dropout)
+    else:
+        out = _shared_head_attention(q, k, v, mask, dropout)
     return out if blind is None else out.masked_fill(blind, 0.0)
 
 
@@ -210,8 +213,8 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tenso
     batch, heads, tgt_len, dim = q.shape
     groups = k.size(1)
     sharing = heads // groups
-    copies = heads == groups
-    if mask is not None and not copies:
+    copies = False
+    if mask is not None:
         large = mask.size(2) > 1 and (is_compiling() or mask.numel() * sharing > q.numel())
         copies = mask.size(1) > 1 or large
     if q.is_cuda and not is_compiling():

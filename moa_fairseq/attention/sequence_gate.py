@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.attention.observers import Observer
+from moa_fairseq.torch_compat import full_precision
 
 # Choices of --gate-norm: the statistics by which a gate that learns normalises its inputs.
 NORMS = ("earlier", "batch")
@@ -120,13 +121,14 @@ class SequenceGate(nn.Module):
     @property
     def learns(self) -> bool:
         """Whether this forward pass trains the gate."""
-        return self.training and self.fc1.weight.requires_grad
+        return self.training and any([parameter.requires_grad for parameter in self.parameters()])
 
     def forward(self, mean: Tensor, real: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         """mean [N, C] of the inputs → (probabilities [N, E], logits [N, E]); real [N]: rows that count."""
-        with torch.autocast(mean.device.type, enabled=False):
-            x = self.norm(mean.to(self.fc1.weight.dtype), real, self.training, self.learns)
-            hidden = F.dropout(torch.tanh(self.fc1(x)), self.dropout, self.learns)
+        learns = self.learns
+        with full_precision(mean.device.type):
+            x = self.norm(mean.to(self.norm.weight.dtype), real, self.training, learns)
+            hidden = F.dropout(torch.tanh(self.fc1(x)), self.dropout, learns)
             logits = self.fc2(hidden)
             return torch.softmax(logits, dim=-1), logits
 

@@ -4,12 +4,12 @@ import math
 from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.attention.constants import every_index
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError
+from moa_fairseq.kernels import WideLinear
 from moa_fairseq.torch_compat import full_precision
 
 
@@ -54,7 +54,7 @@ class SigmoidTopKRouter(nn.Module):
         self.num_experts, self.experts_per_token, self.groups = num_experts, experts_per_token, groups
         self.expert_dropout = expert_dropout
         self.side, self.auxiliary = side, auxiliary
-        self.projection = nn.Linear(model_dim, groups * num_experts, bias=False)
+        self.projection = WideLinear(model_dim, groups * num_experts, copies=True)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -64,9 +64,9 @@ class SigmoidTopKRouter(nn.Module):
         """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates become zero."""
         x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)
+        logits = self.projection(x)
         with full_precision(x.device.type):
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            logits = F.linear(x.to(dtype), self.projection.weight.to(dtype))
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # an adapter's may be half
             probs = torch.sigmoid(logits)
             gate = probs.view(tokens, self.groups, self.num_experts)  # [N, H·E] → [N, H, E]
             choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate

@@ -151,7 +151,9 @@ def project(
             raise ValueError(f"{gates.numel()} gates for {order.slots} slots")
         gates = gates.reshape(-1)  # [N, K] → [S]
     device = rows.device.type
-    if torch.is_autocast_enabled(device):  # as for a matmul: torch does not cast for a custom Function
+    if device != "meta" and torch.is_autocast_enabled(
+        device
+    ):  # as for a matmul: torch does not cast for a custom Function
         rows = rows.to(torch.get_autocast_dtype(device))
         weight = weight.to(rows.dtype)
     if bias is not None:
@@ -161,7 +163,11 @@ def project(
     for way in ways[backend]:  # the last supports everything
         if not way.unsupported_reason(product):
             break
-    out = way.run(product)
+    run = way.run
+    if way.keeps_less is not None and torch.is_grad_enabled():
+        if order.tokens * experts * dim > _KEPT_RESULTS and not _no_function(product):
+            run = way.keeps_less
+    out = run(product)
     if bias is None or is_up or way.adds_biases:
         return out
     # The biases of a token's slots in one small product, [N, E] · [E, C].
@@ -176,6 +182,7 @@ class Way(NamedTuple):
     unsupported_reason: Callable[[Product], str]  # why it is not the one for a product, or ""
     run: Callable[[Product], Tensor]
     adds_biases: bool = False  # those of a product down, too
+    keeps_less: Optional[Callable[[Product], Tensor]] = None  # the same with a gradient of its own, for more
 
 
 def _always(product: Product) -> str:
@@ -190,7 +197,9 @@ def _no_function(product: Product) -> str:
 
 
 def _no_loop(product: Product) -> str:
-    return "its loop asks the device for sizes" if is_compiling() else _no_function(product)
+    if is_compiling() or product.rows.is_meta:
+        return "its loop asks the device for sizes"
+    return _no_function(product)
 
 
 def _no_grouped_mm(product: Product) -> str:
@@ -214,11 +223,8 @@ def _by_triton(product: Product) -> Tensor:
     return out
 
 
-def _by_every_expert(product: Product) -> Tensor:
-    results = product.order.tokens * product.weight.size(0) * product.weight.size(1)  # N·E·D
-    if torch.is_grad_enabled() and results > _KEPT_RESULTS and not _no_function(product):
-        return grouped.run(product, placed_rows.PlacedRows)
-    return every_expert.run(product)
+def _by_placed_rows(product: Product) -> Tensor:
+    return grouped.run(product, placed_rows.PlacedRows)
 
 
 def _by_one_product(product: Product, uses_triton: bool = False) -> Tensor:
@@ -236,7 +242,7 @@ def _by_one_product_and_checked_triton(product: Product) -> Tensor:
 
 
 _EVERY = Way(_always, every_expert.run)
-_FEW = Way(every_expert.unsupported_reason, _by_every_expert)
+_FEW = Way(every_expert.unsupported_reason, every_expert.run, keeps_less=_by_placed_rows)
 _SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
 _LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
 _GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)

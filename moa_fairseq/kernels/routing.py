@@ -4,7 +4,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
@@ -46,16 +46,31 @@ def _product_grads(
     return grad_x, grad_weight
 
 
-def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear in float32 or wider, whatever the dtypes and autocast: x [N, C], weight [E, C] → [N, E]."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return wide_linear(x, weight)
-    if x.dtype not in _HALF:
-        return F.linear(x, weight.to(x.dtype))
-    logits: Tensor = _WideProduct.apply(x, weight)
-    return logits
+class WideLinear(nn.Linear):
+    """The linear map of a router, in float32 or wider, whatever the dtypes and autocast: [N, C] → [N, E].
+
+    Args:
+        model_dim: C.
+        outputs: E.
+        copies: multiply float32 copies of an input in half precision, and keep them for the backward pass;
+            else gradients of the logits are rounded to half precision.
+    """
+
+    def __init__(self, model_dim: int, outputs: int, copies: bool = False):
+        super().__init__(model_dim, outputs, bias=False)
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.forward(x)
+        if x.dtype not in _HALF:
+            return F.linear(x, self.weight.to(x.dtype))
+        if self.copies:
+            return F.linear(x.float(), self.weight.float())
+        logits: Tensor = _WideProduct.apply(x, self.weight)
+        return logits
 
 
 class _Route(Function):

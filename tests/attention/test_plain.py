@@ -1,9 +1,13 @@
 """Every attention as a plain module: batch first, with a cache, compiled, exported, on the meta device."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from equations import drawn
 from time_first import with_fairseq_call
+from torch import nn
 
 from moa_fairseq.attention import (
     DenseAttention,
@@ -14,6 +18,7 @@ from moa_fairseq.attention import (
     NativeMixtureOfHeads,
     SwitchHeadAttention,
     load_balance_loss,
+    moa,
     z_loss,
 )
 from moa_fairseq.attention.gqe import OUTPUTS
@@ -185,6 +190,77 @@ def test_positions_compile_without_a_break(family, positions):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_comes_out_of_nothing(family, shape, head_gate):
     assert FAMILIES[family](self_attention=True, head_gate=head_gate)(torch.randn(shape)).shape == shape
+
+
+class Adapter(nn.Module):
+    """A change of a linear map, as LoRA's; it has no weight itself."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.change = nn.Parameter(0.3 * torch.randn_like(linear.weight))
+
+    def forward(self, x):
+        return self.linear(x) + F.linear(x, self.change)
+
+
+def touched(family):
+    """A layer with as many linear maps as it can have, and their names."""
+    xl = family.split()[0].rstrip(",") not in ("GQE", "NAMOH")
+    module = build(family, self_attention=True, head_gate="head", positions="xl" if xl else None)
+    return module, [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stands_in_for_a_linear_map_is_called(family, monkeypatch):
+    monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 0)
+    module, names = touched(family)
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    assert names
+    for name in names:
+        changed, expected = copy.deepcopy(module), copy.deepcopy(module)
+        adapter = Adapter(changed.get_submodule(name))
+        parent, _, own = name.rpartition(".")
+        setattr(changed.get_submodule(parent), own, adapter)
+        with torch.no_grad():
+            expected.get_submodule(name).weight += adapter.change
+        assert not torch.allclose(expected(x), module(x)), name
+        torch.testing.assert_close(changed(x), expected(x))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_of_linear_maps_are_called(family, monkeypatch):
+    monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 0)
+    module, names = touched(family)
+    x = torch.randn(B, T, C, dtype=torch.float64, requires_grad=True)
+    seen = set()
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        hooks = [
+            getattr(module.get_submodule(name), f"register_{kind}_hook")(lambda *_, name=name: seen.add(name))
+            for name in names
+        ]
+        module(x).square().sum().backward()
+        for hook in hooks:
+            hook.remove()
+        has_no_gates = family == "GQE hard" and "backward" in kind
+        assert seen == set(names) - ({"router.projection"} if has_no_gates else set()), kind
+        seen.clear()
+    hook = nn.modules.module.register_module_forward_hook(lambda part, *_: seen.add(part))
+    module(x)
+    hook.remove()
+    assert {module.get_submodule(name) for name in names} <= seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_on_the_meta_device(family):
+    with torch.device("meta"):
+        module, memory = FAMILIES[family](), torch.randn(B, S, C)
+        x, padding = torch.randn(B, T, C), torch.zeros(B, T, dtype=torch.bool)
+        many = torch.randn(2, 3000, C)
+    out = module(x, padding=padding, causal=True)
+    out.sum().backward()
+    assert out.is_meta and out.shape == x.shape
+    assert module(x, memory).shape == x.shape and module(many).shape == many.shape
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -486,3 +562,27 @@ def test_torch_func(family):
         if grad is not None:
             torch.testing.assert_close(torch.func.grad(loss)(weights, x)[name], grad)
             break
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_func_maps_and_pushes_forward(family):
+    """Padding is mapped, too, which masks of every kind are made of."""
+    module, x = build(family, self_attention=True), torch.randn(2, B, T, C, dtype=torch.float64)
+    padding = torch.stack([PADDING, PADDING.roll(1, 0)])
+    for causal in (False, True):
+
+        def run(x, padding, causal=causal):
+            return module(x, padding=padding, causal=causal).masked_fill(padding.unsqueeze(-1), 0.0)
+
+        expected = torch.stack([run(*pair) for pair in zip(x, padding)])
+        torch.testing.assert_close(torch.func.vmap(run)(x, padding), expected)
+    torch.testing.assert_close(
+        torch.func.vmap(module)(x), torch.stack([module(sequences) for sequences in x])
+    )
+    with without_fused_attention():  # torch's fused kernel for CPUs has no forward derivative
+        out, tangent = torch.func.jvp(lambda x: run(x, PADDING), (x[0],), (x[1],))
+        y = x[0].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(run(y, PADDING).sum(), y)
+    assert out.shape == x[0].shape
+    torch.testing.assert_close(tangent.sum(), (grad * x[1]).sum())

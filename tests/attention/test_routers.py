@@ -8,11 +8,14 @@ from time_first import (
     NativeMixtureOfHeads,
     SwitchHeadAttention,
 )
+from torch import nn
 
+from moa_fairseq import attention
+from moa_fairseq.attention import routers
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.kernels import every_expert, wide_linear
+from moa_fairseq.kernels import WideLinear, every_expert
 
 
 def build(noise=False, dtype=torch.float32):
@@ -117,8 +120,9 @@ def test_slots_are_sorted_once_for_each_routing_and_not_at_all_where_every_exper
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
 def test_logits_of_half_precision_are_those_of_float64(weights):
     x = torch.randn(40, 16).bfloat16().requires_grad_()
-    weight = torch.randn(6, 16).to(weights).requires_grad_()
-    logits, upstream = wide_linear(x, weight), torch.randn(40, 6)
+    linear = WideLinear(16, 6).to(weights)
+    weight = linear.weight
+    logits, upstream = linear(x), torch.randn(40, 6)
     leaves = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
     exact = leaves[0] @ leaves[1].t()
     torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
@@ -169,3 +173,29 @@ def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
     attention(x, memory, memory)
     for name, buffer in attention.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+def test_the_fused_router_reads_the_weight_of_an_untouched_projection_alone(monkeypatch):
+    router, x, asked, seen = build(), torch.randn(5, 16), [], []
+    router.may_fuse = True
+    monkeypatch.setattr(routers, "top_k_routing", lambda *options: asked.append(options))
+    router(x)
+    assert len(asked) == 1
+    hook = router.projection.register_forward_hook(lambda *_: seen.append(1))
+    router(x)
+    hook.remove()
+    router.projection = nn.Sequential(router.projection)
+    router(x)
+    assert len(asked) == 1 and seen == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_of_a_router_still_routes_in_float32(dtype):
+    for family in (
+        attention.MixtureOfAttention(16, num_experts=4, experts_per_token=2, expert_dim=4),
+        attention.SwitchHeadAttention(16, switchhead_heads=2, num_experts=4, experts_per_token=2),
+        attention.MixtureOfHeads(16, 4, moh_shared_heads=1, experts_per_token=2),
+    ):
+        family.router.projection = nn.Linear(16, family.router.projection.out_features, bias=False)
+        _, (routing, *_) = family.to(dtype)(torch.randn(2, 3, 16).to(dtype), with_routing=True)
+        assert routing.logits.dtype == routing.gates.dtype == torch.float32
