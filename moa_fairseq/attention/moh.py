@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from moa_fairseq.attention.base import Call, Computed, FamilySettings, flag
 from moa_fairseq.attention.dense import DenseHeadsAttention
 from moa_fairseq.attention.moa import token_ids_of
-from moa_fairseq.attention.moh_routers import SCALINGS, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.attention.moh_routers import CHOICES, SCALINGS, QueryNormRouter, SharedAndRoutedRouter
 from moa_fairseq.attention.positions import RotaryPositions
-from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.selected import attend_selected, skipping_pays
 from moa_fairseq.errors import UserError, check_choice

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from moa_fairseq.attention.constants import every_index
-from moa_fairseq.attention.routers import CHOICES
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.kernels import WideLinear
 from moa_fairseq.torch_compat import full_precision
 
+CHOICES = ("learned", "frozen", "hash")
 SCALINGS = ("paper", "released")
 _INIT_STD = 0.02
 

@@ -21,7 +21,8 @@ RENORMALIZATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda chosen: chosen,  # MoA's released code
 }
 ACTIVATIONS = ("softmax", "sigmoid")
-CHOICES = ("learned", "frozen", "hash")
+MOST_PROBABLE = ("learned", "frozen")  # choices of the K most probable experts
+CHOICES = (*MOST_PROBABLE, "hash")
 GATES = ("learned", "uniform", "straight-through")
 _INIT_STD = 0.02
 
@@ -97,13 +98,13 @@ class TopKRouter(Observer):
             raise UserError(
                 "--routing-noise is learned, and --router-choice frozen learns nothing: leave one out."
             )
-        if choice == "hash" and bias_rate:
+        if choice not in MOST_PROBABLE and bias_rate:
             raise UserError(
-                f"--routing-bias-rate {bias_rate} moves the choice of experts, which --router-choice hash "
-                "fixes: leave one of the two out."
+                f"--routing-bias-rate {bias_rate} moves the choice of experts, which --router-choice "
+                f"{choice} fixes: leave one of the two out."
             )
-        if choice == "hash" and groups > 1:
-            raise ValueError("a hash chooses among all experts at once: groups must be 1")
+        if choice not in MOST_PROBABLE and groups > 1:
+            raise ValueError(f"router_choice {choice!r} is made among all experts at once: groups must be 1")
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
                 f"--routing-bias-rate {bias_rate} must be positive, and balances which experts are chosen: "
@@ -112,6 +113,7 @@ class TopKRouter(Observer):
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.groups = groups
+        self.choice = choice
         self.renormalize = settings.router_renormalize
         self.activation = settings.router_activation
         self.gate_values = settings.router_gates
@@ -129,8 +131,8 @@ class TopKRouter(Observer):
             self.register_buffer("selection_bias", torch.zeros(every))
             self.register_buffer("pending", torch.zeros(every), persistent=False)
         # Whether the kernel that routes at once does all that is asked for; noise is asked for in training.
-        is_plain = self.activation == "softmax" and self.gate_values == "learned" and choice != "hash"
-        self.may_fuse = is_plain and groups == 1 and not bias_rate and self.backend in ("auto", "triton")
+        is_known = self.activation == "softmax" and self.gate_values == "learned" and choice in MOST_PROBABLE
+        self.may_fuse = is_known and groups == 1 and not bias_rate and self.backend in ("auto", "triton")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -189,6 +191,8 @@ class TopKRouter(Observer):
                 expert_ids = self._every_expert(x)
             elif self.token_hash is not None:
                 expert_ids = self.token_hash(token_ids)
+            elif self.choice not in MOST_PROBABLE:
+                raise NotImplementedError(f"router_choice {self.choice!r} has no branch here")
             else:
                 scores = probs.detach()
                 if self.bias_rate:
@@ -198,6 +202,11 @@ class TopKRouter(Observer):
             renormalized = RENORMALIZATIONS[self.renormalize]
             if chooses:
                 gates = renormalized(probs.gather(-1, expert_ids))
+                if gates.shape != expert_ids.shape:
+                    raise ValueError(
+                        f"router_renormalize {self.renormalize!r} makes gates {list(gates.shape)} of "
+                        f"{list(expert_ids.shape)} chosen probabilities"
+                    )
             if self.gate_values != "learned":
                 even = self._probabilities(torch.zeros_like(logits))
                 if chooses:

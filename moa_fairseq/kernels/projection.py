@@ -164,9 +164,9 @@ def project(
         if not way.unsupported_reason(product):
             break
     run = way.run
-    if way.keeps_less is not None and torch.is_grad_enabled():
-        if order.tokens * experts * dim > _KEPT_RESULTS and not _no_function(product):
-            run = way.keeps_less
+    keeps_much = torch.is_grad_enabled() and order.tokens * experts * dim > _KEPT_RESULTS
+    if keeps_much and way.keeps_less is not None and not _no_function(product):
+        run = way.keeps_less
     out = run(product)
     if bias is None or is_up or way.adds_biases:
         return out

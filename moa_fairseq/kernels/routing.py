@@ -13,7 +13,8 @@ from moa_fairseq.kernels import triton
 _HALF = (torch.float16, torch.bfloat16)
 _HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
 _MOST_EXPERTS = 128  # one program holds their logits for 64 tokens
-FUSED = ("detached", "full", "none")  # the renormalisations that the kernel computes
+# The renormalisations that the kernel computes: whether it divides by the sum, and whether that is a constant
+FUSED = {"detached": (True, True), "full": (True, False), "none": (False, False)}
 
 
 class _WideProduct(Function):
@@ -80,11 +81,11 @@ class _Route(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
     ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-        normalizes = renormalize in ("full", "detached")
+        normalizes, detached = FUSED[renormalize]
         found = triton.loaded("launch_routing").route(x, weight, per_token, normalizes, padding)
         logits, probs, gate, index = found
         ctx.save_for_backward(x, weight, probs, index, padding)
-        ctx.options = per_token, normalizes, renormalize == "detached"
+        ctx.options = per_token, normalizes, detached
         ctx.set_materialize_grads(False)
         if index is not None:
             ctx.mark_non_differentiable(index)

@@ -79,9 +79,9 @@ def moa_gates(module, x, ids):
     probs = torch.softmax(logits, -1) if router.activation == "softmax" else torch.sigmoid(logits)
     chosen = chosen_of(probs, k, router.token_hash, ids)
     gate = probs * chosen
-    if router.renormalize != "none" and k < experts:
+    if k < experts:
         total = gate.sum(-1, keepdim=True)
-        gate = gate / (total.detach() if router.renormalize == "detached" else total)
+        gate = gate / {"none": 1.0, "full": total, "detached": total.detach()}[router.renormalize]
     if router.gate_values == "uniform":
         return chosen / k
     return gate if router.gate_values == "learned" else chosen / k + gate - gate.detach()

@@ -16,6 +16,7 @@ from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter
 from moa_fairseq.kernels import WideLinear, every_expert
+from moa_fairseq.kernels.routing import unsupported_reason
 
 
 def build(noise=False, dtype=torch.float32):
@@ -199,3 +200,19 @@ def test_an_adapter_of_a_router_still_routes_in_float32(dtype):
         family.router.projection = nn.Linear(16, family.router.projection.out_features, bias=False)
         _, (routing, *_) = family.to(dtype)(torch.randn(2, 3, 16).to(dtype), with_routing=True)
         assert routing.logits.dtype == routing.gates.dtype == torch.float32
+
+
+def test_a_rule_of_ones_own_is_never_the_kernels(monkeypatch):
+    """A name without its branch, or with gates of another shape, is an error, and nothing for the kernel."""
+    monkeypatch.setattr(routers, "CHOICES", (*routers.CHOICES, "by place"))
+    monkeypatch.setitem(routers.RENORMALIZATIONS, "first", lambda chosen: chosen[:1])
+    monkeypatch.setattr(routers, "resolve_backend", lambda name: "triton")
+    x, padding = torch.randn(5, 8), torch.zeros(5, dtype=torch.bool)
+    router = TopKRouter(8, MoASettings(4, 2, router_choice="by place"))
+    assert not router.may_fuse
+    with pytest.raises(NotImplementedError, match="by place"):
+        router(x, padding)
+    router = TopKRouter(8, MoASettings(4, 2, router_renormalize="first"))
+    assert unsupported_reason(x, router.projection.weight, "first", "triton")
+    with pytest.raises(ValueError, match=r"'first' makes gates \[1, 2\]"):
+        router(x, padding)
