@@ -324,3 +324,22 @@ def test_a_gate_in_float32_is_not_rounded_to_the_slots_half_precision():
     exact = (slots.float() * gate[:, None]).bfloat16()
     assert torch.equal(dense._times_gate(slots, gate), exact)
     assert not torch.equal(slots * gate.bfloat16()[:, None], exact), "the case tells nothing"
+
+
+@pytest.mark.parametrize("kind", ["random", "all"])
+@pytest.mark.parametrize("use", [use for use in USES if USES[use][2]])
+def test_gates_in_float32_beside_half_precision_leave_its_dtype(use, kind):
+    """As in a layer in bfloat16, whose router is in float32: eager, traced, and differentiated twice."""
+    (case, *_) = variants((9, 8, 4, 4 if kind == "all" else 2, 4, 1, kind), use, torch.bfloat16)
+    index, inputs, _ = case.inputs
+    dtypes = {"gate": torch.float32}
+    leaves = {name: t.to(dtypes.get(name, torch.bfloat16)).requires_grad_() for name, t in inputs.items()}
+    function = case.projected("grouped", kind == "all")
+    traced = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for out in (function(index, leaves), traced(index, leaves)):
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), case.exact["output"], atol=0.1, rtol=0.05)
+    first = torch.autograd.grad(function(index, leaves).sum(), leaves.values(), create_graph=True)
+    assert [grad.dtype for grad in first] == [leaf.dtype for leaf in leaves.values()]
+    twice = torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves["rows"])
+    assert twice[0].isfinite().all()

@@ -182,6 +182,13 @@ def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, m
     assert set(validation.verdict()[0]) == set(validation.DTYPES)
     validation.write(validation.Outcome({"float16, a layer": 2}, {"float16, a layer": ["off"]}, []))
     assert validation.verdict()[0] == ("bfloat16",)
+    validation.write(validation.Outcome({"float16, a layer": 2}, {}, ["float16"]))
+    theirs = validation.read(record)[0]
+    theirs.failed["float16, a layer"] = ["off there"]  # and right here
+    with pytest.MonkeyPatch.context() as patch:
+        read = validation.read
+        patch.setattr(validation, "read", lambda file=None: (theirs, "there") if file else read())
+        assert set(validation.verdict()[0]) == {"bfloat16", "float16"}
     for name in found.keys() & key.keys():
         monkeypatch.setattr(validation, "machine", lambda other=name: {**key, other: "another"})
         assert automatic()[0] == "grouped" and validation.is_open("bfloat16"), name
