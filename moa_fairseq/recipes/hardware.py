@@ -153,7 +153,8 @@ def detect_hardware() -> Hardware:
     capability = min(torch.cuda.get_device_capability(index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
-    return Hardware(count, torch.cuda.get_device_name(0), capability, identifiers[:count])
+    names = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
+    return Hardware(count, " or ".join(names), capability, identifiers[:count])
 
 
 def assumed_hardware(device_name: str, gpus: Optional[int]) -> Hardware:

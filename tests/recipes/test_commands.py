@@ -4,12 +4,21 @@ import contextlib
 import shlex
 
 import pytest
+import torch
 
 from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.errors import UserError
 from moa_fairseq.recipes.batch import plan_batch
 from moa_fairseq.recipes.command import Options, run_recipe
-from moa_fairseq.recipes.hardware import Hardware, World, choose_devices, find_world, precision_name
+from moa_fairseq.recipes.hardware import (
+    Hardware,
+    World,
+    choose_devices,
+    detect_hardware,
+    device_kind,
+    find_world,
+    precision_name,
+)
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.schema import Model, Train
 from moa_fairseq.running import process
@@ -82,6 +91,21 @@ def test_wide_models_train_in_bfloat16_on_cpus_that_have_units_for_it(arch, flag
     assert precision_name("auto", AMX, model) == expected
     assert precision_name("auto", CPU, model) == precision_name("fp32", AMX, model) == "fp32"
     assert precision_name("amp", CPU, model) == "amp"
+
+
+def test_the_least_gpu_decides_for_all(monkeypatch):
+    """fp16 on a machine with an A100 and a V100; its numbers are of neither card."""
+    gpus = [("NVIDIA A100-SXM4-80GB", (8, 0)), ("Tesla V100-SXM2-32GB", (7, 0))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpus[index][0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpus[index][1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    found = detect_hardware()
+    assert (found.gpus, found.capability, found.visible) == (2, (7, 0), ("3", "5"))
+    assert device_kind(found.name) == "unknown" and all(name in found.name for name, _ in gpus)
+    del gpus[1]
+    assert detect_hardware().capability == (8, 0) and device_kind(detect_hardware().name) == "A100"
 
 
 def test_adaptive_inputs_do_not_train_under_autocast():

@@ -15,7 +15,7 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.running import make as make_module
 from moa_fairseq.running import process
-from moa_fairseq.running.make import OUT, Step, make, marks
+from moa_fairseq.running.make import OUT, Step, make, marks, stamp
 from moa_fairseq.running.process import held_locks, locked
 
 # Writes a file in small pieces, slowly enough to be killed in between.
@@ -86,6 +86,16 @@ def test_all_is_made_once_and_again_from_what_was_changed(tmp_path, said):
     said.clear()
     make(chain(tmp_path)[:3], tmp_path)
     assert [line.partition(":")[0] for line in said if "done before" in line] == ["slow"]
+
+
+def test_a_file_of_the_same_size_and_second_is_another_one(tmp_path):
+    path = tmp_path / "x"
+    seen = []
+    for nanosecond in (0, 1_000_000):
+        path.write_text("same")
+        os.utime(path, ns=(10**18, 10**18 + nanosecond))
+        seen.append(stamp(path))
+    assert seen[0] != seen[1]
 
 
 def test_what_is_shown_is_what_runs(tmp_path, said):
