@@ -155,7 +155,7 @@ class TopKRouter(Observer):
         every = groups * num_experts
         self.is_constant = self.renormalize == "full" and groups * experts_per_token == 1 < every
         self.is_constant &= choice == "learned" and self.gate_values != "uniform"
-        self.projection: nn.Module = WideLinear(model_dim, every)
+        self.projection = WideLinear(model_dim, every)
         self.noise_projection = WideLinear(model_dim, every) if settings.routing_noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
         if choice == "frozen":

@@ -160,12 +160,13 @@ def project(
         bias = bias.to(rows.dtype)
     product = Product(rows, weight, bias, gates, order, is_up, fan)
     ways = _IN_ORDER if order.in_order and fan == 1 and not (is_up and gates is not None) else _WAYS
-    sizes = (ways[backend], weight.shape, weight.dtype, rows.dtype)
-    way = order.ways.get(sizes)
+    sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
+    way: Optional[Way] = order.ways.get(sizes)
     if way is None:  # asked once for the products of a routing
         for way in ways[backend]:  # the last supports everything
             if not way.unsupported_reason(product):
                 break
+        assert way is not None
         order.ways[sizes] = way
     run = way.run
     keeps_much = torch.is_grad_enabled() and order.tokens * experts * dim > _KEPT_RESULTS
