@@ -123,9 +123,7 @@ class SequenceGate(nn.Module):
         """Whether this forward pass trains the gate."""
         if not self.training or self.norm.weight.requires_grad:
             return self.training
-        return any(
-            [parameter.requires_grad for parameter in self.parameters()]
-        )  # an adapter in a frozen gate
+        return any([parameter.requires_grad for parameter in self.parameters()])  # an adapter
 
     def forward(self, mean: Tensor, real: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         """mean [N, C] of the inputs → (probabilities [N, E], logits [N, E]); real [N]: rows that count."""
