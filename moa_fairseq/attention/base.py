@@ -489,9 +489,7 @@ class Attention(nn.Module, abc.ABC):
                 "memory: build it with equal kdim and vdim"
             )
         weight = getattr(k_proj, "weight", None)
-        expected = (
-            weight.dtype if isinstance(weight, Tensor) else None
-        )  # a quantised layer has a method there
+        expected = weight.dtype if isinstance(weight, Tensor) else None  # quantised: a method
         if expected is not None and not expected.is_floating_point:
             expected = None
         for name, given, width in (("x", x, self.embed_dim), ("memory", memory, kdim)):

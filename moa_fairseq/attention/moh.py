@@ -242,13 +242,13 @@ class MixtureOfHeads(DenseHeadsAttention):
             return False, False
         if not is_readable(call.x):  # the lengths of heads' blocks would have to be asked for
             return False, False
+        pays = saves_rows = True
+        if self.skip == "auto":
+            ratio = unchosen / self.experts_per_token
+            pays, saves_rows = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
         # a product of some rows of a weight passes over what stands in for a projection, or hooks into it
-        may_cut = is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
-        if self.skip == "always":
-            return True, may_cut
-        ratio = unchosen / self.experts_per_token
-        pays, saves_rows = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
-        return pays, saves_rows and may_cut
+        cuts = saves_rows and is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
+        return pays, cuts
 
     def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
         learned = not self.router.reads_queries

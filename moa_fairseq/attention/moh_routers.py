@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from moa_fairseq.attention.constants import every_index
+from moa_fairseq.attention.routers import WideLinear
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.kernels import WideLinear
 from moa_fairseq.torch_compat import full_precision
 
 CHOICES = ("learned", "frozen", "hash")
@@ -128,27 +128,26 @@ class SharedAndRoutedRouter(_Router):
         released = self.scaling == "released"
         logits = self.projection(x)
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        with full_precision(x.device.type):
-            logits = logits.to(dtype)  # an adapter's may be half
-            routed, shared, stage = logits.split(self.rows, dim=-1)
-            if self.shared_heads == 1:
-                shared = logits.new_zeros(logits.size(0), 1)
-            shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
-            shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs, token_ids)
-            if released:
-                shared_gate = self.shared_heads * shared_gate
-                total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
-                routed_gate = self.routed_per_token * routed_gate / total
-            if self.two_stages:
-                alpha = torch.softmax(stage, -1) * (2 if released else 1)
-                shared_gate, routed_gate = alpha[:, :1] * shared_gate, alpha[:, 1:] * routed_gate
-            return self._routing(
-                [shared_gate, routed_gate],
-                routed_index,
-                [shared_probs, routed_probs],
-                [shared, routed],
-                padding,
-            )
+        logits = logits.to(dtype)  # an adapter's may be half
+        routed, shared, stage = logits.split(self.rows, dim=-1)
+        if self.shared_heads == 1:
+            shared = logits.new_zeros(logits.size(0), 1)
+        shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
+        shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs, token_ids)
+        if released:
+            shared_gate = self.shared_heads * shared_gate
+            total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
+            routed_gate = self.routed_per_token * routed_gate / total
+        if self.two_stages:
+            alpha = torch.softmax(stage, -1) * (2 if released else 1)
+            shared_gate, routed_gate = alpha[:, :1] * shared_gate, alpha[:, 1:] * routed_gate
+        return self._routing(
+            [shared_gate, routed_gate],
+            routed_index,
+            [shared_probs, routed_probs],
+            [shared, routed],
+            padding,
+        )
 
 
 class QueryNormRouter(_Router):

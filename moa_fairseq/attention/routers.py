@@ -1,5 +1,6 @@
 """Routers: modules that turn token vectors into a Routing."""
 
+import functools
 from typing import Callable, Dict, Optional
 
 import torch
@@ -11,7 +12,7 @@ from moa_fairseq.attention.observers import Observer
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.attention.token_hash import TokenHash
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.kernels import WideLinear, resolve_backend, top_k_routing
+from moa_fairseq.kernels import resolve_backend, top_k_routing, wide_product
 from moa_fairseq.torch_compat import is_plain
 
 # How the probabilities of the chosen experts [N, K] become gates
@@ -20,11 +21,42 @@ RENORMALIZATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
     "full": lambda chosen: chosen / chosen.sum(-1, keepdim=True),
     "none": lambda chosen: chosen,  # MoA's released code
 }
-ACTIVATIONS = ("softmax", "sigmoid")
+# How the logits [N, E] become probabilities
+ACTIVATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": functools.partial(torch.softmax, dim=-1),  # MoA Eq. 7
+    "sigmoid": torch.sigmoid,
+}
 MOST_PROBABLE = ("learned", "frozen")  # choices of the K most probable experts
 CHOICES = (*MOST_PROBABLE, "hash")
 GATES = ("learned", "uniform", "straight-through")
+HALF = (torch.float16, torch.bfloat16)
 _INIT_STD = 0.02
+
+
+class WideLinear(nn.Linear):
+    """The linear map of a router, in float32 or wider, whatever the dtypes and autocast: [N, C] → [N, E].
+
+    Args:
+        model_dim: C.
+        outputs: E.
+        copies: multiply float32 copies of an input in half precision, and keep them for the backward pass;
+            else gradients of the logits are rounded to half precision.
+    """
+
+    def __init__(self, model_dim: int, outputs: int, copies: bool = False):
+        super().__init__(model_dim, outputs, bias=False)
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.forward(x)
+        if x.dtype not in HALF:
+            return F.linear(x, self.weight.to(x.dtype))
+        if self.copies:
+            return F.linear(x.float(), self.weight.float())
+        return wide_product(x, self.weight)
 
 
 class RouterSettings:
@@ -116,13 +148,16 @@ class TopKRouter(Observer):
         self.choice = choice
         self.renormalize = settings.router_renormalize
         self.activation = settings.router_activation
+        self.activate = ACTIVATIONS[self.activation]
+        if groups > 1 and self.activation == "softmax":
+            self.activate = functools.partial(_softmax_in_groups, groups=groups)
         self.gate_values = settings.router_gates
         self.bias_rate = bias_rate
         self.backend = resolve_backend(settings.expert_backend)
         every = groups * num_experts
         self.is_constant = self.renormalize == "full" and groups * experts_per_token == 1 < every
         self.is_constant &= choice == "learned" and self.gate_values != "uniform"
-        self.projection: nn.Module = WideLinear(model_dim, every)
+        self.projection = WideLinear(model_dim, every)
         self.noise_projection = WideLinear(model_dim, every) if settings.routing_noise else None
         self.token_hash = TokenHash(num_experts, experts_per_token) if choice == "hash" else None
         if choice == "frozen":
@@ -184,9 +219,9 @@ class TopKRouter(Observer):
             logits = self.projection(x)
             if noise is not None:
                 logits = logits + torch.randn_like(logits) * F.softplus(noise(x))
-            if logits.dtype in (torch.float16, torch.bfloat16):  # of an adapter
+            if logits.dtype in HALF:  # of an adapter
                 logits = logits.float()
-            probs = self._probabilities(logits)
+            probs = self.activate(logits)
             if self.experts_per_token == self.num_experts:
                 expert_ids = self._every_expert(x)
             elif self.token_hash is not None:
@@ -208,7 +243,7 @@ class TopKRouter(Observer):
                         f"{list(expert_ids.shape)} chosen probabilities"
                     )
             if self.gate_values != "learned":
-                even = self._probabilities(torch.zeros_like(logits))
+                even = self.activate(torch.zeros_like(logits))
                 if chooses:
                     even = renormalized(even.gather(-1, expert_ids))
                 gates = even if self.gate_values == "uniform" else even + (gates - gates.detach())
@@ -236,9 +271,6 @@ class TopKRouter(Observer):
         """Move the biases by the loads [G·E] of an update, over all workers."""
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        if self.activation == "sigmoid":
-            return torch.sigmoid(logits)
-        if self.groups == 1:
-            return torch.softmax(logits, dim=-1)
-        return torch.softmax(logits.unflatten(-1, (self.groups, -1)), dim=-1).flatten(1)
+
+def _softmax_in_groups(logits: Tensor, groups: int) -> Tensor:
+    return torch.softmax(logits.unflatten(-1, (groups, -1)), dim=-1).flatten(1)

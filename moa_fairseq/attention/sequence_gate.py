@@ -121,7 +121,9 @@ class SequenceGate(nn.Module):
     @property
     def learns(self) -> bool:
         """Whether this forward pass trains the gate."""
-        return self.training and any([parameter.requires_grad for parameter in self.parameters()])
+        if not self.training or self.norm.weight.requires_grad:
+            return self.training
+        return any([parameter.requires_grad for parameter in self.parameters()])  # an adapter
 
     def forward(self, mean: Tensor, real: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
         """mean [N, C] of the inputs → (probabilities [N, E], logits [N, E]); real [N]: rows that count."""

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from moa_fairseq.attention.constants import every_index
+from moa_fairseq.attention.routers import WideLinear
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import WideLinear
-from moa_fairseq.torch_compat import full_precision
 
 
 @torch.no_grad()
@@ -65,27 +64,26 @@ class SigmoidTopKRouter(nn.Module):
         x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)
         logits = self.projection(x)
-        with full_precision(x.device.type):
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # an adapter's may be half
-            probs = torch.sigmoid(logits)
-            gate = probs.view(tokens, self.groups, self.num_experts)  # [N, H·E] → [N, H, E]
-            choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
-            if self.training and self.expert_dropout:
-                dropped = torch.rand_like(choice) < self.expert_dropout
-                gate, choice = gate.masked_fill(dropped, 0.0), choice.masked_fill(dropped, -math.inf)
-            if self.experts_per_token < self.num_experts:
-                chosen = choice.topk(self.experts_per_token, dim=-1).indices
-                gate = gate.gather(-1, chosen)
-            else:
-                chosen = every_index(self.num_experts, device=x.device).expand_as(gate)
-            if self.groups > 1:
-                first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [H, 1]
-                chosen = chosen + first
-            expert_ids = chosen.flatten(1)  # [N, H, k] → [N, H·k]
-            gate = gate.flatten(1)
-            if padding is not None:
-                padding = padding.reshape(-1)
-                gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # an adapter's may be half
+        probs = torch.sigmoid(logits)
+        gate = probs.view(tokens, self.groups, self.num_experts)  # [N, H·E] → [N, H, E]
+        choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
+        if self.training and self.expert_dropout:
+            dropped = torch.rand_like(choice) < self.expert_dropout
+            gate, choice = gate.masked_fill(dropped, 0.0), choice.masked_fill(dropped, -math.inf)
+        if self.experts_per_token < self.num_experts:
+            chosen = choice.topk(self.experts_per_token, dim=-1).indices
+            gate = gate.gather(-1, chosen)
+        else:
+            chosen = every_index(self.num_experts, device=x.device).expand_as(gate)
+        if self.groups > 1:
+            first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [H, 1]
+            chosen = chosen + first
+        expert_ids = chosen.flatten(1)  # [N, H, k] → [N, H·k]
+        gate = gate.flatten(1)
+        if padding is not None:
+            padding = padding.reshape(-1)
+            gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
         return Routing(
             expert_ids,
             gate,

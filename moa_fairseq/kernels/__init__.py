@@ -7,7 +7,7 @@ Needs only torch; the backend `triton` needs Triton, too.
 """
 
 from moa_fairseq.kernels.projection import BACKENDS, project, resolve_backend
-from moa_fairseq.kernels.routing import WideLinear, top_k_routing
+from moa_fairseq.kernels.routing import top_k_routing, wide_product
 from moa_fairseq.kernels.slot_order import SlotOrder
 
-__all__ = ["BACKENDS", "SlotOrder", "WideLinear", "project", "resolve_backend", "top_k_routing"]
+__all__ = ["BACKENDS", "SlotOrder", "project", "resolve_backend", "top_k_routing", "wide_product"]

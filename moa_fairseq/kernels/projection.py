@@ -160,9 +160,14 @@ def project(
         bias = bias.to(rows.dtype)
     product = Product(rows, weight, bias, gates, order, is_up, fan)
     ways = _IN_ORDER if order.in_order and fan == 1 and not (is_up and gates is not None) else _WAYS
-    for way in ways[backend]:  # the last supports everything
-        if not way.unsupported_reason(product):
-            break
+    sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
+    way: Optional[Way] = order.ways.get(sizes)
+    if way is None:  # asked once for the products of a routing
+        for way in ways[backend]:  # the last supports everything
+            if not way.unsupported_reason(product):
+                break
+        assert way is not None
+        order.ways[sizes] = way
     run = way.run
     keeps_much = torch.is_grad_enabled() and order.tokens * experts * dim > _KEPT_RESULTS
     if keeps_much and way.keeps_less is not None and not _no_function(product):

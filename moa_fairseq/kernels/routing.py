@@ -4,13 +4,12 @@ from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
 from moa_fairseq.kernels import triton
 
-_HALF = (torch.float16, torch.bfloat16)
 _HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
 _MOST_EXPERTS = 128  # one program holds their logits for 64 tokens
 # The renormalisations that the kernel computes: whether it divides by the sum, and whether that is a constant
@@ -47,31 +46,10 @@ def _product_grads(
     return grad_x, grad_weight
 
 
-class WideLinear(nn.Linear):
-    """The linear map of a router, in float32 or wider, whatever the dtypes and autocast: [N, C] → [N, E].
-
-    Args:
-        model_dim: C.
-        outputs: E.
-        copies: multiply float32 copies of an input in half precision, and keep them for the backward pass;
-            else gradients of the logits are rounded to half precision.
-    """
-
-    def __init__(self, model_dim: int, outputs: int, copies: bool = False):
-        super().__init__(model_dim, outputs, bias=False)
-        self.copies = copies
-
-    def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self.forward(x)
-        if x.dtype not in _HALF:
-            return F.linear(x, self.weight.to(x.dtype))
-        if self.copies:
-            return F.linear(x.float(), self.weight.float())
-        logits: Tensor = _WideProduct.apply(x, self.weight)
-        return logits
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, C] · weight [E, C]ᵀ in float32, of two tensors in half precision, or of one: no copy is kept."""
+    logits: Tensor = _WideProduct.apply(x, weight)
+    return logits
 
 
 class _Route(Function):

@@ -26,6 +26,7 @@ class SlotOrder:
         self.in_order = in_order
         self.tokens, self.per_token = expert_ids.shape  # N, K
         self.slots = expert_ids.numel()  # S
+        self.ways: Dict[Tuple[Any, ...], Any] = {}  # what `project` chose for weights of some sizes
         # no cached_property: torch.compile cannot enter its lock
         self._expert: Optional[Tensor] = None
         self._cell: Optional[Tensor] = None

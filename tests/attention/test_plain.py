@@ -1,6 +1,8 @@
 """Every attention as a plain module: batch first, with a cache, compiled, exported, on the meta device."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -586,3 +588,34 @@ def test_torch_func_maps_and_pushes_forward(family):
         (grad,) = torch.autograd.grad(run(y, PADDING).sum(), y)
     assert out.shape == x[0].shape
     torch.testing.assert_close(tangent.sum(), (grad * x[1]).sum())
+
+
+# A few more calls are no fault, but each has its reason: a token's way through a layer stays short.
+@pytest.mark.parametrize(
+    ("family", "most", "files"),
+    [
+        ("dense", 12, 3),
+        ("MoA", 24, 9),
+        ("MoH", 22, 9),
+        ("MAE", 27, 9),
+        ("SwitchHead", 32, 11),
+        ("GQE paper", 32, 11),
+        ("NAMOH", 52, 11),
+    ],
+)
+def test_python_calls_of_a_pass(family, most, files):
+    module, x, seen = FAMILIES[family](self_attention=True).eval(), torch.randn(2, 27, C), []
+
+    def note(frame, event, argument):
+        if event == "call" and "moa_fairseq" in Path(frame.f_code.co_filename).parts:
+            seen.append(frame.f_code.co_filename)
+
+    with torch.no_grad():
+        module(x)  # what is computed once
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            module(x)
+        finally:
+            sys.setprofile(before)
+    assert len(seen) <= most and len(set(seen)) <= files, seen

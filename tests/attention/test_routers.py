@@ -14,8 +14,8 @@ from moa_fairseq import attention
 from moa_fairseq.attention import routers
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
-from moa_fairseq.attention.routers import TopKRouter
-from moa_fairseq.kernels import WideLinear, every_expert
+from moa_fairseq.attention.routers import TopKRouter, WideLinear
+from moa_fairseq.kernels import every_expert
 from moa_fairseq.kernels.routing import unsupported_reason
 
 
