@@ -352,6 +352,8 @@ def test_few_merges_or_none(tmp_path):
         ("a | b", "c d", RULES, ("a b", "c d")),
         ("a b c d", "e f", RULES, "length ratio above 1.5"),
         ("e f", "a b c d", RULES, "length ratio above 1.5"),
+        ("a b c d e", "e f g", RULES, "length ratio above 1.5"),  # 5/3, whose whole part is 1
+        ("e f", " ".join("a" * 19), Cleaning(1, 80, 9), "length ratio above 9"),
         ("a b c d e f", "a b c d e", RULES, "longer than 5 tokens"),
         ("", "a", RULES, "empty side"),
         ("a", " \u2003", RULES, "empty side"),
