@@ -76,7 +76,7 @@ def main(arguments=None):
         reason = next((why for end, why in MEANT.items() if name.endswith(end)), None)
         print(f"fails with the plugin alone: {name}" + (f" (meant: {reason})" if reason else ""))
         status = status if reason else 1
-    for name in sorted(name for name in without if without[name] == "failed" != plugin.get(name)):
+    for name in sorted(name for name in plugin if without.get(name) == "failed" != plugin[name]):
         print(f"fails without the plugin alone: {name}")
     return status
 

@@ -65,8 +65,10 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
     fairseq would stop at it after the training, or leave it out. data: the binarised folder. The error names
     what can still be said when the model is trained.
     """
+    start = int(recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None)  # <s>
     for split, limits, remedy in _limits(recipe, training):
-        for sizes, limit in zip(sentence_sizes(recipe, data, split), limits):
+        for lines, limit in zip(sentence_sizes(recipe, data, split), limits):
+            sizes = lines + start
             too_long = numpy.flatnonzero(sizes > limit)
             if len(too_long):
                 raise UserError(
@@ -78,27 +80,28 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
 
 def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[Tuple[str, Tuple[int, int], str]]:
     """(subset, tokens that its source and target sentences may have, how to raise that)."""
-    if getattr(training, "shorten_method", "none") != "none":
-        return
     evaluated = [] if recipe.generate and recipe.generate.flags.get(SKIP) else recipe.subsets
-    subsets = dict.fromkeys([*evaluated, *([] if recipe.training_flags.get(SKIP) else ["valid"])])
+    subsets = [*evaluated, *([] if recipe.training_flags.get(SKIP) else ["valid"])]
+    if getattr(training, "shorten_method", "none") != "none":
+        cut = training.shorten_data_split_list.split(",")
+        subsets = [] if cut == [""] else [subset for subset in subsets if subset not in cut]
     if recipe.kind in (TRANSLATION, CLASSIFICATION):
         names = ["max_source_positions", "max_target_positions"]
         if recipe.kind == CLASSIFICATION:
             names = ["max_positions"] * 2
-        class_token = getattr(training, "init_token", None) is not None  # before every sentence
-        source, target = ((getattr(training, name, None) or MAX_POSITIONS) - class_token for name in names)
-        flags = [f"model.flags.{name.replace('_', '-')}={{0}}" for name in dict.fromkeys(names)]
+        source, target = (getattr(training, name, None) or MAX_POSITIONS for name in names)
+        words = [name.replace("_", "-") for name in dict.fromkeys(names)]
+        flags = [f"{'train' if name in recipe.train.flags else 'model'}.flags.{name}={{0}}" for name in words]
         if getattr(training, "truncate_source", False):
             source = LARGEST
         before = f"say {' and '.join(flags)} before the training"
         rest = f"generate.flags.{SKIP}=true, which scores the others and stands for no row of a paper"
-        for subset in subsets:
+        for subset in dict.fromkeys(subsets):
             leave_out = f", or at any time {rest}" if recipe.generate and subset in recipe.subsets else ""
             yield subset, (source, target), before + leave_out
         return
-    block = training.tokens_per_sample - (recipe.kind == MASKED_LM)  # less <s>
-    for subset in subsets:
+    block = training.tokens_per_sample
+    for subset in dict.fromkeys(subsets):
         section, flags_of_mode = "train", recipe.training_flags
         if (
             subset in recipe.subsets and recipe.score

@@ -483,3 +483,8 @@ def _flags(recipe: Recipe) -> Problems:
                 yield key, f"a flag's value is {kinds}, not {reprlib.repr(item)}."
         if problem := unsafe_value(value):
             yield key, problem
+    for name in recipe.model.flags.keys() & recipe.train.flags.keys():
+        model, train = (reprlib.repr(values[name]) for values in (recipe.model.flags, recipe.train.flags))
+        if model != train:
+            why = f"{model}, and train.flags.{name} {train}, which would be taken"
+            yield f"model.flags.{name}", f"{why}: say the flag in one of the two."

@@ -103,10 +103,35 @@ def test_a_trained_masked_language_models_lines_can_still_be_cut(causal, tmp_pat
     recipe.train.flags["skip-invalid-size-inputs-valid-test"] = True  # of what is not scored
     monkeypatch.setattr(lengths, "sentence_sizes", lambda *_: [numpy.array([30])])
     training = argparse.Namespace(tokens_per_sample=24)
-    with pytest.raises(UserError, match=r"of test has 30 tokens.*score\.flags\.sample-break-mode=none"):
+    with pytest.raises(UserError, match=r"of test has 31 tokens.*score\.flags\.sample-break-mode=none"):
         check_sentences(recipe, training, tmp_path)
     recipe.score.flags["sample-break-mode"] = "none"
     check_sentences(recipe, training, tmp_path)
+
+
+@pytest.mark.parametrize("overrides", [[], ["shorten-method=truncate", "shorten-data-split-list=train"]])
+def test_a_sentence_that_is_longer_than_the_classifier(shipped, tmp_path, monkeypatch, overrides):
+    """Found before the training, with the flag that lets it be read: <s> is a token, too."""
+
+    def check(*further):
+        recipe = shipped(
+            "listops_transformer_8h", *(f"train.flags.{each}" for each in (*overrides, *further))
+        )
+        check_sentences(recipe, check_flags(recipe), tmp_path)
+
+    monkeypatch.setattr(lengths, "sentence_sizes", lambda *_: [numpy.array([5, 64])] * 2)
+    with pytest.raises(UserError, match=r"sentence 2 of test has 65 tokens.*train\.flags\.max-positions=65 "):
+        check()
+    check("max-positions=65")
+    check("shorten-method=truncate", "shorten-data-split-list=null")  # everywhere
+
+
+def test_a_flag_has_one_value(shipped):
+    """train.flags would be taken in silence, whatever a recipe over it says in model.flags."""
+    for value in (40, "null"):
+        with pytest.raises(UserError, match=r"model\.flags\.max-positions.*train\.flags\.max-positions"):
+            shipped("listops_transformer_8h", f"model.flags.max-positions={value}")
+    shipped("listops_transformer_8h", "model.flags.max-positions=64")
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,7 @@ def reproduces(result):
 
 def test_the_result_has_all_that_is_needed(go, tmp_path, said):
     _, result = go(record=tmp_path / "results" / "measured" / "small.json")
+    assert not any("--allow-partial" in call for call in FakeExecutor.calls)
     values = json.loads(result.read_text())
     assert values["metrics"]["sacrebleu_signature"] == "nrefs:1" and values["checkpoints_averaged"] == 2
     assert values["generation"] == {"beam": 2, "lenpen": 1.0} and values["reproduces"]["row"] == "a row"
@@ -465,6 +466,9 @@ def test_a_translation_of_a_part_is_no_result_unless_asked_for(go, tmp_path, mon
     with pytest.raises(UserError, match=r"3,000 of 3,003 sentences of subset test"):
         go()
     values = json.loads(go(flag)[1].read_text())
+    assert "--allow-partial" in next(
+        call for call in FakeExecutor.calls if call[:2] == ["moa-fairseq", "score"]
+    )
     assert "fairseq-train" not in FakeExecutor.programs()
     assert values["left_out"] == {"test": 3} and values["reproduces"] is None
     assert "left out of test: 3 of its sentences" in values["differences"]
