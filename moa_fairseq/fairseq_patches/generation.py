@@ -7,6 +7,7 @@ import re
 from typing import Any, Callable, Dict, Optional
 
 import torch
+from fairseq.models import FairseqLanguageModel
 from omegaconf import DictConfig, open_dict
 
 from moa_fairseq.errors import UserError
@@ -70,6 +71,9 @@ def check_flags_of_search(
         if said(name):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} is for models that refine whole sentences in steps: leave it out.")
+    lm = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
+    if lm is not None and not isinstance(lm, FairseqLanguageModel):
+        raise UserError(f"--lm-path {said('lm_path')}: a {type(lm).__name__} is no language model.")
     return build(task, models, args, *further, **options)
 
 

@@ -65,6 +65,13 @@ def test_flags_that_do_not_go_together(flags, named):
         FairseqTask(None).build_generator([], argparse.Namespace(**flags))
 
 
+def test_a_translator_is_no_language_model():
+    lm = {"lm_model": torch.nn.Linear(1, 1), "lm_weight": 1.0}
+    with pytest.raises(UserError, match="--lm-path lm.pt"):
+        flags = argparse.Namespace(lm_path="lm.pt")
+        FairseqTask(None).build_generator([], flags, extra_gen_cls_kwargs=lm)
+
+
 def test_a_choice_of_two_searches_is_the_error_that_fairseq_raises():
     with pytest.raises(ValueError, match="--match-source-len"):
         flags = argparse.Namespace(diverse_beam_groups=5, match_source_len=True)
