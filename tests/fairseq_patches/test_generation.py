@@ -67,7 +67,7 @@ def test_flags_that_do_not_go_together(flags, named):
 
 def test_a_translator_is_no_language_model():
     lm = {"lm_model": torch.nn.Linear(1, 1), "lm_weight": 1.0}
-    with pytest.raises(UserError, match="--lm-path lm.pt"):
+    with pytest.raises(UserError, match=r"--lm-path lm\.pt"):
         flags = argparse.Namespace(lm_path="lm.pt")
         FairseqTask(None).build_generator([], flags, extra_gen_cls_kwargs=lm)
 
