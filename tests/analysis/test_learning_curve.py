@@ -82,6 +82,8 @@ def test_a_resumed_training_replaces_what_it_repeats_and_its_clock_goes_on(tmp_p
     read = curve(tmp_path, *before, *after)
     assert read.train == [(5, 10, 80), (10, 20, 60), (15, 46, 51), (20, 52, 44)]
     assert read.valid == [(10, 20, 65), (20, 52, 46)]
+    third = curve(tmp_path, *before, *after, inner(25, 43, 5))
+    assert third.train[-1] == (25, 57, 43), "the clock of all three processes"
 
 
 def test_from_an_epoch_on_with_the_clock_of_the_whole_training(tmp_path):

@@ -19,7 +19,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches import checkpoint_files
 from moa_fairseq.fairseq_patches.checkpoint_files import load_checkpoint
 
-NEW = {"model": {"w": torch.arange(200_000.0)}}
+NEW = {"model": {"w": torch.arange(600_000.0)}}
 OLD = {"model": {"w": torch.zeros(3)}}
 
 
