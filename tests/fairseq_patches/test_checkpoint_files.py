@@ -209,6 +209,16 @@ def test_one_changed_bit_is_noticed(old, tmp_path):
             load(str(tmp_path / "broken.pt"))
 
 
+@pytest.mark.parametrize("before", range(16))
+def test_a_bytearray_is_seen_wherever_it_stands(before, tmp_path, monkeypatch):
+    """Beyond the first piece that is read, and across the border of two."""
+    monkeypatch.setattr(checkpoint_files, "_CHUNK", 16)
+    path = tmp_path / "planted.pt"
+    path.write_bytes(b"\x80\x02" + b"0" * (40 + before) + b"cbuiltins\nbytearray\n" + b"0" * 40)
+    with pytest.raises(UserError, match=r"refused: it holds builtins\.bytearray"):
+        load_checkpoint(path)
+
+
 def test_files_without_checksums_load(tmp_path):
     path = tmp_path / "legacy.pt"
     torch.save(OLD, path, _use_new_zipfile_serialization=False)
