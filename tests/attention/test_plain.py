@@ -282,6 +282,17 @@ def test_routings_come_with_the_output(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_and_causality_block_what_either_blocks(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    mask = torch.zeros(T, T, dtype=torch.bool)
+    mask[3:, 1] = True
+    both = module(x, mask=mask | FUTURE)
+    for form in (mask, torch.zeros(T, T, dtype=torch.float64).masked_fill(mask, -torch.inf)):
+        torch.testing.assert_close(module(x, mask=form, causal=True), both)
+    assert not torch.allclose(module(x, causal=True), both)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_add_up_to_one(family):
     module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
     out, weights = module.with_weights(x, padding=PADDING, causal=True)

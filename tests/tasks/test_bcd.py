@@ -21,8 +21,10 @@ from trainer_updates import (
 )
 
 from moa_fairseq.attention.expert_draw import ExpertDraw
+from moa_fairseq.attention.mae import MixtureOfAttentiveExperts
 from moa_fairseq.attention.observers import forgetting, observers_of
 from moa_fairseq.attention.sequence_gate import gates_of
+from moa_fairseq.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
 from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, GateSGD
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_compat import load_checkpoint
@@ -155,6 +157,17 @@ def test_a_batch_that_only_fills_a_gap_is_not_observed(build_trainer, joint):
         update(trainer, F_EPOCH, [*gap, samples[1]])
         seen.append(statistics(trainer))
     assert seen[0].keys() and all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
+def test_what_each_method_of_fine_tuning_updates():
+    model = torch.nn.Sequential(MixtureOfAttentiveExperts(8, 2, causal=True), torch.nn.Linear(8, 8))
+    every, gate = [*model.parameters()], [*model[0].gate.parameters()]
+    expected = {"all": every, "ftall": every, "ftg": gate, "ftg_plus": [*gate, model[0].out_proj.weight]}
+    assert {*expected} == {*METHODS}
+    for method, parameters in expected.items():
+        freeze_rest(model.requires_grad_(True), method)
+        found = [{id(p) for p in each} for each in (parameters, updated_by(model, method))]
+        assert found == [{id(p) for p in every if p.requires_grad}] * 2, method
 
 
 def poisoned(trainer, value=math.nan):
