@@ -151,9 +151,8 @@ def project(
             raise ValueError(f"{gates.numel()} gates for {order.slots} slots")
         gates = gates.reshape(-1)  # [N, K] → [S]
     device = rows.device.type
-    if device != "meta" and torch.is_autocast_enabled(
-        device
-    ):  # as for a matmul: torch does not cast for a custom Function
+    # as for a matmul: torch does not cast for a custom Function
+    if device != "meta" and torch.is_autocast_enabled(device):
         rows = rows.to(torch.get_autocast_dtype(device))
         weight = weight.to(rows.dtype)
     if bias is not None:
@@ -169,8 +168,9 @@ def project(
         assert way is not None
         order.ways[sizes] = way
     run = way.run
-    keeps_much = torch.is_grad_enabled() and order.tokens * experts * dim > _KEPT_RESULTS
-    if keeps_much and way.keeps_less is not None and not _no_function(product):
+    # last of all the numbers, which an exported length must not be compared with
+    may_keep_less = way.keeps_less is not None and torch.is_grad_enabled() and not _no_function(product)
+    if may_keep_less and order.tokens * experts * dim > _KEPT_RESULTS:
         run = way.keeps_less
     out = run(product)
     if bias is None or is_up or way.adds_biases:
