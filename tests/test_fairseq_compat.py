@@ -148,7 +148,7 @@ def test_batches_in_buckets(fairseq, toy_data, tmp_path, arch):
     assert (tmp_path / "checkpoint1.pt").exists()
 
 
-@pytest.mark.thorough(keep="precision0")
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", [(), ("--ema-fp32",)])
 def test_a_moving_average_of_a_model_with_counts(fairseq, toy_data, tmp_path, precision):
     """The gates' batch normalisations count updates; the averaged model resumes and translates."""

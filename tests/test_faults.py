@@ -135,6 +135,7 @@ def test_a_fault_whose_old_text_is_gone_does_not_apply(tmp_path):
     assert not copy.asked
 
 
+@pytest.mark.thorough
 def test_a_test_and_its_child_processes_see_the_planted_fault():
     """In a real copy: nothing else of this package is found."""
     fault = {**SMALL, "tests": ["tests/test_child.py"]}

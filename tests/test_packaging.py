@@ -30,6 +30,7 @@ def test_the_version_stands_in_one_place():
     assert f"\n## {moa_fairseq.__version__}" in text("CHANGELOG.md")
 
 
+@pytest.mark.thorough
 def test_help_waits_for_nothing_and_verbs_find_everything_registered():
     program = """
 import sys

@@ -169,9 +169,9 @@ def project(
         order.ways[sizes] = way
     run = way.run
     # last of all the numbers, which an exported length must not be compared with
-    may_keep_less = way.keeps_less is not None and torch.is_grad_enabled() and not _no_function(product)
-    if may_keep_less and order.tokens * experts * dim > _KEPT_RESULTS:
-        run = way.keeps_less
+    keeps_less = way.keeps_less if torch.is_grad_enabled() and not _no_function(product) else None
+    if keeps_less is not None and order.tokens * experts * dim > _KEPT_RESULTS:
+        run = keeps_less
     out = run(product)
     if bias is None or is_up or way.adds_biases:
         return out

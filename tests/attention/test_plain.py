@@ -142,7 +142,7 @@ def test_a_mask_for_each_sequence(family):
             torch.testing.assert_close(out[row : row + 1], alone)
 
 
-@pytest.mark.thorough(keep=("[MoA]", "[MoH, skipping]"))
+@pytest.mark.thorough(keep="[MoA]")
 def test_compiled_without_a_break_and_exported(attention):
     """Forward, backward, routing and its losses: fullgraph raises at the first break."""
     torch.compiler.reset()  # torch compiles one `forward` for few classes in a process

@@ -295,6 +295,7 @@ def shipped():
     return comparison, render(comparison, markdown=True)
 
 
+@pytest.mark.thorough
 def test_every_row_is_rendered_and_what_has_no_recipe_as_printed(shipped):
     comparison, text = shipped
     for table in comparison.tables:
@@ -310,6 +311,7 @@ def tables_of(shipped, paper):
     return {table.table: table for table in shipped[0].tables if table.paper == paper}
 
 
+@pytest.mark.thorough
 def test_computed_numbers_agree_with_the_printed_ones(shipped):
     tables = tables_of(shipped, "moa")
     computed = [
@@ -328,6 +330,7 @@ def test_computed_numbers_agree_with_the_printed_ones(shipped):
             assert cell.ours == pytest.approx(cell.paper, rel=3e-3)
 
 
+@pytest.mark.thorough
 def test_table_2_has_both_conventions_beside_the_plain_count(shipped):
     cells = [{cell.column: cell for cell in row.cells} for row in tables_of(shipped, "moa")["2"].rows]
     # to 0.01M; the paper prints 52.45 for 52.444
@@ -339,6 +342,7 @@ def test_table_2_has_both_conventions_beside_the_plain_count(shipped):
     assert "| MoA 8K64E256D | MACs, plain count |" in shipped[1]
 
 
+@pytest.mark.thorough
 def test_moas_bleu_is_compared_by_both_chains(shipped):
     for column, paper in (("WMT14 EnDe BLEU", "28.4"), ("WMT14 EnFr BLEU", "42.5")):
         for chain in ("multi-bleu", "moa-release"):
@@ -347,6 +351,7 @@ def test_moas_bleu_is_compared_by_both_chains(shipped):
     assert "| Transformer base (Vaswani et al., 2017) | WMT14 EnDe BLEU | 27.3 | " in shipped[1]
 
 
+@pytest.mark.thorough
 def test_maes_parameters_are_counted_with_the_rows_own_flags(shipped):
     tables = tables_of(shipped, "mae")
     for number, tolerance in (("2", 0.5e6), ("3", 1.1e6), ("4", 2.3e6)):
@@ -356,6 +361,7 @@ def test_maes_parameters_are_counted_with_the_rows_own_flags(shipped):
     assert ours["UNI-MAE-7"] == ours["UNI-MAE-6"] == ours["BASE"] < ours["MAE-7"] < ours["MAE-6"]
 
 
+@pytest.mark.thorough
 def test_switchheads_costs_are_the_printed_ones_but_for_two(shipped):
     """Within 1 % or the last printed digit, with a plain count beside; the two are explained in a note."""
     tables = tables_of(shipped, "switchhead")

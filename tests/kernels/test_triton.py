@@ -171,6 +171,7 @@ def test_which_gpus_triton_serves():
     assert "below 7.0" in backend.unfit((6, 1), "3.1.0")
 
 
+@pytest.mark.thorough
 def test_a_product_tells_a_compiler_that_errs():
     """Asked before use where Triton is old and the GPU older: under the interpreter, right and wrong."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -189,6 +190,7 @@ print(triton.wrong_product())
     assert right == "''" and "comes out wrong" in wrong
 
 
+@pytest.mark.thorough
 def test_a_scalar_bounds_a_loop_under_the_interpreter_of_triton_3_6():
     """It gives `int` an array of one element, which NumPy ≥ 2.4 refuses."""
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -114,6 +114,7 @@ def test_a_model_that_stands_still_shows_masks_that_move(train_masked_lm, tmp_pa
     assert len(valid) == 3 and len(set(valid)) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_fine_tuning_through_fairseqs_sentence_prediction(
     tmp_path, fairseq, preprocess, toy_masked_lm, toy_wiki_data

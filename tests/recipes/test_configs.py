@@ -197,6 +197,7 @@ def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path
         assert release.experiment in path.with_stem(paper.experiment).read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_each_recipe_stands_for_a_row_that_there_is():
     rows = {}
     for path in (ROOT / "results" / "papers").glob("*.json"):
