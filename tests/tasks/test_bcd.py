@@ -62,6 +62,18 @@ def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
     assert not any(p.requires_grad for gate in gates_of(trainer.get_model()) for p in gate.parameters())
 
 
+def test_a_g_steps_dropout_follows_from_the_update_alone(build_trainer):
+    """A training that was resumed has drawn other numbers before."""
+    left = []
+    for drawn in (0, 7):
+        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0.5)
+        trainer.begin_epoch(G_EPOCH)
+        torch.rand(drawn)
+        trainer.task.before_update(trainer, samples[:1])
+        left.append(snapshot(trainer))
+    assert not changed(*left)
+
+
 def test_an_f_step_moves_all_but_the_gates(build_trainer):
     trainer, samples = build_trainer(*EVERY_SECOND, "--weight-decay", 0.1)
     optimized = sum(p.numel() for p in trainer.optimizer.params)
