@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import re
 import statistics
 import time
 from pathlib import Path
@@ -93,7 +94,7 @@ def report_of(study, **changes):
     return json.loads((records / "report.json").read_text())
 
 
-def test_systems_of_a_seed_run_back_to_back(study):
+def test_systems_of_a_seed_run_back_to_back(study, capsys):
     status, records = study()
     assert status == 0
     assert Player.ran == [f"{system}-seed{seed}" for seed in (1, 2, 3, 4) for system in "AB"]
@@ -107,6 +108,10 @@ def test_systems_of_a_seed_run_back_to_back(study):
     )
     assert "--set train.seed=2" in record["command"] and "1 threads" in record["hardware"]
     assert record["precision"] == "fp32"
+    (records / "B-seed2.json").unlink()
+    capsys.readouterr()
+    assert study("--dry-run")[0] == 0
+    assert re.findall(r"[AB]-seed\d", capsys.readouterr().out) == ["B-seed2"], "what is left"
 
 
 @pytest.mark.thorough
