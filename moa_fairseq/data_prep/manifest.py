@@ -12,7 +12,7 @@ import moa_fairseq
 from moa_fairseq.data_prep.catalogue import Dataset
 from moa_fairseq.data_prep.parallel_text import Piece
 from moa_fairseq.files import checksum
-from moa_fairseq.json_files import read_json
+from moa_fairseq.json_files import MAPPING, check_kinds, read_json
 from moa_fairseq.running.make import marks
 from moa_fairseq.tables import Column, Table
 
@@ -77,12 +77,17 @@ def tool_versions() -> Dict[str, str]:
     return versions
 
 
-def read_manifest(folder: Path) -> Dict[str, Any]:
-    """manifest.json of a folder, {} where there is none."""
+def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> Dict[str, Any]:
+    """manifest.json of a folder, {} where there is none.
+
+    Raises UserError, which ends with `remedy`, for one that no program wrote.
+    """
     try:
-        return read_json(folder / MANIFEST, "Prepare the data again.")
+        manifest = read_json(folder / MANIFEST, remedy)
     except FileNotFoundError:
         return {}
+    check_kinds(manifest, {"outputs": MAPPING, "splits": MAPPING}, str(folder / MANIFEST), remedy)
+    return dict(manifest)
 
 
 def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:

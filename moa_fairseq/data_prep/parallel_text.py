@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
 import itertools
 import re
@@ -118,12 +119,16 @@ PiecePair = Tuple[Piece, Piece]
 def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[Tuple[str, str]]:
     """The aligned lines of pairs of files, one pair of files after the other.
 
-    Raises UserError when a pair of files is empty or differs in length.
+    Raises UserError when a pair of files is empty or differs in length. A file of UTF-16 has other lines than
+    one of UTF-8: then its encoding is named.
     """
     for one, other in files:
         count, lines = 0, (one.lines(mark_bad), other.lines(mark_bad))
+        bad = 0
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
+                for piece in (one, other) if bad > count / 2 else ():
+                    collections.deque(piece.lines(), maxlen=0)
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
                 shorter, longer = (one, other) if source is None else (other, one)
                 problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
@@ -131,6 +136,7 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
                     f"{problem}: parallel files have one translation a line. Find the line where they part."
                 )
             count += 1
+            bad += source.startswith(BAD) or target.startswith(BAD)
             yield source, target
         if not count:
             raise UserError(f"{one.path} and {other.path} hold no line of text.")

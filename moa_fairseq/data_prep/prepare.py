@@ -46,6 +46,7 @@ from moa_fairseq.data_prep.listops import DIGITS, GROUPS, SYMBOLS, ListOps, writ
 from moa_fairseq.data_prep.manifest import MANIFEST, manifest_of
 from moa_fairseq.data_prep.obtain import MEMORY, Store, known_checksum
 from moa_fairseq.data_prep.parallel_text import (
+    BAD,
     WHOLE,
     Piece,
     PiecePair,
@@ -279,7 +280,8 @@ def _translation(job: Preparation) -> List[Step]:
         return {"languages": languages, "texts": job.read(), "splits": treated}
 
     def tokenise(new: Path) -> Dict[str, Any]:
-        sample = [*itertools.islice(read_pairs(pairs("train"), mark_bad=True), SAMPLE)]
+        found = itertools.islice(read_pairs(pairs("train"), mark_bad=True), SAMPLE)
+        sample = [sides for sides in found if not any(side.startswith(BAD) for side in sides)]
         # For people, who see whether the sides belong together, and whether the text is segmented already.
         for sides in sample[:SHOWN]:
             log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))

@@ -43,12 +43,12 @@ def text_files(data: Path) -> Dict[str, Path]:
     return {**named, **{str(path.relative_to(data.parent)): path for path in beside if path.is_file()}}
 
 
-def rules_of(manifest: Mapping[str, Any]) -> Dict[str, Any]:
+def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> Dict[str, Any]:
     """How text becomes symbols by a manifest: kind, encoder; for translation languages and line functions.
 
-    {} where it does not tell. Raises UserError for one that no program wrote.
+    {} where it does not tell. Raises UserError, which ends with `remedy`, for one that no program wrote.
     """
-    where, remedy = f"The {MANIFEST} of the data", "Prepare the data again."
+    where = f"The {MANIFEST} of the data"
     check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, where, remedy)
     rules, settings = manifest.get("rules"), manifest.get("settings") or {}
     if rules is None:
@@ -114,6 +114,7 @@ def kept_text(checkpoint: Path) -> Optional[Path]:
         return None
     remedy = f"Delete {run / KEPT}: the text is then read by the run's data, if that is unchanged."
     check_text(run / KEPT / BINARISED, remedy)
+    rules_of(read_manifest(run / KEPT, remedy), remedy)
     return run / KEPT / BINARISED
 
 
@@ -160,11 +161,11 @@ def check_text(data: Path, remedy: str = _REMEDY) -> List[str]:
     Returns those that it does not list. remedy: ends the message.
     """
     manifest, found = data.parent / MANIFEST, text_files(data)
-    outputs = read_manifest(data.parent).get("outputs") if manifest.is_file() else None
+    outputs = read_manifest(data.parent, remedy).get("outputs") or {}
     patterns = [f"{BINARISED}/{name}" for name in _DICTIONARIES] if data.name == BINARISED else []
     listed = {
         name: fact["sha256"]
-        for name, fact in (outputs.items() if isinstance(outputs, dict) else ())
+        for name, fact in outputs.items()
         if any(fnmatch.fnmatch(name, pattern) for pattern in (*patterns, *_BESIDE))
         if isinstance(fact, dict) and isinstance(fact.get("sha256"), str)
     }

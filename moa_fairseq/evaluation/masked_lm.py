@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.data_prep.manifest import read_manifest
+from moa_fairseq.data_prep.manifest import MANIFEST, read_manifest
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.text_marks import lacks_spaces
 from moa_fairseq.evaluation.trained_model import batches, device_for, load_masked_lm
+from moa_fairseq.json_files import NUMBER, check_kinds
 
 # Kinds of tokens, told apart because <s> and </s> are nearly always guessed.
 START, LINE_END, TEXT = KINDS = ("start", "line_end", "text")
@@ -115,11 +116,15 @@ def score(
     model, task = load_masked_lm(checkpoint, data)
     if break_mode:
         task.cfg.sample_break_mode = break_mode
+    manifest = read_manifest(Path(task.cfg.data))
+    facts = (manifest.get("splits") or {}).get(subset)
+    if facts is not None:
+        kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
+        where = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
+        check_kinds(facts, kinds, where, "Prepare the data again.", required=("words", "lines"))
     device = device_for(cpu)
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
-    manifest = read_manifest(Path(task.cfg.data))
-    facts = manifest.get("splits", {}).get(subset)
     values = {
         "masked_lm_ppl": ([r.perplexity() for r in results], "all masked tokens"),
         "masked_lm_text_ppl": ([r.text_perplexity() for r in results], "masked tokens but <s>, </s>"),

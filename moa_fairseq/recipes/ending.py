@@ -94,7 +94,7 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
     for key, why in unmet(recipe, updates, size.updates_per_epoch(batch) if size else None):
         raise UserError(f"{key}: {why}")
     if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
-        counted = read_manifest(data).get("splits", {})
+        counted = read_manifest(data).get("splits") or {}
         if missing := [name for name in recipe.score.subsets if name not in counted]:
             why = f"{data} has no manifest.json that counts the words of {', '.join(missing)}"
             raise UserError(f"score.headline: {why}: say masked_lm_ppl, or let the recipe make the data.")

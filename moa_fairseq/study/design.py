@@ -42,6 +42,7 @@ _RECORD = {
     **{"curve": LIST, "settings": MAPPING},
 }
 _REMEDY = "Delete it, or bring the committed one back with git checkout."
+_ANEW = "Take the change back, or give the study another name: it is run anew under that."
 # What is no part of a record's settings: the seed and the precision, which it says beside them, and how a
 # training is carried out.
 _FREE = (
@@ -268,7 +269,7 @@ def fitting_records(study: Study, runs: List[Run], strict: bool = False) -> Dict
     in a warning; strict: in a UserError. Raises UserError for a damaged record.
     """
     found: Dict[Path, Dict[str, Any]] = {}
-    others: Dict[str, str] = {}
+    others: Dict[str, Tuple[str, str]] = {}
     settings: Dict[str, Dict[str, Any]] = {}
     for run in runs:
         try:
@@ -281,6 +282,7 @@ def fitting_records(study: Study, runs: List[Run], strict: bool = False) -> Dict
             check_kinds(row, dict.fromkeys(("valid", "train"), NUMBER), f"{where}: curve", _REMEDY)
         now = {"study": study.study, "system": run.system, "seed": run.seed}
         made = {key: record[key] for key in now}
+        remedy = _ANEW if made == now else _REMEDY  # that of another run was copied here
         if made == now and record.get("settings"):
             made = record["settings"]
             now = settings[run.system] = settings.get(run.system) or settings_of(run, study.stage)
@@ -289,17 +291,17 @@ def fitting_records(study: Study, runs: List[Run], strict: bool = False) -> Dict
             made = _settings_in(record.get("command") or "")
         before, after = ({k: v for k, v in said.items() if k not in _FREE} for said in (made, now))
         if different := changes(before, after):
-            others[where] = "; ".join(": ".join(each)[:200] for each in list(different.items())[:5])
+            why = "; ".join(": ".join(each)[:200] for each in list(different.items())[:5])
+            others[where] = why, remedy
         else:
             found[run.record] = record
     if others and strict:
-        first, why = next(iter(others.items()))
+        first, (why, remedy) = next(iter(others.items()))
         raise UserError(
             f"{len(others)} of {len(found) + len(others)} records are of other settings than the study says "
-            f"now, such as {first} ({why}). Take the change back, or give the study another name: it is run "
-            "anew under that."
+            f"now, such as {first} ({why}). {remedy}"
         )
-    for where, why in others.items():
+    for where, (why, _) in others.items():
         log.warning("%s does not count, for it is of other settings (%s)", where, why)
     return found
 

@@ -122,6 +122,14 @@ def test_pairs_with_an_empty_side_leave_the_training_text_only(prepare, raw, sai
     assert sum("en: " in line and " | de: " in line for line in said) == 3  # sample pairs, for people
 
 
+def test_a_sample_shows_text_alone(prepare, raw, said):
+    lines = (raw / "train.de").read_bytes().split(b"\n", 1)[1]
+    (raw / "train.de").write_bytes(b"\xff\n" + lines)
+    with pytest.raises(UserError, match="not UTF-8"):
+        prepare("multi30k", raw)
+    assert sum(" | de: " in line for line in said) == 3 and "\0" not in "".join(said)
+
+
 def test_long_text_goes_through_several_processes(prepare, raw):
     """More than two batches: the pool path, with the order of lines kept."""
     lines = [f"satz {number} ." for number in range(6500)]

@@ -125,6 +125,14 @@ def test_the_remedy_for_another_encoding_gives_the_text_back(tmp_path, name, tex
     assert list(read_lines(new)) == text.splitlines()
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_utf16_beside_utf8_is_no_question_of_lengths(write, side):
+    pair = write(GERMAN * 3, GERMAN * 3, "train")
+    pair[side].path.write_bytes((GERMAN * 3).encode("utf-16"))
+    with pytest.raises(UserError, match="iconv -f UTF-16 "):
+        list(read_pairs([pair], mark_bad=True))
+
+
 def test_whoever_can_tell_them_apart_chooses_among_encodings(tmp_path):
     path = tmp_path / "x.fr"
     path.write_bytes(f"{'vingt mots ' * 20}et \xbd tasse de thé\n".encode("latin-1"))

@@ -116,6 +116,9 @@ def test_words_of_a_language_without_spaces_are_not_counted(toy_masked_lm, toy_w
     assert "masked_lm_word_ppl" in found, "a known language decides"
     found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", toy_wiki_data, "--target-lang", "th")
     assert "masked_lm_word_ppl" not in found
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "splits": {"test": {"words": "many"}}}))
+    assert main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"]) == 2
+    assert "lacks lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,16 @@ def test_an_odd_manifest_is_one_paragraph(run, change, tmp_path, capsys):
         codec_of(tmp_path / "text" / "binarised", "translation")
 
 
+@pytest.mark.parametrize("content", ["[]", "{", {"outputs": [1]}, {"rules": {"kind": 7}}])
+def test_an_odd_manifest_of_a_run_has_a_remedy(copy, content, capsys):
+    manifest = copy.run / "text" / "manifest.json"
+    before = json.loads(manifest.read_text())
+    manifest.write_text(content if isinstance(content, str) else json.dumps({**before, **content}))
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 2
+    said = capsys.readouterr().err
+    assert f"Delete {copy.run / 'text'}" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("verb", ["translate", "complete"])
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])
 def test_a_closed_stream_is_named(run, verb, stream, monkeypatch, capsys):

@@ -379,6 +379,8 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
         before = (records / f"{place}.json").read_text()
         (records / f"{place}.json").write_text(copied)
         assert fitting() == every - {place}
+        assert study("--dry-run", set={"train.flags.lr": 1})[0] == 2
+        assert "Delete it" in capsys.readouterr().err
         (records / f"{place}.json").write_text(before)
     record = json.loads(copied)
     del record["settings"]  # as records were: what the study added stands in the command
