@@ -116,9 +116,9 @@ def score(
     model, task = load_masked_lm(checkpoint, data)
     if break_mode:
         task.cfg.sample_break_mode = break_mode
-    manifest = read_manifest(Path(task.cfg.data))
-    facts = (manifest.get("splits") or {}).get(subset)
-    if facts is not None:
+    splits = read_manifest(Path(task.cfg.data)).get("splits") or {}
+    facts: Dict[str, Any] = splits.get(subset, {})
+    if subset in splits:
         kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
         where = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
         check_kinds(facts, kinds, where, "Prepare the data again.", required=("words", "lines"))
