@@ -116,7 +116,8 @@ def score(
     model, task = load_masked_lm(checkpoint, data)
     if break_mode:
         task.cfg.sample_break_mode = break_mode
-    splits = read_manifest(Path(task.cfg.data)).get("splits") or {}
+    manifest = read_manifest(Path(task.cfg.data))
+    splits = manifest.get("splits") or {}
     facts: Dict[str, Any] = splits.get(subset, {})
     if subset in splits:
         kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
