@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict
 
 import torch
 from fairseq.models import FairseqLanguageModel
+from fairseq.search import DiverseBeamSearch
 from omegaconf import DictConfig, open_dict
 
 from moa_fairseq.errors import UserError
@@ -77,24 +78,23 @@ def check_flags_of_search(
     return build(task, models, args, *further, **options)
 
 
-@patch("fairseq.search:DiverseBeamSearch.step", _HERE + "test_diverse_groups_of_any_sentences")
+@patch(
+    "fairseq.sequence_generator:SequenceGeneratorWithAlignment.generate",
+    _HERE + "test_diverse_groups_of_any_sentences",
+)
+@patch(
+    "fairseq.sequence_generator:SequenceGenerator.generate", _HERE + "test_diverse_groups_of_any_sentences"
+)
 def count_rows_not_sentences(
-    step_of: Callable,
-    search: Any,
-    step: int,
-    lprobs: torch.Tensor,
-    scores: Any,
-    prev_output_tokens: Any = None,
-    original_batch_idxs: Optional[torch.Tensor] = None,
+    generate: Callable, generator: Any, models: Any, sample: Dict[str, Any], **options: Any
 ) -> Any:
     """--diverse-beam-groups looks up a table with a row for each sentence of the batch by the numbers that
     sentences have in the data set: an IndexError.
     """
-    ids = torch.arange(lprobs.size(0)) if original_batch_idxs is None else original_batch_idxs
-    if step == 0:
-        search.sentences = ids.clone()
-    rows = (ids[:, None] == search.sentences[None, :]).int().argmax(1)
-    return step_of(search, step, lprobs, scores, prev_output_tokens, rows)
+    ids = sample.get("id")
+    if ids is not None and isinstance(generator.search, DiverseBeamSearch):
+        sample = {**sample, "id": torch.arange(ids.numel(), device=ids.device)}
+    return generate(generator, models, sample, **options)
 
 
 @patch(

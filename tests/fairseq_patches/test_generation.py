@@ -7,6 +7,7 @@ import torch
 from fairseq import checkpoint_utils, search
 from fairseq.data import Dictionary
 from fairseq.models import BaseFairseqModel
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.tasks.fairseq_task import FairseqTask
 
 from moa_fairseq.errors import UserError
@@ -78,22 +79,23 @@ def test_a_choice_of_two_searches_is_the_error_that_fairseq_raises():
         FairseqTask(None).build_generator([], flags)
 
 
-def test_diverse_groups_of_any_sentences():
-    """Numbers of sentences beyond the size of the batch, and sentences that leave it early."""
-    dictionary = words()
-    rows, step = 4, search.DiverseBeamSearch(dictionary, 2, 0.5)
-    torch.manual_seed(1)
-    likely = torch.randn(3, rows, 4, len(dictionary)).log_softmax(-1)
-    results = []
-    for ids in (torch.arange(rows), torch.tensor([90, 7, 33, 12])):
-        scores = torch.zeros(rows, 4, 3)
-        found = [step.step(0, likely[0].clone(), scores[:, :, :0], None, ids)]
-        found.append(step.step(1, likely[1].clone(), scores[:, :, :1], None, ids))
-        left = torch.tensor([0, 2, 3])  # the second one has ended
-        found.append(step.step(2, likely[2][left].clone(), scores[left][:, :, :2], None, ids[left]))
-        results.append(found)
-    for one, other in zip(*results):
-        assert all(torch.equal(a, b) for a, b in zip(one, other))
+@pytest.mark.parametrize("kind", [SequenceGenerator, SequenceGeneratorWithAlignment])
+def test_diverse_groups_of_any_sentences(build_trainer, kind):
+    """Numbers of sentences beyond the size of the batch; the search can still be exported."""
+    trainer, (batch, *_) = build_trainer()
+    models, dictionary = [trainer.get_model().eval()], trainer.task.target_dictionary
+    strategy = search.DiverseBeamSearch(dictionary, 2, 0.5)
+    generator = kind(models, dictionary, beam_size=4, max_len_b=5, search_strategy=strategy)
+    rows = len(batch["id"])
+    with torch.no_grad():
+        expected, found = (
+            generator.generate(models, {**batch, "id": ids})
+            for ids in (torch.arange(rows), 100 + torch.randperm(rows))
+        )
+    assert [[h["tokens"].tolist() for h in each] for each in found] == [
+        [h["tokens"].tolist() for h in each] for each in expected
+    ]
+    torch.jit.script(strategy)
 
 
 def test_constraints_need_a_program_that_reads_them():
