@@ -1,7 +1,7 @@
 """Routers: modules that turn token vectors into a Routing."""
 
 import functools
-from typing import Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,13 @@ ACTIVATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 MOST_PROBABLE = ("learned", "frozen")  # choices of the K most probable experts
-CHOICES = (*MOST_PROBABLE, "hash")
+# Other choices: a router and the tokens' ids → the chosen experts [N, K]
+OTHER_CHOICES: Dict[str, Callable[[Any, Optional[Tensor]], Tensor]] = {
+    "hash": lambda router, token_ids: router.token_hash(token_ids),
+}
+CHOICES = (*MOST_PROBABLE, *OTHER_CHOICES)
 GATES = ("learned", "uniform", "straight-through")
-HALF = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
 _INIT_STD = 0.02
 
 
@@ -52,7 +56,7 @@ class WideLinear(nn.Linear):
         if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self.forward(x)
-        if x.dtype not in HALF:
+        if x.dtype not in _HALF:
             return F.linear(x, self.weight.to(x.dtype))
         if self.copies:
             return F.linear(x.float(), self.weight.float())
@@ -130,12 +134,12 @@ class TopKRouter(Observer):
             raise UserError(
                 "--routing-noise is learned, and --router-choice frozen learns nothing: leave one out."
             )
-        if choice not in MOST_PROBABLE and bias_rate:
+        if choice in OTHER_CHOICES and bias_rate:
             raise UserError(
                 f"--routing-bias-rate {bias_rate} moves the choice of experts, which --router-choice "
                 f"{choice} fixes: leave one of the two out."
             )
-        if choice not in MOST_PROBABLE and groups > 1:
+        if choice in OTHER_CHOICES and groups > 1:
             raise ValueError(f"router_choice {choice!r} is made among all experts at once: groups must be 1")
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
@@ -219,15 +223,12 @@ class TopKRouter(Observer):
             logits = self.projection(x)
             if noise is not None:
                 logits = logits + torch.randn_like(logits) * F.softplus(noise(x))
-            if logits.dtype in HALF:  # of an adapter
-                logits = logits.float()
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # an adapter's may be half
             probs = self.activate(logits)
-            if self.experts_per_token == self.num_experts:
+            if per_token == self.num_experts:
                 expert_ids = self._every_expert(x)
-            elif self.token_hash is not None:
-                expert_ids = self.token_hash(token_ids)
-            elif self.choice not in MOST_PROBABLE:
-                raise NotImplementedError(f"router_choice {self.choice!r} has no branch here")
+            elif self.choice in OTHER_CHOICES:
+                expert_ids = OTHER_CHOICES[self.choice](self, token_ids)
             else:
                 scores = probs.detach()
                 if self.bias_rate:

@@ -127,8 +127,9 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[T
         bad = 0
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
-                for piece in (one, other) if bad > count / 2 else ():
-                    collections.deque(piece.lines(), maxlen=0)
+                if bad > count / 2:
+                    for piece in (one, other):
+                        collections.deque(piece.lines(), maxlen=0)  # an error, which names its encoding
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
                 shorter, longer = (one, other) if source is None else (other, one)
                 problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"

@@ -81,7 +81,7 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
     "fairseq.distributed.utils:distributed_init",
     "fairseq_patches/test_save_on_sigterm.py::test_a_process_that_waits_for_the_others_ends_at_once",
 )
-def ending_at_once_while_alone(distributed_init: Callable, cfg: Any) -> int:
+def end_while_alone(distributed_init: Callable, cfg: Any) -> int:
     """SIGTERM to a process that waits for the others of its training would be seen when they have come; the
     others may have been told, too, and never come.
     """

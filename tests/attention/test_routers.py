@@ -15,6 +15,7 @@ from moa_fairseq.attention import routers
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter, WideLinear
+from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import every_expert
 from moa_fairseq.kernels.routing import unsupported_reason
 
@@ -203,15 +204,17 @@ def test_an_adapter_of_a_router_still_routes_in_float32(dtype):
 
 
 def test_a_rule_of_ones_own_is_never_the_kernels(monkeypatch):
-    """A name without its branch, or with gates of another shape, is an error, and nothing for the kernel."""
+    """The fused kernel does neither such a choice nor such gates; gates of another shape are an error."""
+    places = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2], [0, 3]])
+    monkeypatch.setitem(routers.OTHER_CHOICES, "by place", lambda router, token_ids: places)
     monkeypatch.setattr(routers, "CHOICES", (*routers.CHOICES, "by place"))
     monkeypatch.setitem(routers.RENORMALIZATIONS, "first", lambda chosen: chosen[:1])
     monkeypatch.setattr(routers, "resolve_backend", lambda name: "triton")
     x, padding = torch.randn(5, 8), torch.zeros(5, dtype=torch.bool)
     router = TopKRouter(8, MoASettings(4, 2, router_choice="by place"))
-    assert not router.may_fuse
-    with pytest.raises(NotImplementedError, match="by place"):
-        router(x, padding)
+    assert not router.may_fuse and torch.equal(router(x, padding).expert_ids, places)
+    with pytest.raises(UserError, match="by place"):
+        TopKRouter(8, MoASettings(4, 2, router_choice="by place", routing_bias_rate=0.1))
     router = TopKRouter(8, MoASettings(4, 2, router_renormalize="first"))
     assert unsupported_reason(x, router.projection.weight, "first", "triton")
     with pytest.raises(ValueError, match=r"'first' makes gates \[1, 2\]"):
