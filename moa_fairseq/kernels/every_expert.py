@@ -58,9 +58,8 @@ def run(product: "Product") -> Tensor:
         slots = every.view(-1, dim).index_select(0, order.cell)  # [N·E, D] → [N·K, D]
         slots = slots if gates is None else slots * gates
         return slots if product.fan == 1 else slots.view(-1, product.fan, dim).sum(1)
-    slots = product.rows
-    if product.fan > 1:
-        slots = slots.unsqueeze(1).expand(-1, product.fan, -1).reshape(-1, dim)
-    slots = slots if gates is None else slots * gates
+    slots = product.rows.unsqueeze(1).expand(-1, product.fan, -1)  # a view
+    slots = slots if gates is None else slots * gates.view(-1, product.fan, 1)
+    slots = slots.reshape(-1, dim)
     every = slots.new_zeros(order.tokens * num_experts, dim).index_copy(0, order.cell, slots)
     return every.view(order.tokens, num_experts * dim) @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]
