@@ -86,10 +86,10 @@ def end_while_alone(distributed_init: Callable, cfg: Any) -> int:
     others may have been told, too, and never come.
     """
     waits = signal.getsignal(signal.SIGTERM) is _remember
-    if was_asked():
-        sys.exit(128 + signal.SIGTERM)
     if waits:  # torch waits outside of Python, where no handler of ours runs
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if was_asked():
+        sys.exit(128 + signal.SIGTERM)
     rank = distributed_init(cfg)
     if waits:
         signal.signal(signal.SIGTERM, _remember)

@@ -197,14 +197,15 @@ class Executor:
             record = _open_for(files, output, "wb") if output else errors
             with disk_errors(log):
                 errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
-            process = subprocess.Popen(
-                to_argv(command),
-                stdout=subprocess.PIPE,
-                env=environment,
-                stderr=subprocess.STDOUT if errors_too else errors,
-                pass_fds=locks,
-                preexec_fn=die_with_parent(),
-            )
+            with _signals_held() as told:
+                process = subprocess.Popen(
+                    to_argv(command),
+                    stdout=subprocess.PIPE,
+                    env=environment,
+                    stderr=subprocess.STDOUT if errors_too else errors,
+                    pass_fds=locks,
+                    preexec_fn=die_with_parent(),
+                )
             for lock in locks:  # the child keeps the lock if this program is killed
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(process.pid).encode(), 0)
@@ -215,6 +216,8 @@ class Executor:
                     on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
 
             with _ended_with_us(process, take, saves=command[0] == "fairseq-train") as lines:
+                for number in told:
+                    signal.raise_signal(number)
                 for raw in lines:
                     take(raw)
                 status = process.wait()
@@ -270,6 +273,19 @@ def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[List[int]]:
+    """Around the start of a child: gives the signals that came meanwhile, to be raised again.
+
+    Python runs functions of its own before and after a fork, and an exception of a handler in one of them, as
+    of Ctrl-C, is printed and forgotten. Ignored signals stay so, because a child inherits that.
+    """
+    told: List[int] = []
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    with _signals_handled_by(lambda number, _: told.append(number), *numbers):
+        yield told
 
 
 @contextlib.contextmanager

@@ -150,6 +150,19 @@ def test_a_second_interrupt_does_not_save_the_child(tmp_path):
     assert not alive(int(pid_file.read_text()))
 
 
+def test_a_signal_while_the_child_is_started_is_not_lost(tmp_path):
+    """What a handler raises while Python forks is printed and ignored: the child then ran to its end."""
+    parent = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom moa_fairseq.running import process\n"
+        "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
+        "os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))\n"
+        "with process.terminate_as_interrupt():\n"
+        f"    process.Executor().run(['program', 'import time; time.sleep(60)'], Path({str(tmp_path / 'log')!r}))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", parent], stderr=subprocess.PIPE, text=True, timeout=40)
+    assert ended.returncode == -signal.SIGINT and "Exception ignored" not in ended.stderr
+
+
 def wait_for(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not condition():
