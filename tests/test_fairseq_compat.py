@@ -13,6 +13,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import TokenBlockDataset, data_utils
 from fairseq.dataclass.configs import EMAConfig
 from fairseq.models.ema.ema import EMA
+from fairseq.modules.dynamic_convolution import DynamicConv_scripatable
 from fairseq.nan_detector import NanDetector
 
 import moa_fairseq
@@ -146,6 +147,16 @@ def test_batches_in_buckets(fairseq, toy_data, tmp_path, arch):
     buckets = set(re.findall(r"bucketing (?:source|target) lengths: (\[.*\])", done.stdout + done.stderr))
     assert buckets and all(1 <= bucket.count(",") + 1 <= 3 for bucket in buckets)
     assert (tmp_path / "checkpoint1.pt").exists()
+
+
+@pytest.mark.parametrize("conv_bias", [False, True])
+def test_dynamic_convolutions_leave_no_weight_unfilled(conv_bias):
+    torch.use_deterministic_algorithms(True)  # torch fills memory with NaN
+    try:
+        convolution = DynamicConv_scripatable(8, kernel_size=3, num_heads=2, bias=True, conv_bias=conv_bias)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(weight.isfinite().all() for weight in convolution.state_dict().values())
 
 
 @pytest.mark.thorough

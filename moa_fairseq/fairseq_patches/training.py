@@ -117,6 +117,18 @@ def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any)
     detector.backward = backward
 
 
+@patch(
+    "fairseq.modules.dynamic_convolution:DynamicConv_scripatable.reset_parameters",
+    _COMPAT + "test_dynamic_convolutions_leave_no_weight_unfilled",
+)
+def fill_the_unused_bias(reset_parameters: Callable, convolution: Any) -> None:
+    """A dynamic convolution without a bias keeps a weight of that name which nothing fills: what memory held
+    is saved, NaN now and then, and such a checkpoint is refused.
+    """
+    torch.nn.init.zeros_(convolution.conv_bias)
+    reset_parameters(convolution)
+
+
 @patch("fairseq.models.ema:EMA.__init__", _COMPAT + "test_a_moving_average_of_a_model_with_counts")
 def average_no_counts(
     init: Callable, ema: Any, model: Any, config: Any, device: Any = None, skip_keys: Any = None
