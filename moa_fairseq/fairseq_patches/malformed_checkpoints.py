@@ -27,6 +27,10 @@ from moa_fairseq.files import refuse_irregular
 MAX_SETTINGS = 100_000  # values in a checkpoint's configuration: fairseq's have some hundreds
 _TEST = "fairseq_patches/test_malformed_checkpoints.py::test_a_malformed_checkpoint_gets_a_paragraph"
 _REMEDY = "Use another checkpoint, or the file that this one was copied from."
+_OF_A_CHECKPOINT = (
+    "Its settings or weights were changed, were saved by other code, or do not fit the data or the flags of "
+    f"this command. {_REMEDY}"
+)
 
 
 def check_checkpoint(state: Any, name: str, size: int) -> None:
@@ -159,8 +163,8 @@ class Allowance(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def explaining(what: str, path: str = "") -> Iterator[None]:
-    """In the block, any exception becomes a UserError: `what`, the exception, its place in the code.
+def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Iterator[None]:
+    """In the block, any exception becomes a UserError: `what`, the exception, its place in the code, remedy.
 
     path: of the checkpoint; a UserError that names it is left as it is.
     """
@@ -176,9 +180,7 @@ def explaining(what: str, path: str = "") -> Iterator[None]:
         where = "/".join(Path(place.filename).parts[-3:])
         reason = " ".join(str(error).split())[:400]
         raise UserError(
-            f"{what}: {type(error).__name__}: {reason} (in {where}, line {place.lineno}). Its settings or "
-            "weights were changed, were saved by other code, or do not fit the data or the flags of this "
-            f"command. {_REMEDY}"
+            f"{what}: {type(error).__name__}: {reason} (in {where}, line {place.lineno}). {remedy}"
         ) from error
 
 
@@ -243,7 +245,8 @@ def refuse_other_kinds(load: Callable, model: Any, state: Dict[str, Any], *args:
 @patch("fairseq.criterions:build_criterion", _TEST)
 def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
     """fairseq-validate builds whatever criterion a checkpoint's settings describe."""
-    with explaining("The criterion cannot be built from its settings"):
+    remedy = "Change these flags; fairseq-validate has them from its checkpoint: then use another one."
+    with explaining("The criterion cannot be built from its settings", remedy=remedy):
         criterion = build(settings, task, *args, **options)
         if criterion is None:
             raise ValueError("there are none")
