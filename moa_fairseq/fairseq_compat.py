@@ -15,6 +15,7 @@ try:
         cpu_autocast,
         foreign_settings,
         generation,
+        host_tokens,
         kernel_check,
         lengths,
         literals,
@@ -36,7 +37,7 @@ load_checkpoint = checkpoint_files.load_checkpoint
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
     *(saved_numbers, lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
-    kernel_check,
+    *(kernel_check, host_tokens),
 )
 PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
 

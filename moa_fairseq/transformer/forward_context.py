@@ -30,6 +30,7 @@ class ForwardContext:
             arXiv 1901.02860, section 3.2).
         causal_mask: an attention mask that blocks the future and nothing else.
         right_padded: whether padding only follows real tokens.
+        unpadded: whether a decoder's padding mask, which is made all the same, is known to be empty.
         draw: of experts, in an F step (MAE Algorithm 2).
         routings: where routings go, each to every list.
     """
@@ -40,6 +41,7 @@ class ForwardContext:
     carried: Optional[Tensor] = None
     causal_mask: Optional[Tensor] = None
     right_padded: bool = False
+    unpadded: bool = False
     draw: Optional[ExpertDraw] = None
     routings: Tuple[NamedRoutings, ...] = ()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.attention.initialization import own_random_numbers
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches import host_tokens
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.admin import Shortcut
 from moa_fairseq.transformer.carried_context import CarriedContext
@@ -135,6 +136,8 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
         **kwargs: Any,
     ):
         """context [M, B, C]: this layer's inputs before x, to which its self-attention attends, too."""
+        if current_context().unpadded:
+            self_attn_padding_mask = None
         if context is not None and self.normalize_before:
             context = self.self_attn_layer_norm(context)
         self._sums = 0
@@ -179,13 +182,13 @@ class MixtureEncoder(TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Optional[Tensor] = None,
     ) -> Dict[str, List[Any]]:
-        """As fairseq's, with one wait for the device: fairseq asks in every layer if there is padding.
+        """As fairseq's, without its question to the device in every layer: is there padding?
 
         Where nothing is, "encoder_padding_mask" is empty, which means None to fairseq: no cross-attention
         has to ask again.
         """
         padding = src_tokens.eq(self.padding_idx)
-        is_padded = bool(padding.any())
+        is_padded = host_tokens.is_padded(src_tokens, self.padding_idx)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if is_padded:
             x = x.masked_fill(padding.unsqueeze(-1), 0.0)
@@ -240,12 +243,6 @@ class MixtureEncoder(TransformerEncoderBase):
         # a sentence that is finished leaves with all of its hypotheses
         together = new_order.numel() % beam == 0 and torch.equal(sentence, sentence[numbers // beam * beam])
         return {**result, _BEAM: encoder_out[_BEAM]} if together else result
-
-
-def is_right_padded(padding: Tensor) -> bool:
-    """Whether padding [B, S] only follows real tokens. Waits for a GPU."""
-    other = (padding[:, :-1] & ~padding[:, 1:]).any() | padding[:, :1].any()
-    return not bool(other)
 
 
 class MixtureDecoder(TransformerDecoderBase):
@@ -323,13 +320,21 @@ class MixtureDecoder(TransformerDecoderBase):
         **kwargs,
     ):
         beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
-        right_padded = False
-        if prev_output_tokens.is_cuda and incremental_state is None:  # on a CPU nothing reads it
-            right_padded = is_right_padded(prev_output_tokens.eq(self.padding_idx))
-        with forward_context(beam_size=beam, token_ids=prev_output_tokens, right_padded=right_padded):
-            return super().extract_features(
-                prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
-            )
+        changes: Dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
+        whole = incremental_state is None
+        if whole and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
+            changes["right_padded"] = host_tokens.is_right_padded(prev_output_tokens, self.padding_idx)
+        asks = self.cross_self_attention
+        if whole and host_tokens.on_host(prev_output_tokens) is not None:
+            changes["unpadded"] = not host_tokens.is_padded(prev_output_tokens, self.padding_idx)
+            self.cross_self_attention = True  # fairseq makes a mask then, and asks nothing of the device
+        try:
+            with forward_context(**changes):
+                return super().extract_features(
+                    prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
+                )
+        finally:
+            self.cross_self_attention = asks
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg, cfg.decoder.layers)

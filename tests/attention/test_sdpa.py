@@ -12,7 +12,7 @@ from moa_fairseq.attention import sdpa
 from moa_fairseq.attention.positions import RotaryPositions
 from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
 from moa_fairseq.errors import UserError
-from moa_fairseq.transformer.layers import is_right_padded
+from moa_fairseq.fairseq_patches.host_tokens import is_right_padded
 
 
 def random(*shape, seed=0):
@@ -110,9 +110,9 @@ def test_padding_only_whatever_padded_keys_hold(dtype):
 def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(monkeypatch):
     """The flag alone gives real queries what both masks give them."""
     right = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
-    assert is_right_padded(right) and is_right_padded(torch.zeros(2, 3, dtype=torch.bool))
+    assert is_right_padded(right, True) and is_right_padded(torch.zeros(2, 3, dtype=torch.bool), True)
     for left in (right.flip(1), torch.tensor([[False, True, False]]), torch.ones(1, 3, dtype=torch.bool)):
-        assert not is_right_padded(left)
+        assert not is_right_padded(left, True)
     q, k, v = random(3, 4, 6, 8), random(3, 1, 6, 8), random(3, 1, 6, 8, seed=1)
     mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
     expected = attend(q, k, v, Masks(mask, right))
