@@ -59,6 +59,17 @@ def test_each_kind_of_token_is_counted_for_itself(toy_masked_lm, toy_wiki_data):
     assert share == pytest.approx(task.cfg.mask_prob, abs=0.03)
 
 
+def test_a_batch_in_which_nothing_is_masked_counts(toy_masked_lm, toy_wiki_data):
+    model, task = load_trained(toy_masked_lm, toy_wiki_data)
+    task.cfg.mask_prob = 0.02
+    size = task.cfg.tokens_per_sample
+    task.cfg.seed = 1
+    assert not all(sample["target"].ne(1).any() for sample in batches(task, model.eval(), "test", size, CPU))
+    words = read_manifest(toy_wiki_data)["splits"]["test"]
+    tokens = measure(model, task, "test", 1, size, CPU).tokens
+    assert (tokens[TEXT], tokens[LINE_END]) == (words["subwords"], words["lines"])
+
+
 def test_no_sample_is_left_out_because_it_is_long(toy_masked_lm, toy_wiki_data):
     model, task = load_trained(toy_masked_lm, toy_wiki_data)
     positions = task.cfg.tokens_per_sample
