@@ -298,15 +298,15 @@ def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
 
 def test_a_tuning_study_chooses_each_systems_values(study):
     grid = {"train.flags.lr": [1, 2, 3]}
-    tuning = {"grid": grid, "set": {"train.max_update": 2}}
-    assert study(tuning=tuning)[0] == 2 and not Player.ran, "the tuning comes first"
-    study("--tune", tuning=tuning)
+    budgets = {"set": {"train.max_update": 4}, "tuning": {"grid": grid, "set": {"train.max_update": 2}}}
+    assert study(**budgets)[0] == 2 and not Player.ran, "the tuning comes first"
+    study("--tune", **budgets)
     assert Player.ran == [f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)]
     tried = json.loads(Path("results/studies/toy_tuning/A-lr=1-seed101.json").read_text())
     assert "--set train.max_update=2 " in tried["command"] + " "
-    study(tuning=tuning)
+    study(**budgets)
     command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
-    assert "--set train.flags.lr=2" in command and "max_update" not in command
+    assert "--set train.flags.lr=2" in command and "--set train.max_update=4" in command
     assert study("--tune")[0] == 2, "nothing to tune"
 
 
