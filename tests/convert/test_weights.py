@@ -5,8 +5,9 @@ import argparse
 import pytest
 import torch
 
+from moa_fairseq.attention import MixtureOfHeads
 from moa_fairseq.convert.models import _symbols, settings_for
-from moa_fairseq.convert.weights import default_values
+from moa_fairseq.convert.weights import default_values, fill
 from moa_fairseq.errors import UserError
 
 
@@ -44,3 +45,14 @@ def test_learned_positions_of_a_language_model_are_taken_over():
         assert settings_for(settings, "mae", "causal LM", {}).positions == expected
     settings.positions = "rope"
     assert settings_for(settings, "mae", "causal LM", {}).positions == "rope"
+
+
+@pytest.mark.parametrize("chosen, reason", [((1, 2), "3 of 4"), ((2, 1), "3 of 4"), ((2, 2), None)])
+def test_any_layer_that_leaves_heads_out_computes_another_function(chosen, reason):
+    sizes = [dict(num_heads=4, moh_shared_heads=2, experts_per_token=count) for count in chosen]
+    model = torch.nn.ModuleList([MixtureOfHeads(8, self_attention=True, **size) for size in sizes])
+    for name, attention in model.named_children():
+        attention.name = name
+    dense = {name: value for name, value in model.state_dict().items() if "router" not in name}
+    found = fill(model, dense)
+    assert found is None if reason is None else found.startswith(reason)

@@ -17,7 +17,7 @@ from subword_nmt.learn_bpe import learn_bpe
 from moa_fairseq.data_prep import text_stages
 from moa_fairseq.data_prep.catalogue import Cleaning, HoldOut, datasets
 from moa_fairseq.data_prep.encodings import encoding_remedy
-from moa_fairseq.data_prep.monolingual import write_lines
+from moa_fairseq.data_prep.monolingual import write_bytes, write_lines
 from moa_fairseq.data_prep.parallel_text import BAD, Piece, read_lines, read_pairs
 from moa_fairseq.data_prep.prepare import sample_pairs
 from moa_fairseq.data_prep.text_stages import (
@@ -48,6 +48,13 @@ def write(tmp_path):
         return pair
 
     return make
+
+
+def test_every_byte_is_written_but_line_feeds_which_end_lines(tmp_path, write):
+    source, _ = write(b"a\r\n\nb \xff\r" + b"c", "")
+    write_bytes({"train": [source]}, {"train": 8, "test": 1}, tmp_path / "out")
+    assert (tmp_path / "out" / "train").read_text() == "97 13 \n\n98 32 255 13 \n"
+    assert (tmp_path / "out" / "test").read_text() == "99 \n"
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.data_prep import catalogue
 from moa_fairseq.data_prep.binarised import check_stem
 from moa_fairseq.errors import UserError
+from moa_fairseq.recipes import checkpoints
 from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -318,8 +319,17 @@ def test_a_save_that_a_full_disk_cut_short_is_completed(go, tmp_path, monkeypatc
             else run(self, command, *words, **options)
         )
 
+    copied = []
+
+    def note(copy, source, target, to=checkpoints.copy_whole):
+        copied.append(Path(target).name)
+        return to(copy, source, target)
+
+    monkeypatch.setattr(checkpoints, "copy_whole", note)
     monkeypatch.setattr(FakeExecutor, "run", trains_no_more)
     go("train.max_epoch=4")
+    # the last one says that all is done
+    assert copied == ["checkpoint_best.pt"] * (best == 2.0) + ["checkpoint_last.pt"]
     assert FakeExecutor.programs() == ALL[:1] + ALL and "--restore-file" not in FakeExecutor.calls
     newest = (folder / "checkpoint3.pt").read_bytes()
     assert (folder / "checkpoint_last.pt").read_bytes() == newest
