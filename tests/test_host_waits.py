@@ -211,6 +211,21 @@ def test_no_model_waits_for_the_device(build_trainer, toy_wiki_data, monkeypatch
     assert waiting == ({"selected.py"} if "namoh" in arch else set())
 
 
+def test_ids_that_were_changed_on_the_device_are_asked_for_again():
+    host = torch.tensor([[5, 6, 7], [5, 2, 1]])
+
+    def move(trainer, sample, is_dummy):
+        return apply_to_sample(torch.Tensor.clone, sample), is_dummy
+
+    sample = {"net_input": {"src_tokens": host, "src_lengths": torch.tensor([3, 2])}, "target": host}
+    moved = host_tokens.remember_token_ids(move, None, sample)[0]["net_input"]["src_tokens"]
+    assert host_tokens.on_host(moved) is host and host_tokens.is_padded(moved, 1)
+    moved[1, 2] = 2
+    assert host_tokens.on_host(moved) is not host and not host_tokens.is_padded(moved, 1)
+    dummy = host_tokens.remember_token_ids(lambda *_: (sample, True), None, {})
+    assert dummy == (sample, True) and host_tokens.on_host(host) is host
+
+
 def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
     """A step of a beam search asks as often with three layers as with one."""
     counts = []

@@ -73,11 +73,12 @@ def test_a_line_that_a_crash_cut_off_is_passed_over(tmp_path):
 
 def test_summary_weighs_speed_by_time(tmp_path):
     path = tmp_path / "train.jsonl"
-    epochs = [end_of_epoch(*row) for row in ((1, 4, 250, "100"), (2, 6, 5, "999"), (2, 8, 1500, "200"))]
+    rows = ((1, 4, 250, "100"), (2, 6, 5, "999"), (2, 8, 1500, "200"), (3, 9, 700, "inf"))
+    epochs = [end_of_epoch(*row) for row in rows]  # the third was too short for a speed
     write(path, [epochs[0], valid(1, 4, "50"), *epochs[1:], valid(2, 8, "40")])
     assert summarise(path) == {
-        "updates": 8,
-        "epochs": 2,
+        "updates": 9,
+        "epochs": 3,
         "train_seconds": 40.0,
         "tokens_per_second": (10 * 100 + 30 * 200) / 40,
         "valid_ppl": 40.0,
