@@ -107,7 +107,7 @@ def fairseq():
 
 @pytest.fixture(scope="session")
 def once(request, tmp_path_factory):
-    """once(name, make) → the folder that make(folder) has filled, for all workers of pytest-xdist together."""
+    """once(name, make) → the folder that make(folder) has filled, once for all workers of pytest-xdist."""
     place = tmp_path_factory.getbasetemp()
     place = place.parent if hasattr(request.config, "workerinput") else place
 
