@@ -42,6 +42,7 @@ def assert_same_model(one, two):
 
 
 @pytest.mark.thorough(keep="[moa]")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes_train_the_model_of_one(fairseq, toy_data, tmp_path, family):
     arch, *flags, said = FAMILIES[family]

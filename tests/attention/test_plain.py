@@ -144,6 +144,7 @@ def test_a_mask_for_each_sequence(family):
 
 
 @pytest.mark.thorough(keep="[MoA]")
+@pytest.mark.slow
 def test_compiled_without_a_break_and_exported(attention):
     """Forward, backward, routing and its losses: fullgraph raises at the first break."""
     torch.compiler.reset()  # torch compiles one `forward` for few classes in a process
