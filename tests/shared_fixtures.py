@@ -9,15 +9,18 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 
+import hydra
 import portalocker
 import pytest
 import torch
 from commands import Command, Forked, start_the_server
 from fairseq import options, tasks
 from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.dataclass import utils as dataclass_utils
 from fairseq.trainer import Trainer
 from fairseq_cli import preprocess as fairseq_preprocess
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 import moa_fairseq
 from moa_fairseq.cli import Console, reporting_to
@@ -45,6 +48,40 @@ def forked_commands():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "subprocess", SimpleNamespace(**{**vars(process.subprocess), "Popen": Forked}))
         yield
+
+
+class Composer:
+    """hydra's `compose`: what is composed already is changed where the next settings differ.
+
+    hydra takes half a second each time, which was most of a test that trains in this process.
+    """
+
+    def __init__(self):
+        self.composed = {}
+
+    def __call__(self, name, overrides, **options):
+        texts = dict(override.partition("=")[::2] for override in overrides)
+        choices = tuple((key, text) for key, text in texts.items() if "." not in key)
+        cfg, before = self.composed.pop(choices, (None, {}))
+        if before.keys() != texts.keys():
+            cfg = hydra.compose(name, overrides=overrides, **options)
+        else:
+            parser = OverridesParser.create()
+            changed = [f"{key}={text}" for key, text in texts.items() if before[key] != text]
+            for override in parser.parse_overrides(changed):
+                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+        self.composed[choices] = cfg, texts
+        return cfg
+
+
+_COMPOSER = Composer()
+
+
+def settings_of(args):
+    """What fairseq's commands make of their flags."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataclass_utils, "compose", _COMPOSER)
+        return dataclass_utils.convert_namespace_to_omegaconf(args)
 
 
 class Fairseq:
@@ -242,7 +279,7 @@ def build_trainer(toy_data):
         base += ["--num-workers", 0]
         words = [str(word) for word in (*base, *model, *flags)]
         args = options.parse_args_and_arch(options.get_training_parser(), words)
-        cfg = convert_namespace_to_omegaconf(args)
+        cfg = settings_of(args)
         cfg.common.update(common)
         task = tasks.setup_task(cfg.task)
         trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))

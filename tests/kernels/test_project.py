@@ -138,7 +138,7 @@ def peak_bytes(step):
 @pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
 def test_switchheads_peak_of_memory_is_flat_in_k(use):
     """More slots need more indices and gates, but not one row more of either width."""
-    tokens, model_dim, num_experts, dim, heads = 4096, 256, 16, 64, 2
+    tokens, model_dim, num_experts, dim, heads = 16384, 256, 16, 64, 2
     peaks = {k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 2, 4)}
     more_slots = tokens * heads * (4 - 1)
     assert peaks[1] > 4 * tokens * model_dim, "the record is empty"
