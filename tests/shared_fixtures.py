@@ -30,6 +30,7 @@ from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.running import process
 from moa_fairseq.running.process import Executor, flags
 
+moa_fairseq.register()  # a folder's conftest.py may have imported the package before fairseq was there
 USER_DIR = str(Path(moa_fairseq.__file__).parent)
 ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
 
