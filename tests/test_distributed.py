@@ -19,7 +19,7 @@ PLAIN = ("--criterion", "label_smoothed_cross_entropy")
 MAE = ("mae_transformer_tiny", *PLAIN, "--gate-dropout", 0, "--adam-eps", 1e-4)
 # the second of three epochs has G steps; one process has no micro-batch left in the last update of each
 BCD = (*MAE, "--task", "translation_bcd", "--bcd-g-every", 2, "--max-tokens", 100, "--max-epoch", 3)
-SMALL = ("--max-tokens", 60, "--max-update", 20)
+SMALL = ("--max-tokens", 60, "--max-update", 10)
 # arch, flags, what the log says
 FAMILIES = {
     "moa": ("moa_transformer_tiny", *SPARSE, *SMALL, '"dead_experts"'),
@@ -42,6 +42,7 @@ def assert_same_model(one, two):
 
 
 @pytest.mark.thorough(keep="[moa]")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes_train_the_model_of_one(fairseq, toy_data, tmp_path, family):
     arch, *flags, said = FAMILIES[family]

@@ -152,7 +152,7 @@ def listed(places):
     return "\n".join(f"{count} × {place}" for place, count in places.most_common())
 
 
-@pytest.mark.thorough(keep="moa")
+@pytest.mark.thorough(keep=("[moa]", "[moa, bias rate]", "[moa masked]"))
 @pytest.mark.parametrize("name", [name for name in MODELS if "dense" not in name])
 def test_an_update_waits_as_rarely_as_a_dense_one_for_any_number_of_layers(waits_of, name):
     """One copy of all that the routers log."""

@@ -55,6 +55,7 @@ def test_a_terminated_training_saves_a_checkpoint(fairseq, toy_data, tmp_path):
 
 
 @pytest.mark.thorough(keep="[moa]")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, case):
     arch, flags, moving = CASES[case]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -209,9 +210,15 @@ def _attention(run: Run) -> Dict[str, float]:
     recipe = run.load()
     check_flags(recipe)  # before they build a model
     model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
-    arch, words = recipe.model.arch, flags({key: value for key, value in model.items() if key != "arch"})
-    macs = complexity(arch, 1000, length, length, "shared", words).attention_macs
-    branch = round(branch_size(arch, 1000, "shared", words), 6)  # beyond that processors differ
+    words = flags({key: value for key, value in model.items() if key != "arch"})
+    return dict(_attention_of(recipe.model.arch, length, tuple(words)))
+
+
+@functools.lru_cache(maxsize=64)
+def _attention_of(arch: str, length: int, words: Tuple[str, ...]) -> Dict[str, float]:
+    """Systems that differ in their training alone have one model, which is built once."""
+    macs = complexity(arch, 1000, length, length, "shared", list(words)).attention_macs
+    branch = round(branch_size(arch, 1000, "shared", list(words)), 6)  # beyond that processors differ
     return {"attention_macs": macs, "branch": branch}
 
 

@@ -98,8 +98,9 @@ def fairseq_call(module, x, memory=None, padding=None, mask=None):
     return out.transpose(0, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize(
+    ("dtype", "padding"), [(torch.float32, None), (torch.float32, PADDING), (torch.bfloat16, PADDING)]
+)
 @pytest.mark.parametrize(
     ("mask", "causal", "whole"),
     [
@@ -143,6 +144,7 @@ def test_a_mask_for_each_sequence(family):
 
 
 @pytest.mark.thorough(keep="[MoA]")
+@pytest.mark.slow
 def test_compiled_without_a_break_and_exported(attention):
     """Forward, backward, routing and its losses: fullgraph raises at the first break."""
     torch.compiler.reset()  # torch compiles one `forward` for few classes in a process
@@ -414,6 +416,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.thorough(keep=("[dense-", "[MoA-", "[MAE-", "[SwitchHead-"))
 @pytest.mark.parametrize(("error", "named", "inputs", "options"), REFUSED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_would_not_be_read_is_refused(family, error, named, inputs, options):

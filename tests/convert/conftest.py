@@ -9,14 +9,10 @@ SMALL += ("--encoder-ffn-embed-dim", 24, "--decoder-ffn-embed-dim", 24, "--decod
 
 
 @pytest.fixture(scope="session")
-def dense(tmp_path_factory, fairseq, toy_data, toy_wiki_data, train_masked_lm):
+def dense(once, fairseq, toy_data, toy_wiki_data, train_masked_lm):
     """dense(job) → (checkpoint, its data)."""
-    made = {}
 
-    def train(job):
-        if job in made:
-            return made[job]
-        folder = tmp_path_factory.mktemp("dense")
+    def train(job, folder):
         if job == "translation":
             fairseq.train(toy_data, folder, "--max-epoch", 3, *SMALL, arch="transformer")
         elif job == "masked LM":
@@ -29,11 +25,12 @@ def dense(tmp_path_factory, fairseq, toy_data, toy_wiki_data, train_masked_lm):
                 *("--optimizer", "adam", "--lr", 0.01, "--max-epoch", 2, "--num-workers", 0),
                 *("--save-dir", folder),
             )
-        data = toy_data if job == "translation" else toy_wiki_data
-        made[job] = folder / "checkpoint_last.pt", data
-        return made[job]
 
-    return train
+    def dense(job):
+        folder = once(f"dense {job}", lambda folder: train(job, folder))
+        return folder / "checkpoint_last.pt", toy_data if job == "translation" else toy_wiki_data
+
+    return dense
 
 
 @pytest.fixture

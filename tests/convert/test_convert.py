@@ -81,6 +81,7 @@ def test_stock_fairseq_serves_what_came_back(dense, convert, fairseq, tmp_path):
     assert len(lines[0]) >= 16 and lines[0] == lines[1]
 
 
+@pytest.mark.thorough(keep="translation")
 @pytest.mark.parametrize("job", JOBS)
 def test_fewer_heads_say_so_and_by_how_much(job, dense, convert, tmp_path):
     checkpoint, data = dense(job)
@@ -286,6 +287,7 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
     assert not (tmp_path / "mae.pt").exists()
 
 
+@pytest.mark.thorough(keep="control1")
 @pytest.mark.parametrize("control", [("--attention-branch-scale", 0.25), ("--head-gate", "head")])
 def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tmp_path, convert):
     flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, *control)

@@ -67,6 +67,7 @@ def test_a_download_with_another_hash_is_refused_and_not_kept(wheel, tmp_path, p
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_pip_itself_refuses_another_hash(wheel, tmp_path, monkeypatch):
     """The real pip, offline, with the wheel in a folder that it is pointed to."""
     package, path = wheel

@@ -1,5 +1,6 @@
 """`score --against`: means, differences and p of two systems."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -10,8 +11,15 @@ from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from moa_fairseq.cli import main
+from moa_fairseq.evaluation import score
 from moa_fairseq.evaluation.against import against
 from moa_fairseq.evaluation.chains import Texts, running_text
+
+
+@pytest.fixture
+def few_trials(monkeypatch):
+    """Where p does not depend on them."""
+    monkeypatch.setattr(score, "against", functools.partial(against, trials=20))
 
 
 @pytest.fixture
@@ -81,7 +89,7 @@ def test_unequal_numbers_of_outputs_are_no_pairs(outputs):
         assert "p_seeds" not in row and "low" not in row
 
 
-def test_a_system_does_not_differ_from_itself(outputs, capsys):
+def test_a_system_does_not_differ_from_itself(outputs, few_trials, capsys):
     rows, _ = compared(capsys, outputs, "a", "a")
     assert rows["BLEU"]["difference"] == 0 and rows["BLEU"]["p"] == 1
 
@@ -97,7 +105,7 @@ def test_what_a_comparison_does_not_do_is_refused(outputs, capsys, flag):
     assert main(["score", *line, *flag]) == 2 and flag[0] in capsys.readouterr().err
 
 
-def test_a_comparison_warns_as_a_score_does(capsys, tmp_path):
+def test_a_comparison_warns_as_a_score_does(few_trials, capsys, tmp_path):
     log = tmp_path / "generate.txt"
     log.write_text("".join(f"T-{n}\ta b c d\nH-{n}\t-0.1\ta b c d\n" for n in (0, 2)))
     assert main(["score", str(log), "--allow-partial", "--against", str(log)]) == 0

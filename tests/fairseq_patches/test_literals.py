@@ -1,6 +1,7 @@
 """Settings are read as literals: what fairseq ships is read as `eval` reads it, and nothing else runs."""
 
 import ast
+import functools
 import re
 import sys
 from argparse import Namespace
@@ -18,10 +19,10 @@ from moa_fairseq.fairseq_patches.literals import MAX_ITEMS, literal
 FAIRSEQ = Path(fairseq.__file__).parent
 
 
+@functools.cache
 def sources():
-    for path in sorted(FAIRSEQ.rglob("*.py")):
-        if "examples" not in path.parts:
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+    paths = [path for path in sorted(FAIRSEQ.rglob("*.py")) if "examples" not in path.parts]
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def calls_eval(tree):

@@ -56,6 +56,7 @@ def test_what_an_update_saves_and_validates(
         assert load_checkpoint(tmp_path / NUMBERED)["extra_state"]["val_loss"] == extra["best"]
 
 
+@pytest.mark.thorough
 def test_a_process_that_waits_for_the_others_ends_at_once(fairseq, toy_data, tmp_path):
     """They may have been told, too, and never come."""
     first, second = fairseq.pair(*fairseq.words(toy_data, tmp_path))

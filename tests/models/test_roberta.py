@@ -76,6 +76,7 @@ def log_records(done, field):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.thorough(keep="dense")
 @pytest.mark.parametrize(
     "arch, criterion, flags",
     [

@@ -1,5 +1,6 @@
 """Every shipped YAML file: valid, accepted by fairseq's own parser, with its header and its script."""
 
+import functools
 import json
 import operator
 import re
@@ -27,6 +28,7 @@ EVALUATION = {
     CLASSIFICATION: "moa-fairseq score",
 }
 LM_SCHEDULE = {"warmup-updates": 240000, "lr-period-updates": 46000}
+shipped = functools.cache(load_recipe)  # treat as read-only
 V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 
 
@@ -34,7 +36,7 @@ V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("hardware", [Hardware(), V100S], ids=["cpu", "8gpu"])
 def test_fairseq_accepts_the_training_line(path, hardware, shown):
-    recipe = load_recipe(path)
+    recipe = shipped(path)
     plan = shown(recipe, hardware, Options())
     plan = [command for command in plan if command[1] != "corpus"]  # what the embedded corpus begins with
     programs = [" ".join(command[:2]) if command[0] == "moa-fairseq" else command[0] for command in plan]
@@ -76,6 +78,11 @@ def test_numbers_of_the_headers_are_those_that_were_measured():
     assert checked >= 4
 
 
+@functools.cache
+def read(path):
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 def test_a_config_restates_nothing_of_its_bases(path):
     """But the paper's cell and a model's sizes, which are read as a whole."""
@@ -90,7 +97,7 @@ def test_a_config_restates_nothing_of_its_bases(path):
     own = yaml.safe_load(path.read_text(encoding="utf-8"))
     names, base = own.pop("base", []), {}
     for name in names if isinstance(names, list) else [names]:
-        layer = yaml.safe_load((path.parent / name).read_text(encoding="utf-8"))
+        layer = read(path.parent / name)
         base = OmegaConf.to_container(OmegaConf.merge(base, layer))
     whole = ("reproduces.", "model.num_experts", "model.experts_per_token", "model.expert_dim")
     assert [key for key in restated(own, base) if not key.startswith(whole)] == []
@@ -143,7 +150,7 @@ text_lm_moh_large: {lr: 0.0005, min-lr: 0.00005, warmup-updates: 500}
 def test_the_papers_settings(pattern):
     found = 0
     for path in (ROOT / "configs").glob(f"{pattern}.yaml"):
-        recipe, found = load_recipe(path), found + 1
+        recipe, found = shipped(path), found + 1
         for key, value in PAPERS[pattern].items():
             said = operator.attrgetter(key)(recipe) if "." in key else recipe.training_flags[key]
             assert said == value or float(said) == float(value), f"{path.stem}: {key}"
@@ -168,7 +175,7 @@ def test_mohs_language_models_have_the_printed_parameters(name, row):
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if re.match("(wmt14|wikitext103_mlm).*_moa_", p.stem)])
 def test_the_sizes_in_a_recipes_words_are_those_of_its_model(path):
-    recipe = load_recipe(path)
+    recipe = shipped(path)
     sizes = f"{recipe.model.experts_per_token}K{recipe.model.num_experts}E{recipe.model.expert_dim}D"
     assert sizes in recipe.summary
     if recipe.kind == MASKED_LM:
@@ -182,7 +189,7 @@ def test_the_sizes_in_a_recipes_words_are_those_of_its_model(path):
 def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path):
     """And each has a row of its own, so that its runs are not averaged with those of the paper's settings."""
     paper, release = (
-        load_recipe(path.with_stem(stem)) for stem in (path.stem.removesuffix("_release"), path.stem)
+        shipped(path.with_stem(stem)) for stem in (path.stem.removesuffix("_release"), path.stem)
     )
     assert release.model.flags == {**paper.model.flags, "router-renormalize": "none"} != paper.model.flags
     assert release.train.flags == {**paper.train.flags, "aux-loss-scale": "none"} != paper.train.flags
@@ -204,7 +211,7 @@ def test_each_recipe_stands_for_a_row_that_there_is():
         paper = json.loads(path.read_text(encoding="utf-8"))
         for table in paper["tables"]:
             rows.update({(paper["paper"], table["table"], row["row"]): row for row in table["rows"]})
-    for recipe in map(load_recipe, CONFIGS):
+    for recipe in map(shipped, CONFIGS):
         cell = recipe.reproduces
         if cell and not recipe.finetune:
             row = rows[cell.paper, cell.table, cell.row]
@@ -249,7 +256,7 @@ def test_each_recipe_stands_for_a_row_that_there_is():
     ],
 )
 def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedule):
-    one, other = (load_recipe(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
+    one, other = (shipped(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
     assert one.data == other.data and one.generate == other.generate and one.average == other.average
     routing = ("balance-loss", "load-balance-coef", "z-loss-coef", "bcd", "gate-")
 
@@ -271,7 +278,7 @@ LARGE = ("262m", "244m", "243m")
 )
 def test_switchheads_settings(path):
     """Table 9 and appendix A.5; the batch on enwik8 is that of the authors' settings."""
-    recipe = load_recipe(path)
+    recipe = shipped(path)
     texts = 32 if "enwik8" in path.stem else 64
     flags, large = recipe.train.flags, any(size in path.stem for size in LARGE)
     length = flags["tokens-per-sample"]

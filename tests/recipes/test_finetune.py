@@ -115,6 +115,7 @@ def test_no_fine_tuning_evaluates_the_pretrained_model(pretrained, transfer):
     assert f"--path {pretrained}/checkpoints/checkpoint_best.pt" in (folder / "commands.sh").read_text()
 
 
+@pytest.mark.thorough
 def test_other_dictionaries_and_a_missing_model_are_refused(mixture, pretrained, write_config, binarised):
     missing = binarised / "nowhere"
     for place, words in (

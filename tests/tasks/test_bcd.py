@@ -188,6 +188,7 @@ def poisoned(trainer, value=math.nan):
         next(gates_of(trainer.get_model())[0].parameters()).view(-1)[0] = value
 
 
+@pytest.mark.thorough(keep=("nan-float32", "inf-fp16", "nan-bf16"))
 @pytest.mark.parametrize("common", [{}, HALF["fp16"], HALF["bf16"]], ids=["float32", "fp16", "bf16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_poisoned_gate_ends_the_training_at_its_next_step(build_trainer, common, value):
@@ -290,6 +291,7 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
 
 
 # 120 sentences of the toy corpus in batches of 8, two of which make an update: 8 updates an epoch
+@pytest.mark.thorough(keep=("limits0", "limits1", "limits2", "limits3"))
 @pytest.mark.parametrize(
     "limits, short",
     [

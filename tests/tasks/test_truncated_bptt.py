@@ -214,6 +214,7 @@ def toy_lm(tmp_path_factory, fairseq, toy_text):
     return folder / "checkpoint_last.pt", done
 
 
+@pytest.mark.slow
 def test_fairseq_train(toy_lm):
     _, done = toy_lm
     losses = [
