@@ -39,7 +39,7 @@ RECIPE = {
         **{"criterion": "label_smoothed_cross_entropy_with_routing", "log_interval": 1},
         "flags": {"optimizer": "adam", "lr": 0.02},
     },
-    "generate": {"subsets": ["test"], "beam": 2, "lenpen": 0.6, "flags": {"max-len-b": 20}},
+    "generate": {"subsets": ["test"], "beam": 2, "lenpen": 0.6},
 }
 
 
