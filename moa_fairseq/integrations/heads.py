@@ -1,7 +1,7 @@
 """MoH (arXiv 2410.11842) beside an attention that another library computes: hooks weight its heads.
 
-The library's module stays. Grouped keys, positions, norms, windows, soft caps, caches and kernels are its own. All
-heads are computed, and the output of each is multiplied by its gate before the output projection (Eq. 4).
+The library's module stays. Grouped keys, positions, norms, windows, soft caps, caches and kernels are its own.
+All heads are computed, and the output of each is multiplied by its gate before the output projection (Eq. 4).
 """
 
 import contextlib
@@ -55,8 +55,8 @@ class MixtureSettings:
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             raise UserError(
-                f"The mixtures' settings have {', '.join(unknown)}, which this version does not know: take the "
-                f"version that wrote them, or leave it out. Known: {', '.join(cls.__dataclass_fields__)}."
+                f"The mixtures' settings have {', '.join(unknown)}, which this version does not know: take "
+                f"the version that wrote them, or leave it out of {', '.join(cls.__dataclass_fields__)}."
             )
         settings = cls(**fields)
         check_choice("router", settings.router, ROUTERS)
@@ -69,7 +69,7 @@ class MixtureSettings:
         return settings
 
     def by_layer(self, layers: int) -> List[Optional[Sequence[int]]]:
-        """(h_s, h_s + K) or None for each of so many layers. Raises UserError if the list has another length."""
+        """(h_s, h_s + K) or None for each layer. Raises UserError if there are not so many layers."""
         if self.layers is None:
             return [(self.shared_heads or 0, self.active or 0)] * layers
         if len(self.layers) != layers:
@@ -80,7 +80,7 @@ class MixtureSettings:
 class RouterWeight(nn.Module):
     """The learned router's W as a bare parameter, in float32 or wider: [N, C] → [N, E].
 
-    A linear module would be quantised with the model's own, and adapters for "all linear layers" would wrap it.
+    A linear module would be quantised with the model's, and adapters for "all linear layers" would wrap it.
     """
 
     def __init__(self, weight: nn.Parameter):
@@ -140,8 +140,8 @@ class HeadMixture(nn.Module):
             queries = getattr(attention, settings.queries, None)
             if queries is None or getattr(queries, "out_features", None) != self.width:
                 raise UserError(
-                    f"{kind} has no projection {settings.queries} of the queries alone, {self.width} wide: take "
-                    'router="learned", or name that projection with queries=.'
+                    f"{kind} has no projection {settings.queries} of the queries alone, {self.width} wide: "
+                    'take router="learned", or name that projection with queries=.'
                 )
             self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
         else:
@@ -211,9 +211,8 @@ class HeadMixture(nn.Module):
         heads, *rest = args
         if self._gates is None or heads.size(-1) != self.width:
             raise UserError(
-                f"The heads cannot be weighted: {self.names[0]} reads {heads.size(-1)} of {self.width} values"
-                f"{'' if self._gates is not None else ', and the router was passed over'}. Tensor parallelism "
-                "and fused projections do not combine with mixtures of heads."
+                f"{self.names[0]} reads {heads.size(-1)} values instead of {self.width}, or before the queries "
+                "were computed: switch off tensor parallelism, and what replaces the attention's own forward."
             )
         gates = self._gates.to(heads.dtype).view(*heads.shape[:-1], self.num_heads, 1)
         self._gates = None  # nothing stays on a module: a copy of it would fail
@@ -268,7 +267,7 @@ def balance_loss(routings: Sequence[Routing], mask: Optional[Tensor], device: to
 
     Args:
         routings: of B·T tokens each.
-        mask: the attention mask [B, T], 0 = padding. Where it is None or of another shape, no token is padding.
+        mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
         device: of the result; layers may be on several.
 
     Returns:

@@ -1,7 +1,7 @@
 """MoH (arXiv 2410.11842) in causal language models of Hugging Face's transformers.
 
-`to_mixture_of_heads` turns a model in place. Importing this module lets AutoConfig and AutoModelForCausalLM read
-what `save_pretrained` wrote: a mixture of a `llama` has the model type `moh_llama`.
+`to_mixture_of_heads` turns a model in place. Importing this module lets AutoConfig and AutoModelForCausalLM
+read what `save_pretrained` wrote: a mixture of a `llama` has the model type `moh_llama`.
 """
 
 import copy
@@ -185,8 +185,8 @@ def mixture_class(base: Type[PreTrainedModel]) -> Type[PreTrainedModel]:
 def _share(labels: Tensor, items: Any) -> Tensor:
     """The micro-batch's share of an update's labels, [].
 
-    Trainer gives their number, num_items_in_batch, and adds the losses of the micro-batches up: each is the sum
-    over its own labels, which stand one place later, divided by that number.
+    Trainer gives their number, num_items_in_batch, and adds up the losses of the micro-batches. Each of them is
+    the sum over its own labels, but for the first of a row, divided by that number.
     """
     if items is None:
         return torch.ones(())

@@ -1,4 +1,4 @@
-"""Decoders of transformers as mixtures of heads: the dense model where all heads work, and one result for all ways."""
+"""Decoders as mixtures of heads: the dense model where all heads work, and one result for all ways to it."""
 
 import copy
 import inspect
