@@ -1,6 +1,6 @@
 """MoH (arXiv 2410.11842) beside an attention that another library computes: hooks weight its heads.
 
-The library's module stays. Grouped keys, positions, norms, windows, soft caps, caches and kernels are its own.
+The library's module stays. Grouped keys, positions, norms, windows, soft caps, caches, kernels are its own.
 All heads are computed, and the output of each is multiplied by its gate before the output projection (Eq. 4).
 """
 
@@ -211,8 +211,8 @@ class HeadMixture(nn.Module):
         heads, *rest = args
         if self._gates is None or heads.size(-1) != self.width:
             raise UserError(
-                f"{self.names[0]} reads {heads.size(-1)} values instead of {self.width}, or before the queries "
-                "were computed: switch off tensor parallelism, and what replaces the attention's own forward."
+                f"{self.names[0]} reads {heads.size(-1)} values instead of {self.width}, or reads before "
+                "there are queries: switch off tensor parallelism, and what replaces the attention's forward."
             )
         gates = self._gates.to(heads.dtype).view(*heads.shape[:-1], self.num_heads, 1)
         self._gates = None  # nothing stays on a module: a copy of it would fail

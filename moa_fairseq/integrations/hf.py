@@ -185,8 +185,8 @@ def mixture_class(base: Type[PreTrainedModel]) -> Type[PreTrainedModel]:
 def _share(labels: Tensor, items: Any) -> Tensor:
     """The micro-batch's share of an update's labels, [].
 
-    Trainer gives their number, num_items_in_batch, and adds up the losses of the micro-batches. Each of them is
-    the sum over its own labels, but for the first of a row, divided by that number.
+    Trainer gives their number, num_items_in_batch, and adds up the losses of the micro-batches. Each of these
+    is the sum over its own labels, but for the first of a row, divided by that number.
     """
     if items is None:
         return torch.ones(())
