@@ -159,7 +159,8 @@ def mixture_class(base: Type[PreTrainedModel]) -> Type[PreTrainedModel]:
             given = {**dict(zip(names, args)), **kwargs}
             labels = given.get("labels")
             if labels is None:
-                warnings.warn("no labels were given, so that no loss has a balance term", stacklevel=2)
+                if not torch.compiler.is_compiling():
+                    warnings.warn("no labels were given, so that no loss has a balance term", stacklevel=2)
                 return super().forward(*args, **kwargs)
             with collect_routings(self) as routings:
                 out = super().forward(*args, **kwargs)

@@ -110,6 +110,7 @@ def test_compiled(router, part):
     torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-6)
     for found, grad in zip((p.grad for p in model.parameters() if p.grad is not None), gradients):
         torch.testing.assert_close(found, grad, rtol=0, atol=1e-6)
+    torch.testing.assert_close(called(ids).logits, scores, rtol=0, atol=1e-12)  # a loss of one's own
     model.eval()
     torch.testing.assert_close(logits(called), scores, rtol=0, atol=1e-12)
 

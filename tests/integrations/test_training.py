@@ -1,7 +1,10 @@
 """Training mixtures of heads: the balance loss, gradients, checkpointing, Trainer."""
 
 import copy
+import dataclasses
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +53,7 @@ def balance_by_hand(routings, mask):
 
 
 @routers
+@pytest.mark.filterwarnings("ignore:no labels")
 def test_the_loss_has_the_balance_of_the_real_tokens(router):
     model, batch = mixture(router=router, balance=0.5).train(), padded()
     with collect_routings(model) as routings:
@@ -63,11 +67,6 @@ def test_the_loss_has_the_balance_of_the_real_tokens(router):
     assert model.eval()(**batch).loss == plain.eval()(**batch).loss
 
 
-test_the_loss_has_the_balance_of_the_real_tokens = pytest.mark.filterwarnings("ignore:no labels")(
-    test_the_loss_has_the_balance_of_the_real_tokens
-)
-
-
 @routers
 def test_gradients_reach_what_chooses(router):
     """Without the balance loss, too: gates of 1 pass the gradient of the probabilities."""
@@ -79,10 +78,7 @@ def test_gradients_reach_what_chooses(router):
     model.zero_grad()
     for each in mixtures_of(model):
         each.router.register_forward_hook(
-            lambda module, args, routing: (
-                setattr(routing.gates, "requires_grad_", None)
-                or type(routing)(**{**vars(routing), "gates": routing.gates.detach()})
-            )
+            lambda module, args, routing: dataclasses.replace(routing, gates=routing.gates.detach())
         )
     model(**batch).loss.backward()
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -242,6 +238,17 @@ def test_label_smoothing_predicts_the_next_token(tmp_path):
     scores = model(ids).logits[:, :-1].flatten(0, 1)
     smooth = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     torch.testing.assert_close(found, smooth(scores, ids[:, 1:].flatten()), rtol=0, atol=1e-6)
+
+
+def test_the_guide_can_be_followed(tmp_path, monkeypatch):
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "moh.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", guide, re.S)
+    monkeypatch.chdir(tmp_path)
+    dense(dtype=torch.float32).save_pretrained("my-llama")
+    names = {"rows": Rows(8)}
+    exec(example.replace("max_steps=1000", "max_steps=1"), names)
+    assert type(names["model"]).__name__ == "MoHLlamaForCausalLM"
+    assert [each.sizes.tolist() for each in mixtures_of(names["model"])] == [[4, 6]] * 2
 
 
 @pytest.mark.skipif(VERSION < (4, 50), reason="dense models of that version differ, too")
