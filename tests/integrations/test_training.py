@@ -96,7 +96,9 @@ def test_left_padding_leaves_the_loss_as_it_is(router):
     row = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], 1)
     mask = (row != 0).long()
     inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
-    found = model(row, labels=row.masked_fill(mask == 0, -100), **inputs).loss
+    labels = row.masked_fill(mask == 0, -100)
+    labels[:, 3] = -100  # alone, no token comes before the first
+    found = model(row, labels=labels, **inputs).loss
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-6)
 
 
