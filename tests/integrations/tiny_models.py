@@ -47,7 +47,7 @@ SEPARATE = {
 }
 # Queries, keys and values in one projection, or other names: the learned router.
 FUSED = {
-    "gpt_neox": ("GPTNeoX", SIZES),
+    "gpt_neox": ("GPTNeoX", {**SIZES, "rotary_pct": 0.5}),
     "phi3": ("Phi3", GROUPED),
     "gpt2": ("GPT2", SIZES),
     "opt": ("OPT", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
