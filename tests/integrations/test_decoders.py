@@ -172,6 +172,16 @@ def test_layers_may_have_numbers_of_their_own(tmp_path):
     close(logits(found, ids), logits(model, ids))
 
 
+def test_layers_with_linear_attention_stay_as_they_are():
+    kinds = ["linear_attention", "full_attention"]
+    heads = {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    sizes = {"head_dim": 4, "layer_types": kinds, "linear_num_key_heads": 2, **heads}
+    model = dense("Qwen3Next", num_experts=0, mlp_only_layers=[0, 1], **sizes)
+    with pytest.raises(UserError):
+        to_mixture_of_heads(model, 2, 5, router="learned")
+    assert len(mixtures_of(to_mixture_of_heads(model, layers=[(2, 5)], router="learned"))) == 1
+
+
 def test_qwen3_chooses_before_its_norm_of_queries():
     """After it the queries' norms are all but equal."""
     model, ids, norms = mixture("qwen3"), tokens(), {}

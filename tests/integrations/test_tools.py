@@ -5,6 +5,7 @@ import torch
 from integrations.tiny_models import DTYPE, dense, mixture, mixtures_of, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.hf import to_mixture_of_heads
 
 routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
@@ -49,7 +50,15 @@ def test_an_adapter_is_the_same_merged_or_not(targets, router):
     torch.testing.assert_close(logits(model.merge_and_unload()), apart, rtol=0, atol=1e-5)
 
 
-def test_adapters_are_trained_with_the_balance(tmp_path):
+def test_a_copied_projection_is_refused():
+    """Its hooks are copies, too, which would weight nothing."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
+    with pytest.raises(UserError):
+        logits(peft.get_peft_model(mixture(), settings).eval())
+
+
+def test_adapters_are_trained_with_the_balance():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
         mixture(router="learned", balance=1.0).train(), peft.LoraConfig(target_modules=["o_proj"])

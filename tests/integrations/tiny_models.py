@@ -44,14 +44,14 @@ SEPARATE = {
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", {**GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3}),
     "olmo2": ("Olmo2", GROUPED),
+    "opt": ("OPT", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi": ("Phi", SIZES),
 }
-# Queries, keys and values in one projection, or other names: the learned router.
+# Queries, keys and values in one projection: the learned router.
 FUSED = {
     "gpt_neox": ("GPTNeoX", {**SIZES, "rotary_pct": 0.5}),
     "phi3": ("Phi3", GROUPED),
     "gpt2": ("GPT2", SIZES),
-    "opt": ("OPT", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "phi": ("Phi", SIZES),
     "falcon": ("Falcon", {**SIZES, "num_kv_heads": 2, "new_decoder_architecture": True}),
 }
 KINDS = {**SEPARATE, **FUSED}
