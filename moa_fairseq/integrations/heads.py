@@ -211,9 +211,9 @@ class HeadMixture(nn.Module):
         heads, *rest = args
         if self._gates is None or heads.size(-1) != self.width:
             raise UserError(
-                f"{self.names[0]} reads {heads.size(-1)} of its heads' {self.width} values, or its attention was "
-                "passed over: tensor parallelism, fused attention and copies of this projection (modules_to_save "
-                "of peft) do not combine with mixtures of heads."
+                f"{self.names[0]} reads {heads.size(-1)} of its heads' {self.width} values, or its attention "
+                "was passed over: tensor parallelism, fused attention and copies of this projection (peft's "
+                "modules_to_save) do not combine with mixtures of heads."
             )
         gates = self._gates.to(heads.dtype).view(*heads.shape[:-1], self.num_heads, 1)
         self._gates = None  # nothing stays on a module: a copy of it would fail
