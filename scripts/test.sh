@@ -14,7 +14,8 @@ integrations() { # without the fixtures of the other tests, which import fairseq
 if [ "${1:-}" = "--integrations" ]; then
   bash "$root/scripts/setup.sh" --integrations
   shift
-  integrations "${@:-tests/integrations}"
+  [ -e "${1:-}" ] || set -- tests/integrations "$@" # before options for pytest
+  integrations "$@"
   exit
 fi
 bash "$root/scripts/setup.sh"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integrations.tiny_models import HEADS, VERSION, dense, mixture, mixtures_of, tokens
+from integrations.tiny_models import HEADS, dense, mixture, mixtures_of, tokens
 from transformers import Trainer, TrainingArguments
 
 from moa_fairseq.errors import UserError
@@ -253,7 +253,6 @@ def test_the_guide_can_be_followed(tmp_path, monkeypatch):
     assert [each.sizes.tolist() for each in mixtures_of(names["model"])] == [[4, 6]] * 2
 
 
-@pytest.mark.skipif(VERSION < (4, 50), reason="dense models of that version differ, too")
 def test_trainer_is_as_exact_as_with_the_dense_model(tmp_path):
     results = []
     for model in (dense(), mixture(shared_heads=HEADS, active=HEADS, balance=1.0)):
