@@ -83,9 +83,9 @@ class RouterWeight(nn.Module):
     A linear module would be quantised with the model's, and adapters for "all linear layers" would wrap it.
     """
 
-    def __init__(self, weight: nn.Parameter):
+    def __init__(self, weight: Tensor):
         super().__init__()
-        self.weight = weight
+        self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -286,4 +286,4 @@ def balance_loss(routings: Sequence[Routing], mask: Optional[Tensor], device: to
 def _input_width(projection: nn.Module) -> int:
     """How many values a linear map reads; transformers' Conv1D has no in_features."""
     width = getattr(projection, "in_features", None)
-    return int(projection.weight.size(0) if width is None else width)
+    return int(projection.get_parameter("weight").size(0) if width is None else width)

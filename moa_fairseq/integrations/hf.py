@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from dataclasses import asdict
-from typing import Any, Dict, Optional, Sequence, Type
+from typing import Any, Dict, Optional, Sequence
 
 import torch
 import transformers
@@ -60,10 +60,11 @@ def to_mixture_of_heads(
     Raises:
         UserError: for a model that cannot be one, which is then unchanged.
     """
-    kind = type(model).__name__
+    base: Any = type(model)
+    kind = base.__name__
     if isinstance(getattr(model, "config", None), _MixtureConfig):
         raise UserError(f"{kind} is a mixture of heads already: load the dense model, and convert that.")
-    if not isinstance(model, PreTrainedModel) or not _is_causal_lm(type(model)):
+    if not isinstance(model, PreTrainedModel) or not _is_causal_lm(base):
         raise UserError(
             f"{kind} is no class that AutoModelForCausalLM loads: give such a model itself, before peft, "
             "torch.compile or another wrapper takes it."
@@ -73,7 +74,7 @@ def to_mixture_of_heads(
             f"{kind} is spread by tensor parallelism, where no rank has all heads: load it without."
         )
     settings = MixtureSettings(shared_heads, active, router, scaling, balance, layers, output, queries)
-    mixture = mixture_class(type(model))
+    mixture = mixture_class(base)
     config = copy.deepcopy(model.config)  # other models may share the old one
     config.__class__ = mixture.config_class
     config.moh = asdict(settings)
@@ -123,7 +124,7 @@ def _is_causal_lm(base: Any) -> bool:
 
 
 @functools.cache
-def mixture_class(base: Type[PreTrainedModel]) -> Type[PreTrainedModel]:
+def mixture_class(base: Any) -> Any:
     """The class of base's mixtures, known to AutoModelForCausalLM.
 
     Args:
@@ -132,7 +133,7 @@ def mixture_class(base: Type[PreTrainedModel]) -> Type[PreTrainedModel]:
     Returns:
         Its subclass, such as MoHLlamaForCausalLM, with a config_class such as MoHLlamaConfig.
     """
-    base_config = base.config_class
+    base_config: Any = base.config_class
     names = list(inspect.signature(base.forward).parameters)[1:]
 
     class Config(_MixtureConfig, base_config):
