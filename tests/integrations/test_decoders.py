@@ -260,7 +260,7 @@ def test_other_models_are_refused(kind):
 
 
 def test_the_mixture_is_in_the_mode_of_its_attention():
-    assert not any(each.training for each in mixtures_of(mixture()))
+    assert not any(each.training for each in mixtures_of(to_mixture_of_heads(dense(), 2, 5)))
     assert all(each.training for each in mixtures_of(to_mixture_of_heads(dense().train(), 2, 5)))
 
 

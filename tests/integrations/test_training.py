@@ -222,13 +222,10 @@ def test_trainer_resumes(tmp_path):
 
 
 def test_trainer_evaluates_without_the_balance(tmp_path):
-    model = mixture(balance=10.0).train()
-    found = trainer(model, tmp_path, Rows(4)).evaluate(Rows(4))["eval_loss"]
-    ids = tokens(4, 9)
-    wanted = torch.nn.functional.cross_entropy(
-        model.eval()(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    )
-    assert found == pytest.approx(float(wanted), rel=1e-5)
+    """4.57 divides by another number of tokens, for dense models too, so that only results are compared."""
+    models = [mixture(balance=balance).train() for balance in (10.0, 0.0)]
+    losses = [trainer(model, tmp_path, Rows(4)).evaluate(Rows(4))["eval_loss"] for model in models]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.filterwarnings("ignore:no labels")
