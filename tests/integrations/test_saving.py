@@ -65,7 +65,8 @@ else:
     raise SystemExit("read without the module")
 case = torch.load(folder + "/case.pt", weights_only=False)  # a pickled model imports the module
 model = AutoModelForCausalLM.from_pretrained(folder, **{dtype: torch.float64})
-assert [type(each).__name__ for each in (model, case["model"])] == ["MoHLlamaForCausalLM", "MoHPhiForCausalLM"]
+names = [type(each).__name__ for each in (model, case["model"])]
+assert names == ["MoHLlamaForCausalLM", "MoHPhiForCausalLM"]
 with torch.no_grad():
     for each, logits in zip((model, case["model"]), case["logits"]):
         torch.testing.assert_close(each(case["ids"]).logits, logits, rtol=0, atol=1e-12)
