@@ -102,7 +102,7 @@ class HeadMixture(nn.Module):
 
     Args:
         attention: the library's module.
-        width: C, of its input.
+        model_dim: C, of its input.
         num_heads: h.
         sizes: (h_s, h_s + K).
         output: the name of its output projection.
@@ -117,7 +117,7 @@ class HeadMixture(nn.Module):
     def __init__(
         self,
         attention: nn.Module,
-        width: int,
+        model_dim: int,
         num_heads: int,
         sizes: Sequence[int],
         output: str,
@@ -150,7 +150,7 @@ class HeadMixture(nn.Module):
                 experts_per_token=active - shared,
                 moh_scaling=settings.scaling,
             )
-            learned = SharedAndRoutedRouter(width, num_heads, options)
+            learned = SharedAndRoutedRouter(model_dim, num_heads, options)
             learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
             self.router = learned
         self.num_heads = num_heads
