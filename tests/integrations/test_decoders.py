@@ -127,6 +127,8 @@ def test_generation_is_the_same_with_every_cache(kind, router):
 def test_left_padding_changes_nothing(kind, router):
     if kind == "gemma2":
         pytest.skip("the dense model's numbers change, too")
+    if kind in ("gpt2", "opt") and VERSION < (4, 50):
+        pytest.skip("the dense model fails, too: its mask does not fit into float64")
     model, ids = mixture(kind, router=router), tokens(1, 8)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], 1)
     mask = (padded != 0).long()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from integrations.tiny_models import DTYPE, dense, mixture, mixtures_of, tokens
+from integrations.tiny_models import DTYPE, VERSION, dense, mixture, mixtures_of, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from moa_fairseq.errors import UserError
@@ -73,6 +73,8 @@ def test_adapters_are_trained_with_the_balance():
 @pytest.mark.parametrize("bits", (8, 4))
 def test_quantised_weights_stay_a_mixture(bits, router, tmp_path):
     pytest.importorskip("bitsandbytes")
+    if VERSION < (4, 50):
+        pytest.skip("the dense model fails, too: today's bitsandbytes has another list of devices")
     from transformers import BitsAndBytesConfig
 
     model = mixture(router=router, changes={"dtype": torch.float32})
