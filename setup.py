@@ -67,6 +67,8 @@ setup(
         "ko": ["sacrebleu[ko]>=2.4,<3"],
         # A working fairseq of your own serves as well: see docs/fairseq.md.
         "fairseq": ["ve-fairseq==0.12.3"],
+        # moa_fairseq.integrations.hf; transformers 5 cannot be imported beside fairseq's torchaudio
+        "hf": ["transformers>=4.48,<6", "accelerate>=1.1"],
         "triton": ["triton>=3.1; platform_system == 'Linux'"],
         "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
     },

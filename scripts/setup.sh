@@ -3,6 +3,10 @@
 #
 #   bash scripts/setup.sh              in .venv of this project, or in the active virtual environment
 #   PYTHON=python3.12 bash scripts/setup.sh
+#   bash scripts/setup.sh --integrations
+#                                      transformers without fairseq, in .venv-integrations: transformers 5 cannot be
+#                                      imported beside the torchaudio that fairseq brings.
+#                                      TRANSFORMERS="transformers==4.48.3" asks for another version.
 #
 # A torch that is already there is kept (that of the Python it is made with is shared, in a virtual environment
 # too), else torch==2.13.0 is installed; TORCH="torch==2.7.1" asks for another. A fairseq that is already there
@@ -10,7 +14,7 @@
 set -euo pipefail
 export PYTHONSAFEPATH=1   # nothing is imported from the working directory
 
-[ "${1:-}" = "--help" ] && { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0; }
+[ "${1:-}" = "--help" ] && { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 torch_pin=${TORCH:-torch==2.13.0}
 
@@ -27,6 +31,23 @@ find_python() {
   fail "no Python 3.11 or 3.12 found${PYTHON:+ at PYTHON=$PYTHON}: install one, or name it with PYTHON=/path/to/python3.11."
 }
 
+if [ "${1:-}" = "--integrations" ]; then
+  venv=$root/.venv-integrations
+  python=$venv/bin/python
+  pins=$root/scripts/requirements-integrations.txt
+  wanted=$(cat "$pins" "$root/scripts/setup.sh" | cksum; echo "$root $torch_pin ${TRANSFORMERS:-}")
+  [ "$(cat "$venv/.moa_fairseq_setup" 2>/dev/null)" = "$wanted" ] && exit 0
+  "$python" -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear "$venv" \
+    || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
+  for words in "$torch_pin" "--requirement $pins" ${TRANSFORMERS:+"$TRANSFORMERS"}; do
+    # shellcheck disable=SC2086  # an option and its value
+    "$python" -m pip install --quiet --disable-pip-version-check $words || fail "pip could not install $words."
+  done
+  ln -sfn "$root/moa_fairseq" "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/moa_fairseq"
+  printf '%s' "$wanted" > "$venv/.moa_fairseq_setup"
+  echo "setup.sh: ready. Activate it with: source $venv/bin/activate"
+  exit 0
+fi
 if [ -n "${VIRTUAL_ENV:-}" ]; then
   venv=$VIRTUAL_ENV
 else

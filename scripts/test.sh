@@ -2,9 +2,22 @@
 # Sets up, then runs lint, type checks and tests, side by side on up to four cores. Arguments go to pytest:
 #   bash scripts/test.sh --all               the tests marked thorough, too: kills, restarts, whole chains of commands
 #   bash scripts/test.sh tests/kernels -x
+#   bash scripts/test.sh --integrations      only tests/integrations, in an environment with transformers that it makes;
+#                                            --all runs them where that environment is
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+integrations() { # without the fixtures of the other tests, which import fairseq
+  (cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} .venv-integrations/bin/python -m pytest \
+    --confcutdir tests/integrations "$@")
+}
+if [ "${1:-}" = "--integrations" ]; then
+  bash "$root/scripts/setup.sh" --integrations
+  shift
+  [ -e "${1:-}" ] || set -- tests/integrations "$@" # before options for pytest
+  integrations "$@"
+  exit
+fi
 bash "$root/scripts/setup.sh"
 python=${VIRTUAL_ENV:-$root/.venv}/bin/python
 cd "$root"
@@ -30,6 +43,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them
 unset PYTHONDONTWRITEBYTECODE # else each of the tests' commands compiles the plugin anew
 status=0
 "$python" -m pytest --numprocesses "$workers" --dist worksteal "$@" || status=$?
+if [ "${1:-}" = "--all" ] && [ -d .venv-integrations ]; then
+  integrations tests/integrations || status=1
+fi
 if [ -n "$types" ]; then
   wait "$types" || status=1
   cat "$found"

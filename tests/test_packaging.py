@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import moa_fairseq
 from moa_fairseq.recipes.loading import load_recipe
@@ -61,6 +62,16 @@ def test_both_checks_run_one_script():
 def test_the_commit_hook_has_the_same_ruff():
     pinned = re.search(r"^ruff==(\S+)", text("scripts/requirements.txt"), re.M)[1]
     assert f"rev: v{pinned}" in text(".pre-commit-config.yaml")
+
+
+def test_what_the_integrations_are_tested_with_is_what_they_ask_for():
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", text("scripts/requirements-integrations.txt"), re.M))
+    (asked,) = re.findall(r'"hf": \[(.*?)\]', text("setup.py"))
+    for words in re.findall(r'"(.*?)"', asked):
+        requirement = Requirement(words)
+        assert requirement.specifier.contains(pins[requirement.name])
+    oldest = re.search(r"transformers==(\S+)\.\n", text("scripts/requirements-integrations.txt"))[1]
+    assert f"transformers>={oldest.rpartition('.')[0]}," in asked
 
 
 def test_types_are_announced():

@@ -20,7 +20,7 @@ FLOORS = (
     ("kernels",),
     ("attention", "json_files", "text"),
     ("running",),
-    ("fairseq_patches", "feed_forward"),
+    ("fairseq_patches", "feed_forward", "integrations"),
     ("fairseq_compat",),
     ("transformer",),
     ("coordinate_descent", "criterions"),
@@ -35,6 +35,8 @@ FLOORS = (
 )
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_ALONE = ("kernels", "attention", "feed_forward", "errors", "torch_compat")
+FAIRSEQ = ("fairseq", "omegaconf", "hydra")
+OTHERS = ("transformers", "accelerate", "peft")  # what the integrations are for
 
 
 def imports() -> Iterator[Tuple[str, int, str]]:
@@ -76,14 +78,21 @@ def test_rooms_import_only_what_is_below_them():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("room", TORCH_ALONE)
+@pytest.mark.parametrize("room", (*TORCH_ALONE, "integrations"))
 def test_the_attention_needs_no_fairseq(room):
     wrong = [
         f"{file}:{line}"
         for file, line, module in imports()
-        if room_of(file) == room and module.split(".")[0] in ("fairseq", "omegaconf", "hydra")
+        if room_of(file) == room and module.split(".")[0] in FAIRSEQ
     ]
     assert not wrong
+
+
+def test_only_integrations_know_other_libraries():
+    users = {room_of(file) for file, _, module in imports() if module.split(".")[0] in OTHERS}
+    inside = "moa_fairseq.integrations"
+    knowing = {room_of(file) for file, _, module in imports() if module.startswith(inside)}
+    assert users == knowing == {"integrations"}
 
 
 def table() -> str:

@@ -1,0 +1,289 @@
+"""MoH (arXiv 2410.11842) beside an attention that another library computes: hooks weight its heads.
+
+The library's module stays. Grouped keys, positions, norms, windows, soft caps, caches, kernels are its own.
+All heads are computed, and the output of each is multiplied by its gate before the output projection (Eq. 4).
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.attention.losses import head_balance_loss
+from moa_fairseq.attention.moh import ROUTERS, MoHSettings
+from moa_fairseq.attention.moh_routers import SCALINGS, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.attention.routing import Routing
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.torch_compat import full_precision
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
+QUERIES = "q_proj"
+
+
+@dataclass
+class MixtureSettings:
+    """The mixtures of one model; its config keeps these fields.
+
+    Args:
+        shared_heads: h_s, heads that work for every token: the first ones of each layer.
+        active: how many heads work for a token, the shared ones included (h_s + K).
+        router: "query-norm" compares the norms of the queries and has no parameters (MoH 4.4); "learned" has
+            linear maps of the attention's input (Eq. 5-6).
+        scaling: of the learned router's gates, as in `SharedAndRoutedRouter`.
+        balance: β of the balance loss (Eq. 7-8), which is summed over layers.
+        layers: for each layer (h_s, h_s + K), or None for a layer that stays dense. It replaces
+            shared_heads and active.
+        output: the name of the output projection in an attention, if it is none of `OUTPUTS`.
+        queries: the name of the query projection, which "query-norm" reads.
+    """
+
+    shared_heads: Optional[int] = None
+    active: Optional[int] = None
+    router: str = "query-norm"
+    scaling: str = "released"
+    balance: float = 0.01
+    layers: Optional[Sequence[Optional[Sequence[int]]]] = None
+    output: Optional[str] = None
+    queries: str = QUERIES
+
+    @classmethod
+    def of(cls, fields: Dict[str, Any]) -> "MixtureSettings":
+        """Raises UserError for a field that there is not, or a value that is none of its choices."""
+        unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
+        if unknown:
+            raise UserError(
+                f"The mixtures' settings have {', '.join(unknown)}, which this version does not know: take "
+                f"the version that wrote them, or leave it out of {', '.join(cls.__dataclass_fields__)}."
+            )
+        settings = cls(**fields)
+        check_choice("router", settings.router, ROUTERS)
+        check_choice("scaling", settings.scaling, SCALINGS)
+        whole = settings.shared_heads is not None and settings.active is not None
+        if whole == (settings.layers is not None):
+            raise UserError(
+                "Give shared_heads and active for all layers alike, or layers with a pair for each."
+            )
+        return settings
+
+    def by_layer(self, layers: int) -> List[Optional[Sequence[int]]]:
+        """(h_s, h_s + K) or None for each layer. Raises UserError if there are not so many layers."""
+        if self.layers is None:
+            return [(self.shared_heads or 0, self.active or 0)] * layers
+        if len(self.layers) != layers:
+            raise UserError(f"layers has {len(self.layers)} entries, but the model has {layers} attentions.")
+        return list(self.layers)
+
+
+class RouterWeight(nn.Module):
+    """The learned router's W as a bare parameter, in float32 or wider: [N, C] → [N, E].
+
+    A linear module would be quantised with the model's, and adapters for "all linear layers" would wrap it.
+    """
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with full_precision(x.device.type):
+            return F.linear(x.to(dtype), self.weight.to(dtype))
+
+
+class HeadMixture(nn.Module):
+    """The gates of one attention's heads: Σ_i g_i · H^i · W_O^i (MoH Eq. 4).
+
+    Hooks on the attention read its input and follow projections that are replaced later, by adapters or by
+    quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` is saved with the
+    weights, so that a dense model which loads them has a key too many.
+
+    Args:
+        attention: the library's module.
+        model_dim: C, of its input.
+        num_heads: h.
+        sizes: (h_s, h_s + K).
+        output: the name of its output projection.
+        settings: of the model's mixtures.
+
+    Raises:
+        UserError: for impossible numbers of heads, or projections that do not fit them.
+    """
+
+    sizes: Tensor
+
+    def __init__(
+        self,
+        attention: nn.Module,
+        model_dim: int,
+        num_heads: int,
+        sizes: Sequence[int],
+        output: str,
+        settings: MixtureSettings,
+    ):
+        super().__init__()
+        shared, active = sizes
+        kind = type(attention).__name__
+        if not (0 <= shared < active <= num_heads or shared == active == num_heads):
+            raise UserError(
+                f"shared_heads {shared} and active {active} do not fit {num_heads} heads: active counts the "
+                "shared heads too, and must be larger, unless all heads are shared."
+            )
+        self.width = _input_width(getattr(attention, output))
+        if self.width % num_heads:
+            raise UserError(
+                f"{kind}.{output} reads {self.width} values, which {num_heads} heads cannot share."
+            )
+        if settings.router == "query-norm":
+            queries = getattr(attention, settings.queries, None)
+            if queries is None or getattr(queries, "out_features", None) != self.width:
+                raise UserError(
+                    f"{kind} has no projection {settings.queries} of the queries alone, {self.width} wide: "
+                    'take router="learned", or name that projection with queries=.'
+                )
+            self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
+        else:
+            options = MoHSettings(
+                moh_shared_heads=shared,
+                experts_per_token=active - shared,
+                moh_scaling=settings.scaling,
+            )
+            learned = SharedAndRoutedRouter(model_dim, num_heads, options)
+            learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
+            self.router = learned
+        self.num_heads = num_heads
+        self.names = (output, settings.queries if self.router.reads_queries else output)
+        self.register_buffer("sizes", torch.tensor([shared, active]))
+        self.collects = False  # whether `routing` is for the loss
+        self.routing: Optional[Routing] = None
+        self._gates: Optional[Tensor] = None  # [N, h], from the router to the output projection
+        self._projections: Tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
+        self._hooks: List[Any] = []
+
+    def attach(self, attention: nn.Module) -> None:
+        """Make it a part of the attention, with its hooks."""
+        attention.mixture = self
+        self.train(attention.training)
+        # bound methods: a copy of the model calls its own mixture
+        attention.register_forward_pre_hook(self._before, with_kwargs=True)
+        attention.register_forward_hook(self._after)
+        self._follow(attention)
+
+    def _follow(self, attention: nn.Module) -> None:
+        output, queries = (getattr(attention, name) for name in self.names)
+        for hook in self._hooks:
+            hook.remove()
+        self._projections = (output, queries)
+        self._hooks = [output.register_forward_pre_hook(self._weight_heads)]
+        if self.router.reads_queries:
+            self._hooks.append(queries.register_forward_hook(self._read_queries))
+
+    def _before(self, attention: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        output, queries = self.names
+        if (
+            getattr(attention, output) is not self._projections[0]
+            or getattr(attention, queries) is not self._projections[1]
+        ):
+            self._follow(attention)
+        self._gates = None
+        if not self.router.reads_queries:
+            self._route(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    def _read_queries(self, projection: nn.Module, args: Tuple[Any, ...], queries: Tensor) -> None:
+        self._route(queries)
+
+    def _route(self, x: Tensor) -> None:
+        """Choose heads by x, [..., C] or the queries [..., h·D]."""
+        routing = self.router(x)
+        self._gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
+        if self.collects:
+            if not torch.is_grad_enabled():
+                raise UserError(
+                    "Gradient checkpointing with use_reentrant=True would lose the gradient of the balance "
+                    'loss: give gradient_checkpointing_kwargs={"use_reentrant": False}, or balance=0.'
+                )
+            self.routing = routing
+
+    def _weight_heads(self, projection: nn.Module, args: Tuple[Any, ...]) -> Tuple[Any, ...]:
+        """Multiply the heads [..., h·D], which the output projection is about to read, by their gates."""
+        heads, *rest = args
+        if self._gates is None or heads.size(-1) != self.width:
+            raise UserError(
+                f"{self.names[0]} reads {heads.size(-1)} of its heads' {self.width} values, or its attention "
+                "was passed over: tensor parallelism, fused attention and copies of this projection (peft's "
+                "modules_to_save) do not combine with mixtures of heads."
+            )
+        gates = self._gates.to(heads.dtype).view(*heads.shape[:-1], self.num_heads, 1)
+        self._gates = None  # nothing stays on a module: a copy of it would fail
+        return ((heads.unflatten(-1, (self.num_heads, -1)) * gates).flatten(-2), *rest)
+
+    def _after(self, attention: nn.Module, args: Tuple[Any, ...], output: Any) -> None:
+        if self._gates is not None:
+            self._gates = None
+            raise UserError(
+                f"{type(attention).__name__} passed over its {self.names[0]}, so that its heads were not "
+                "weighted: switch off the fused kernels or the patch that replaces the call."
+            )
+
+
+def find_attentions(model: nn.Module, output: Optional[str] = None) -> List[Tuple[nn.Module, str]]:
+    """The attentions of a model, by depth.
+
+    Args:
+        model: any model whose attention modules have "Attention" in their class's name.
+        output: the name of their output projection, if it is none of `OUTPUTS`.
+
+    Returns:
+        (attention, name of its output projection) for each.
+    """
+    found = []
+    for module in model.modules():
+        if "Attention" in type(module).__name__:
+            names = [name for name in ((output,) if output else OUTPUTS) if hasattr(module, name)]
+            found += [(module, name) for name in names[:1]]
+    return found
+
+
+@contextlib.contextmanager
+def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
+    """Within the block the mixtures keep what they choose; at its end the list has it, by depth."""
+    mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
+    routings: List[Routing] = []
+    for mixture in mixtures:
+        mixture.collects = True
+    try:
+        yield routings
+    finally:
+        for mixture in mixtures:
+            mixture.collects = False  # a checkpoint's second forward pass keeps nothing
+            if mixture.routing is not None:
+                routings.append(mixture.routing)
+            mixture.routing = None
+
+
+def balance_loss(routings: Sequence[Routing], mask: Optional[Tensor], device: torch.device) -> Tensor:
+    """Σ over layers of L_b = Σ_i P_i · f_i (MoH Eq. 7-8), over the tokens that are no padding.
+
+    Args:
+        routings: of B·T tokens each.
+        mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
+        device: of the result; layers may be on several.
+
+    Returns:
+        The loss, [].
+    """
+    padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
+    total = torch.zeros((), device=device)
+    for routing in routings:
+        if padding is not None and padding.numel() == routing.probs.size(0):
+            routing = replace(routing, padding=padding.to(routing.probs.device))
+        total = total + head_balance_loss(routing).to(device)
+    return total
+
+
+def _input_width(projection: nn.Module) -> int:
+    """How many values a linear map reads; transformers' Conv1D has no in_features."""
+    width = getattr(projection, "in_features", None)
+    return int(projection.get_parameter("weight").size(0) if width is None else width)

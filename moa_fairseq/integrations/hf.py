@@ -1,0 +1,234 @@
+"""MoH (arXiv 2410.11842) in causal language models of Hugging Face's transformers.
+
+`to_mixture_of_heads` turns a model in place. Importing this module lets AutoConfig and AutoModelForCausalLM
+read what `save_pretrained` wrote: a mixture of a `llama` has the model type `moh_llama`.
+"""
+
+import copy
+import functools
+import inspect
+import warnings
+from dataclasses import asdict
+from typing import Any, Dict, Optional, Sequence
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.integrations.heads import (
+    QUERIES,
+    HeadMixture,
+    MixtureSettings,
+    balance_loss,
+    collect_routings,
+    find_attentions,
+)
+
+_PREFIX = "MoH"
+_IGNORED = -100  # the label of a position without a loss
+
+
+def to_mixture_of_heads(
+    model: PreTrainedModel,
+    shared_heads: Optional[int] = None,
+    active: Optional[int] = None,
+    router: str = "query-norm",
+    scaling: str = "released",
+    balance: float = 0.01,
+    layers: Optional[Sequence[Optional[Sequence[int]]]] = None,
+    output: Optional[str] = None,
+    queries: str = QUERIES,
+) -> PreTrainedModel:
+    """Turn a dense causal language model into a mixture of heads, in place.
+
+    Args:
+        model: of a class that AutoModelForCausalLM loads, before adapters are added. Its parameters stay.
+        shared_heads, active, router, scaling, balance, layers, output, queries: see `MixtureSettings`.
+
+    Returns:
+        The model, now of the class `MoH<Name>` with a config of the type `moh_<type>`.
+
+    Raises:
+        UserError: for a model that cannot be one, which is then unchanged.
+    """
+    base: Any = type(model)
+    kind = base.__name__
+    if isinstance(getattr(model, "config", None), _MixtureConfig):
+        raise UserError(f"{kind} is a mixture of heads already: load the dense model, and convert that.")
+    if not isinstance(model, PreTrainedModel) or not _is_causal_lm(base):
+        raise UserError(
+            f"{kind} is no class that AutoModelForCausalLM loads: give such a model itself, before peft, "
+            "torch.compile or another wrapper takes it."
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise UserError(
+            f"{kind} is spread by tensor parallelism, where no rank has all heads: load it without."
+        )
+    settings = MixtureSettings(shared_heads, active, router, scaling, balance, layers, output, queries)
+    mixture = mixture_class(base)
+    config = copy.deepcopy(model.config)  # other models may share the old one
+    config.__class__ = mixture.config_class
+    config.moh = asdict(settings)
+    _install(model, config)
+    for module in model.modules():
+        if getattr(module, "config", None) is model.config and module is not model:
+            module.config = config
+    model.config = config
+    model.__class__ = mixture
+    return model
+
+
+def _install(model: PreTrainedModel, config: Any) -> None:
+    """Give each attention its mixture; raises UserError before it changes anything."""
+    settings = MixtureSettings.of(config.moh)
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        raise UserError(
+            f"{type(model).__name__} is no decoder of text alone: only those can be mixtures here."
+        )
+    attentions = find_attentions(model, settings.output)
+    depth = config.num_hidden_layers
+    if not attentions or (len(attentions) != depth and settings.layers is None):
+        raise UserError(
+            f"{type(model).__name__} has {depth} layers, but {len(attentions)} attentions with an output "
+            "projection of a known name: give that name as output=, or, where some layers have no attention, "
+            "layers= with a pair of numbers for each attention."
+        )
+    mixtures = []
+    for (attention, name), sizes in zip(attentions, settings.by_layer(len(attentions))):
+        if sizes is not None:
+            made = HeadMixture(
+                attention, config.hidden_size, config.num_attention_heads, sizes, name, settings
+            )
+            weight = getattr(attention, name).weight
+            mixtures.append((attention, made.to(weight.device, model.dtype)))
+    for attention, made in mixtures:
+        made.attach(attention)
+
+
+class _MixtureConfig:
+    """What all configs of mixtures are."""
+
+
+def _is_causal_lm(base: Any) -> bool:
+    config = getattr(base, "config_class", None)
+    return config in MODEL_FOR_CAUSAL_LM_MAPPING and MODEL_FOR_CAUSAL_LM_MAPPING[config] is base
+
+
+@functools.cache
+def mixture_class(base: Any) -> Any:
+    """The class of base's mixtures, known to AutoModelForCausalLM.
+
+    Args:
+        base: a class such as LlamaForCausalLM.
+
+    Returns:
+        Its subclass, such as MoHLlamaForCausalLM, with a config_class such as MoHLlamaConfig.
+    """
+    base_config: Any = base.config_class
+    names = list(inspect.signature(base.forward).parameters)[1:]
+
+    class Config(_MixtureConfig, base_config):
+        model_type = "moh_" + base_config.model_type
+        moh: Optional[Dict[str, Any]] = None  # the fields of MixtureSettings
+
+    class Model(base):
+        config_class = Config
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any):
+            if not getattr(config, "moh", None):
+                raise UserError(
+                    f"The config of a {type(self).__name__} needs `moh`, its mixtures' settings: "
+                    "to_mixture_of_heads makes a mixture of a dense model."
+                )
+            super().__init__(config, *args, **kwargs)
+            _install(self, config)
+
+        @functools.wraps(base.forward)  # Trainer and generate read the signature
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            beta = self.config.moh["balance"]
+            if not (beta and self.training and torch.is_grad_enabled()):
+                return super().forward(*args, **kwargs)
+            given = {**dict(zip(names, args)), **kwargs}
+            labels = given.get("labels")
+            if labels is None:
+                if not torch.compiler.is_compiling():
+                    warnings.warn("no labels were given, so that no loss has a balance term", stacklevel=2)
+                return super().forward(*args, **kwargs)
+            with collect_routings(self) as routings:
+                out = super().forward(*args, **kwargs)
+            loss = out[0]
+            term = balance_loss(routings, given.get("attention_mask"), loss.device)
+            loss = loss + beta * _share(labels, given.get("num_items_in_batch")).to(loss.device) * term
+            if isinstance(out, tuple):
+                return (loss, *out[1:])
+            out.loss = loss
+            return out
+
+    Config.__name__ = Config.__qualname__ = _PREFIX + base_config.__name__
+    Model.__name__ = Model.__qualname__ = _PREFIX + base.__name__
+    globals().update({Config.__name__: Config, Model.__name__: Model})  # pickle looks here
+    AutoConfig.register(Config.model_type, Config, exist_ok=True)
+    AutoModelForCausalLM.register(Config, Model, exist_ok=True)
+    # Trainer's label smoothing shifts the labels of the classes named here alone
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[Config.model_type] = Model.__name__
+    _convert_checkpoints_alike(base_config.model_type, Config.model_type)
+    return Model
+
+
+def _share(labels: Tensor, items: Any) -> Tensor:
+    """The micro-batch's share of an update's labels, [].
+
+    Trainer gives their number, num_items_in_batch, and adds up the losses of the micro-batches. Each of these
+    is the sum over its own labels, but for the first of a row, divided by that number.
+    """
+    if items is None:
+        return torch.ones(())
+    share: Tensor = labels[..., 1:].ne(_IGNORED).sum() / items
+    return share
+
+
+def _convert_checkpoints_alike(model_type: str, moh_type: str) -> None:
+    """transformers 5 stacks the experts' matrices of a checkpoint by its table of model types."""
+    try:
+        from transformers import conversion_mapping as table
+    except ImportError:  # before 5
+        return
+    rules = table.get_checkpoint_conversion_mapping(model_type)
+    if rules is not None:
+        table.register_checkpoint_conversion_mapping(moh_type, rules, overwrite=True)
+
+
+def _register(model_type: str) -> None:
+    """Let AutoConfig make the classes of this type's mixtures when it reads such a folder."""
+
+    class Later:
+        @classmethod
+        def from_dict(cls, config_dict: Dict[str, Any], **kwargs: Any) -> Any:
+            base = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+            return mixture_class(base).config_class.from_dict(config_dict, **kwargs)
+
+    AutoConfig.register("moh_" + model_type, Later, exist_ok=True)
+
+
+for _model_type in tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    _register(_model_type)
+
+
+def __getattr__(name: str) -> Any:
+    """The class MoH<Name>, which a pickle asks for before anything has made it."""
+    base = getattr(transformers, name[len(_PREFIX) :], None) if name.startswith(_PREFIX) else None
+    if base in MODEL_FOR_CAUSAL_LM_MAPPING:  # a config
+        base = MODEL_FOR_CAUSAL_LM_MAPPING[base]
+    if not _is_causal_lm(base):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    mixture_class(base)
+    return globals()[name]

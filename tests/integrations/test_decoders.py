@@ -1,0 +1,285 @@
+"""Decoders as mixtures of heads: the dense model where all heads work, and one result for all ways to it."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from integrations.tiny_models import (
+    HEADS,
+    KINDS,
+    SEPARATE,
+    VERSION,
+    dense,
+    mixture,
+    mixtures_of,
+    reload,
+    tokens,
+)
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.integrations.hf import to_mixture_of_heads
+
+EVERY = [(kind, "learned") for kind in KINDS] + [(kind, "query-norm") for kind in SEPARATE]
+both = pytest.mark.parametrize("kind, router", EVERY)
+routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
+
+
+@torch.no_grad()
+def logits(model, ids, **inputs):
+    return model(ids, **inputs).logits
+
+
+EXACT = 1e-12
+EAGER = 1e-5  # transformers computes the softmax of "eager" attention in float32
+
+
+def close(found, wanted, tolerance=EXACT):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+@both
+def test_all_heads_with_neutral_gates_are_the_dense_model(kind, router):
+    model, ids = dense(kind), tokens()
+    wanted = logits(model, ids)
+    for shared in (2, HEADS):
+        moh = to_mixture_of_heads(copy.deepcopy(model), shared, HEADS, router=router)
+        for each in mixtures_of(moh):
+            for weight in each.parameters():
+                torch.nn.init.zeros_(weight)
+        close(logits(moh, ids), wanted)
+    few = to_mixture_of_heads(copy.deepcopy(model), 2, 4, router=router)
+    assert (logits(few, ids) - wanted).abs().max() > 1e-3
+
+
+@routers
+@pytest.mark.parametrize("scaling", ("paper", "released"))
+def test_a_layer_is_the_sum_of_equation_4(router, scaling):
+    model, ids = mixture(router=router, scaling=scaling), tokens()
+    attention = model.model.layers[0].self_attn
+    seen = {}
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(x=kwargs["hidden_states"]), with_kwargs=True
+    )
+    attention.q_proj.register_forward_hook(lambda module, args, out: seen.update(q=out))
+    attention.o_proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0]), prepend=True)
+    attention.register_forward_hook(lambda module, args, out: seen.update(out=out[0]))
+    logits(model, ids)
+    dim, shared, routed = 4, 2, 3
+    weight = attention.o_proj.weight
+    for b in range(2):
+        for t in range(ids.size(1)):
+            if router == "query-norm":
+                norms = seen["q"][b, t].view(HEADS, dim)[shared:].norm(dim=-1)
+                gates, chosen = torch.ones(HEADS, dtype=torch.float64), norms.topk(routed).indices
+            else:
+                raw = mixtures_of(model)[0].router.projection.weight @ seen["x"][b, t]
+                scores, first, stage = (part.softmax(0) for part in raw.split((HEADS - shared, shared, 2)))
+                chosen = scores.topk(routed).indices
+                if scaling == "released":
+                    first, stage = shared * first, 2 * stage
+                    scores = routed * scores / scores[chosen].sum()
+                gates = torch.cat([stage[0] * first, stage[1] * scores])
+            works = torch.zeros(HEADS, dtype=torch.bool)
+            works[:shared] = True
+            works[chosen + shared] = True
+            out = torch.zeros(32, dtype=torch.float64)
+            for head in range(HEADS):
+                if works[head]:
+                    cut = slice(head * dim, (head + 1) * dim)
+                    out += gates[head] * (weight[:, cut] @ seen["heads"][b, t, cut])
+            close(seen["out"][b, t], out)
+
+
+@both
+def test_stepwise_is_whole(kind, router):
+    if kind == "gemma2" and VERSION < (4, 50):
+        pytest.skip("the dense model fails, too: IndexError in its mask")
+    model, ids = mixture(kind, router=router), tokens()
+    whole = logits(model, ids)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache, steps = None, []
+    with torch.no_grad():
+        for t in range(ids.size(1)):
+            out = model(ids[:, t : t + 1], use_cache=True, **{name: cache})
+            cache = out.past_key_values
+            steps.append(out.logits)
+    close(torch.cat(steps, 1), whole, EAGER if kind == "gemma2" else EXACT)
+
+
+@both
+def test_generation_is_the_same_with_every_cache(kind, router):
+    if kind == "gemma2" and VERSION < (4, 50):
+        pytest.skip("the dense model fails, too: its own warning cannot be formatted")
+    model, ids = mixture(kind, router=router), tokens(length=7)
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    for beams in (1, 3):
+        plain = model.generate(ids, num_beams=beams, use_cache=False, **options)
+        assert plain.shape == (2, 15)
+        assert torch.equal(model.generate(ids, num_beams=beams, **options), plain)
+    static = getattr(model, "_can_compile_fullgraph", getattr(model, "_supports_static_cache", False))
+    if static:
+        greedy = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options), greedy)
+
+
+@both
+def test_left_padding_changes_nothing(kind, router):
+    if kind == "gemma2":
+        pytest.skip("the dense model's numbers change, too")
+    if kind in ("gpt2", "opt") and VERSION < (4, 50):
+        pytest.skip("the dense model fails, too: its mask does not fit into float64")
+    model, ids = mixture(kind, router=router), tokens(1, 8)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], 1)
+    mask = (padded != 0).long()
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    inputs = {"attention_mask": mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = places
+    found = logits(model, padded, **inputs)[:, 3:]
+    close(found, logits(model, ids), EAGER if kind == "falcon" else EXACT)
+
+
+@both
+def test_what_is_saved_is_what_is_read(kind, router, tmp_path):
+    model, ids = mixture(kind, router=router), tokens()
+    model.save_pretrained(tmp_path)
+    found = reload(tmp_path, attn_implementation=model.config._attn_implementation)
+    assert type(found) is type(model) and type(found).__name__.startswith("MoH")
+    assert found.config.model_type.startswith("moh_") and found.config.moh == model.config.moh
+    close(logits(found, ids), logits(model, ids))
+
+
+@routers
+def test_a_copy_has_mixtures_of_its_own(router):
+    model, ids = mixture(router=router), tokens()
+    wanted = logits(model, ids)
+    copied = copy.deepcopy(model)
+    close(logits(copied, ids), wanted, 0)
+    calls = []
+    for each in mixtures_of(copied):
+        each.router.register_forward_hook(lambda *_: calls.append("copy"))
+    for each in mixtures_of(model):
+        each.router.register_forward_hook(lambda *_: calls.append("first"))
+    logits(copied, ids)
+    assert calls == ["copy", "copy"]
+    logits(model, ids)
+    assert calls == ["copy", "copy", "first", "first"]
+
+
+def test_layers_may_have_numbers_of_their_own(tmp_path):
+    ids = tokens()
+    model = to_mixture_of_heads(dense(), layers=[None, (3, 5)])
+    assert [each.sizes.tolist() for each in mixtures_of(model)] == [[3, 5]]
+    model.save_pretrained(tmp_path)
+    found = reload(tmp_path)
+    assert not hasattr(found.model.layers[0].self_attn, "mixture")
+    close(logits(found, ids), logits(model, ids))
+
+
+def test_layers_with_linear_attention_stay_as_they_are():
+    kinds = ["linear_attention", "full_attention"]
+    heads = {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    sizes = {"head_dim": 4, "layer_types": kinds, "linear_num_key_heads": 2, **heads}
+    model = dense("Qwen3Next", num_experts=0, mlp_only_layers=[0, 1], **sizes)
+    with pytest.raises(UserError):
+        to_mixture_of_heads(model, 2, 5, router="learned")
+    assert len(mixtures_of(to_mixture_of_heads(model, layers=[(2, 5)], router="learned"))) == 1
+
+
+def test_qwen3_chooses_before_its_norm_of_queries():
+    """After it the queries' norms are all but equal."""
+    model, ids, norms = mixture("qwen3"), tokens(), {}
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.register_forward_hook(lambda module, args, out: norms.update(before=out))
+    attention.q_norm.register_forward_hook(lambda module, args, out: norms.update(after=out))
+    chosen = mixtures_of(model)[0]
+    chosen.collects = True
+    with torch.enable_grad():
+        model(ids)
+    before = norms["before"].view(-1, HEADS, 4).norm(dim=-1)
+    after = norms["after"].reshape(-1, HEADS, 4).norm(dim=-1)
+    assert (before.std(1) / before.mean(1)).min() > 0.05 > (after.std(1) / after.mean(1)).max()
+    wanted = before[:, 2:].topk(3).indices.sort().values + 2
+    assert torch.equal(chosen.routing.expert_ids[:, 2:].sort().values, wanted)
+
+
+def neox():
+    return dense("gpt_neox")
+
+
+def twice():
+    return mixture()
+
+
+REFUSED = {
+    "already": (twice, {}),
+    "no causal language model": (lambda: dense().model, {}),
+    "another module": (lambda: torch.nn.Linear(2, 2), {}),
+    "fused queries": (neox, {"router": "query-norm"}),
+    "no such output": (dense, {"output": "nothing"}),
+    "no such queries": (dense, {"queries": "nothing"}),
+    "too many shared": (dense, {"shared_heads": 9, "active": 9}),
+    "none routed": (dense, {"shared_heads": 4, "active": 4}),
+    "more than there are": (dense, {"active": 9}),
+    "both": (dense, {"layers": [(2, 5)] * 2}),
+    "neither": (dense, {"active": None}),
+    "too few layers": (dense, {"shared_heads": None, "active": None, "layers": [(2, 5)]}),
+    "unknown router": (dense, {"router": "norm"}),
+    "unknown scaling": (dense, {"scaling": "none"}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_one_is_refused_and_unchanged(reason):
+    make, settings = REFUSED[reason]
+    model = make()
+    modules, kind = [*model.modules()], type(model)
+    with pytest.raises(UserError):
+        to_mixture_of_heads(model, **{"shared_heads": 2, "active": 5, **settings})
+    assert type(model) is kind and [*model.modules()] == modules
+    assert not any(each._forward_pre_hooks for each in modules) or reason == "already"
+
+
+@pytest.mark.parametrize("kind", ("vision", "encoder-decoder"))
+def test_other_models_are_refused(kind):
+    if kind == "vision":
+        if VERSION < (4, 52):
+            pytest.skip("Gemma3ForConditionalGeneration is no AutoModelForCausalLM there")
+        import transformers
+
+        text = {**KINDS["gemma3"][1]}
+        vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28})
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+        model = T5ForConditionalGeneration(T5Config(**sizes))
+    with pytest.raises(UserError):
+        to_mixture_of_heads(model, 1, 2)
+
+
+def test_the_mixture_is_in_the_mode_of_its_attention():
+    assert not any(each.training for each in mixtures_of(to_mixture_of_heads(dense(), 2, 5)))
+    assert all(each.training for each in mixtures_of(to_mixture_of_heads(dense().train(), 2, 5)))
+
+
+def test_fewer_heads_than_the_projection_reads_are_refused():
+    """Tensor parallelism leaves a rank its own heads."""
+    model = mixture()
+    projection = model.model.layers[0].self_attn.o_proj
+    projection.register_forward_pre_hook(lambda module, args: (args[0][..., :16],), prepend=True)
+    with pytest.raises(UserError):
+        logits(model, tokens())
+
+
+def test_a_call_that_passes_over_the_projection_is_refused():
+    model = mixture()
+    projection = model.model.layers[0].self_attn.o_proj
+    model.model.layers[0].self_attn.o_proj.__class__ = type(
+        "Fused", (torch.nn.Linear,), {"__call__": lambda self, x: x @ projection.weight.T}
+    )
+    with pytest.raises(UserError):
+        logits(model, tokens())

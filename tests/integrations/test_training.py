@@ -1,0 +1,260 @@
+"""Training mixtures of heads: the balance loss, gradients, checkpointing, Trainer."""
+
+import copy
+import dataclasses
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from integrations.tiny_models import HEADS, dense, mixture, mixtures_of, tokens
+from transformers import Trainer, TrainingArguments
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.integrations.heads import collect_routings
+
+routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
+SHARED, ACTIVE = 2, 5
+
+
+def padded(batch=2, length=9, pad=3):
+    """Ids, mask and labels [B, T]; the second row has padding on the left."""
+    ids = tokens(batch, length)
+    ids[1, :pad] = 0
+    mask = (ids != 0).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, wanted, tolerance=1e-12):
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+def balance_by_hand(routings, mask):
+    """Σ over layers of Σ_i P_i · f_i (MoH Eq. 7-8), token by token."""
+    total = 0.0
+    for routing in routings:
+        routed = HEADS - SHARED
+        mass, counts = [0.0] * routed, [0] * routed
+        real = [n for n in range(mask.numel()) if mask.reshape(-1)[n]]
+        for n in real:
+            for head in range(routed):
+                mass[head] += float(routing.probs[n, SHARED + head]) / len(real)
+            for head in routing.expert_ids[n, SHARED:].tolist():
+                counts[head - SHARED] += 1
+        total += sum(p * f / len(real) for p, f in zip(mass, counts))
+    return total
+
+
+@routers
+@pytest.mark.filterwarnings("ignore:no labels")
+def test_the_loss_has_the_balance_of_the_real_tokens(router):
+    model, batch = mixture(router=router, balance=0.5).train(), padded()
+    with collect_routings(model) as routings:
+        model(**{**batch, "labels": None})
+    plain = copy.deepcopy(model)
+    plain.config.moh["balance"] = 0
+    task = plain(**batch).loss
+    term = model(**batch).loss - task
+    assert float(term) == pytest.approx(0.5 * balance_by_hand(routings, batch["attention_mask"]), rel=1e-5)
+    assert model(**batch, return_dict=False)[0] == model(**batch).loss
+    assert model.eval()(**batch).loss == plain.eval()(**batch).loss
+
+
+@routers
+def test_gradients_reach_what_chooses(router):
+    """Without the balance loss, too: gates of 1 pass the gradient of the probabilities."""
+    model, batch = mixture(router=router, balance=0).train(), padded()
+    model(**batch).loss.backward()
+    found = gradients(model)
+    if router == "learned":
+        assert all(each.router.projection.weight.grad.norm() > 1e-6 for each in mixtures_of(model))
+    model.zero_grad()
+    for each in mixtures_of(model):
+        each.router.register_forward_hook(
+            lambda module, args, routing: dataclasses.replace(routing, gates=routing.gates.detach())
+        )
+    model(**batch).loss.backward()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    if router == "query-norm":
+        assert (gradients(model)[name] - found[name]).norm() > 1e-6
+    else:
+        assert all(each.router.projection.weight.grad is None for each in mixtures_of(model))
+
+
+@routers
+def test_left_padding_leaves_the_loss_as_it_is(router):
+    model = mixture(router=router, balance=1.0).train()
+    ids = tokens(1, 7)
+    alone = model(ids, labels=ids).loss
+    row = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], 1)
+    mask = (row != 0).long()
+    inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    labels = row.masked_fill(mask == 0, -100)
+    labels[:, 3] = -100  # alone, no token comes before the first
+    found = model(row, labels=labels, **inputs).loss
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-6)
+
+
+@routers
+def test_checkpointing_is_exact_or_refused(router):
+    model, batch = mixture(router=router, balance=1.0).train(), padded()
+    model(**batch).loss.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model(**batch).loss.backward()
+    assert_same(gradients(model), wanted)
+    for each in mixtures_of(copy.deepcopy(model)):  # which a tensor of the graph would not let be copied
+        assert each.routing is None and each._gates is None
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.raises(UserError, match="use_reentrant"):
+        model(**batch)
+    model.config.moh["balance"] = 0
+    model(**batch).loss.backward()
+
+
+@routers
+def test_micro_batches_weigh_what_they_hold(router):
+    """Equal rows: f and P of the halves are those of the whole, so that the gradients are equal, too."""
+    row = tokens(1, 9)
+    whole = row.expand(4, -1)
+    model = mixture(router=router, balance=1.0).train()
+    model(whole, labels=whole).loss.backward()
+    wanted = gradients(model)
+    for items in (4 * 8, torch.tensor(4 * 8)):
+        model.zero_grad()
+        for part in (whole[:3], whole[3:]):
+            model(part, labels=part, num_items_in_batch=items).loss.backward()
+        assert_same(gradients(model), wanted, 1e-6)
+
+
+def test_inputs_by_place_are_those_by_name():
+    model, batch = mixture(balance=1.0).train(), padded()
+    by_place = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
+    assert by_place.loss == model(**batch).loss
+
+
+def test_a_loss_of_ones_own_has_no_balance_and_that_is_said():
+    model, ids = mixture().train(), tokens()
+    with pytest.warns(UserWarning, match="no labels"):
+        assert model(ids).loss is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.config.moh["balance"] = 0
+        model(ids)
+        with torch.no_grad():
+            model(ids)
+        model.eval()(ids)
+
+
+@pytest.mark.parametrize("router", ("query-norm", "learned"))
+def test_autocast(router):
+    model, batch = mixture(router=router, balance=1.0, changes={"dtype": torch.float32}).train(), padded()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    assert loss.isfinite() and all(grad.isfinite().all() for grad in gradients(model).values())
+
+
+class Rows(torch.utils.data.Dataset):
+    """The same row again and again, or different ones; a column that no model reads."""
+
+    def __init__(self, count, equal=False):
+        self.ids = tokens(1, 9).expand(count, -1) if equal else tokens(count, 9)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, place):
+        return {"input_ids": self.ids[place], "labels": self.ids[place], "other": torch.tensor(place)}
+
+
+def trainer(model, folder, rows, **changes):
+    """Plain SGD on the CPU, without reports."""
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+    return Trainer(model, TrainingArguments(**{**settings, **changes}), train_dataset=rows)
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@routers
+def test_trainer_accumulates(router, tmp_path):
+    results = []
+    for size, steps in ((4, 1), (1, 4)):
+        model = mixture(router=router, balance=1.0).train()
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        trainer(model, tmp_path, Rows(4, equal=True), **options).train()
+        results.append(weights(model))
+    assert_same(results[1], results[0], 1e-6)
+    assert (results[0]["lm_head.weight"] - mixture(router=router).lm_head.weight).norm() > 1e-3
+
+
+def test_trainer_resumes(tmp_path):
+    options = {"optim": "adamw_torch", "save_steps": 2, "save_strategy": "steps", "max_steps": 4}
+    whole = mixture(router="learned").train()
+    trainer(whole, tmp_path, Rows(16), **options).train()
+    again = mixture(router="learned", seed=9).train()
+    trainer(again, tmp_path, Rows(16), **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(weights(again), weights(whole), 0)
+
+
+def test_trainer_evaluates_without_the_balance(tmp_path):
+    """4.57 divides by another number of tokens, for dense models too, so that only results are compared."""
+    models = [mixture(balance=balance).train() for balance in (10.0, 0.0)]
+    losses = [trainer(model, tmp_path, Rows(4)).evaluate(Rows(4))["eval_loss"] for model in models]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:no labels")
+def test_label_smoothing_predicts_the_next_token(tmp_path):
+    """Trainer shifts the labels of the classes that it knows by name."""
+    model, ids = mixture().train(), tokens(4, 9)
+    tool = trainer(model, tmp_path, Rows(4), label_smoothing_factor=0.1)
+    found = tool.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    scores = model(ids).logits[:, :-1].flatten(0, 1)
+    smooth = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    torch.testing.assert_close(found, smooth(scores, ids[:, 1:].flatten()), rtol=0, atol=1e-6)
+
+
+def test_the_guide_can_be_followed(tmp_path, monkeypatch):
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "moh.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", guide, re.S)
+    monkeypatch.chdir(tmp_path)
+    dense(dtype=torch.float32).save_pretrained("my-llama")
+    names = {"rows": Rows(8)}
+    exec(example.replace("max_steps=1000", "max_steps=1"), names)
+    assert type(names["model"]).__name__ == "MoHLlamaForCausalLM"
+    assert [each.sizes.tolist() for each in mixtures_of(names["model"])] == [[4, 6]] * 2
+
+
+def test_trainer_is_as_exact_as_with_the_dense_model(tmp_path):
+    results = []
+    for model in (dense(), mixture(shared_heads=HEADS, active=HEADS, balance=1.0)):
+        options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        trainer(model.train(), tmp_path, Rows(4), **options).train()
+        results.append(weights(model))
+    results[1] = {name: value for name, value in results[1].items() if ".mixture." not in name}
+    assert_same(results[1], results[0])
