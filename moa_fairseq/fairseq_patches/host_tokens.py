@@ -4,7 +4,7 @@ Asking a GPU would wait for all that it has been given to do, and nothing that w
 graph. `Trainer._prepare_sample` moves a batch and remembers what it moved.
 """
 
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,11 +23,13 @@ def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: b
     has forgotten it.
     """
     prepared, is_filler = prepare(trainer, sample, is_dummy)
-    before = sample.get("net_input") if isinstance(sample, dict) else None
-    for name, moved in ((prepared or {}).get("net_input") or {}).items() if before else ():
-        made = before[name]
-        integers = isinstance(moved, Tensor) and not moved.is_floating_point()
-        if integers and moved is not made and made.device.type == "cpu":
+    before: Dict[str, Any] = (sample.get("net_input") if isinstance(sample, dict) else None) or {}
+    after: Dict[str, Any] = (prepared or {}).get("net_input") or {}
+    for name, made in before.items():
+        moved = after.get(name)
+        if not isinstance(moved, Tensor) or moved is made or moved.is_floating_point():
+            continue
+        if made.device.type == "cpu":
             _copies[moved] = (moved._version, made)
     return prepared, is_filler
 

@@ -249,6 +249,7 @@ class MixtureDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
 
     context: Optional[CarriedContext] = None
+    cross_self_attention: bool
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
