@@ -8,6 +8,7 @@ moa-fairseq translate runs/quickstart_moa english.txt --show-experts
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 from typing import Any, Dict, Iterator, List, Optional, Sequence
@@ -25,6 +26,14 @@ from moa_fairseq.recipes.loading import build, read_mapping
 from moa_fairseq.recipes.schema import Generate
 from moa_fairseq.transformer.forward_context import collect_routings
 
+log = logging.getLogger(__name__)
+# fairseq-generate's flags that change what is found: those that its interface in Python takes, and others
+_OF_THE_SEARCH = {
+    *("max_len_a", "max_len_b", "min_len", "match_source_len", "unnormalized", "no_early_stop", "unkpen"),
+    *("no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp", "temperature"),
+    *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
+}
+_NOT_HERE = {"replace_unk", "prefix_size", "constraints", "lm_path", "lm_weight", "retain_dropout"}
 # Of the terminal's 256 colours, those that differ most on dark and on light.
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
 
@@ -76,14 +85,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generation(args: argparse.Namespace) -> Dict[str, Any]:
-    """Beam and length penalty as they were given, else as the run's recipe has them.
+    """How to search: beam and length penalty as they were given, all else as the run's recipe has it.
 
     Raises UserError for others than numbers, and for a recipe.yaml that is none.
     """
-    recipe, found = args.run_dir / "recipe.yaml", {}
+    recipe = args.run_dir / "recipe.yaml"
+    found: Dict[str, Any] = {}
     if os.path.lexists(recipe) and (said := read_mapping(recipe, "recipe").get("generate")) is not None:
         section = build(Generate, said, str(recipe), "generate")
-        found = {"beam": section.beam, "lenpen": section.lenpen}
+        by_field = {flag.replace("-", "_"): value for flag, value in section.flags.items()}
+        found = {key: value for key, value in by_field.items() if key in _OF_THE_SEARCH}
+        found.update(beam=section.beam, lenpen=section.lenpen)
+        if others := sorted(by_field.keys() & _NOT_HERE):
+            log.warning("generate.flags of %s: %s cannot be applied here", recipe, ", ".join(others))
     given = {"beam": args.beam, "lenpen": args.lenpen}
     used = {"beam": 5, "lenpen": 1.0, **found}
     used.update({key: value for key, value in given.items() if value is not None})

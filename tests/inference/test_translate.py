@@ -39,7 +39,10 @@ RECIPE = {
         **{"criterion": "label_smoothed_cross_entropy_with_routing", "log_interval": 1},
         "flags": {"optimizer": "adam", "lr": 0.02},
     },
-    "generate": {"subsets": ["test"], "beam": 2, "lenpen": 0.6},
+    "generate": {
+        **{"subsets": ["test"], "beam": 2, "lenpen": 0.6},
+        "flags": {"max-len-b": 6, "no-repeat-ngram-size": 2},
+    },
 }
 
 
@@ -246,6 +249,15 @@ def test_an_old_run_refuses_data_that_was_prepared_anew(run, copy, capsys):
     assert main([*words, "--data", remedy]) == 0
     said = capsys.readouterr()
     assert "WARNING" in said.err and "bpe/codes" in said.err and "WARNING" not in said.out
+
+
+def test_a_flag_that_cannot_be_applied_is_named(copy, capsys):
+    recipe = yaml.safe_load((copy.run / "recipe.yaml").read_text())
+    recipe["generate"]["flags"] = {"prefix-size": 2, "batch-size": 3}
+    (copy.run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 0
+    said = capsys.readouterr().err
+    assert "prefix_size" in said and "batch" not in said
 
 
 @pytest.mark.parametrize(
