@@ -180,6 +180,7 @@ def test_a_moving_average_of_a_model_with_counts(fairseq, toy_data, tmp_path, pr
     assert "Translated 12 sentences" in done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_hydra_train(fairseq, toy_data, tmp_path):
     (tmp_path / "moa.yaml").write_text(
         f"common: {{user_dir: {USER_DIR}, cpu: true, log_format: json}}\n"

@@ -156,6 +156,7 @@ def test_a_signal_while_the_child_is_started_is_not_lost(tmp_path):
         "import os, signal, sys\nfrom pathlib import Path\nfrom moa_fairseq.running import process\n"
         "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
         "os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))\n"
+        "process.STOP_SECONDS = 0.2  # a child that ignores Ctrl-C, as in the background\n"
         "command = ['program', 'import time; time.sleep(60)']\n"
         "with process.terminate_as_interrupt():\n"
         f"    process.Executor().run(command, Path({str(tmp_path / 'log')!r}))\n"

@@ -280,6 +280,7 @@ def test_fairseq_eval_lm_in_order_and_sliding(fairseq, toy_text, toy_lm):
     assert math.isfinite(sliding) and abs(sliding - apart) > 2e-3
 
 
+@pytest.mark.thorough
 def test_fairseq_generate_goes_on_with_a_prefix(fairseq, toy_text, toy_lm):
     model, _ = toy_lm
     done = fairseq(
