@@ -44,13 +44,16 @@ def on_host(tokens: Tensor) -> Optional[Tensor]:
 
 def is_padded(tokens: Tensor, padding_idx: int) -> bool:
     """Whether any of the ids [B, T] is padding. Waits for a device where the host does not know them."""
-    known = on_host(tokens)
-    return bool((tokens if known is None else known).eq(padding_idx).any())
+    return bool(_padding(tokens, padding_idx).any())
 
 
 def is_right_padded(tokens: Tensor, padding_idx: int) -> bool:
     """Whether padding only follows real tokens in ids [B, T]. Waits as `is_padded`."""
-    known = on_host(tokens)
-    padding = (tokens if known is None else known).eq(padding_idx)
+    padding = _padding(tokens, padding_idx)
     other = (padding[:, :-1] & ~padding[:, 1:]).any() | padding[:, :1].any()
     return not bool(other)
+
+
+def _padding(tokens: Tensor, padding_idx: int) -> Tensor:
+    known = on_host(tokens)
+    return (tokens if known is None else known).eq(padding_idx)

@@ -21,7 +21,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches import save_on_sigterm
 from moa_fairseq.fairseq_patches.table import patch
 from moa_fairseq.kernels import triton, validation
-from moa_fairseq.running.process import die_with_parent, environment_of_a_child, locked
+from moa_fairseq.running.process import die_with_parent, environment_of_a_child, locked, signals_held
 
 logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 1800.0  # for another process that checks
@@ -92,15 +92,18 @@ def _run(dtype: str, log: Path) -> int:
     """Run the check to its end, which SIGTERM to this process hastens. Returns its exit status."""
     words = [sys.executable, "-u", "-m", "moa_fairseq.kernels.validate", "--dtypes", dtype]
     with open(log, "ab") as stream:
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment_of_a_child(),
-            preexec_fn=die_with_parent(),
-        )
+        with signals_held() as told:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment_of_a_child(),
+                preexec_fn=die_with_parent(),
+            )
         try:
+            for number in told:
+                signal.raise_signal(number)
             while process.poll() is None:
                 if save_on_sigterm.was_asked():
                     sys.exit(128 + signal.SIGTERM)

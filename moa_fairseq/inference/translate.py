@@ -27,12 +27,13 @@ from moa_fairseq.recipes.schema import Generate
 from moa_fairseq.transformer.forward_context import collect_routings
 
 log = logging.getLogger(__name__)
-# fairseq-generate's flags that change what is found: those that its interface in Python takes, and others
+# Flags of fairseq-generate that change what is found, and that fairseq's interface in Python takes
 _OF_THE_SEARCH = {
     *("max_len_a", "max_len_b", "min_len", "match_source_len", "unnormalized", "no_early_stop", "unkpen"),
     *("no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp", "temperature"),
     *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
 }
+# … and that it does not take
 _NOT_HERE = {"replace_unk", "prefix_size", "constraints", "lm_path", "lm_weight", "retain_dropout"}
 # Of the terminal's 256 colours, those that differ most on dark and on light.
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)

@@ -197,7 +197,7 @@ class Executor:
             record = _open_for(files, output, "wb") if output else errors
             with disk_errors(log):
                 errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
-            with _signals_held() as told:
+            with signals_held() as told:
                 process = subprocess.Popen(
                     to_argv(command),
                     stdout=subprocess.PIPE,
@@ -276,7 +276,7 @@ def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[List[int]]:
+def signals_held() -> Iterator[List[int]]:
     """Around the start of a child: gives the signals that came meanwhile, to be raised again.
 
     Python runs functions of its own before and after a fork, and an exception of a handler in one of them, as
