@@ -77,6 +77,7 @@ def kept_bytes(module, x):
     return sum(kept.values())
 
 
+@pytest.mark.thorough(keep="8, 32, 128")
 @pytest.mark.parametrize("sizes", [(8, 8, 128), (8, 32, 128), (16, 32, 256)], ids=str)
 def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arithmetic(sizes):
     """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""

@@ -1,5 +1,6 @@
 """Studies: order, records, interruptions, tuning and what the tables say; trainings are played, not run."""
 
+import functools
 import json
 import multiprocessing
 import re
@@ -12,7 +13,8 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.study import command, report, running
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.study import command, design, report, running
 from moa_fairseq.study.design import fitting_records, load_study, runs_of
 
 STUDIES = Path(__file__).resolve().parents[2].glob("configs/studies/*.yaml")
@@ -77,8 +79,11 @@ def study(tmp_path, monkeypatch):
     folder = tmp_path / "configs" / "studies"
     folder.mkdir(parents=True)
     (folder.parent / "tiny.yaml").write_text(RECIPE)
+    monkeypatch.setattr(design, "load_recipe", lambda file, overrides: once(file, tuple(overrides)))
+    once = functools.cache(load_recipe)  # each run's recipe is read several times
 
     def call(*flags, name="toy", **changes):
+        once.cache_clear()
         path = folder / f"{name}.yaml"
         path.write_text(json.dumps({**STUDY, "study": name, **changes}))
         status = main(["study", str(path), *flags])
@@ -357,7 +362,7 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
 
 
-def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys):
+def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys, monkeypatch):
     Player.end = 4
     _, records = study(set={"train.flags.lr": 1})
     Player.end = None
@@ -370,6 +375,8 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
         study(set={"train.flags.lr": 1}, stage="all")[0] == 2
         and "stage: train → all" in capsys.readouterr().err
     )
+
+    monkeypatch.setattr(design, "load_recipe", load_recipe)
 
     def fitting(**changes):
         path = tmp_path / "configs" / "studies" / "toy.yaml"
