@@ -76,7 +76,11 @@ def test_averaging_updates_needs_update_checkpoints(small, write_config):
     with pytest.raises(UserError, match="save-interval-updates"):
         load_recipe(write_config(small))
     small["train"]["flags"]["save-interval-updates"] = 5
-    assert load_recipe(write_config(small)).average.count == 2
+    path = write_config(small)
+    for kept in ("null", "2", "-1"):  # fairseq's -1: all
+        assert load_recipe(path, [f"train.flags.keep-interval-updates={kept}"]).average.count == 2
+    with pytest.raises(UserError, match="keep-interval-updates"):
+        load_recipe(path, ["train.flags.keep-interval-updates=1"])
 
 
 def test_a_file_need_not_repeat_its_name(small, write_config):
@@ -218,6 +222,14 @@ def test_an_absent_file_suggests_its_neighbours(small, write_config):
 @pytest.mark.parametrize(("text", "value"), [("1e-1", 0.1), ("2", 2.0), ("'0.5'", 0.5)])
 def test_numbers_that_yaml_takes_for_text(small, write_config, text, value):
     assert load_recipe(write_config(small), [f"generate.lenpen={text}"]).generate.lenpen == value
+
+
+@pytest.mark.parametrize("text, value", [("1e-3", 1e-3), ("-1e-3", -1e-3), ("+2.5E1", 25.0), ("1e", "1e")])
+def test_numbers_of_a_file_are_those_of_yaml_1_2(small, write_config, text, value):
+    write_config(small)
+    path = write_config({"base": "small.yaml", "experiment": "child"})
+    path.write_text(f"{path.read_text()}train: {{flags: {{lr: {text}}}}}\n")
+    assert load_recipe(path).train.flags["lr"] == value
 
 
 @pytest.mark.parametrize(

@@ -567,7 +567,7 @@ def test_each_seed_has_its_folder_and_record_and_all_have_a_mean(
         assert f"--seed {seed} " in (run / "commands.sh").read_text()
         record = tmp_path / "results" / "measured" / f"small_seed{seed}.json"
         assert json.loads(record.read_text()) == values
-    assert main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x"]) == 0
+    assert main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x", "--set", "train.seed=9"]) == 0
     out = capsys.readouterr().out
     assert "--save-dir x_seed5/" in out and "--seed 6 " in out and "deviation" not in out
     for words in (["--seeds", "1,two"], ["--seeds", "1", "--stage", "train"], ["--seeds", "1", "--plan"]):

@@ -309,6 +309,8 @@ def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
 def test_a_tuning_study_chooses_each_systems_values(study):
     grid = {"train.flags.lr": [1, 2, 3]}
     budgets = {"set": {"train.max_update": 4}, "tuning": {"grid": grid, "set": {"train.max_update": 2}}}
+    own = {**STUDY["systems"]["A"], "set": {"train.flags.lr": 9}}  # under the tuned one
+    budgets["systems"] = {**STUDY["systems"], "A": own}
     assert study(**budgets)[0] == 2 and not Player.ran, "the tuning comes first"
     study("--tune", **budgets)
     assert Player.ran == [f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)]
