@@ -117,7 +117,7 @@ def test_the_text_is_not_overwritten(run, capsys):
 
 def test_standard_input_n_best_and_experts(run, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Dog runs.\n\nThree cats.\n"))
-    lines = answer(capsys, "translate", run, "--n-best", 2, "--beam", 3)
+    lines = answer(capsys, "translate", run, "--n-best", 2, "--beam", 2)
     assert len(lines) == 6 and lines[2:4] == ["", ""]  # as many for each sentence
     scores = [float(line.split("\t")[0]) for line in lines if line]
     assert scores[0] >= scores[1] and scores[2] >= scores[3]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.loading import check_flags, load_recipe
+from moa_fairseq.recipes.loading import check_flags, find_recipe, load_recipe
 from moa_fairseq.recipes.schema import Data, Generate, Model, Recipe, Train
 
 
@@ -134,9 +134,19 @@ def test_a_base_may_have_a_base_and_lie_anywhere(small, write_config, tmp_path):
     assert recipe.data == load_recipe(child).data
     own.write_text("base: quickstart_moa.yaml\nexperiment: mine\n")
     assert load_recipe(own).model.arch == "moa_transformer_base"
+    (tmp_path / "own" / "quickstart_moa.yaml").write_text(child.with_name("small.yaml").read_text())
+    assert load_recipe(own).model == load_recipe(child).model, "what lies beside it comes first"
     own.write_text("base: mine.yaml\nexperiment: mine\n")
     with pytest.raises(UserError, match="base"):
         load_recipe(own)
+
+
+def test_a_file_comes_before_the_shipped_recipe_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = Path("quickstart_moa.yaml")
+    assert find_recipe(name).is_absolute() and find_recipe(Path("configs/quickstart_moa")).is_absolute()
+    name.touch()
+    assert find_recipe(name) == name
 
 
 def test_what_is_built_on_another_file_has_a_summary_of_its_own(small, write_config):
@@ -248,3 +258,10 @@ def test_as_many_epochs_as_are_kept_can_be_averaged(small, write_config, kept, a
     path = write_config(small)
     with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="keep_last_epochs"):
         load_recipe(path)
+
+
+def test_a_training_may_stop_at_the_learning_rate_zero(small, write_config):
+    """fairseq's own value is -1: never."""
+    path = write_config(small)
+    goals = [load_recipe(path, [f"train.flags.stop-min-lr={rate}"]).goal for rate in ("null", "0")]
+    assert "stop-min-lr" not in goals[0] and goals[1]["stop-min-lr"] == 0

@@ -13,7 +13,7 @@ import yaml
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.study import command, report, running
-from moa_fairseq.study.design import fitting_records, load_study, runs_of
+from moa_fairseq.study.design import Run, fitting_records, load_study, runs_of, settings_of
 
 STUDIES = Path(__file__).resolve().parents[2].glob("configs/studies/*.yaml")
 
@@ -308,8 +308,9 @@ def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
 
 def test_a_tuning_study_chooses_each_systems_values(study):
     grid = {"train.flags.lr": [1, 2, 3]}
-    budgets = {"set": {"train.max_update": 4}, "tuning": {"grid": grid, "set": {"train.max_update": 2}}}
-    own = {**STUDY["systems"]["A"], "set": {"train.flags.lr": 9}}  # under the tuned one
+    common = {"train.max_update": 4, "train.flags.clip-norm": 1}
+    budgets = {"set": common, "tuning": {"grid": grid, "set": {"train.max_update": 2}}}
+    own = {**STUDY["systems"]["A"], "set": {"train.flags.lr": 9, "train.flags.clip-norm": 2}}
     budgets["systems"] = {**STUDY["systems"], "A": own}
     assert study(**budgets)[0] == 2 and not Player.ran, "the tuning comes first"
     study("--tune", **budgets)
@@ -319,7 +320,14 @@ def test_a_tuning_study_chooses_each_systems_values(study):
     study(**budgets)
     command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
     assert "--set train.flags.lr=2" in command and "--set train.max_update=4" in command
+    assert "--set train.flags.clip-norm=2" in command, "its own lies over what all have"
     assert study("--tune")[0] == 2, "nothing to tune"
+
+
+def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    run = Run("A", 1, tmp_path / "tiny.yaml", {"train.flags.clip-norm": 0}, tmp_path / "A-seed1.json")
+    assert settings_of(run, "train")["train.flags.clip-norm"] == 0
 
 
 def test_tuning_counts_every_seed(study):
