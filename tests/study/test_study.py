@@ -161,8 +161,12 @@ def test_speeds_are_compared_within_a_seed(study):
             record = {**json.loads(path.read_text()), "tokens_per_second": tokens_per_second}
             path.write_text(json.dumps(record))
     assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, pytest.approx((0.5 + 0.75) / 2)]
-    (records / "A-seed1.json").unlink()  # B's of that seed has nothing beside it
-    assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, 0.75]
+
+
+def test_a_seed_that_one_system_has_alone_has_no_speed():
+    speeds = {("A", 1): 100, ("B", 1): 50, ("B", 2): 70, ("A", 3): 0, ("B", 3): 60}
+    found = [{"system": key, "seed": n, "tokens_per_second": speed} for (key, n), speed in speeds.items()]
+    assert report._speed([row for row in found if row["system"] == "B"], "A", found) == 0.5
 
 
 def test_a_report_says_how_large_each_attention_starts(study):
