@@ -18,7 +18,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
-from moa_fairseq.inference.text_codec import codec_of
+from moa_fairseq.inference.text_codec import TranslationCodec, codec_of
 from moa_fairseq.inference.text_model import hypotheses, shown
 from moa_fairseq.inference.translate import _generation
 from moa_fairseq.text import detokenize
@@ -176,6 +176,11 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
     assert [bool(answer) for answer in found] == [True, False, False, False, True, True, True, False]
     assert found[4][0]["tokens"].tolist() == found[5][0]["tokens"].tolist()
     assert all(f"line {number} is left out" in caplog.text for number in (2, 3, 4, 8))
+
+
+def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():
+    assert TranslationCodec(codes="codes").decode("ha@@ us@@ tür@@") == "haustür"
+    assert TranslationCodec().decode("a@@ b") == "a@@ b", "words, where there are no merges"
 
 
 @pytest.mark.parametrize(
