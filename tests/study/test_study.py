@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -488,6 +489,18 @@ def test_workers_share_a_study(study, monkeypatch):
     first, second = (queue.get(timeout=60) for queue in ran)
     assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
     assert report_of(study)["runs"] == 8
+
+
+def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkeypatch):
+    runs, ran = [SimpleNamespace(record=tmp_path / f"{n}.json") for n in range(3)], []
+
+    def carry_out(run, place):
+        ran.append(run.record.stem)
+        runs[1].record.touch()
+
+    monkeypatch.setattr(running, "_carry_out", carry_out)
+    running.work(runs, SimpleNamespace(folders=tmp_path / "folders"))
+    assert ran == ["0", "2"]
 
 
 def test_every_claim_names_a_contrast_of_a_study():
