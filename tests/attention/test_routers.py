@@ -12,6 +12,7 @@ from torch import nn
 
 from moa_fairseq import attention
 from moa_fairseq.attention import routers
+from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter, WideLinear
@@ -35,6 +36,13 @@ def test_noise_is_drawn_in_training_only():
     router.train()
     router(x).gates.sum().backward()
     assert router.noise_projection.weight.grad.abs().sum() > 0
+
+
+def test_noise_begins_with_zeros_however_matrices_are_drawn():
+    router = build(noise=True)
+    torch.nn.init.normal_(router.noise_projection.weight)
+    draw_by_fan_in(router, 0.5)
+    assert not router.noise_projection.weight.any() and router.projection.weight.all()
 
 
 def test_padding_has_zero_gates_and_sends_no_gradient():

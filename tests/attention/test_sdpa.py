@@ -189,3 +189,10 @@ def test_dropout_acts_where_weights_are_asked_for_too():
     assert not torch.allclose(dropped[0], dropped[1])
     torch.testing.assert_close(dropped.mean(0), out, rtol=0.2, atol=0.25)
     torch.testing.assert_close(attend_with_weights(q, k, v, dropout=0.5)[1], weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_score_that_is_blocked_leaves_room_for_a_bias(dtype):
+    """Else a sentence of padding has scores of −inf only, whose softmax is NaN."""
+    mask, _ = sdpa._padding_bias(torch.tensor([[False, True]]), torch.zeros(1, 1, 2, 3, dtype=dtype))
+    assert torch.isfinite(mask + mask).all() and mask[..., 1] < -3e4

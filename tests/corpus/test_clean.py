@@ -52,6 +52,7 @@ def test_what_is_no_plain_translation_is_dropped(english, german):
         (("&Save the file", "Datei &speichern"), ("Save the file", "Datei speichern")),
         (("Save _the file", "_Datei speichern"), ("Save the file", "Datei speichern")),
         (("Save the file...", "Datei speichern …"), ("Save the file", "Datei speichern")),
+        (("Save the file:", "Datei speichern"), None),  # one side alone ends so
         (("Save\nthe   file", " Datei\n speichern "), ("Save the file", "Datei speichern")),
         (
             ("Save <b>the</b> file", 'Die <b class="x">Datei</b> speichern'),
