@@ -18,7 +18,7 @@ from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter, WideLinear
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import every_expert
-from moa_fairseq.kernels.routing import unsupported_reason
+from moa_fairseq.kernels.routing import unsupported_reason, wide_product
 
 
 def build(noise=False, dtype=torch.float32):
@@ -83,6 +83,15 @@ def kept_bytes(module, x):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(*[x.requires_grad_()] * 3, need_weights=False)
     return sum(kept.values())
+
+
+def test_under_autocast_the_routers_gradient_is_not_rounded():
+    """Weights in float32: 1e-9 would be 0 in half precision."""
+    x = torch.rand(5, 8).half()
+    weight = torch.randn(3, 8, requires_grad=True)
+    grad = torch.full((5, 3), 1e-9)
+    wide_product(x, weight).backward(grad)
+    torch.testing.assert_close(weight.grad, grad.t() @ x.float(), atol=0, rtol=1e-5)
 
 
 @pytest.mark.thorough(keep="8, 32, 128")

@@ -10,7 +10,7 @@ import torch
 
 from moa_fairseq.attention import sdpa
 from moa_fairseq.attention.positions import RotaryPositions
-from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
+from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights, merge_masks
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.host_tokens import is_right_padded
 
@@ -105,6 +105,15 @@ def test_padding_only_whatever_padded_keys_hold(dtype):
     for grad in grads:
         assert torch.isfinite(grad).all() and (grad[2] == 0).all()
     assert (grads[2][1, :, 2:] == 0).all() and (grads[2][1, :, :2] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_large_numbers_of_a_mask_hide_in_every_precision(dtype):
+    """-1e9, which is −inf in half precision, beside padding."""
+    mask = torch.triu(torch.full((4, 4), -1e9), 1)
+    padding = torch.tensor([[False, True, False, False]])
+    merged, _ = merge_masks(mask, padding, dtype)
+    assert torch.equal(merged[0, 0] < -60000, (mask < 0) | padding)
 
 
 def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(monkeypatch):
