@@ -35,6 +35,7 @@ def test_verdicts_of_several_contrasts_are_corrected_for_their_number():
 def test_the_verdict_is_that_of_the_corrected_p():
     study = Study("toy", "?", 4, {}, CONTRASTS, margin=0.01)
     first = {seed: LOSSES["B"][seed] + difference for seed, difference in NEARLY.items()}
-    rows = report._contrasts(study, dict.fromkeys(CONTRASTS, {"A": first, "B": LOSSES["B"], "C": first}))
+    losses = {"A": first, "B": LOSSES["B"], "C": first}
+    rows = report._contrasts(study, {name: losses for name in CONTRASTS})
     (row,) = (row for row in rows if row["contrast"] == "BA")
     assert row["p_equivalent"] < 0.05 < row["p_equivalent_holm"] and row["verdict"] == "undecided"
