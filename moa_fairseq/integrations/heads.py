@@ -5,6 +5,7 @@ All heads are computed, and the output of each is multiplied by its gate before 
 """
 
 import contextlib
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -97,8 +98,9 @@ class HeadMixture(nn.Module):
     """The gates of one attention's heads: Σ_i g_i · H^i · W_O^i (MoH Eq. 4).
 
     Hooks on the attention read its input and follow projections that are replaced later, by adapters or by
-    quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` is saved with the
-    weights, so that a dense model which loads them has a key too many.
+    quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` (h_s, h_s + K, which
+    scaling) is saved with the weights: a dense model which loads them has a key too many, and another mixture
+    refuses them.
 
     Args:
         attention: the library's module.
@@ -107,6 +109,7 @@ class HeadMixture(nn.Module):
         sizes: (h_s, h_s + K).
         output: the name of its output projection.
         settings: of the model's mixtures.
+        fused: whether the projection of the queries goes on with keys and values: [q | k | v].
 
     Raises:
         UserError: for impossible numbers of heads, or projections that do not fit them.
@@ -122,6 +125,7 @@ class HeadMixture(nn.Module):
         sizes: Sequence[int],
         output: str,
         settings: MixtureSettings,
+        fused: bool = False,
     ):
         super().__init__()
         shared, active = sizes
@@ -138,7 +142,7 @@ class HeadMixture(nn.Module):
             )
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
-            if queries is None or getattr(queries, "out_features", None) != self.width:
+            if getattr(queries, "out_features", None) != (3 if fused else 1) * self.width:
                 raise UserError(
                     f"{kind} has no projection {settings.queries} of the queries alone, {self.width} wide: "
                     'take router="learned", or name that projection with queries=.'
@@ -155,12 +159,24 @@ class HeadMixture(nn.Module):
             self.router = learned
         self.num_heads = num_heads
         self.names = (output, settings.queries if self.router.reads_queries else output)
-        self.register_buffer("sizes", torch.tensor([shared, active]))
+        self.facts = (shared, active, SCALINGS.index(settings.scaling))
+        # not whole numbers, which an average of weights would round down
+        self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))
         self.collects = False  # whether `routing` is for the loss
         self.routing: Optional[Routing] = None
         self._gates: Optional[Tensor] = None  # [N, h], from the router to the output projection
         self._projections: Tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
         self._hooks: List[Any] = []
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "sizes")
+        if saved is not None and not saved.is_meta and tuple(saved.float().round().tolist()) != self.facts:
+            raise UserError(
+                f"{prefix[:-1]} was saved with other settings: (shared_heads, active, which scaling) are "
+                f"{saved.tolist()} there and {[*self.facts]} here. Call to_mixture_of_heads with the saved ones; "
+                f"scaling is one of {SCALINGS}, by place."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def attach(self, attention: nn.Module) -> None:
         """Make it a part of the attention, with its hooks."""
@@ -170,6 +186,8 @@ class HeadMixture(nn.Module):
         attention.register_forward_pre_hook(self._before, with_kwargs=True)
         attention.register_forward_hook(self._after)
         self._follow(attention)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
 
     def _follow(self, attention: nn.Module) -> None:
         output, queries = (getattr(attention, name) for name in self.names)
@@ -192,7 +210,7 @@ class HeadMixture(nn.Module):
             self._route(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
     def _read_queries(self, projection: nn.Module, args: Tuple[Any, ...], queries: Tensor) -> None:
-        self._route(queries)
+        self._route(queries[..., : self.width])
 
     def _route(self, x: Tensor) -> None:
         """Choose heads by x, [..., C] or the queries [..., h·D]."""
@@ -263,18 +281,21 @@ def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
             mixture.routing = None
 
 
-def balance_loss(routings: Sequence[Routing], mask: Optional[Tensor], device: torch.device) -> Tensor:
+def balance_loss(
+    routings: Sequence[Routing], mask: Optional[Tensor] = None, device: Optional[torch.device] = None
+) -> Tensor:
     """Σ over layers of L_b = Σ_i P_i · f_i (MoH Eq. 7-8), over the tokens that are no padding.
 
     Args:
         routings: of B·T tokens each.
         mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
-        device: of the result; layers may be on several.
+        device: of the result (default: the last layer's); layers may be on several.
 
     Returns:
         The loss, [].
     """
     padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
+    device = device or (routings[-1].probs.device if routings else None)
     total = torch.zeros((), device=device)
     for routing in routings:
         if padding is not None and padding.numel() == routing.probs.size(0):
