@@ -1,20 +1,18 @@
 """MoH tuned from a dense Llama at 75 % of the heads, beside controls that are tuned as long.
 
-    python benchmarks/integrations/tuned_llama.py --from DIR                 train, tune and measure; again to go on
-    python benchmarks/integrations/tuned_llama.py --from DIR --seeds 1       the first seed alone
+    python benchmarks/integrations/tuned_llama.py --from DIR   train, tune, measure; again to go on
 
 Needs transformers (bash scripts/setup.sh --integrations), scipy, and WikiText-2 as plain text in DIR:
 wikitext-2.train.txt and wikitext-2.valid.txt, or the same with .gz.
 
 The protocol, fixed before the first run that counts:
 
-- For each of five seeds a Llama is trained from random weights: SIZES, TRAINING. Its text is cut into pieces
-  of a byte-level BPE of VOCABULARY, learned on the training text.
+- For each of five seeds a Llama is trained from random weights on the bytes of the text: SIZES, TRAINING.
 - From the same weights each arm of ARMS is tuned for a tenth of the updates on the same rows in the same
   order. MoH has 4 shared heads and chooses 2 of the other 4 by the norms of queries, balance 0.01. "six
   fixed heads" always has the first 6; "random" has the 4 shared and 2 drawn anew for each token, in the
   evaluation, too; "no attention" has none. "dense" goes on with all 8.
-- Measure: nats a piece on the first ROWS rows of the validation text, after tuning.
+- Measure: nats a byte on the first ROWS rows of the validation text, after tuning.
 - Compared: dense − MoH, fixed − MoH, random − MoH, none − dense, paired by seed: mean, 95 % t interval and
   two-sided t test, without correction for their number. A difference counts where the interval excludes 0.
 """
@@ -33,10 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-import tokenizers
 import torch
 import transformers
-from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,10 +46,10 @@ from moa_fairseq.integrations.heads import HeadMixture
 from moa_fairseq.integrations.hf import to_mixture_of_heads
 
 ROOT = Path(__file__).resolve().parents[2]
-VOCABULARY, LENGTH, BATCH, ROWS = 512, 256, 8, 256  # pieces; of a row; rows of an update, of an evaluation
+LENGTH, BATCH, ROWS = 128, 8, 128  # bytes of a row; rows of an update, of an evaluation
 HEADS, SHARED, ACTIVE = 8, 4, 6
 SIZES = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": 256,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
@@ -91,32 +87,22 @@ class Control(QueryNormRouter):
         return replace(routing, gates=0 * routing.gates) if self.arm == "no attention" else routing
 
 
-def pieces(folder: Path, cache: Path) -> Tuple[Tensor, Tensor]:
-    """Ids of the training and of the validation text."""
-    texts = []
+def text(folder: Path) -> Tuple[Tensor, Tensor]:
+    """The bytes of the training and of the validation text."""
+    found = []
     for part in ("train", "valid"):
         plain = folder / f"wikitext-2.{part}.txt"
         packed = Path(f"{plain}.gz")
         if not plain.exists() and not packed.exists():
             raise UserError(f"--from {folder} has no {plain.name}, nor the same with .gz: name its folder.")
         data = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
-        texts.append(data.decode("utf-8"))
-    cache.mkdir(parents=True, exist_ok=True)
-    table = cache / "pieces.json"
-    if not table.exists():
-        learned = ByteLevelBPETokenizer()
-        learned.train_from_iterator(texts[0].splitlines(), vocab_size=VOCABULARY, show_progress=False)
-        with atomic_write(table) as stream:
-            stream.write(learned.to_str())
-    tokenizer = tokenizers.Tokenizer.from_file(str(table))
-    found = []
-    for text in texts:
-        lines = tokenizer.encode_batch(text.splitlines(keepends=True))
-        found.append(torch.tensor([piece for line in lines for piece in line.ids]))
+        found.append(torch.frombuffer(bytearray(data), dtype=torch.uint8).long())
     return found[0], found[1]
 
 
-def train(model: torch.nn.Module, rows: Tensor, order: Tensor, settings: Dict[str, Any], progress: Any) -> None:
+def train(
+    model: torch.nn.Module, rows: Tensor, order: Tensor, settings: Dict[str, Any], progress: Any
+) -> None:
     """Update the model on rows[order], BATCH of them each time."""
     updates, warm_up = settings["updates"], settings["warm_up"]
     optimizer = torch.optim.AdamW(
@@ -142,7 +128,7 @@ def train(model: torch.nn.Module, rows: Tensor, order: Tensor, settings: Dict[st
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, rows: Tensor) -> float:
-    """Nats a piece; the same draws each time."""
+    """Nats a byte; the same draws each time."""
     torch.manual_seed(0)
     model.eval()
     return sum(model(part, labels=part).loss.item() * len(part) for part in rows.split(BATCH)) / len(rows)
@@ -178,7 +164,6 @@ def record(path: Path, content: Dict[str, Any]) -> None:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
         },
         "commit": commit.stdout.strip() or None,
         "date": datetime.date.today().isoformat(),
@@ -274,7 +259,7 @@ def main() -> None:
         TRAINING.update(updates=4, warm_up=2)
         TUNING.update(updates=2, warm_up=1)
         globals()["ROWS"] = BATCH
-    data = pieces(args.folder, args.work)
+    data = text(args.folder)
     for seed in range(1, args.seeds + 1):
         run(seed, data, args.work, args.output)
     report(args.output)

@@ -21,7 +21,7 @@ from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.torch_compat import full_precision
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
-QUERIES = "q_proj"
+QUERIES, FUSED = "q_proj", "qkv"  # of queries; of [q | k | v], as timm has it
 
 
 @dataclass
@@ -98,9 +98,8 @@ class HeadMixture(nn.Module):
     """The gates of one attention's heads: Σ_i g_i · H^i · W_O^i (MoH Eq. 4).
 
     Hooks on the attention read its input and follow projections that are replaced later, by adapters or by
-    quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` (h_s, h_s + K, which
-    scaling) is saved with the weights: a dense model which loads them has a key too many, and another mixture
-    refuses them.
+    quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` is saved with the
+    weights: a dense model which loads them has a key too many, and another mixture refuses them.
 
     Args:
         attention: the library's module.
@@ -109,7 +108,6 @@ class HeadMixture(nn.Module):
         sizes: (h_s, h_s + K).
         output: the name of its output projection.
         settings: of the model's mixtures.
-        fused: whether the projection of the queries goes on with keys and values: [q | k | v].
 
     Raises:
         UserError: for impossible numbers of heads, or projections that do not fit them.
@@ -125,7 +123,6 @@ class HeadMixture(nn.Module):
         sizes: Sequence[int],
         output: str,
         settings: MixtureSettings,
-        fused: bool = False,
     ):
         super().__init__()
         shared, active = sizes
@@ -142,7 +139,7 @@ class HeadMixture(nn.Module):
             )
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
-            if getattr(queries, "out_features", None) != (3 if fused else 1) * self.width:
+            if getattr(queries, "out_features", None) != self.width * (1 + 2 * (settings.queries == FUSED)):
                 raise UserError(
                     f"{kind} has no projection {settings.queries} of the queries alone, {self.width} wide: "
                     'take router="learned", or name that projection with queries=.'
@@ -172,9 +169,8 @@ class HeadMixture(nn.Module):
         saved = state_dict.get(prefix + "sizes")
         if saved is not None and not saved.is_meta and tuple(saved.float().round().tolist()) != self.facts:
             raise UserError(
-                f"{prefix[:-1]} was saved with other settings: (shared_heads, active, which scaling) are "
-                f"{saved.tolist()} there and {[*self.facts]} here. Call to_mixture_of_heads with the saved ones; "
-                f"scaling is one of {SCALINGS}, by place."
+                f"{prefix[:-1]} was saved with shared_heads, active and place of scaling in {SCALINGS} = "
+                f"{saved.tolist()}, but has {[*self.facts]}: call to_mixture_of_heads with what was saved."
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -186,8 +182,6 @@ class HeadMixture(nn.Module):
         attention.register_forward_pre_hook(self._before, with_kwargs=True)
         attention.register_forward_hook(self._after)
         self._follow(attention)
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
 
     def _follow(self, attention: nn.Module) -> None:
         output, queries = (getattr(attention, name) for name in self.names)
@@ -246,22 +240,26 @@ class HeadMixture(nn.Module):
             )
 
 
-def find_attentions(model: nn.Module, output: Optional[str] = None) -> List[Tuple[nn.Module, str]]:
-    """The attentions of a model, by depth.
+def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
+    """Give attentions their mixtures.
 
     Args:
-        model: any model whose attention modules have "Attention" in their class's name.
-        output: the name of their output projection, if it is none of `OUTPUTS`.
+        attentions: by depth, each with the name of its output projection, C and h.
+        settings: of the model's mixtures.
+        dtype: of the mixtures' parameters.
 
-    Returns:
-        (attention, name of its output projection) for each.
+    Raises:
+        UserError: before anything is changed.
     """
-    found = []
-    for module in model.modules():
-        if "Attention" in type(module).__name__:
-            names = [name for name in ((output,) if output else OUTPUTS) if hasattr(module, name)]
-            found += [(module, name) for name in names[:1]]
-    return found
+    mixtures = []
+    for (attention, output, *sizes), active in zip(attentions, settings.by_layer(len(attentions))):
+        if active is not None:
+            made = HeadMixture(attention, *sizes, active, output, settings)
+            mixtures.append((attention, made.to(getattr(attention, output).weight.device, dtype)))
+    for attention, made in mixtures:
+        made.attach(attention)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
 
 
 @contextlib.contextmanager

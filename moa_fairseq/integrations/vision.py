@@ -1,51 +1,45 @@
-"""MoH (arXiv 2410.11842) in timm's vision Transformers: ViT, DeiT and what else has timm's plain attention.
+"""MoH (arXiv 2410.11842) in timm's vision Transformers: ViT, DeiT and others with timm's plain attention.
 
-`to_mixture_of_heads` turns a model in place. Its weights are kept as those of any model of timm's, by its state
-dict, and loaded into a model that the same call has made.
+`to_mixture_of_heads` turns a model in place. Its state dict is saved as any other of timm's, and loaded into
+a model that the same call has made. `collect_routings` and `balance_loss` are for the training loop.
 """
 
-from typing import Optional, Sequence
+from typing import Any, Optional
 
-import torch
 from torch import nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.heads import (
+    FUSED,
     HeadMixture,
     MixtureSettings,
     balance_loss,
     collect_routings,
+    install,
 )
 
 try:
     from timm.models.vision_transformer import Attention
-except RuntimeError as error:  # torchvision::nms does not exist
+except RuntimeError as error:  # operator torchvision::nms does not exist
     raise UserError(
-        f"timm cannot be imported, because torchvision is not built for this torch ({error}): install the "
-        "two from one index, for a CPU `pip install torch torchvision --index-url "
-        "https://download.pytorch.org/whl/cpu`."
+        f"timm cannot be imported ({error}): its torchvision is built for another torch. Install both from "
+        "one index, for a CPU: pip install --force-reinstall torch torchvision "
+        "--index-url https://download.pytorch.org/whl/cpu"
     ) from error
 
 __all__ = ["balance_loss", "collect_routings", "to_mixture_of_heads"]
-OUTPUT, QUERIES = "proj", "qkv"  # timm's names; the second holds [q | k | v], head by head
+NAMES = {"output": "proj", "queries": FUSED}
 
 
 def to_mixture_of_heads(
-    model: nn.Module,
-    shared_heads: Optional[int] = None,
-    active: Optional[int] = None,
-    router: str = "query-norm",
-    scaling: str = "released",
-    layers: Optional[Sequence[Optional[Sequence[int]]]] = None,
+    model: nn.Module, shared_heads: Optional[int] = None, active: Optional[int] = None, **settings: Any
 ) -> nn.Module:
     """Turn a model of timm into a mixture of heads, in place.
 
-    A balance loss is the training loop's to add: `balance_loss` of what `collect_routings` found.
-
     Args:
-        model: whose attentions are timm's `Attention`, before a wrapper or torch.compile takes it. Its
-            parameters and its class stay. An attention that pools tokens at the end stays dense.
-        shared_heads, active, router, scaling, layers: see `MixtureSettings`.
+        model: whose attentions are timm's `Attention`, without a wrapper. Its class and its parameters stay,
+            and so does an attention that pools tokens at the end.
+        shared_heads, active, settings: router, scaling and layers of `MixtureSettings`.
 
     Returns:
         The model.
@@ -53,41 +47,25 @@ def to_mixture_of_heads(
     Raises:
         UserError: for a model that cannot be one, which is then unchanged.
     """
-    settings = MixtureSettings.of(
-        {
-            "shared_heads": shared_heads,
-            "active": active,
-            "router": router,
-            "scaling": scaling,
-            "layers": layers,
-            "output": OUTPUT,
-            "queries": QUERIES,
-        }
-    )
-    kind = type(model).__name__
-    modules = [*model.modules()]
+    kind, modules = type(model).__name__, [*model.modules()]
+    if others := settings.keys() & {"balance", *NAMES}:
+        raise UserError(
+            f"{', '.join(others)}: a model of timm has no loss, and one table of names. Add "
+            "0.01 * balance_loss(routings) to the loss, of what collect_routings(model) found."
+        )
+    chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings, **NAMES})
     if any(isinstance(module, HeadMixture) for module in modules):
         raise UserError(f"{kind} is a mixture of heads already: make the dense model, and convert that.")
-    attentions = [module for module in modules if type(module) is Attention]
-    others = {
-        f"{type(module).__module__.rpartition('.')[2]}.{type(module).__name__}"
-        for module in modules
-        if "Att" in type(module).__name__ and "Pool" not in type(module).__name__
-    }
-    others -= {f"{Attention.__module__.rpartition('.')[2]}.{Attention.__name__}"}
-    if not attentions or others:
+    kinds = {type(module) for module in modules if "Att" in type(module).__name__}
+    others = {each for each in kinds - {Attention} if "Pool" not in each.__name__}
+    if Attention not in kinds or others:
+        names = [f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in others]
         raise UserError(
-            f"{kind} has {', '.join(sorted(others)) or 'no attention'}, but a mixture of heads can be made of "
-            "timm's plain Attention alone: vision Transformers such as vit_* and deit*, not Swin, MaxViT, EVA "
-            "or parallel blocks that have no module for their attention."
+            f"{kind} has {', '.join(sorted(names)) or 'no attention of its own'}. A mixture of heads can be "
+            "made of timm's plain Attention alone, in vit_*, deit* and others; not of Swin, MaxViT, EVA, or "
+            "of parallel blocks, which have no module for it."
         )
-    mixtures = []
-    for attention, sizes in zip(attentions, settings.by_layer(len(attentions))):
-        if sizes is not None:
-            width, heads = attention.qkv.in_features, attention.num_heads
-            made = HeadMixture(attention, width, heads, sizes, OUTPUT, settings, fused=True)
-            weight = attention.proj.weight
-            mixtures.append((attention, made.to(weight.device, weight.dtype)))
-    for attention, made in mixtures:
-        made.attach(attention)
+    found: Any = [module for module in modules if type(module) is Attention]
+    sizes = [(each, "proj", each.qkv.in_features, each.num_heads) for each in found]
+    install(sizes, chosen, found[0].proj.weight.dtype)
     return model
