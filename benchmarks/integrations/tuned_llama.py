@@ -7,7 +7,9 @@ wikitext-2.train.txt and wikitext-2.valid.txt, or the same with .gz.
 
 The protocol, fixed before the first run that counts:
 
-- For each of five seeds a Llama is trained from random weights on the bytes of the text: SIZES, TRAINING.
+- For each of five seeds (101 to 105) a Llama is trained from random weights on the bytes of the text: SIZES,
+  TRAINING. A pilot of seed 1 at this size, with the arms "dense" and "no attention" alone, on 64 rows: 2.183 and
+  2.684 nats a byte, so that all attention is worth 0.50. It does not count.
 - From the same weights each arm of ARMS is tuned for a tenth of the updates on the same rows in the same
   order. MoH has 4 shared heads and chooses 2 of the other 4 by the norms of queries, balance 0.01. "six
   fixed heads" always has the first 6; "random" has the 4 shared and 2 drawn anew for each token, in the
@@ -59,8 +61,8 @@ SIZES = {
     "tie_word_embeddings": True,
 }
 # AdamW (0.9, 0.95), weight decay 0.1, clipping at 1; warm-up, then a cosine to a tenth
-TRAINING = {"updates": 800, "learning_rate": 2e-3, "warm_up": 40}
-TUNING = {"updates": 80, "learning_rate": 4e-4, "warm_up": 8}
+TRAINING = {"updates": 200, "learning_rate": 3e-3, "warm_up": 10}
+TUNING = {"updates": 20, "learning_rate": 4e-4, "warm_up": 2}
 ARMS = ("dense", "MoH", "six fixed heads", "random", "no attention")
 COMPARED = (
     ("dense", "MoH"),
@@ -248,7 +250,7 @@ def main() -> None:
         description=__doc__.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--from", dest="folder", type=Path, required=True, help="folder of the text")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 101")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "tuned_llama", help="dense models")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "tuned_llama", help="records")
     parser.add_argument("--miniature", action="store_true", help="tiny sizes: to see that it works")
@@ -260,7 +262,7 @@ def main() -> None:
         TUNING.update(updates=2, warm_up=1)
         globals()["ROWS"] = BATCH
     data = text(args.folder)
-    for seed in range(1, args.seeds + 1):
+    for seed in range(101, 101 + args.seeds):
         run(seed, data, args.work, args.output)
     report(args.output)
 
