@@ -8,8 +8,8 @@ wikitext-2.train.txt and wikitext-2.valid.txt, or the same with .gz.
 The protocol, fixed before the first run that counts:
 
 - For each of five seeds (101 to 105) a Llama is trained from random weights on the bytes of the text: SIZES,
-  TRAINING. A pilot of seed 1 at this size, with the arms "dense" and "no attention" alone, on 64 rows: 2.183 and
-  2.684 nats a byte, so that all attention is worth 0.50. It does not count.
+  TRAINING. A pilot of seed 1 at this size, with the arms "dense" and "no attention" alone, on 64 rows: 2.183
+  and 2.684 nats a byte, so that all attention is worth 0.50. It does not count.
 - From the same weights each arm of ARMS is tuned for a tenth of the updates on the same rows in the same
   order. MoH has 4 shared heads and chooses 2 of the other 4 by the norms of queries, balance 0.01. "six
   fixed heads" always has the first 6; "random" has the 4 shared and 2 drawn anew for each token, in the
