@@ -41,7 +41,8 @@ def waves(places: Tensor, width: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], 1)
 
 
-def _normed(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def _normed(x: Tensor, condition: Tensor) -> Tensor:
+    shift, scale = condition.chunk(2, -1)  # [B, 1, 2·C]
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
@@ -57,12 +58,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> Tuple[Tensor, Tuple[Routing, ...]]:
         """x [B, T, C], condition [B, C] → the same with the routings of its attention."""
-        first, second = self.condition(F.silu(condition)).unsqueeze(1).chunk(2, -1)
-        shift, scale, gate = first.chunk(3, -1)
-        heads, routings = self.attention(_normed(x, shift, scale), with_routing=True)
-        x = x + gate * heads
-        shift, scale, gate = second.chunk(3, -1)
-        return x + gate * self.feed_forward(_normed(x, shift, scale)), routings
+        width = x.size(-1)
+        parts = self.condition(F.silu(condition)).unsqueeze(1).split([2 * width, width] * 2, -1)
+        heads, routings = self.attention(_normed(x, parts[0]), with_routing=True)
+        x = x + parts[1] * heads
+        return x + parts[3] * self.feed_forward(_normed(x, parts[2])), routings
 
 
 class DiT(nn.Module):
@@ -129,7 +129,6 @@ class DiT(nn.Module):
         for block in self.blocks:
             x, found = block(x, condition)
             routings.extend(found)
-        shift, scale = self.condition(F.silu(condition)).unsqueeze(1).chunk(2, -1)
-        rows = self.out(_normed(x, shift, scale)).transpose(1, 2)
+        rows = self.out(_normed(x, self.condition(F.silu(condition)).unsqueeze(1))).transpose(1, 2)
         out = F.pixel_shuffle(rows.unflatten(2, (self.side, self.side)), PATCH)
         return (out, routings) if with_routing else out

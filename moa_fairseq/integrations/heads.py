@@ -102,11 +102,9 @@ class HeadMixture(nn.Module):
     weights: a dense model which loads them has a key too many, and another mixture refuses them.
 
     Args:
-        attention: the library's module.
-        model_dim: C, of its input.
-        num_heads: h.
+        attention, output: the library's module, and the name of its output projection.
+        model_dim, num_heads: C of its input, and h.
         sizes: (h_s, h_s + K).
-        output: the name of its output projection.
         settings: of the model's mixtures.
 
     Raises:
@@ -241,16 +239,7 @@ class HeadMixture(nn.Module):
 
 
 def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
-    """Give attentions their mixtures.
-
-    Args:
-        attentions: by depth, each with the name of its output projection, C and h.
-        settings: of the model's mixtures.
-        dtype: of the mixtures' parameters.
-
-    Raises:
-        UserError: before anything is changed.
-    """
+    """Give attentions, each with the name of its output projection, C and h, mixtures; all, or a UserError."""
     mixtures = []
     for (attention, output, *sizes), active in zip(attentions, settings.by_layer(len(attentions))):
         if active is not None:
@@ -285,12 +274,9 @@ def balance_loss(
     """Σ over layers of L_b = Σ_i P_i · f_i (MoH Eq. 7-8), over the tokens that are no padding.
 
     Args:
-        routings: of B·T tokens each.
+        routings: of B·T tokens each, of layers on one device or several.
         mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
-        device: of the result (default: the last layer's); layers may be on several.
-
-    Returns:
-        The loss, [].
+        device: of the result, [] (default: the last layer's).
     """
     padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
     device = device or (routings[-1].probs.device if routings else None)

@@ -1,7 +1,7 @@
 """MoH (arXiv 2410.11842) in timm's vision Transformers: ViT, DeiT and others with timm's plain attention.
 
 `to_mixture_of_heads` turns a model in place. Its state dict is saved as any other of timm's, and loaded into
-a model that the same call has made. `collect_routings` and `balance_loss` are for the training loop.
+a model that the same call has made. The training loop adds `heads.balance_loss`.
 """
 
 from typing import Any, Optional
@@ -9,14 +9,7 @@ from typing import Any, Optional
 from torch import nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.integrations.heads import (
-    FUSED,
-    HeadMixture,
-    MixtureSettings,
-    balance_loss,
-    collect_routings,
-    install,
-)
+from moa_fairseq.integrations.heads import FUSED, HeadMixture, MixtureSettings, install
 
 try:
     from timm.models.vision_transformer import Attention
@@ -27,7 +20,6 @@ except RuntimeError as error:  # operator torchvision::nms does not exist
         "--index-url https://download.pytorch.org/whl/cpu"
     ) from error
 
-__all__ = ["balance_loss", "collect_routings", "to_mixture_of_heads"]
 NAMES = {"output": "proj", "queries": FUSED}
 
 
@@ -51,10 +43,10 @@ def to_mixture_of_heads(
     if others := settings.keys() & {"balance", *NAMES}:
         raise UserError(
             f"{', '.join(others)}: a model of timm has no loss, and one table of names. Add "
-            "0.01 * balance_loss(routings) to the loss, of what collect_routings(model) found."
+            "0.01 * heads.balance_loss(routings) to the loss, of what heads.collect_routings(model) found."
         )
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings, **NAMES})
-    if any(isinstance(module, HeadMixture) for module in modules):
+    if HeadMixture in map(type, modules):
         raise UserError(f"{kind} is a mixture of heads already: make the dense model, and convert that.")
     kinds = {type(module) for module in modules if "Att" in type(module).__name__}
     others = {each for each in kinds - {Attention} if "Pool" not in each.__name__}

@@ -22,8 +22,8 @@ import torch
 from timm.utils import ModelEmaV2, ModelEmaV3
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.integrations.heads import HeadMixture
-from moa_fairseq.integrations.vision import balance_loss, collect_routings, to_mixture_of_heads
+from moa_fairseq.integrations.heads import HeadMixture, balance_loss, collect_routings
+from moa_fairseq.integrations.vision import to_mixture_of_heads
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = 8
@@ -340,5 +340,6 @@ def test_the_guide_can_be_followed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     batches = [(torch.randn(2, 3, 224, 224), torch.tensor([0, 1]))]
     names = {"loader": batches}
-    exec(example.replace("pretrained=True", "pretrained=False, depth=2"), names)
+    thin = example.replace('_224"', '_224", depth=2').replace("pretrained=True", "pretrained=False")
+    exec(thin, names)
     assert [each.sizes.tolist()[:2] for each in mixtures_of(names["model"])] == [[3, 4]] * 2
