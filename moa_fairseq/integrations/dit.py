@@ -1,7 +1,4 @@
-"""DiT (arXiv 2212.09748), dense and with MoH's heads (arXiv 2410.11842, Table 2), in torch alone.
-
-The authors' MoH-DiT-L and XL have 8, 16 and 24 heads by depth.
-"""
+"""DiT (arXiv 2212.09748), dense and with MoH's heads by depth (arXiv 2410.11842, Table 2), in torch alone."""
 
 import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -29,8 +26,7 @@ MIXTURES: Dict[Tuple[str, int], Tuple[Tuple[int, Tuple[int, int, int]], ...]] = 
     ("XL", 90): ((9, (8, 8, 0)), (10, (16, 16, 0)), (9, (24, 16, 3))),
     ("XL", 75): ((9, (8, 8, 0)), (10, (16, 10, 2)), (9, (24, 14, 2))),
 }
-PATCH, CLASS_DROPOUT = 2, 0.1  # a patch's side; share of a training's images without a class, for guidance
-_FREQUENCIES = 256  # of the noise level's embedding
+PATCH, CLASS_DROPOUT, FREQUENCIES = 2, 0.1, 256  # a side; share without a class in training; of a noise level
 
 
 def waves(places: Tensor, width: int) -> Tensor:
@@ -52,8 +48,7 @@ class Block(nn.Module):
     def __init__(self, width: int, attention: Attention):
         super().__init__()
         self.attention = attention
-        wide = 4 * width
-        self.feed_forward = nn.Sequential(nn.Linear(width, wide), nn.GELU("tanh"), nn.Linear(wide, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
         self.condition = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tuple[Tensor, Tuple[Routing, ...]]:
@@ -62,15 +57,14 @@ class Block(nn.Module):
         parts = self.condition(F.silu(condition)).unsqueeze(1).split([2 * width, width] * 2, -1)
         heads, routings = self.attention(_normed(x, parts[0]), with_routing=True)
         x = x + parts[1] * heads
-        return x + parts[3] * self.feed_forward(_normed(x, parts[2])), routings
+        return x + parts[3] * self.mlp(_normed(x, parts[2])), routings
 
 
 class DiT(nn.Module):
     """The noise, and its variance, of square images in latent space, given the noise's level and a class.
 
     Args:
-        size: one of `SIZES`.
-        layers: (number of layers, (heads, h_s, K)) by depth, such as MIXTURES["XL", 90]; None: dense.
+        size, layers: of SIZES; (how many, (heads, h_s, K)) by depth, as MIXTURES["XL", 90]; None: dense.
         image_size, channels, classes: one class more stands for none. Patches have a side of 2.
         settings: of `MixtureOfHeads`; the authors' is moh_scaling="released".
 
@@ -100,7 +94,7 @@ class DiT(nn.Module):
         half = waves(torch.arange(self.side), width // 2)
         places = [half.repeat(self.side, 1), half.repeat_interleave(self.side, 0)]  # of columns, of rows
         self.positions = nn.Parameter(torch.cat(places, 1), requires_grad=False)
-        self.level = nn.Sequential(nn.Linear(_FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.level = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.label = nn.Embedding(classes + 1, width)
         self.blocks = nn.ModuleList()
         for sizes in by_depth:
@@ -124,7 +118,7 @@ class DiT(nn.Module):
         if self.training:
             dropped = torch.rand(classes.shape, device=classes.device) < CLASS_DROPOUT
             classes = classes.masked_fill(dropped, self.classes)
-        condition = self.level(waves(level, _FREQUENCIES).to(x.dtype)) + self.label(classes)
+        condition = self.level(waves(level, FREQUENCIES).to(x.dtype)) + self.label(classes)
         routings: List[Routing] = []
         for block in self.blocks:
             x, found = block(x, condition)

@@ -239,7 +239,7 @@ class HeadMixture(nn.Module):
 
 
 def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
-    """Give attentions, each with the name of its output projection, C and h, mixtures; all, or a UserError."""
+    """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
     mixtures = []
     for (attention, output, *sizes), active in zip(attentions, settings.by_layer(len(attentions))):
         if active is not None:

@@ -15,9 +15,8 @@ try:
     from timm.models.vision_transformer import Attention
 except RuntimeError as error:  # operator torchvision::nms does not exist
     raise UserError(
-        f"timm cannot be imported ({error}): its torchvision is built for another torch. Install both from "
-        "one index, for a CPU: pip install --force-reinstall torch torchvision "
-        "--index-url https://download.pytorch.org/whl/cpu"
+        f"timm cannot be imported ({error}): torchvision is built for another torch. For a CPU: pip install "
+        "--force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu"
     ) from error
 
 NAMES = {"output": "proj", "queries": FUSED}
@@ -43,7 +42,7 @@ def to_mixture_of_heads(
     if others := settings.keys() & {"balance", *NAMES}:
         raise UserError(
             f"{', '.join(others)}: a model of timm has no loss, and one table of names. Add "
-            "0.01 * heads.balance_loss(routings) to the loss, of what heads.collect_routings(model) found."
+            "0.01 * heads.balance_loss(routings) to the loss; heads.collect_routings finds them."
         )
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings, **NAMES})
     if HeadMixture in map(type, modules):

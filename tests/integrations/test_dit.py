@@ -89,6 +89,24 @@ def test_all_heads_are_the_dense_model(tiny):
     torch.testing.assert_close(moh(*x), wanted, rtol=0, atol=1e-12)
 
 
+def test_a_block_is_the_equation(tiny):
+    """adaLN-Zero: x + α · Attention(γ-scaled, β-shifted norm), then the same with the feed-forward."""
+    block = tiny().blocks[0]
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 5, 24, generator=generator, dtype=torch.float64)
+    condition = torch.randn(2, 24, generator=generator, dtype=torch.float64)
+    raw = condition * torch.sigmoid(condition) @ block.condition.weight.T + block.condition.bias
+    shift, scale, gate, shift_2, scale_2, gate_2 = raw[:, None].chunk(6, 2)
+
+    def norm(rows):
+        centred = rows - rows.mean(2, keepdim=True)
+        return centred / (centred.square().mean(2, keepdim=True) + 1e-6).sqrt()
+
+    wanted = x + gate * block.attention((1 + scale) * norm(x) + shift)
+    wanted = wanted + gate_2 * block.mlp((1 + scale_2) * norm(wanted) + shift_2)
+    torch.testing.assert_close(block(x, condition)[0], wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("skip", ("never", "always"))
 def test_heads_by_depth(tiny, skip):
     """Heads may be wider together than the model, or narrower; a skipped head is one with a gate of 0."""
