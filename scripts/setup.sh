@@ -4,8 +4,8 @@
 #   bash scripts/setup.sh              in .venv of this project, or in the active virtual environment
 #   PYTHON=python3.12 bash scripts/setup.sh
 #   bash scripts/setup.sh --integrations
-#                                      transformers and timm without fairseq, in .venv-integrations: transformers 5 cannot be
-#                                      imported beside the torchaudio that fairseq brings.
+#                                      transformers and timm without fairseq, in .venv-integrations: transformers 5
+#                                      cannot be imported beside the torchaudio that fairseq brings.
 #                                      TRANSFORMERS="transformers==4.48.3" asks for another version.
 #
 # A torch that is already there is kept (that of the Python it is made with is shared, in a virtual environment
