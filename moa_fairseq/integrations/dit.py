@@ -100,16 +100,16 @@ class DiT(nn.Module):
         for sizes in by_depth:
             attention: Attention = DenseAttention(width, num_heads, self_attention=True)
             if sizes:
-                own = {"moh_shared_heads": sizes[1], "experts_per_token": sizes[2]}
+                own: Any = {"moh_shared_heads": sizes[1], "experts_per_token": sizes[2]}
                 own = {"moh_scaling": "released", "head_dim": width // num_heads, **own, **settings}
                 attention = MixtureOfHeads(width, sizes[0], self_attention=True, **own)
             self.blocks.append(Block(width, attention))
         self.condition = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, 2 * channels * PATCH**2)
         # each block begins as the identity, and the output as zero
-        for zero in (self.out, self.condition, *(block.condition for block in self.blocks)):
-            nn.init.zeros_(zero.weight)
-            nn.init.zeros_(zero.bias)
+        for name, parameter in self.named_parameters():
+            if "condition." in name or name.startswith("out."):
+                nn.init.zeros_(parameter)
         nn.init.normal_(self.label.weight, std=0.02)
 
     def forward(self, images: Tensor, level: Tensor, classes: Tensor, with_routing: bool = False) -> Any:

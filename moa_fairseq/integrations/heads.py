@@ -241,9 +241,9 @@ class HeadMixture(nn.Module):
 def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
     """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
     mixtures = []
-    for (attention, output, *sizes), active in zip(attentions, settings.by_layer(len(attentions))):
-        if active is not None:
-            made = HeadMixture(attention, *sizes, active, output, settings)
+    for (attention, output, width, heads), sizes in zip(attentions, settings.by_layer(len(attentions))):
+        if sizes is not None:
+            made = HeadMixture(attention, width, heads, sizes, output, settings)
             mixtures.append((attention, made.to(getattr(attention, output).weight.device, dtype)))
     for attention, made in mixtures:
         made.attach(attention)

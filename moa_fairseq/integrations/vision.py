@@ -48,9 +48,9 @@ def to_mixture_of_heads(
     if HeadMixture in map(type, modules):
         raise UserError(f"{kind} is a mixture of heads already: make the dense model, and convert that.")
     kinds = {type(module) for module in modules if "Att" in type(module).__name__}
-    others = {each for each in kinds - {Attention} if "Pool" not in each.__name__}
-    if Attention not in kinds or others:
-        names = [f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in others]
+    unknown = {each for each in kinds - {Attention} if "Pool" not in each.__name__}
+    if Attention not in kinds or unknown:
+        names = [f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in unknown]
         raise UserError(
             f"{kind} has {', '.join(sorted(names)) or 'no attention of its own'}. A mixture of heads can be "
             "made of timm's plain Attention alone, in vit_*, deit* and others; not of Swin, MaxViT, EVA, or "

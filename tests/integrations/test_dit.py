@@ -157,10 +157,5 @@ def test_the_guide_can_be_followed():
         r"```python\n(import torch\nfrom moa_fairseq.integrations.dit.*?)```", guide, re.S
     )
     names = {}
-    exec(
-        example.replace('"XL"', '"S"')
-        .replace("32, 32", "4, 4")
-        .replace("classes=10", "classes=10, image_size=4"),
-        names,
-    )
+    exec(example.replace("32, 32", "4, 4").replace("classes=10", "classes=10, image_size=4"), names)
     assert names["model"].blocks[0].attention.router.projection.weight.grad.any()
