@@ -155,8 +155,7 @@ class HeadMixture(nn.Module):
         self.num_heads = num_heads
         self.names = (output, settings.queries if self.router.reads_queries else output)
         self.facts = (shared, active, SCALINGS.index(settings.scaling))
-        # not whole numbers, which an average of weights would round down
-        self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))
+        self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))  # averages cut integers
         self.collects = False  # whether `routing` is for the loss
         self.routing: Optional[Routing] = None
         self._gates: Optional[Tensor] = None  # [N, h], from the router to the output projection
@@ -211,8 +210,9 @@ class HeadMixture(nn.Module):
         if self.collects:
             if not torch.is_grad_enabled():
                 raise UserError(
-                    "Gradient checkpointing with use_reentrant=True would lose the gradient of the balance "
-                    'loss: give gradient_checkpointing_kwargs={"use_reentrant": False}, or balance=0.'
+                    "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm 1.0.31 no TIMM_REENTRANT_CKPT, '
+                    "or leave the loss out (balance=0)."
                 )
             self.routing = routing
 
