@@ -211,8 +211,8 @@ class HeadMixture(nn.Module):
             if not torch.is_grad_enabled():
                 raise UserError(
                     "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
-                    'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm 1.0.31 no TIMM_REENTRANT_CKPT, '
-                    "or leave the loss out (balance=0)."
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm (1.0.31) no '
+                    "TIMM_REENTRANT_CKPT, or leave the loss out (balance=0)."
                 )
             self.routing = routing
 
