@@ -37,7 +37,7 @@ FLOORS = (
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_ALONE = ("kernels", "attention", "feed_forward", "errors", "torch_compat")
 FAIRSEQ = ("fairseq", "omegaconf", "hydra")
-OTHERS = ("transformers", "accelerate", "peft")  # what the integrations are for
+OTHERS = ("transformers", "accelerate", "peft", "timm")  # what the integrations are for
 
 
 @functools.cache

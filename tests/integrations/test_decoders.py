@@ -170,7 +170,7 @@ def test_a_copy_has_mixtures_of_its_own(router):
 def test_layers_may_have_numbers_of_their_own(tmp_path):
     ids = tokens()
     model = to_mixture_of_heads(dense(), layers=[None, (3, 5)])
-    assert [each.sizes.tolist() for each in mixtures_of(model)] == [[3, 5]]
+    assert [each.sizes.tolist() for each in mixtures_of(model)] == [[3, 5, 1]]
     model.save_pretrained(tmp_path)
     found = reload(tmp_path)
     assert not hasattr(found.model.layers[0].self_attn, "mixture")
