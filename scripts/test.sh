@@ -43,7 +43,7 @@ else
 fi
 for script in scripts/*.sh data-prep/*.sh; do bash -n "$script"; done
 cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # nproc counts no more than OMP_NUM_THREADS
-workers=$((cores < 4 ? cores : 4))
+workers=$(((cores < 4 ? cores : 4) * 3 / 2)) # some tests wait for processes, signals, timeouts
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them
 unset PYTHONDONTWRITEBYTECODE # else each of the tests' commands compiles the plugin anew
 status=0

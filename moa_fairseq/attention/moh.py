@@ -145,7 +145,9 @@ class MixtureOfHeads(DenseHeadsAttention):
         """Every head for every token, weighted by zero where it was not chosen; weights of the slots."""
         batch, tgt_len, _ = call.x.shape
         queries = self.q_proj(rows) if queries is None else queries
-        heads, weights = self.attend(call, self.split(queries.view(batch, tgt_len, -1)), k, v)
+        heads, weights = self.attend(
+            call, self.split(queries.view(batch, tgt_len, self.num_heads * self.head_dim)), k, v
+        )
         if self.head_gate is not None:
             heads = self.head_gate(heads, call.x)
         # the gates by head, zero for heads that were not chosen
@@ -196,7 +198,7 @@ class MixtureOfHeads(DenseHeadsAttention):
             slots = (heads * gates).reshape(-1, active, dim)
             index = routing.expert_ids.unsqueeze(-1).expand_as(slots)
             every = slots.new_zeros(slots.size(0), self.num_heads, dim).scatter(1, index, slots)
-            result: Tensor = self.out_proj(every.view(batch, tgt_len, -1))
+            result: Tensor = self.out_proj(every.view(batch, tgt_len, self.num_heads * dim))
             return result
         width = shared * dim
         always = (heads[:, :, :shared] * gates[:, :, :shared]).reshape(batch, tgt_len, width)
