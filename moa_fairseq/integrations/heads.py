@@ -130,6 +130,12 @@ class HeadMixture(nn.Module):
                 f"shared_heads {shared} and active {active} do not fit {num_heads} heads: active counts the "
                 "shared heads too, and must be larger, unless all heads are shared."
             )
+        norms = [n for n, m in attention.named_children() if "Norm" in type(m).__name__ and n[0] not in "qkv"]
+        if norms or kind.startswith(("BitNet", "DiffLlama")):
+            raise UserError(
+                f"{kind} changes its heads between attention and {output} ({', '.join(norms) or 'by pairs'}), so "
+                "that what a gate would weight there is no head: leave such a model dense."
+            )
         self.width = _input_width(getattr(attention, output))
         if self.width % num_heads:
             raise UserError(
