@@ -64,9 +64,7 @@ class MixtureSettings:
         check_choice("scaling", settings.scaling, SCALINGS)
         whole = settings.shared_heads is not None and settings.active is not None
         if whole == (settings.layers is not None):
-            raise UserError(
-                "Give shared_heads and active for all layers alike, or layers with a pair for each."
-            )
+            raise UserError("Give shared_heads and active, or layers with a pair for each layer.")
         return settings
 
     def by_layer(self, layers: int) -> List[Optional[Sequence[int]]]:
@@ -133,14 +131,12 @@ class HeadMixture(nn.Module):
         norms = [n for n, m in attention.named_children() if "Norm" in type(m).__name__ and n[0] not in "qkv"]
         if norms or kind.startswith(("BitNet", "DiffLlama")):
             raise UserError(
-                f"{kind} changes its heads between attention and {output} ({', '.join(norms) or 'by pairs'}), so "
+                f"{kind} changes its heads before {output} ({', '.join(norms) or 'by pairs'}), so "
                 "that what a gate would weight there is no head: leave such a model dense."
             )
         self.width = _input_width(getattr(attention, output))
         if self.width % num_heads:
-            raise UserError(
-                f"{kind}.{output} reads {self.width} values, which {num_heads} heads cannot share."
-            )
+            raise UserError(f"{kind}.{output} reads {self.width} values: {num_heads} heads cannot share these.")
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
             if getattr(queries, "out_features", None) != self.width * (1 + 2 * (settings.queries == FUSED)):
