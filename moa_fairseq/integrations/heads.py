@@ -136,7 +136,7 @@ class HeadMixture(nn.Module):
             )
         self.width = _input_width(getattr(attention, output))
         if self.width % num_heads:
-            raise UserError(f"{kind}.{output} reads {self.width} values: {num_heads} heads cannot share these.")
+            raise UserError(f"{kind}.{output} reads {self.width} values, no multiple of {num_heads} heads.")
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
             if getattr(queries, "out_features", None) != self.width * (1 + 2 * (settings.queries == FUSED)):
