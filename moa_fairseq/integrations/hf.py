@@ -144,6 +144,8 @@ def mixture_class(base: Any) -> Any:
                 return super().forward(*args, **kwargs)
             with collect_routings(self) as routings:
                 out = super().forward(*args, **kwargs)
+            if not routings:  # every head is shared
+                return out
             loss = out[0]
             term = balance_loss(routings, given.get("attention_mask"), loss.device)
             loss = loss + beta * _share(labels, given.get("num_items_in_batch")).to(loss.device) * term

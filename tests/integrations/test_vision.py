@@ -229,6 +229,16 @@ def test_the_balance_is_of_every_token():
     assert all(each.router.projection.weight.grad.norm() > 0 for each in mixtures_of(model))
 
 
+def test_routings_are_there_after_the_block_without_gradients_too():
+    model = to_mixture_of_heads(timm.create_model("vit_tiny_patch16_224", depth=1).eval(), 1, 2)
+    with collect_routings(model) as routings, torch.no_grad():
+        model(torch.randn(1, 3, 224, 224))
+        with pytest.raises(UserError, match="has to end"):
+            balance_loss(routings)
+    (routing,) = routings
+    assert routing.expert_ids.shape == (197, 2) and (routing.expert_ids[:, 0] == 0).all()
+
+
 @routers
 def test_dropped_paths_and_tokens_train(router):
     model = mixture(router=router, drop_path_rate=0.5, patch_drop_rate=0.5, proj_drop_rate=0.1).train()
