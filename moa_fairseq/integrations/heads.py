@@ -64,9 +64,7 @@ class MixtureSettings:
         check_choice("scaling", settings.scaling, SCALINGS)
         whole = settings.shared_heads is not None and settings.active is not None
         if whole == (settings.layers is not None):
-            raise UserError(
-                "Give shared_heads and active for all layers alike, or layers with a pair for each."
-            )
+            raise UserError("Give shared_heads and active, or layers with a pair for each layer.")
         return settings
 
     def by_layer(self, layers: int) -> List[Optional[Sequence[int]]]:
@@ -104,8 +102,7 @@ class HeadMixture(nn.Module):
     Args:
         attention, output: the library's module, and the name of its output projection.
         model_dim, num_heads: C of its input, and h.
-        sizes: (h_s, h_s + K).
-        settings: of the model's mixtures.
+        sizes, settings: (h_s, h_s + K), and those of the model's mixtures.
 
     Raises:
         UserError: for impossible numbers of heads, or projections that do not fit them.
@@ -130,11 +127,15 @@ class HeadMixture(nn.Module):
                 f"shared_heads {shared} and active {active} do not fit {num_heads} heads: active counts the "
                 "shared heads too, and must be larger, unless all heads are shared."
             )
+        norms = [n for n, m in attention.named_children() if "Norm" in type(m).__name__ and n[0] not in "qkv"]
+        if norms or kind.startswith(("BitNet", "DiffLlama")):
+            raise UserError(
+                f"{kind} changes its heads before {output} ({', '.join(norms) or 'by pairs'}), so "
+                "that what a gate would weight there is no head: leave such a model dense."
+            )
         self.width = _input_width(getattr(attention, output))
         if self.width % num_heads:
-            raise UserError(
-                f"{kind}.{output} reads {self.width} values, which {num_heads} heads cannot share."
-            )
+            raise UserError(f"{kind}.{output} reads {self.width} values, no multiple of {num_heads} heads.")
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
             if getattr(queries, "out_features", None) != self.width * (1 + 2 * (settings.queries == FUSED)):
@@ -144,11 +145,8 @@ class HeadMixture(nn.Module):
                 )
             self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
         else:
-            options = MoHSettings(
-                moh_shared_heads=shared,
-                experts_per_token=active - shared,
-                moh_scaling=settings.scaling,
-            )
+            own = {"moh_shared_heads": shared, "experts_per_token": active - shared}
+            options = MoHSettings(moh_scaling=settings.scaling, **own)
             learned = SharedAndRoutedRouter(model_dim, num_heads, options)
             learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
             self.router = learned
@@ -208,7 +206,7 @@ class HeadMixture(nn.Module):
         routing = self.router(x)
         self._gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
         if self.collects:
-            if not torch.is_grad_enabled():
+            if self.training and not torch.is_grad_enabled():
                 raise UserError(
                     "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
                     'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm (1.0.31) no '
@@ -253,7 +251,7 @@ def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSe
 
 @contextlib.contextmanager
 def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
-    """Within the block the mixtures keep what they choose; at its end the list has it, by depth."""
+    """Within the block mixtures keep what their last forward pass chooses; at its end the list has it."""
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: List[Routing] = []
     for mixture in mixtures:
@@ -261,10 +259,9 @@ def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
     try:
         yield routings
     finally:
+        routings += [m.routing for m in mixtures if m.routing is not None]
         for mixture in mixtures:
             mixture.collects = False  # a checkpoint's second forward pass keeps nothing
-            if mixture.routing is not None:
-                routings.append(mixture.routing)
             mixture.routing = None
 
 
@@ -278,13 +275,16 @@ def balance_loss(
         mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
         device: of the result, [] (default: the last layer's).
     """
+    if not routings:
+        raise UserError(
+            "No routings: the block of collect_routings has to end first, and the model to choose."
+        )
     padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
-    device = device or (routings[-1].probs.device if routings else None)
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=device or routings[-1].probs.device)
     for routing in routings:
         if padding is not None and padding.numel() == routing.probs.size(0):
             routing = replace(routing, padding=padding.to(routing.probs.device))
-        total = total + head_balance_loss(routing).to(device)
+        total = total + head_balance_loss(routing).to(total.device)
     return total
 
 

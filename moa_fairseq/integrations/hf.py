@@ -76,9 +76,7 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     """Give each attention its mixture; raises UserError before it changes anything."""
     settings = MixtureSettings.of(config.moh)
     if config.is_encoder_decoder or config.get_text_config() is not config:
-        raise UserError(
-            f"{type(model).__name__} is no decoder of text alone: only those can be mixtures here."
-        )
+        raise UserError(f"{type(model).__name__} is no decoder of text alone: only those can be mixtures.")
     sizes = (config.hidden_size, config.num_attention_heads)
     found = []
     for module in model.modules():
@@ -146,6 +144,8 @@ def mixture_class(base: Any) -> Any:
                 return super().forward(*args, **kwargs)
             with collect_routings(self) as routings:
                 out = super().forward(*args, **kwargs)
+            if not routings:  # every head is shared
+                return out
             loss = out[0]
             term = balance_loss(routings, given.get("attention_mask"), loss.device)
             loss = loss + beta * _share(labels, given.get("num_items_in_batch")).to(loss.device) * term

@@ -28,13 +28,13 @@ from moa_fairseq.integrations.vision import to_mixture_of_heads
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = 8
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": HEADS, "num_classes": 5}
-# with a class token, a distillation token, registers; norms of queries, scaled heads; no class token, pooled
+# with a class token, a distillation token, registers; norms of queries; no class token, pooled
 KINDS = {
     "vit": ("vit_tiny_patch16_224", {}),
     "deit": ("deit_tiny_distilled_patch16_224", {}),
     "deit3": ("deit3_small_patch16_224", {}),
     "registers": ("vit_small_patch14_reg4_dinov2", {"num_classes": 5}),
-    "norms": ("vit_tiny_patch16_224", {"qk_norm": True, "scale_attn_norm": True}),
+    "norms": ("vit_tiny_patch16_224", {"qk_norm": True}),
     "pooled": ("vit_base_patch16_siglip_224", {}),
 }
 routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
@@ -229,6 +229,16 @@ def test_the_balance_is_of_every_token():
     assert all(each.router.projection.weight.grad.norm() > 0 for each in mixtures_of(model))
 
 
+def test_routings_are_there_after_the_block_without_gradients_too():
+    model = to_mixture_of_heads(timm.create_model("vit_tiny_patch16_224", depth=1).eval(), 1, 2)
+    with collect_routings(model) as routings, torch.no_grad():
+        model(torch.randn(1, 3, 224, 224))
+        with pytest.raises(UserError, match="has to end"):
+            balance_loss(routings)
+    (routing,) = routings
+    assert routing.expert_ids.shape == (197, 2) and (routing.expert_ids[:, 0] == 0).all()
+
+
 @routers
 def test_dropped_paths_and_tokens_train(router):
     model = mixture(router=router, drop_path_rate=0.5, patch_drop_rate=0.5, proj_drop_rate=0.1).train()
@@ -293,6 +303,7 @@ REFUSED = {
     "BEiT, whose attention has the same name": ("beit_base_patch16_224", {}, r"beit\.Attention"),
     "parallel blocks": ("vit_base_patch16_xp_224", {}, "no attention of its own"),
     "no attention": ("resnet18", {}, "no attention of its own"),
+    "a norm of all heads": ("vit_tiny_patch16_224", {}, "norm", {"scale_attn_norm": True}),
     "balance": ("vit_tiny_patch16_224", {"balance": 0.1}, "balance_loss"),
     "names": ("vit_tiny_patch16_224", {"queries": "q"}, "names"),
     "too many heads": ("vit_tiny_patch16_224", {"active": 4}, "do not fit 3 heads"),
@@ -307,9 +318,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_one_is_refused_and_unchanged(reason):
-    name, settings, why = REFUSED[reason]
+    name, settings, why, *changes = REFUSED[reason]
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, **dict(*changes))
     modules = [*model.modules()]
     with pytest.raises(UserError, match=why):
         to_mixture_of_heads(model, **{"shared_heads": 1, "active": 2, **settings})
