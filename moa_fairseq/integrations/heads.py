@@ -145,7 +145,7 @@ class HeadMixture(nn.Module):
                 )
             self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
         else:
-            own = {"moh_shared_heads": shared, "experts_per_token": active - shared}
+            own: Dict[str, Any] = {"moh_shared_heads": shared, "experts_per_token": active - shared}
             options = MoHSettings(moh_scaling=settings.scaling, **own)
             learned = SharedAndRoutedRouter(model_dim, num_heads, options)
             learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
