@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moa_fairseq.integrations import hf, vision
-from moa_fairseq.integrations.dit import MIXTURES, SIZES, DiT
+from moa_fairseq.integrations.dit import MIXTURES, DiT
 
 # Table 2: dense, MoH
 DIT = {"S": (33, 33), "B": (130, 131), "L": (458, 459), "XL": (675, 676)}
@@ -77,5 +77,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    assert DIT.keys() == SIZES.keys()
     print(table())
