@@ -5,6 +5,8 @@ All heads are computed, and the output of each is multiplied by its gate before 
 """
 
 import contextlib
+import math
+import re
 import sys
 from dataclasses import dataclass, replace
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -52,28 +54,37 @@ class MixtureSettings:
 
     @classmethod
     def of(cls, fields: Dict[str, Any]) -> "MixtureSettings":
-        """Raises UserError for a field that there is not, or a value that is none of its choices."""
+        """Raises UserError for a field that there is not, that is not read, or that has no such value."""
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         if unknown:
-            raise UserError(
-                f"The mixtures' settings have {', '.join(unknown)}, which this version does not know: take "
-                f"the version that wrote them, or leave it out of {', '.join(cls.__dataclass_fields__)}."
-            )
+            have = ", ".join(cls.__dataclass_fields__)
+            raise UserError(f"{', '.join(unknown)}: no setting of this version, whose settings are {have}.")
         settings = cls(**fields)
         check_choice("router", settings.router, ROUTERS)
         check_choice("scaling", settings.scaling, SCALINGS)
-        whole = settings.shared_heads is not None and settings.active is not None
-        if whole == (settings.layers is not None):
-            raise UserError("Give shared_heads and active, or layers with a pair for each layer.")
-        return settings
 
-    def by_layer(self, layers: int) -> List[Optional[Sequence[int]]]:
-        """(h_s, h_s + K) or None for each layer. Raises UserError if there are not so many layers."""
-        if self.layers is None:
-            return [(self.shared_heads or 0, self.active or 0)] * layers
-        if len(self.layers) != layers:
-            raise UserError(f"layers has {len(self.layers)} entries, but the model has {layers} attentions.")
-        return list(self.layers)
+        def whole(number: Any) -> bool:
+            return type(number) is int and number >= 0
+
+        def check(name: str, fits: Any, remedy: str) -> None:
+            if not fits:
+                raise UserError(f"{name}={getattr(settings, name)!r} does not fit: {remedy}.")
+
+        layers, beta, norms = settings.layers, settings.balance, settings.router == "query-norm"
+        pairs = [each for each in layers if each is not None] if isinstance(layers, (list, tuple)) else []
+        paired = all(isinstance(p, (list, tuple)) and len(p) == 2 and all(map(whole, p)) for p in pairs)
+        need = "give a list of (shared heads, active), at least one, or None for what stays dense"
+        check("layers", layers is None or (pairs and paired), need)
+        for name in ("shared_heads", "active"):
+            number = getattr(settings, name)
+            check(name, layers or whole(number), "give a whole number of heads, or layers in place of both")
+            check(name, number is None or not layers, "leave it out, or layers, which has the numbers")
+        check("balance", type(beta) in (int, float) and 0 <= beta < math.inf, "give a number from 0 up")
+        check("scaling", not norms or settings.scaling == cls.scaling, "query-norm has none: leave it out")
+        check("output", isinstance(settings.output, (str, type(None))), "give a name, or leave it out")
+        named = settings.queries == QUERIES or (norms and isinstance(settings.queries, str))
+        check("queries", named, "name what query-norm shall read, or leave it out")
+        return settings
 
 
 class RouterWeight(nn.Module):
@@ -98,26 +109,13 @@ class HeadMixture(nn.Module):
     Hooks on the attention read its input and follow projections that are replaced later, by adapters or by
     quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` is saved with the
     weights: a dense model which loads them has a key too many, and another mixture refuses them.
-
-    Args:
-        attention, output: the library's module, and the name of its output projection.
-        model_dim, num_heads: C of its input, and h.
-        sizes, settings: (h_s, h_s + K), and those of the model's mixtures.
-
-    Raises:
-        UserError: for impossible numbers of heads, or projections that do not fit them.
+    UserError is raised for impossible numbers of heads, or projections that do not fit them.
     """
 
     sizes: Tensor
 
     def __init__(
-        self,
-        attention: nn.Module,
-        model_dim: int,
-        num_heads: int,
-        sizes: Sequence[int],
-        output: str,
-        settings: MixtureSettings,
+        self, attention: Any, model_dim: int, num_heads: int, sizes: Any, output: str, settings: Any
     ):
         super().__init__()
         shared, active = sizes
@@ -133,15 +131,25 @@ class HeadMixture(nn.Module):
                 f"{kind} changes its heads before {output} ({', '.join(norms) or 'by pairs'}), so "
                 "that what a gate would weight there is no head: leave such a model dense."
             )
-        self.width = _input_width(getattr(attention, output))
-        if self.width % num_heads:
+        projection = getattr(attention, output)
+        shape = getattr(getattr(projection, "weight", None), "shape", (0, 0))  # Conv1D names no features
+        self.width = getattr(projection, "in_features", shape[0])
+        to = getattr(projection, "out_features", shape[-1])
+        if settings.output and (re.match(r"w?[qkv]|.*_[qkv]$", output, re.I) or to != model_dim):
+            raise UserError(
+                f"output={output!r} does not fit: in {kind} it maps no heads to {model_dim} values. Name "
+                "what does, or leave it out."
+            )
+        if not self.width or self.width % num_heads:
             raise UserError(f"{kind}.{output} reads {self.width} values, no multiple of {num_heads} heads.")
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
-            if getattr(queries, "out_features", None) != self.width * (1 + 2 * (settings.queries == FUSED)):
+            wide = self.width * (1 + 2 * (settings.queries == FUSED))
+            other = re.match("w?[kv]|.*_[kv]$", settings.queries, re.I)
+            if other or settings.queries == output or getattr(queries, "out_features", None) != wide:
                 raise UserError(
-                    f"{kind} has no projection {settings.queries} of the queries alone, {self.width} wide: "
-                    'take router="learned", or name that projection with queries=.'
+                    f"queries={settings.queries!r} does not fit: {kind} has no such projection to queries, "
+                    f'{self.width} wide. Give its name, or take router="learned".'
                 )
             self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
         else:
@@ -154,9 +162,9 @@ class HeadMixture(nn.Module):
         self.names = (output, settings.queries if self.router.reads_queries else output)
         self.facts = (shared, active, SCALINGS.index(settings.scaling))
         self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))  # averages cut integers
-        self.collects = False  # whether `routing` is for the loss
-        self.routing: Optional[Routing] = None
+        self.collectors: Tuple[_Kept, ...] = ()  # of the blocks of `collect_routings` around
         self._gates: Optional[Tensor] = None  # [N, h], from the router to the output projection
+        self._input: Optional[Tensor] = None  # of the attention
         self._projections: Tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
         self._hooks: List[Any] = []
 
@@ -195,8 +203,9 @@ class HeadMixture(nn.Module):
         ):
             self._follow(attention)
         self._gates = None
+        self._input = kwargs.get("hidden_states", args[0] if args else None)
         if not self.router.reads_queries:
-            self._route(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+            self._route(self._input)
 
     def _read_queries(self, projection: nn.Module, args: Tuple[Any, ...], queries: Tensor) -> None:
         self._route(queries[..., : self.width])
@@ -205,18 +214,25 @@ class HeadMixture(nn.Module):
         """Choose heads by x, [..., C] or the queries [..., h·D]."""
         routing = self.router(x)
         self._gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
-        if self.collects:
+        recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
+        if self.collectors and not recomputes:
             if self.training and not torch.is_grad_enabled():
                 raise UserError(
                     "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
                     'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm (1.0.31) no '
                     "TIMM_REENTRANT_CKPT, or leave the loss out (balance=0)."
                 )
-            self.routing = routing
+            for kept in self.collectors:
+                kept.last = (routing, kept.last)
 
     def _weight_heads(self, projection: nn.Module, args: Tuple[Any, ...]) -> Tuple[Any, ...]:
         """Multiply the heads [..., h·D], which the output projection is about to read, by their gates."""
         heads, *rest = args
+        if heads is self._input:
+            raise UserError(
+                f"output={self.names[0]!r} reads no heads, but what its attention reads: convert the dense "
+                "model anew, with the name of the output projection."
+            )
         if self._gates is None or heads.size(-1) != self.width:
             raise UserError(
                 f"{self.names[0]} reads {heads.size(-1)} of its heads' {self.width} values, or its attention "
@@ -224,12 +240,12 @@ class HeadMixture(nn.Module):
                 "modules_to_save) do not combine with mixtures of heads."
             )
         gates = self._gates.to(heads.dtype).view(*heads.shape[:-1], self.num_heads, 1)
-        self._gates = None  # nothing stays on a module: a copy of it would fail
+        self._gates = self._input = None  # nothing stays on a module: a copy of it would fail
         return ((heads.unflatten(-1, (self.num_heads, -1)) * gates).flatten(-2), *rest)
 
     def _after(self, attention: nn.Module, args: Tuple[Any, ...], output: Any) -> None:
-        if self._gates is not None:
-            self._gates = None
+        if self._input is not None:
+            self._gates = self._input = None
             raise UserError(
                 f"{type(attention).__name__} passed over its {self.names[0]}, so that its heads were not "
                 "weighted: switch off the fused kernels or the patch that replaces the call."
@@ -238,8 +254,11 @@ class HeadMixture(nn.Module):
 
 def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
     """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
-    mixtures = []
-    for (attention, output, width, heads), sizes in zip(attentions, settings.by_layer(len(attentions))):
+    mixtures, count = [], len(attentions)
+    by_layer = settings.layers or [(settings.shared_heads, settings.active)] * count
+    if len(by_layer) != count:
+        raise UserError(f"layers={by_layer} does not fit: give {count} entries, one for each attention.")
+    for (attention, output, width, heads), sizes in zip(attentions, by_layer):
         if sizes is not None:
             made = HeadMixture(attention, width, heads, sizes, output, settings)
             mixtures.append((attention, made.to(getattr(attention, output).weight.device, dtype)))
@@ -249,20 +268,30 @@ def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSe
         torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
 
 
+class _Kept:  # a list would be a guard of torch.compile, which would compile anew for each length
+    last: Tuple[Any, Any] = (None, None)  # the last routing, and the same of those before it
+
+
 @contextlib.contextmanager
 def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
-    """Within the block mixtures keep what their last forward pass chooses; at its end the list has it."""
+    """At the end of the block the list has what its forward passes chose: pass by pass, by depth in each.
+
+    What a checkpoint computes again is not in it. Blocks may be nested: each collects all.
+    """
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: List[Routing] = []
-    for mixture in mixtures:
-        mixture.collects = True
+    kept = _Kept()
+    for each in mixtures:
+        each.collectors += (kept,)
     try:
         yield routings
     finally:
-        routings += [m.routing for m in mixtures if m.routing is not None]
-        for mixture in mixtures:
-            mixture.collects = False  # a checkpoint's second forward pass keeps nothing
-            mixture.routing = None
+        for each in mixtures:
+            each.collectors = each.collectors[:-1]
+        routing, before = kept.last
+        while before:
+            routings.insert(0, routing)
+            routing, before = before
 
 
 def balance_loss(
@@ -276,9 +305,7 @@ def balance_loss(
         device: of the result, [] (default: the last layer's).
     """
     if not routings:
-        raise UserError(
-            "No routings: the block of collect_routings has to end first, and the model to choose."
-        )
+        raise UserError("No routings: let the block of collect_routings end first, and the model choose.")
     padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
     total = torch.zeros((), device=device or routings[-1].probs.device)
     for routing in routings:
@@ -286,9 +313,3 @@ def balance_loss(
             routing = replace(routing, padding=padding.to(routing.probs.device))
         total = total + head_balance_loss(routing).to(total.device)
     return total
-
-
-def _input_width(projection: nn.Module) -> int:
-    """How many values a linear map reads; transformers' Conv1D has no in_features."""
-    width = getattr(projection, "in_features", None)
-    return int(projection.get_parameter("weight").size(0) if width is None else width)

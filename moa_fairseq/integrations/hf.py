@@ -13,14 +13,8 @@ from typing import Any, Dict, Optional
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moa_fairseq.errors import UserError
@@ -49,15 +43,14 @@ def to_mixture_of_heads(
     kind = base.__name__
     if isinstance(getattr(model, "config", None), _MixtureConfig):
         raise UserError(f"{kind} is a mixture of heads already: load the dense model, and convert that.")
-    if not isinstance(model, PreTrainedModel) or not _is_causal_lm(base):
-        raise UserError(
-            f"{kind} is no class that AutoModelForCausalLM loads: give such a model itself, before peft, "
-            "torch.compile or another wrapper takes it."
-        )
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"{kind} is no model of transformers: give that, before a wrapper has it.")
+    if not _is_causal_lm(base):
+        alone = type(model.config) in CAUSAL and not model.config.is_encoder_decoder
+        remedy = "load it with AutoModelForCausalLM" if alone else "leave it dense"
+        raise UserError(f"{kind} is no causal language model, which alone can be a mixture: {remedy}.")
     if (getattr(model, "tp_size", None) or 1) > 1:
-        raise UserError(
-            f"{kind} is spread by tensor parallelism, where no rank has all heads: load it without."
-        )
+        raise UserError(f"{kind} is spread by tensor parallelism: load it on one device.")
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
     mixture = mixture_class(base)
     config = copy.deepcopy(model.config)  # other models may share the old one
@@ -77,18 +70,25 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     settings = MixtureSettings.of(config.moh)
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise UserError(f"{type(model).__name__} is no decoder of text alone: only those can be mixtures.")
-    sizes = (config.hidden_size, config.num_attention_heads)
-    found = []
-    for module in model.modules():
-        if "Attention" in type(module).__name__:
-            names = (settings.output,) if settings.output else OUTPUTS
-            found += [(module, name, *sizes) for name in names if hasattr(module, name)][:1]
-    depth = config.num_hidden_layers
-    if not found or (len(found) != depth and settings.layers is None):
+    kind, heads = type(model).__name__, getattr(config, "num_attention_heads", None)
+    attentions = {path: m for path, m in model.named_modules() if "Attention" in type(m).__name__}
+    if not attentions or heads is None:
+        raise UserError(f"{kind} has no attention with heads, which a mixture is made of: leave it dense.")
+    names, found = (settings.output,) if settings.output else OUTPUTS, []
+    for module in attentions.values():
+        own = getattr(module, "num_heads", heads)  # Bart's config tells the encoder's alone
+        found += [(module, name, config.hidden_size, own) for name in names if hasattr(module, name)][:1]
+    if not found:
+        parts = {name for m in attentions.values() for name, _ in m.named_children()}
         raise UserError(
-            f"{type(model).__name__} has {depth} layers, but {len(found)} attentions with an output "
-            "projection of a known name: give that name as output=, or, where some layers have no attention, "
-            "layers= with a pair of numbers for each attention."
+            f"{kind} has no {' or '.join(names)} in its attentions, but {', '.join(sorted(parts))}: give the "
+            "output projection's name as output, or leave the model dense if it is none of these."
+        )
+    depth, count = config.num_hidden_layers, len(found)
+    if count != depth and settings.layers is None:
+        raise UserError(
+            f"{kind} has {depth} layers, but {count} attentions ({', '.join([*attentions][:2])} …): in place "
+            f"of shared_heads and active give layers, {count} entries of (shared heads, active) or None."
         )
     install(found, settings, model.dtype)
 
@@ -99,19 +99,12 @@ class _MixtureConfig:
 
 def _is_causal_lm(base: Any) -> bool:
     config = getattr(base, "config_class", None)
-    return config in MODEL_FOR_CAUSAL_LM_MAPPING and MODEL_FOR_CAUSAL_LM_MAPPING[config] is base
+    return config in CAUSAL and CAUSAL[config] is base
 
 
 @functools.cache
 def mixture_class(base: Any) -> Any:
-    """The class of base's mixtures, known to AutoModelForCausalLM.
-
-    Args:
-        base: a class such as LlamaForCausalLM.
-
-    Returns:
-        Its subclass, such as MoHLlamaForCausalLM, with a config_class such as MoHLlamaConfig.
-    """
+    """The class of base's mixtures, as MoHLlamaForCausalLM of LlamaForCausalLM, known to the Auto classes."""
     base_config: Any = base.config_class
     names = list(inspect.signature(base.forward).parameters)[1:]
 
@@ -146,9 +139,11 @@ def mixture_class(base: Any) -> Any:
                 out = super().forward(*args, **kwargs)
             if not routings:  # every head is shared
                 return out
-            loss = out[0]
-            term = balance_loss(routings, given.get("attention_mask"), loss.device)
-            loss = loss + beta * _share(labels, given.get("num_items_in_batch")).to(loss.device) * term
+            loss, items = out[0], given.get("num_items_in_batch")
+            term = beta * balance_loss(routings, given.get("attention_mask"), loss.device)
+            if items is not None:  # Trainer adds up micro-batches, each divided by the number of all labels
+                term = term * (labels[..., 1:].ne(_IGNORED).sum() / items).to(loss.device)
+            loss = loss + term
             if isinstance(out, tuple):
                 return (loss, *out[1:])
             out.loss = loss
@@ -161,31 +156,14 @@ def mixture_class(base: Any) -> Any:
     AutoModelForCausalLM.register(Config, Model, exist_ok=True)
     # Trainer's label smoothing shifts the labels of the classes named here alone
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[Config.model_type] = Model.__name__
-    _convert_checkpoints_alike(base_config.model_type, Config.model_type)
-    return Model
-
-
-def _share(labels: Tensor, items: Any) -> Tensor:
-    """The micro-batch's share of an update's labels, [].
-
-    Trainer gives their number, num_items_in_batch, and adds up the losses of the micro-batches. Each of these
-    is the sum over its own labels, but for the first of a row, divided by that number.
-    """
-    if items is None:
-        return torch.ones(())
-    share: Tensor = labels[..., 1:].ne(_IGNORED).sum() / items
-    return share
-
-
-def _convert_checkpoints_alike(model_type: str, moh_type: str) -> None:
-    """transformers 5 stacks the experts' matrices of a checkpoint by its table of model types."""
-    try:
+    try:  # transformers 5 stacks the experts' matrices of a checkpoint by a table of model types
         from transformers import conversion_mapping as table
-    except ImportError:  # before 5
-        return
-    rules = table.get_checkpoint_conversion_mapping(model_type)
+    except ImportError:
+        return Model
+    rules = table.get_checkpoint_conversion_mapping(base_config.model_type)
     if rules is not None:
-        table.register_checkpoint_conversion_mapping(moh_type, rules, overwrite=True)
+        table.register_checkpoint_conversion_mapping(Config.model_type, rules, overwrite=True)
+    return Model
 
 
 def _register(model_type: str) -> None:
@@ -194,7 +172,7 @@ def _register(model_type: str) -> None:
     class Later:
         @classmethod
         def from_dict(cls, config_dict: Dict[str, Any], **kwargs: Any) -> Any:
-            base = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+            base = CAUSAL[CONFIG_MAPPING[model_type]]
             return mixture_class(base).config_class.from_dict(config_dict, **kwargs)
 
     AutoConfig.register("moh_" + model_type, Later, exist_ok=True)
@@ -207,8 +185,8 @@ for _model_type in tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
 def __getattr__(name: str) -> Any:
     """The class MoH<Name>, which a pickle asks for before anything has made it."""
     base = getattr(transformers, name[len(_PREFIX) :], None) if name.startswith(_PREFIX) else None
-    if base in MODEL_FOR_CAUSAL_LM_MAPPING:  # a config
-        base = MODEL_FOR_CAUSAL_LM_MAPPING[base]
+    if base in CAUSAL:  # a config
+        base = CAUSAL[base]
     if not _is_causal_lm(base):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     mixture_class(base)

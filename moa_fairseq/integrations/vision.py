@@ -4,6 +4,7 @@
 a model that the same call has made. The training loop adds `heads.balance_loss`.
 """
 
+from dataclasses import replace
 from typing import Any, Optional
 
 from torch import nn
@@ -18,8 +19,6 @@ except RuntimeError as error:  # operator torchvision::nms does not exist
         f"timm cannot be imported ({error}): torchvision is built for another torch. For a CPU: pip install "
         "--force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu"
     ) from error
-
-NAMES = {"output": "proj", "queries": FUSED}
 
 
 def to_mixture_of_heads(
@@ -39,12 +38,12 @@ def to_mixture_of_heads(
         UserError: for a model that cannot be one, which is then unchanged.
     """
     kind, modules = type(model).__name__, [*model.modules()]
-    if others := settings.keys() & {"balance", *NAMES}:
+    for name in sorted(settings.keys() & {"balance", "output", "queries"}):
         raise UserError(
-            f"{', '.join(others)}: a model of timm has no loss, and one table of names. Add "
-            "0.01 * heads.balance_loss(routings) to the loss; heads.collect_routings finds them."
+            f"{name}={settings[name]!r}: timm's models have no loss, and one table of names. Leave it out, "
+            "and add 0.01 * heads.balance_loss(routings) to the loss; heads.collect_routings finds them."
         )
-    chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings, **NAMES})
+    chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
     if HeadMixture in map(type, modules):
         raise UserError(f"{kind} is a mixture of heads already: make the dense model, and convert that.")
     kinds = {type(module) for module in modules if "Att" in type(module).__name__}
@@ -58,5 +57,5 @@ def to_mixture_of_heads(
         )
     found: Any = [module for module in modules if type(module) is Attention]
     sizes = [(each, "proj", each.qkv.in_features, each.num_heads) for each in found]
-    install(sizes, chosen, found[0].proj.weight.dtype)
+    install(sizes, replace(chosen, queries=FUSED), found[0].proj.weight.dtype)
     return model

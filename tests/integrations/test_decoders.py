@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from integrations.tiny_models import (
 )
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.integrations.heads import collect_routings
 from moa_fairseq.integrations.hf import to_mixture_of_heads
 
 EVERY = [(kind, "learned") for kind in KINDS] + [(kind, "query-norm") for kind in SEPARATE]
@@ -94,8 +96,9 @@ def test_what_is_no_head_before_the_output_projection_is_refused(kind):
     assert type(model).__name__ == f"{kind}ForCausalLM" and not mixtures_of(model)
 
 
-@routers
-@pytest.mark.parametrize("scaling", ("paper", "released"))
+@pytest.mark.parametrize(
+    "router, scaling", [("query-norm", "released"), ("learned", "released"), ("learned", "paper")]
+)
 def test_a_layer_is_the_sum_of_equation_4(router, scaling):
     model, ids = mixture(router=router, scaling=scaling), tokens()
     attention = model.model.layers[0].self_attn
@@ -235,15 +238,13 @@ def test_qwen3_chooses_before_its_norm_of_queries():
     attention = model.model.layers[0].self_attn
     attention.q_proj.register_forward_hook(lambda module, args, out: norms.update(before=out))
     attention.q_norm.register_forward_hook(lambda module, args, out: norms.update(after=out))
-    chosen = mixtures_of(model)[0]
-    chosen.collects = True
-    with torch.enable_grad():
+    with collect_routings(model) as routings:
         model(ids)
     before = norms["before"].view(-1, HEADS, 4).norm(dim=-1)
     after = norms["after"].reshape(-1, HEADS, 4).norm(dim=-1)
     assert (before.std(1) / before.mean(1)).min() > 0.05 > (after.std(1) / after.mean(1)).max()
     wanted = before[:, 2:].topk(3).indices.sort().values + 2
-    assert torch.equal(chosen.routing.expert_ids[:, 2:].sort().values, wanted)
+    assert torch.equal(routings[0].expert_ids[:, 2:].sort().values, wanted)
 
 
 def neox():
@@ -254,53 +255,139 @@ def twice():
     return mixture()
 
 
+def alone():
+    return dense(**ALONE)
+
+
+def tiny(name, **sizes):
+    """A model of a few weights, of a kind that is no mixture."""
+    import transformers
+
+    config, kind = (getattr(transformers, name + end) for end in ("Config", "ForCausalLM"))
+    return kind(config(vocab_size=9, num_hidden_layers=2, **sizes)).eval()
+
+
+BY_LAYER = {"shared_heads": None, "active": None}
+# the models and the settings, and what the sentence has to name
 REFUSED = {
-    "already": (twice, {}),
-    "no causal language model": (lambda: dense().model, {}),
-    "another module": (lambda: torch.nn.Linear(2, 2), {}),
-    "fused queries": (neox, {"router": "query-norm"}),
-    "no such output": (dense, {"output": "nothing"}),
-    "no such queries": (dense, {"queries": "nothing"}),
-    "too many shared": (dense, {"shared_heads": 9, "active": 9}),
-    "none routed": (dense, {"shared_heads": 4, "active": 4}),
-    "more than there are": (dense, {"active": 9}),
-    "both": (dense, {"layers": [(2, 5)] * 2}),
-    "neither": (dense, {"active": None}),
-    "too few layers": (dense, {"shared_heads": None, "active": None, "layers": [(2, 5)]}),
-    "unknown router": (dense, {"router": "norm"}),
-    "unknown scaling": (dense, {"scaling": "none"}),
+    "already": (twice, {}, "already"),
+    "no causal language model": (lambda: dense().model, {}, "AutoModelForCausalLM"),
+    "another module": (lambda: torch.nn.Linear(2, 2), {}, "no model of transformers"),
+    "Mamba": (lambda: tiny("Mamba", hidden_size=8, state_size=2), {}, "MambaForCausalLM has no attention"),
+    "RWKV": (lambda: tiny("Rwkv", hidden_size=8), {}, "RwkvForCausalLM has no attention"),
+    "fused queries": (neox, {"router": "query-norm"}, "queries='q_proj'"),
+    "no such output": (dense, {"output": "nothing"}, "nothing .*o_proj, q_proj"),
+    "no module": (dense, {"output": "training"}, "output='training'"),
+    "no projection": (lambda: dense("qwen3"), {"output": "q_norm"}, "output='q_norm'"),
+    "queries as output": (alone, {"output": "q_proj"}, "output='q_proj'"),
+    "keys as output": (dense, {"output": "k_proj"}, "output='k_proj'"),
+    "values as output": (alone, {"output": "v_proj"}, "output='v_proj'"),
+    "all three as output": (
+        lambda: dense("gpt2"),
+        {"output": "c_attn", "router": "learned"},
+        "output='c_attn'",
+    ),
+    "no such queries": (dense, {"queries": "nothing"}, "queries='nothing'"),
+    "keys as queries": (alone, {"queries": "k_proj"}, "queries='k_proj'"),
+    "values as queries": (alone, {"queries": "v_proj"}, "queries='v_proj'"),
+    "output as queries": (alone, {"queries": "o_proj"}, "queries='o_proj'"),
+    "queries not read": (dense, {"queries": "q", "router": "learned"}, "queries='q'"),
+    "no name of queries": (dense, {"queries": None}, "queries=None"),
+    "no name of output": (dense, {"output": 3}, "output=3"),
+    "too many shared": (dense, {"shared_heads": 9, "active": 9}, "shared_heads 9"),
+    "none routed": (dense, {"shared_heads": 4, "active": 4}, "active 4"),
+    "more than there are": (dense, {"active": 9}, "active 9"),
+    "both": (dense, {"layers": [(2, 5)] * 2}, "shared_heads=2"),
+    "one of both": (dense, {"layers": [(2, 5)] * 2, "shared_heads": None}, "active=5"),
+    "neither": (dense, {"active": None}, "active=None"),
+    "too few layers": (dense, {**BY_LAYER, "layers": [(2, 5)]}, r"layers=\[\(2, 5\)\] .*2 entries"),
+    "unknown router": (dense, {"router": "norm"}, "norm"),
+    "unknown scaling": (dense, {"scaling": "none"}, "none"),
+    "scaling not read": (dense, {"scaling": "paper"}, "scaling='paper'"),
+    "unknown setting": (dense, {"heads": 2}, "heads"),
 }
+for name in BY_LAYER:
+    for value in (True, 4.0, "4", -1):
+        REFUSED[f"{name} {value!r}"] = (dense, {name: value}, f"{name}={value!r} .*whole number")
+for value in (-1, -0.1, float("nan"), float("inf"), "0.1", True, None):
+    REFUSED[f"balance {value!r}"] = (dense, {"balance": value}, f"balance={value!r} .*number")
+for value in (
+    [4, 6, 7],
+    [None] * 2,
+    [],
+    5,
+    "25",
+    [(2, 5, 1)] * 2,
+    [(2.0, 5)] * 2,
+    [(2, True)] * 2,
+    {0: (2, 5)},
+):
+    settings = {**BY_LAYER, "layers": value}
+    REFUSED[f"layers {value}"] = (dense, settings, re.escape(f"layers={value!r} ") + ".*list")
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_one_is_refused_and_unchanged(reason):
-    make, settings = REFUSED[reason]
+    make, settings, named = REFUSED[reason]
     model = make()
     modules, kind = [*model.modules()], type(model)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=named):
         to_mixture_of_heads(model, **{"shared_heads": 2, "active": 5, **settings})
     assert type(model) is kind and [*model.modules()] == modules
     assert not any(each._forward_pre_hooks for each in modules) or reason == "already"
 
 
-@pytest.mark.parametrize("kind", ("vision", "encoder-decoder"))
-def test_other_models_are_refused(kind):
-    if kind == "vision":
-        if VERSION < (4, 52):
-            pytest.skip("Gemma3ForConditionalGeneration is no AutoModelForCausalLM there")
-        import transformers
+def test_what_reads_no_heads_is_refused_at_its_first_call():
+    """By a name that says nothing: a gate of the heads, as large as the output projection."""
+    model = dense(**ALONE)
+    for layer in model.model.layers:
+        layer.self_attn.gate = layer.self_attn.v_proj
+    to_mixture_of_heads(model, 2, 5, output="gate")
+    with pytest.raises(UserError, match="output='gate'"):
+        logits(model, tokens())
 
-        text = {**KINDS["gemma3"][1]}
-        vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28})
-        model = transformers.Gemma3ForConditionalGeneration(config)
-    else:
-        from transformers import T5Config, T5ForConditionalGeneration
 
-        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
-        model = T5ForConditionalGeneration(T5Config(**sizes))
+def test_models_with_images_are_refused():
+    if VERSION < (4, 52):
+        pytest.skip("Gemma3ForConditionalGeneration is no AutoModelForCausalLM there")
+    import transformers
+
+    text = {**KINDS["gemma3"][1]}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28})
     with pytest.raises(UserError):
+        to_mixture_of_heads(transformers.Gemma3ForConditionalGeneration(config), 1, 2)
+
+
+BART = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4}
+BART.update(decoder_attention_heads=8, decoder_ffn_dim=16, encoder_ffn_dim=16, vocab_size=50)
+
+
+@pytest.mark.parametrize("kind", ("T5", "Bart"))
+def test_encoder_decoders_stay_dense(kind):
+    import transformers
+
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+    config = getattr(transformers, kind + "Config")(**(sizes if kind == "T5" else BART))
+    model = getattr(transformers, kind + "ForConditionalGeneration")(config)
+    with pytest.raises(UserError, match="leave it dense"):
         to_mixture_of_heads(model, 1, 2)
+
+
+def test_the_remedy_for_barts_decoder_is_true():
+    """Two attentions a layer; its config has the encoder's number of heads."""
+    from transformers import BartConfig, BartForCausalLM
+
+    torch.manual_seed(0)
+    model, ids = BartForCausalLM(BartConfig(init_std=0.3, **BART)).double().eval(), tokens()
+    with pytest.raises(UserError, match="layers, 4 entries"):
+        to_mixture_of_heads(model, 2, 5)
+    wanted = logits(model, ids)
+    few = to_mixture_of_heads(copy.deepcopy(model), layers=[(2, 5)] * 4)
+    assert [each.num_heads for each in mixtures_of(few)] == [8] * 4
+    assert (logits(few, ids) - wanted).abs().max() > 1e-3
+    for layers in ([(2, 8)] * 4, [(2, 8), None] * 2):
+        close(logits(to_mixture_of_heads(copy.deepcopy(model), layers=layers), ids), wanted)
 
 
 def test_the_mixture_is_in_the_mode_of_its_attention():

@@ -12,7 +12,7 @@ from integrations.tiny_models import HEADS, dense, mixture, mixtures_of, tokens
 from transformers import Trainer, TrainingArguments
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.integrations.heads import collect_routings
+from moa_fairseq.integrations.heads import balance_loss, collect_routings
 
 routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
 SHARED, ACTIVE = 2, 5
@@ -67,6 +67,68 @@ def test_the_loss_has_the_balance_of_the_real_tokens(router):
     assert model.eval()(**batch).loss == plain.eval()(**batch).loss
 
 
+def assert_routings(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted):
+        assert torch.equal(one.expert_ids, other.expert_ids)
+        torch.testing.assert_close(one.probs, other.probs, rtol=0, atol=1e-12)
+
+
+def collected(model, *passes, **inputs):
+    with collect_routings(model) as routings:
+        for ids in passes:
+            model(ids, **inputs)
+    return routings
+
+
+@routers
+@pytest.mark.parametrize("mode", ("train", "eval", "no_grad"))
+@pytest.mark.filterwarnings("ignore:no labels")
+def test_a_block_keeps_every_forward_pass_in_order(router, mode):
+    model, passes = (
+        mixture(router=router).train(mode == "train"),
+        [tokens(seed=s, length=5 + s) for s in range(3)],
+    )
+    with torch.set_grad_enabled(mode != "no_grad"):
+        apart = [collected(model, ids) for ids in passes]
+        together = collected(model, *passes)
+    assert_routings(together, [each for some in apart for each in some])
+    assert [each.probs.size(0) for each in together] == [10, 10, 12, 12, 14, 14]
+    total = sum(balance_loss(each) for each in apart)
+    torch.testing.assert_close(balance_loss(together), total, rtol=1e-6, atol=0)
+
+
+@routers
+def test_a_block_keeps_each_step_of_generation(router):
+    model, ids = mixture(router=router), tokens(1, 6)
+    with collect_routings(model) as routings:
+        out = model.generate(ids, max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert [each.probs.size(0) for each in routings] == [6, 6, 1, 1, 1, 1]
+    for whole, steps in zip(collected(model, out[:, :-1]), (routings[::2], routings[1::2])):
+        assert torch.equal(
+            whole.expert_ids.sort().values, torch.cat([s.expert_ids for s in steps]).sort().values
+        )
+
+
+@routers
+def test_a_block_has_nothing_twice(router):
+    """Neither what a checkpoint computes again, nor what the training loss's own block collects."""
+    model, batches = mixture(router=router, balance=1.0).train(), [padded(length=length) for length in (9, 8)]
+    lists, losses = [], []
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with collect_routings(model) as routings, collect_routings(model) as inner:
+            for batch in batches:  # gradients add up
+                losses.append(model(**batch).loss)
+                losses[-1].backward()
+        lists += [routings, inner]
+    for each in lists:
+        assert_routings(each, lists[0])
+    assert [each.probs.size(0) for each in lists[0]] == [18, 18, 16, 16]
+    assert losses[:2] == losses[2:]
+
+
 @routers
 def test_gradients_reach_what_chooses(router):
     """Without the balance loss, too: gates of 1 pass the gradient of the probabilities."""
@@ -112,7 +174,7 @@ def test_checkpointing_is_exact_or_refused(router):
     model(**batch).loss.backward()
     assert_same(gradients(model), wanted)
     for each in mixtures_of(copy.deepcopy(model)):  # which a tensor of the graph would not let be copied
-        assert each.routing is None and each._gates is None
+        assert not each.collectors and each._gates is None and each._input is None
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     with pytest.raises(UserError, match="use_reentrant"):
