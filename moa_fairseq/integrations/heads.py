@@ -269,7 +269,8 @@ def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSe
 
 
 class _Kept:  # a list would be a guard of torch.compile, which would compile anew for each length
-    last: Tuple[Any, Any] = (None, None)  # the last routing, and the same of those before it
+    def __init__(self) -> None:
+        self.last: Any = (None, None)  # the last routing, and the same of those before it
 
 
 @contextlib.contextmanager
