@@ -164,7 +164,7 @@ class HeadMixture(nn.Module):
         self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))  # averages cut integers
         self.collectors: Tuple[_Kept, ...] = ()  # of the blocks of `collect_routings` around
         self._gates: Optional[Tensor] = None  # [N, h], from the router to the output projection
-        self._input: Optional[Tensor] = None  # of the attention
+        self._input: Any = None  # of the attention
         self._projections: Tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
         self._hooks: List[Any] = []
 
@@ -255,7 +255,7 @@ class HeadMixture(nn.Module):
 def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
     """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
     mixtures, count = [], len(attentions)
-    by_layer = settings.layers or [(settings.shared_heads, settings.active)] * count
+    by_layer: Any = settings.layers or [(settings.shared_heads, settings.active)] * count
     if len(by_layer) != count:
         raise UserError(f"layers={by_layer} does not fit: give {count} entries, one for each attention.")
     for (attention, output, width, heads), sizes in zip(attentions, by_layer):
