@@ -76,7 +76,7 @@ def _install(model: PreTrainedModel, config: Any) -> None:
         raise UserError(f"{kind} has no attention with heads, which a mixture is made of: leave it dense.")
     names, found = (settings.output,) if settings.output else OUTPUTS, []
     for module in attentions.values():
-        own = getattr(module, "num_heads", heads)  # Bart's config tells the encoder's alone
+        own = getattr(module, "num_heads", heads)  # Laguna's differ; Bart's config has the encoder's
         found += [(module, name, config.hidden_size, own) for name in names if hasattr(module, name)][:1]
     if not found:
         parts = {name for m in attentions.values() for name, _ in m.named_children()}
