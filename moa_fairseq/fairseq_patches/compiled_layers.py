@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import logging
 from typing import Any, Callable, Dict, Optional, Set
 
@@ -29,6 +30,8 @@ HELP = (
 LAYERS = (TransformerEncoderLayerBase, TransformerDecoderLayerBase)
 _TEST = "fairseq_patches/test_compiled_layers.py::"
 _FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+# What a layer's forward takes beside x, in order: an encoder's, a decoder's
+_NAMES = [list(inspect.signature(kind.forward).parameters)[2:] for kind in LAYERS]
 _MOST_GRAPHS = 64  # of all layers: kinds, precisions and batches of one sentence or one token
 # Section and name of a setting → why it does not go with compiled layers
 _REFUSED = {
@@ -156,32 +159,32 @@ class _Compiled:
 
     def __call__(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         kind = type(layer)
+        options.update(zip(_NAMES[isinstance(layer, TransformerDecoderLayerBase)], args))
         trains = layer.training and torch.is_grad_enabled() and options.get("incremental_state") is None
         if not trains or kind in self.failed:
-            return kind.forward(layer, x, *args, **options)
+            return kind.forward(layer, x, **options)
         try:
             # a graph is for one layout: the first layer gets another, and a mask is a part of a larger one
-            given = {name: _dense(value) for name, value in options.items() if value is not None}
+            given = {name: _dense(value) for name, value in options.items()}
             _pad_both(x, given)
-            inputs = (_dense(x), *map(_dense, args))
             if hasattr(layer, "whole"):
-                return layer.compiled(self.run_whole, options, inputs, given)
-            return self.run(layer, inputs, given)
+                return layer.compiled(self.run_whole, options.get("self_attn_mask"), _dense(x), given)
+            return self.run(layer, _dense(x), given)
         except _FAILURES as error:
             self.failed.add(kind)
             _warn(f"{kind.__name__} cannot be compiled, and runs as without the flag", error)
-            return kind.forward(layer, x, *args, **options)
+            return kind.forward(layer, x, **options)
 
     def __deepcopy__(self, memo: Any) -> "_Compiled":
         return self  # the code is no layer's own
 
 
-def _forward(layer: Any, inputs: Any, options: Any) -> Any:
-    return _first_dense(type(layer).forward(layer, *inputs, **options))
+def _forward(layer: Any, x: Tensor, options: Any) -> Any:
+    return _first_dense(type(layer).forward(layer, x, **options))
 
 
-def _whole(layer: Any, context: Any, inputs: Any, options: Any) -> Any:
-    out, routings = layer.whole(context, *inputs, **options)
+def _whole(layer: Any, context: Any, x: Tensor, options: Any) -> Any:
+    out, routings = layer.whole(context, x, **options)
     return _first_dense(out), routings
 
 
@@ -198,8 +201,8 @@ def _pad_both(x: Tensor, options: Dict[str, Any]) -> None:
     """Where source or target have padding both get a mask: two graphs of a decoder's layer instead of four."""
     memory = options.get("encoder_out")
     masks = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
-    if memory is None or not any(name in options for name in masks):
+    if memory is None or all(options.get(name) is None for name in masks):
         return
     for name, tokens in masks.items():
-        if name not in options:
+        if options.get(name) is None:
             options[name] = torch.zeros(tokens.shape[1::-1], dtype=torch.bool, device=x.device)

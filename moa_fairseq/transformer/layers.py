@@ -67,29 +67,30 @@ class MixtureFeedForward(Extended):
         self._sums += 1
         return self.shortcuts[self._sums - 1](x, residual)
 
-    def compiled(
-        self, run: Callable[..., Any], given: Dict[str, Any], inputs: Any, options: Dict[str, Any]
-    ) -> Any:
+    def compiled(self, run: Callable[..., Any], mask: Any, x: Tensor, options: Dict[str, Any]) -> Any:
         """This layer's forward by the compiled `whole`.
 
         Args:
-            run: calls `whole` of a layer with a context, inputs and options.
-            given: the options as the decoder gave them.
-            inputs, options: what `forward` takes.
+            run: calls `whole` of a layer with a context, x and options.
+            mask: that of the self-attention as the decoder made it, which options have in another layout.
+            x, options: what `forward` takes.
         """
-        context, mask = current_context(), given.get("self_attn_mask")
+        context = current_context()
         is_causal = mask is not None and mask is context.causal_mask
-        changes = {"causal_mask": options["self_attn_mask"] if is_causal else None, "routings": ()}
-        out, routings = run(self, dataclasses.replace(context, **changes), inputs, options)
+        # whether there is padding would make two graphs, and a mask costs little in one
+        own = dataclasses.replace(
+            context, causal_mask=options["self_attn_mask"] if is_causal else None, unpadded=False, routings=()
+        )
+        out, routings = run(self, own, x, options)
         for module, routing in routings:
             context.record(module, routing)
         return out
 
-    def whole(self, context: ForwardContext, *inputs: Any, **options: Any) -> Any:
+    def whole(self, context: ForwardContext, x: Tensor, **options: Any) -> Any:
         """forward with nothing but what is given: its output, and the routings with their modules."""
         routings: List[Any] = []
         with forward_context(**{**vars(context), "routings": (routings,)}):
-            out = type(self).forward(self, *inputs, **options)  # type: ignore[call-arg]
+            out = type(self).forward(self, x, **options)  # type: ignore[call-arg]
         return out, routings
 
     @own_random_numbers()
