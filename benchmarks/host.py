@@ -10,7 +10,7 @@ torch.compile, with dynamic shapes and whole graphs. graph: forward and backward
 of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode "reduce-overhead"). decode:
 host time, launches and Python calls of a step of beam search.
 
-This package's layers cannot be compiled whole as they are: `compiled` and `overhead` record the reason. They
+Layers are compiled as by `fairseq-train --compile-layers`. The records of an H200 are older than that flag: they
 were measured at 2c0a964 with results/host/layers-compiled.diff applied.
 """
 
@@ -26,39 +26,14 @@ import torch
 from _bench import arguments, take_turns
 from _models import BATCH, MINIATURE, PAIRS, SMALL_BATCH, build, criterion, sentences, vocabulary
 from generation import LENGTH, translate
-from torch import nn
 from training import host_waits
 
+from moa_fairseq.fairseq_patches.compiled_layers import compile_layers
 from moa_fairseq.recipes.hardware import detect_hardware
 from moa_fairseq.recipes.result import commit, versions
 
-torch._dynamo.config.specialize_float = True  # a dropout is a number, not an input of the graph
-torch._dynamo.config.recompile_limit = 64  # models of several sizes share the code of their layers
 SENTENCES = 16  # that are translated at once
 Call = Callable[[], Any]
-
-
-def compile_layers(model: nn.Module, backend: str, mode: str) -> None:
-    """Replace each layer of the encoder and decoder by its compiled self."""
-    for part in (model.encoder, model.decoder):
-        for layer in part.layers:
-            name = "compute" if hasattr(layer, "compute") else "forward"
-            options = {"mode": mode} if mode else {}
-            run = torch.compile(
-                getattr(layer, name), dynamic=True, fullgraph=True, backend=backend, **options
-            )
-            setattr(layer, name, of_one_layout(run))
-
-
-def of_one_layout(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph is of one layout of its inputs: fairseq's first layer gets another, and masks are slices."""
-
-    def call(x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if named.get("self_attn_mask") is not None:
-            named["self_attn_mask"] = named["self_attn_mask"].contiguous().detach()
-        return run(x.contiguous(), *rest, **named)
-
-    return call
 
 
 class Candidate:
@@ -68,7 +43,7 @@ class Candidate:
         self.model = build(arch, words, args.device, args.torch_dtype).train()
         self.loss_of = criterion(arch, words)
         if compiled:
-            compile_layers(self.model, args.backend, mode)
+            compile_layers(self.model, args.backend, mode or None)
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=1e-6, betas=(0.9, 0.98), fused=args.device == "cuda"
         )

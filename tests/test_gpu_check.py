@@ -66,8 +66,9 @@ def test_the_order_and_the_one_folder(check, tmp_path):
     caches, commands = {note.rsplit("|", 1)[0] for note in notes}, [note.rsplit("|", 1)[1] for note in notes]
     tests = tmp_path / "project" / "runs" / "gpu_check-cuda-checkpoints" / "triton"
     assert caches == {f"{each}|{tmp_path}/out/cache" for each in (f"{tmp_path}/out/cache/triton", tests)}
-    marks = ("validate --device cuda --dtypes bfloat16 float16", "attention.py", "sdpa.py", "/kernels.py")
-    marks += ("--stage prepare", "train.seed=3", "/training.py", "generation.py", "dtypes float32")
+    marks = ("--steps eager", "--steps overhead", "/training.py --device cuda --compiled")
+    marks += ("validate --device cuda --dtypes bfloat16 float16", "attention.py", "sdpa.py", "/kernels.py")
+    marks += ("--stage prepare", "train.seed=3", "/training.py --device cuda --output", "generation.py", "dtypes float32")
     places = [next(i for i, command in enumerate(commands) if mark in command) for mark in marks]
     assert places == sorted(places)
     benchmarks = [command for command in commands if command.startswith("benchmarks/")]

@@ -88,10 +88,8 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
             reasons["--" + name.replace("_", "-")] = reason
     if cfg.distributed_training.ddp_backend == "fully_sharded":
         reasons["--ddp-backend fully_sharded"] = "it takes a layer's weights away between two passes"
-    if getattr(task, "draws_experts", False):
-        reasons[f"--task {cfg.task._name} (with --bcd none it does not)"] = (
-            "coordinate descent has heads drawn for each layer by its name"
-        )
+    if getattr(task, "alternates", False):
+        reasons["--bcd alternate"] = "experts are drawn for each layer by its name (--bcd none draws none)"
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
     foreign = any("forward" in vars(layer) and not hasattr(layer, "whole") for layer in layers)
     if foreign and getattr(cfg.model, "checkpoint_activations", False):
