@@ -46,16 +46,16 @@ _REFUSED = {
 }
 
 
-@patch("fairseq.options:get_training_parser", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
-def offer_compiled_layers(get_training_parser: Callable, *args: Any, **options: Any) -> argparse.ArgumentParser:
-    """fairseq cannot compile a model."""
-    parser: argparse.ArgumentParser = get_training_parser(*args, **options)
-    parser.add_argument(FLAG, action="store_true", help=HELP)
-    return parser
+@patch("fairseq.options:add_optimization_args", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
+def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
+    """fairseq cannot compile a model. (The plugin is imported while the parser is made, by its first part.)"""
+    group = add(parser)
+    group.add_argument(FLAG, action="store_true", help=HELP)
+    return group
 
 
 @patch(
-    "fairseq.dataclass.utils:convert_namespace_to_omegaconf",
+    "fairseq.dataclass.utils, fairseq_cli.*:convert_namespace_to_omegaconf",
     _TEST + "test_the_flag_reaches_the_trainer_of_any_model",
 )
 def hand_on_compiled_layers(convert: Callable, args: argparse.Namespace) -> Any:
@@ -115,8 +115,9 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _warn(what: str, error: Exception) -> None:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = " ".join(lines[:3])[:600]
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    at_fault = [line for line in lines if "error:" in line.lower()]  # a compiler's, below its long command
+    reason = " ".join((lines[:2] + at_fault[:2]) if at_fault else lines[:3])
     logger.warning(f"{FLAG}: {what}: {type(error).__name__}: {reason}")
 
 

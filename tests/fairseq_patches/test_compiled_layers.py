@@ -32,7 +32,7 @@ FAMILIES = {
     "moa": ("moa_transformer_tiny", *SPARSE),
     "moa, K = E": ("moa_transformer_tiny", "--num-experts", 2, "--experts-per-token", 2),
     "moa, bias rate, sigma-MoE": ("moa_transformer_tiny", *SPARSE, "--routing-bias-rate", 0.1, *SIGMA),
-    "mae": ("mae_transformer_tiny",),
+    "mae": ("mae_transformer_tiny", "--gate-dropout", 0),
     "moh": ("moh_transformer_tiny", *HEADS),
     "gqe": ("gqe_transformer_tiny",),
     "namoh": ("namoh_transformer_tiny",),
@@ -211,7 +211,11 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_why(monkeypatch, caplog)
 
 @pytest.mark.parametrize(
     ("arch", "task"),
-    [("moa_transformer_tiny", "translation"), ("transformer", "translation"), ("transformer_lm", "language_modeling")],
+    [
+        ("moa_transformer_tiny", "translation"),
+        ("transformer", "translation"),
+        ("transformer_lm", "language_modeling"),
+    ],
 )
 def test_the_flag_reaches_the_trainer_of_any_model(arch, task):
     for flags, expected in (((), False), (("--compile-layers",), True)):
@@ -255,4 +259,8 @@ def test_a_model_without_layers_is_refused_and_so_are_fairseqs_checkpoints():
     flags = ("--checkpoint-activations",)
     with pytest.raises(UserError, match="--checkpoint-activations"):
         check(settings(model__checkpoint_activations=True), SimpleNamespace(), build("transformer", *flags))
-    check(settings(model__checkpoint_activations=True), SimpleNamespace(), build("dense_transformer_tiny", *flags))
+    check(
+        settings(model__checkpoint_activations=True),
+        SimpleNamespace(),
+        build("dense_transformer_tiny", *flags),
+    )
