@@ -10,8 +10,8 @@ torch.compile, with dynamic shapes and whole graphs. graph: forward and backward
 of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode "reduce-overhead"). decode:
 host time, launches and Python calls of a step of beam search.
 
-Layers are compiled as by `fairseq-train --compile-layers`. The records of an H200 are older than that flag: they
-were measured at 2c0a964 with results/host/layers-compiled.diff applied.
+Layers are compiled as by `fairseq-train --compile-layers`. The records of an H200 are older than that flag:
+they were measured at 2c0a964 with results/host/layers-compiled.diff applied.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """--compile-layers: the layers of a Transformer are compiled by torch, each kind once, for training alone.
 
-Equal layers share their code, for any batch: sizes are inputs of a graph. What is no part of a layer (embeddings,
-losses, the optimiser) stays as it is, and so do validation and generation.
+Equal layers share their code, for any batch: sizes are inputs of a graph. What is no part of a layer
+(embeddings, losses, the optimiser) stays as it is, and so do validation and generation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moa_fairseq.fairseq_patches.table import patch
 logger = logging.getLogger(__name__)
 FLAG = "--compile-layers"
 HELP = (
-    "compile the layers of a Transformer with torch.compile for training: the first updates take minutes longer, "
-    "and all others less of the host's time; dropout draws other numbers"
+    "compile the layers of a Transformer with torch.compile for training: the first updates take minutes "
+    "longer, and all others less of the host's time; dropout draws other numbers"
 )
 LAYERS = (TransformerEncoderLayerBase, TransformerDecoderLayerBase)
 _TEST = "fairseq_patches/test_compiled_layers.py::"
@@ -48,7 +48,7 @@ _REFUSED = {
 
 @patch("fairseq.options:add_optimization_args", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
 def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
-    """fairseq cannot compile a model. (The plugin is imported while the parser is made, by its first part.)"""
+    """fairseq cannot compile a model. (This plugin is imported by what makes the parser's first part.)"""
     group = add(parser)
     group.add_argument(FLAG, action="store_true", help=HELP)
     return group
@@ -94,8 +94,8 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
     foreign = any("forward" in vars(layer) and not hasattr(layer, "whole") for layer in layers)
     if foreign and getattr(cfg.model, "checkpoint_activations", False):
         reasons["--checkpoint-activations"] = (
-            "fairseq's own way to it runs layers without a graph; --arch dense_transformer_base and others of "
-            "this package have torch's"
+            "fairseq's own way to it runs layers without a graph; --arch dense_transformer_base and others "
+            "of this package have torch's"
         )
     if not layers:
         reasons[f"--arch {getattr(cfg.model, 'arch', cfg.model._name)}"] = "it has no layer of a Transformer"
@@ -174,7 +174,7 @@ class _Compiled:
             _warn(f"{kind.__name__} cannot be compiled, and runs as without the flag", error)
             return kind.forward(layer, x, **options)
 
-    def __deepcopy__(self, memo: Any) -> "_Compiled":
+    def __deepcopy__(self, memo: Any) -> _Compiled:
         return self  # the code is no layer's own
 
 
@@ -197,7 +197,7 @@ def _dense(value: Any) -> Any:
 
 
 def _pad_both(x: Tensor, options: Dict[str, Any]) -> None:
-    """Where source or target have padding both get a mask: two graphs of a decoder's layer instead of four."""
+    """Where source or target have padding both get a mask: a decoder's layer has two graphs then, not four."""
     memory = options.get("encoder_out")
     masks = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
     if memory is None or all(options.get(name) is None for name in masks):
