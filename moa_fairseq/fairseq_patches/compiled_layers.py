@@ -197,7 +197,7 @@ def _dense(value: Any) -> Any:
 
 
 def _pad_both(x: Tensor, options: Dict[str, Any]) -> None:
-    """Where source or target have padding both get a mask: a decoder's layer has two graphs then, not four."""
+    """Where source or target have padding both get a mask: a decoder has two graphs then, not four."""
     memory = options.get("encoder_out")
     masks = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
     if memory is None or all(options.get(name) is None for name in masks):
