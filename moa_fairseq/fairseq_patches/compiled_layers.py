@@ -13,7 +13,6 @@ import logging
 from typing import Any, Callable, Dict, Optional, Set
 
 import torch
-import torch._dynamo
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from omegaconf import open_dict
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ HELP = (
 )
 LAYERS = (TransformerEncoderLayerBase, TransformerDecoderLayerBase)
 _TEST = "fairseq_patches/test_compiled_layers.py::"
-_FAILURES = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
 # What a layer's forward takes beside x, in order: an encoder's, a decoder's
 _NAMES = [list(inspect.signature(kind.forward).parameters)[2:] for kind in LAYERS]
 _MOST_GRAPHS = 64  # of all layers: kinds, precisions and batches of one sentence or one token
@@ -133,7 +131,9 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: Optional[s
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
     config.optimize_ddp = False  # a layer is smaller than what DistributedDataParallel sends at once
     # a backward pass that cannot be compiled shows in the forward pass, where there is another way
-    torch._functorch.config.force_non_lazy_backward_lowering = True
+    functorch: Any = torch._functorch.config
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        functorch.force_non_lazy_backward_lowering = True
     shared = _Compiled(backend, mode)
     for layer in model.modules():
         if isinstance(layer, LAYERS):
@@ -155,6 +155,8 @@ class _Compiled:
         self.run = torch.compile(_forward, dynamic=True, fullgraph=True, backend=backend, mode=mode)
         self.run_whole = torch.compile(_whole, dynamic=True, fullgraph=True, backend=backend, mode=mode)
         self.failed: Set[type] = set()
+        errors = torch._dynamo.exc  # loaded here: that takes seconds, and most commands compile nothing
+        self.failures = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
 
     def __call__(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         kind = type(layer)
@@ -169,7 +171,7 @@ class _Compiled:
             if hasattr(layer, "whole"):
                 return layer.compiled(self.run_whole, options.get("self_attn_mask"), _dense(x), given)
             return self.run(layer, _dense(x), given)
-        except _FAILURES as error:
+        except self.failures as error:
             self.failed.add(kind)
             _warn(f"{kind.__name__} cannot be compiled, and runs as without the flag", error)
             return kind.forward(layer, x, **options)
