@@ -69,6 +69,8 @@ setup(
         "fairseq": ["ve-fairseq==0.12.3"],
         # moa_fairseq.integrations.hf; transformers 5 cannot be imported beside fairseq's torchaudio
         "hf": ["transformers>=4.48,<6", "accelerate>=1.1"],
+        # moa_fairseq.integrations.vision; timm's torchvision has to be built for the same torch
+        "vision": ["timm>=1.0.9,<2"],
         "triton": ["triton>=3.1; platform_system == 'Linux'"],
         "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
     },

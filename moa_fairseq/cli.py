@@ -88,7 +88,8 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
     )
-    named = next(iter(argv[2:] if argv[:1] == ["--user-dir"] else argv), None)
+    words = argv[2:] if argv[:1] == ["--user-dir"] else argv
+    named = next((word for word in words if not word.startswith("-")), None)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
     for verb, (module_name, summary) in VERBS.items():
         subparser = verbs.add_parser(verb, help=summary)

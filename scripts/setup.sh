@@ -4,8 +4,8 @@
 #   bash scripts/setup.sh              in .venv of this project, or in the active virtual environment
 #   PYTHON=python3.12 bash scripts/setup.sh
 #   bash scripts/setup.sh --integrations
-#                                      transformers without fairseq, in .venv-integrations: transformers 5 cannot be
-#                                      imported beside the torchaudio that fairseq brings.
+#                                      transformers and timm without fairseq, in .venv-integrations: transformers 5
+#                                      cannot be imported beside the torchaudio that fairseq brings.
 #                                      TRANSFORMERS="transformers==4.48.3" asks for another version.
 #
 # A torch that is already there is kept (that of the Python it is made with is shared, in a virtual environment
@@ -43,7 +43,19 @@ if [ "${1:-}" = "--integrations" ]; then
     # shellcheck disable=SC2086  # an option and its value
     "$python" -m pip install --quiet --disable-pip-version-check $words || fail "pip could not install $words."
   done
-  ln -sfn "$root/moa_fairseq" "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/moa_fairseq"
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  # The package index's torchvision is built for CUDA. Beside another torch its operators are not there, and without
+  # their names neither timm nor transformers can be imported. Nothing here calls them.
+  if ! (cd / && "$python" -c 'import torchvision') 2>/dev/null; then
+    { echo 'import torch'
+      echo 'named = torch.library.Library("torchvision", "DEF")'
+      for name in nms qnms; do
+        echo "named.define('$name(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')"
+      done
+      cat "$site/torchvision/__init__.py"; } > "$venv/torchvision.py"
+    mv "$venv/torchvision.py" "$site/torchvision/__init__.py"
+  fi
+  ln -sfn "$root/moa_fairseq" "$site/moa_fairseq"
   printf '%s' "$wanted" > "$venv/.moa_fairseq_setup"
   echo "setup.sh: ready. Activate it with: source $venv/bin/activate"
   exit 0

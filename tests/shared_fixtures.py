@@ -75,14 +75,11 @@ class Composer:
         return cfg
 
 
-_COMPOSER = Composer()
-
-
-def settings_of(args):
-    """What fairseq's commands make of their flags."""
+@pytest.fixture(scope="session", autouse=True)
+def _composer():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataclass_utils, "compose", _COMPOSER)
-        return dataclass_utils.convert_namespace_to_omegaconf(args)
+        patch.setattr(dataclass_utils, "compose", Composer())
+        yield
 
 
 class Fairseq:
@@ -280,7 +277,7 @@ def build_trainer(toy_data):
         base += ["--num-workers", 0]
         words = [str(word) for word in (*base, *model, *flags)]
         args = options.parse_args_and_arch(options.get_training_parser(), words)
-        cfg = settings_of(args)
+        cfg = dataclass_utils.convert_namespace_to_omegaconf(args)
         cfg.common.update(common)
         task = tasks.setup_task(cfg.task)
         trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))

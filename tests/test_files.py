@@ -1,5 +1,6 @@
 """Half a file never takes a name that could be mistaken for a result."""
 
+import contextlib
 import errno
 import math
 import os
@@ -14,8 +15,14 @@ from fairseq import checkpoint_utils
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.checkpoint_files import save_checkpoint
 from moa_fairseq.files import atomic_write
-from moa_fairseq.json_files import is_number
+from moa_fairseq.json_files import NUMBER, check_kinds, is_number
 from moa_fairseq.running.process import Executor, locked
+
+
+@pytest.mark.parametrize("mapping, holds", [({}, False), ({"score": None}, False), ({"score": 0}, True)])
+def test_a_required_key_that_is_null_is_missing(mapping, holds):
+    with contextlib.nullcontext() if holds else pytest.raises(UserError, match="lacks score"):
+        check_kinds(mapping, {"score": NUMBER}, "x.json", "", required=("score",))
 
 
 def names(folder):

@@ -325,7 +325,8 @@ def test_losses_and_speeds_that_are_no_numbers(tmp_path, capsys):
     summary = summarise(tmp_path / "train.jsonl")
     assert (summary["updates"], summary["epochs"], summary["valid_ppl"]) == (6, 2, None)
     json.dumps(summary, allow_nan=False)
-    (tmp_path / "scores.json").write_text('{"lm_ppl": {"score": Infinity}, "multi_bleu": {"score": 1e999}}')
+    scores = '{"lm_ppl": {"score": Infinity, "sd": NaN}, "multi_bleu": {"score": 1e999}}'
+    (tmp_path / "scores.json").write_text(scores)
     assert flat_metrics(read_scores(tmp_path / "scores.json")) == {"lm_ppl": None, "multi_bleu": None}
 
 

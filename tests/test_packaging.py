@@ -66,8 +66,8 @@ def test_the_commit_hook_has_the_same_ruff():
 
 def test_what_the_integrations_are_tested_with_is_what_they_ask_for():
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", text("scripts/requirements-integrations.txt"), re.M))
-    (asked,) = re.findall(r'"hf": \[(.*?)\]', text("setup.py"))
-    for words in re.findall(r'"(.*?)"', asked):
+    asked, *others = re.findall(r'"(?:hf|vision)": \[(.*?)\]', text("setup.py"))
+    for words in re.findall(r'"(.*?)"', " ".join([asked, *others])):
         requirement = Requirement(words)
         assert requirement.specifier.contains(pins[requirement.name])
     oldest = re.search(r"transformers==(\S+)\.\n", text("scripts/requirements-integrations.txt"))[1]

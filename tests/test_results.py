@@ -111,3 +111,11 @@ def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
     signature = run["metrics"].get("sacrebleu_signature")
     if signature and load_recipe(config).data.lowercase:
         assert "case:lc" in signature and "tok:none" in signature
+
+
+def test_a_studys_commands_are_not_of_one_machine():
+    files = [*(RESULTS / "studies").rglob("*.json")]
+    found = [
+        file.name for file in files if re.search(r"[ '=]/(?!tmp/)\w+/", file.read_text(encoding="utf-8"))
+    ]
+    assert files and not found

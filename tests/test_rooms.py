@@ -4,9 +4,10 @@
 """
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
-from typing import Dict, Iterator, Set, Tuple
+from typing import Dict, Iterator, List, Set, Tuple
 
 import pytest
 
@@ -36,11 +37,16 @@ FLOORS = (
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_ALONE = ("kernels", "attention", "feed_forward", "errors", "torch_compat")
 FAIRSEQ = ("fairseq", "omegaconf", "hydra")
-OTHERS = ("transformers", "accelerate", "peft")  # what the integrations are for
+OTHERS = ("transformers", "accelerate", "peft", "timm")  # what the integrations are for
 
 
-def imports() -> Iterator[Tuple[str, int, str]]:
+@functools.cache
+def imports() -> List[Tuple[str, int, str]]:
     """(file, line, imported module) of every import in the package."""
+    return list(_imports())
+
+
+def _imports() -> Iterator[Tuple[str, int, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moa_fairseq.cli import main
+from moa_fairseq.cli import build_parser, main
 from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -25,6 +25,12 @@ def start(fairseq):
 @pytest.fixture
 def moa_fairseq(fairseq):
     return lambda *args: fairseq("moa", "--user-dir", TOY, *args, env={"PYTHONPATH": str(ROOT)}).stdout
+
+
+@pytest.mark.parametrize("plugin", [[], ["--user-dir", "folder"], ["--user-dir=folder"]])
+def test_the_verb_is_found_after_the_plugin(plugin):
+    argv = [*plugin, "complexity", "--arch", ARCH]
+    assert build_parser(argv).parse_args(argv).arch == ARCH
 
 
 @pytest.mark.slow

@@ -145,13 +145,15 @@ class MixtureOfHeads(DenseHeadsAttention):
         """Every head for every token, weighted by zero where it was not chosen; weights of the slots."""
         batch, tgt_len, _ = call.x.shape
         queries = self.q_proj(rows) if queries is None else queries
-        heads, weights = self.attend(call, self.split(queries.view_as(call.x)), k, v)
+        heads, weights = self.attend(
+            call, self.split(queries.view(batch, tgt_len, self.num_heads * self.head_dim)), k, v
+        )
         if self.head_gate is not None:
             heads = self.head_gate(heads, call.x)
         # the gates by head, zero for heads that were not chosen
         gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
         gates = gates.to(heads.dtype).view(batch, tgt_len, self.num_heads, 1)
-        out = self.out_proj((heads.transpose(1, 2) * gates).reshape(batch, tgt_len, self.embed_dim))
+        out = self.out_proj((heads.transpose(1, 2) * gates).flatten(2))
         if weights is not None:
             index = routing.expert_ids.view(batch, tgt_len, self.active_heads, 1).transpose(1, 2)
             weights = weights.gather(1, index.expand(-1, -1, -1, weights.size(-1)))
@@ -196,7 +198,7 @@ class MixtureOfHeads(DenseHeadsAttention):
             slots = (heads * gates).reshape(-1, active, dim)
             index = routing.expert_ids.unsqueeze(-1).expand_as(slots)
             every = slots.new_zeros(slots.size(0), self.num_heads, dim).scatter(1, index, slots)
-            result: Tensor = self.out_proj(every.view(batch, tgt_len, self.embed_dim))
+            result: Tensor = self.out_proj(every.view(batch, tgt_len, self.num_heads * dim))
             return result
         width = shared * dim
         always = (heads[:, :, :shared] * gates[:, :, :shared]).reshape(batch, tgt_len, width)
@@ -258,7 +260,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         return {
             "router": queries * self.router.projection.weight.numel() if learned else 0,
             "projections": queries * self.embed_dim * self.head_dim * (asked + working)
-            + keys * inputs * self.embed_dim,
+            + keys * inputs * self.num_heads * self.head_dim,
         }
 
     def macs(self, queries: int, keys: int) -> Dict[str, int]:

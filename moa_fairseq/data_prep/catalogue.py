@@ -202,7 +202,8 @@ class Dataset:
 
 
 def _table() -> Dict[str, Any]:
-    return yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
+    return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,6 +5,7 @@ All heads are computed, and the output of each is multiplied by its gate before 
 """
 
 import contextlib
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -20,7 +21,7 @@ from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.torch_compat import full_precision
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
-QUERIES = "q_proj"
+QUERIES, FUSED = "q_proj", "qkv"  # of queries; of [q | k | v], as timm has it
 
 
 @dataclass
@@ -63,9 +64,7 @@ class MixtureSettings:
         check_choice("scaling", settings.scaling, SCALINGS)
         whole = settings.shared_heads is not None and settings.active is not None
         if whole == (settings.layers is not None):
-            raise UserError(
-                "Give shared_heads and active for all layers alike, or layers with a pair for each."
-            )
+            raise UserError("Give shared_heads and active, or layers with a pair for each layer.")
         return settings
 
     def by_layer(self, layers: int) -> List[Optional[Sequence[int]]]:
@@ -98,15 +97,12 @@ class HeadMixture(nn.Module):
 
     Hooks on the attention read its input and follow projections that are replaced later, by adapters or by
     quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` is saved with the
-    weights, so that a dense model which loads them has a key too many.
+    weights: a dense model which loads them has a key too many, and another mixture refuses them.
 
     Args:
-        attention: the library's module.
-        model_dim: C, of its input.
-        num_heads: h.
-        sizes: (h_s, h_s + K).
-        output: the name of its output projection.
-        settings: of the model's mixtures.
+        attention, output: the library's module, and the name of its output projection.
+        model_dim, num_heads: C of its input, and h.
+        sizes, settings: (h_s, h_s + K), and those of the model's mixtures.
 
     Raises:
         UserError: for impossible numbers of heads, or projections that do not fit them.
@@ -131,36 +127,47 @@ class HeadMixture(nn.Module):
                 f"shared_heads {shared} and active {active} do not fit {num_heads} heads: active counts the "
                 "shared heads too, and must be larger, unless all heads are shared."
             )
+        norms = [n for n, m in attention.named_children() if "Norm" in type(m).__name__ and n[0] not in "qkv"]
+        if norms or kind.startswith(("BitNet", "DiffLlama")):
+            raise UserError(
+                f"{kind} changes its heads before {output} ({', '.join(norms) or 'by pairs'}), so "
+                "that what a gate would weight there is no head: leave such a model dense."
+            )
         self.width = _input_width(getattr(attention, output))
         if self.width % num_heads:
-            raise UserError(
-                f"{kind}.{output} reads {self.width} values, which {num_heads} heads cannot share."
-            )
+            raise UserError(f"{kind}.{output} reads {self.width} values, no multiple of {num_heads} heads.")
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
-            if queries is None or getattr(queries, "out_features", None) != self.width:
+            if getattr(queries, "out_features", None) != self.width * (1 + 2 * (settings.queries == FUSED)):
                 raise UserError(
                     f"{kind} has no projection {settings.queries} of the queries alone, {self.width} wide: "
                     'take router="learned", or name that projection with queries=.'
                 )
             self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
         else:
-            options = MoHSettings(
-                moh_shared_heads=shared,
-                experts_per_token=active - shared,
-                moh_scaling=settings.scaling,
-            )
+            own: Dict[str, Any] = {"moh_shared_heads": shared, "experts_per_token": active - shared}
+            options = MoHSettings(moh_scaling=settings.scaling, **own)
             learned = SharedAndRoutedRouter(model_dim, num_heads, options)
             learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
             self.router = learned
         self.num_heads = num_heads
         self.names = (output, settings.queries if self.router.reads_queries else output)
-        self.register_buffer("sizes", torch.tensor([shared, active]))
+        self.facts = (shared, active, SCALINGS.index(settings.scaling))
+        self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))  # averages cut integers
         self.collects = False  # whether `routing` is for the loss
         self.routing: Optional[Routing] = None
         self._gates: Optional[Tensor] = None  # [N, h], from the router to the output projection
         self._projections: Tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
         self._hooks: List[Any] = []
+
+    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "sizes")
+        if saved is not None and not saved.is_meta and tuple(saved.float().round().tolist()) != self.facts:
+            raise UserError(
+                f"{prefix[:-1]} was saved with shared_heads, active and place of scaling in {SCALINGS} = "
+                f"{saved.tolist()}, but has {[*self.facts]}: call to_mixture_of_heads with what was saved."
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def attach(self, attention: nn.Module) -> None:
         """Make it a part of the attention, with its hooks."""
@@ -192,17 +199,18 @@ class HeadMixture(nn.Module):
             self._route(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
     def _read_queries(self, projection: nn.Module, args: Tuple[Any, ...], queries: Tensor) -> None:
-        self._route(queries)
+        self._route(queries[..., : self.width])
 
     def _route(self, x: Tensor) -> None:
         """Choose heads by x, [..., C] or the queries [..., h·D]."""
         routing = self.router(x)
         self._gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
         if self.collects:
-            if not torch.is_grad_enabled():
+            if self.training and not torch.is_grad_enabled():
                 raise UserError(
-                    "Gradient checkpointing with use_reentrant=True would lose the gradient of the balance "
-                    'loss: give gradient_checkpointing_kwargs={"use_reentrant": False}, or balance=0.'
+                    "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm (1.0.31) no '
+                    "TIMM_REENTRANT_CKPT, or leave the loss out (balance=0)."
                 )
             self.routing = routing
 
@@ -228,27 +236,22 @@ class HeadMixture(nn.Module):
             )
 
 
-def find_attentions(model: nn.Module, output: Optional[str] = None) -> List[Tuple[nn.Module, str]]:
-    """The attentions of a model, by depth.
-
-    Args:
-        model: any model whose attention modules have "Attention" in their class's name.
-        output: the name of their output projection, if it is none of `OUTPUTS`.
-
-    Returns:
-        (attention, name of its output projection) for each.
-    """
-    found = []
-    for module in model.modules():
-        if "Attention" in type(module).__name__:
-            names = [name for name in ((output,) if output else OUTPUTS) if hasattr(module, name)]
-            found += [(module, name) for name in names[:1]]
-    return found
+def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
+    """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
+    mixtures = []
+    for (attention, output, width, heads), sizes in zip(attentions, settings.by_layer(len(attentions))):
+        if sizes is not None:
+            made = HeadMixture(attention, width, heads, sizes, output, settings)
+            mixtures.append((attention, made.to(getattr(attention, output).weight.device, dtype)))
+    for attention, made in mixtures:
+        made.attach(attention)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
 
 
 @contextlib.contextmanager
 def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
-    """Within the block the mixtures keep what they choose; at its end the list has it, by depth."""
+    """Within the block mixtures keep what their last forward pass chooses; at its end the list has it."""
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: List[Routing] = []
     for mixture in mixtures:
@@ -256,30 +259,32 @@ def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
     try:
         yield routings
     finally:
+        routings += [m.routing for m in mixtures if m.routing is not None]
         for mixture in mixtures:
             mixture.collects = False  # a checkpoint's second forward pass keeps nothing
-            if mixture.routing is not None:
-                routings.append(mixture.routing)
             mixture.routing = None
 
 
-def balance_loss(routings: Sequence[Routing], mask: Optional[Tensor], device: torch.device) -> Tensor:
+def balance_loss(
+    routings: Sequence[Routing], mask: Optional[Tensor] = None, device: Optional[torch.device] = None
+) -> Tensor:
     """Σ over layers of L_b = Σ_i P_i · f_i (MoH Eq. 7-8), over the tokens that are no padding.
 
     Args:
-        routings: of B·T tokens each.
+        routings: of B·T tokens each, of layers on one device or several.
         mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
-        device: of the result; layers may be on several.
-
-    Returns:
-        The loss, [].
+        device: of the result, [] (default: the last layer's).
     """
+    if not routings:
+        raise UserError(
+            "No routings: the block of collect_routings has to end first, and the model to choose."
+        )
     padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=device or routings[-1].probs.device)
     for routing in routings:
         if padding is not None and padding.numel() == routing.probs.size(0):
             routing = replace(routing, padding=padding.to(routing.probs.device))
-        total = total + head_balance_loss(routing).to(device)
+        total = total + head_balance_loss(routing).to(total.device)
     return total
 
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from dataclasses import asdict
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional
 
 import torch
 import transformers
@@ -24,35 +24,20 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.integrations.heads import (
-    QUERIES,
-    HeadMixture,
-    MixtureSettings,
-    balance_loss,
-    collect_routings,
-    find_attentions,
-)
+from moa_fairseq.integrations.heads import OUTPUTS, MixtureSettings, balance_loss, collect_routings, install
 
 _PREFIX = "MoH"
 _IGNORED = -100  # the label of a position without a loss
 
 
 def to_mixture_of_heads(
-    model: PreTrainedModel,
-    shared_heads: Optional[int] = None,
-    active: Optional[int] = None,
-    router: str = "query-norm",
-    scaling: str = "released",
-    balance: float = 0.01,
-    layers: Optional[Sequence[Optional[Sequence[int]]]] = None,
-    output: Optional[str] = None,
-    queries: str = QUERIES,
+    model: PreTrainedModel, shared_heads: Optional[int] = None, active: Optional[int] = None, **settings: Any
 ) -> PreTrainedModel:
     """Turn a dense causal language model into a mixture of heads, in place.
 
     Args:
         model: of a class that AutoModelForCausalLM loads, before adapters are added. Its parameters stay.
-        shared_heads, active, router, scaling, balance, layers, output, queries: see `MixtureSettings`.
+        shared_heads, active, settings: the fields of `MixtureSettings`.
 
     Returns:
         The model, now of the class `MoH<Name>` with a config of the type `moh_<type>`.
@@ -73,11 +58,11 @@ def to_mixture_of_heads(
         raise UserError(
             f"{kind} is spread by tensor parallelism, where no rank has all heads: load it without."
         )
-    settings = MixtureSettings(shared_heads, active, router, scaling, balance, layers, output, queries)
+    chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
     mixture = mixture_class(base)
     config = copy.deepcopy(model.config)  # other models may share the old one
     config.__class__ = mixture.config_class
-    config.moh = asdict(settings)
+    config.moh = asdict(chosen)
     _install(model, config)
     for module in model.modules():
         if getattr(module, "config", None) is model.config and module is not model:
@@ -91,27 +76,21 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     """Give each attention its mixture; raises UserError before it changes anything."""
     settings = MixtureSettings.of(config.moh)
     if config.is_encoder_decoder or config.get_text_config() is not config:
-        raise UserError(
-            f"{type(model).__name__} is no decoder of text alone: only those can be mixtures here."
-        )
-    attentions = find_attentions(model, settings.output)
+        raise UserError(f"{type(model).__name__} is no decoder of text alone: only those can be mixtures.")
+    sizes = (config.hidden_size, config.num_attention_heads)
+    found = []
+    for module in model.modules():
+        if "Attention" in type(module).__name__:
+            names = (settings.output,) if settings.output else OUTPUTS
+            found += [(module, name, *sizes) for name in names if hasattr(module, name)][:1]
     depth = config.num_hidden_layers
-    if not attentions or (len(attentions) != depth and settings.layers is None):
+    if not found or (len(found) != depth and settings.layers is None):
         raise UserError(
-            f"{type(model).__name__} has {depth} layers, but {len(attentions)} attentions with an output "
+            f"{type(model).__name__} has {depth} layers, but {len(found)} attentions with an output "
             "projection of a known name: give that name as output=, or, where some layers have no attention, "
             "layers= with a pair of numbers for each attention."
         )
-    mixtures = []
-    for (attention, name), sizes in zip(attentions, settings.by_layer(len(attentions))):
-        if sizes is not None:
-            made = HeadMixture(
-                attention, config.hidden_size, config.num_attention_heads, sizes, name, settings
-            )
-            weight = getattr(attention, name).weight
-            mixtures.append((attention, made.to(weight.device, model.dtype)))
-    for attention, made in mixtures:
-        made.attach(attention)
+    install(found, settings, model.dtype)
 
 
 class _MixtureConfig:
@@ -165,6 +144,8 @@ def mixture_class(base: Any) -> Any:
                 return super().forward(*args, **kwargs)
             with collect_routings(self) as routings:
                 out = super().forward(*args, **kwargs)
+            if not routings:  # every head is shared
+                return out
             loss = out[0]
             term = balance_loss(routings, given.get("attention_mask"), loss.device)
             loss = loss + beta * _share(labels, given.get("num_items_in_batch")).to(loss.device) * term

@@ -406,8 +406,8 @@ def _average(recipe: Recipe) -> Problems:
         yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
     if epochs and train.max_epoch and epochs > train.max_epoch:
         yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
-    kept: Any = train.flags.get("keep-interval-updates", updates)
-    if updates and ("save-interval-updates" not in train.flags or 0 <= kept < updates):
+    saved, kept = (train.flags.get(f"{verb}-interval-updates") for verb in ("save", "keep"))
+    if updates and (saved is None or (kept is not None and 0 <= kept < updates)):
         needs = "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
         yield "average.updates", f"{needs} {updates}."
 

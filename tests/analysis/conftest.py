@@ -7,8 +7,8 @@ import pytest
 import torch
 import yaml
 from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from omegaconf import OmegaConf
-from shared_fixtures import settings_of
 
 import moa_fairseq
 from moa_fairseq.attention.sequence_gate import gates_of
@@ -40,7 +40,7 @@ def save_model():
         torch.manual_seed(11)
         words = [data, "--task", task, "--arch", arch, "--cpu", *SMALL[task], *flags]
         args = options.parse_args_and_arch(options.get_training_parser(task), [str(word) for word in words])
-        cfg = settings_of(args)
+        cfg = convert_namespace_to_omegaconf(args)
         model = tasks.setup_task(cfg.task).build_model(cfg.model)
         for gate in gates_of(model):
             torch.nn.init.normal_(gate.fc1.weight, std=gate_scale / 10)

@@ -37,6 +37,12 @@ def test_pmi_by_hand():
     assert [token["token"] for token in counter.indicative(top=1, min_count=2)[1]] == ["b"]
 
 
+def test_among_equals_the_more_frequent_token_comes_first():
+    counter = TokenCounter()
+    counter.add([["a", "c", "b", "c"]], one_hot([0, 0, 0, 0], num_experts=1))
+    assert [token["token"] for token in counter.indicative(top=3, min_count=1)[0]] == ["c", "a", "b"]
+
+
 def test_a_token_counts_for_every_expert_that_it_chose():
     counter = TokenCounter()
     counter.add([["a", "b"]], one_hot([[0, 1], [1, 2]], num_experts=4))

@@ -1,12 +1,15 @@
 """Entropies and shares against literal sums over instances; batches, padding, uniform gates, the command."""
 
+import argparse
 import math
 
 import pytest
 import torch
 
+from moa_fairseq.analysis import gates
 from moa_fairseq.analysis.gates import draw_gates, mean_entropies, summary
 from moa_fairseq.analysis.routed_model import router_uses
+from moa_fairseq.attention import MixtureOfAttentiveExperts
 from moa_fairseq.attention.routing import Routing
 from moa_fairseq.cli import main
 
@@ -97,6 +100,22 @@ def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(mae, toy_
         assert initial["instances"] == one["instances"]
         highest = one["uniform_entropy"]
         assert one["entropy"] < 0.9 * highest < 0.95 * highest < initial["entropy"]
+
+
+@pytest.mark.parametrize("seed, drawn", [(None, False), (0, True), (3, True)])
+def test_the_seed_zero_draws_gates_anew_too(monkeypatch, seed, drawn):
+    class Measured(Exception):
+        pass
+
+    def measure(*_):
+        raise Measured
+
+    monkeypatch.setattr(gates, "forward_passes", measure)
+    mixture = MixtureOfAttentiveExperts(8, 4, self_attention=True)
+    before = mixture.gate.fc2.weight.clone()
+    with pytest.raises(Measured):
+        gates.analyze(argparse.Namespace(untrained=seed), mixture, None)
+    assert torch.equal(mixture.gate.fc2.weight, before) != drawn
 
 
 def test_means_are_over_the_modules_of_a_kind():

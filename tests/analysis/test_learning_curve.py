@@ -86,6 +86,12 @@ def test_a_resumed_training_replaces_what_it_repeats_and_its_clock_goes_on(tmp_p
     assert third.train[-1] == (25, 57, 43), "the clock of all three processes"
 
 
+def test_updates_of_one_second_are_of_one_process(tmp_path):
+    """fairseq's clock counts whole seconds."""
+    lines = [inner(updates, 80 - updates, wall) for updates, wall in ((1, 2), (2, 2), (3, 2), (4, 3))]
+    assert [point.seconds for point in curve(tmp_path, *lines).train] == [2, 2, 2, 3]
+
+
 def test_from_an_epoch_on_with_the_clock_of_the_whole_training(tmp_path):
     def at(epoch, line):
         return line.replace('"epoch": 1', f'"epoch": {epoch}')

@@ -30,6 +30,11 @@ def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():
     torch.testing.assert_close(module.eval()(query, query, query)[0].transpose(0, 1), every)
 
 
+def test_multiplications_of_the_projections():
+    module = attention.DenseAttention(C, H, key_heads=1, kdim=5, vdim=7)
+    assert module.macs(7, 11)["projections"] == 2 * 7 * C * C + 11 * (5 + 7) * C // H
+
+
 def test_one_dropped_head_is_an_f_step_of_uniform_mae():
     dense = build()
     uniform = MixtureOfAttentiveExperts(C, H, mae_gate="uniform", self_attention=True).double().train()

@@ -198,3 +198,11 @@ def test_random_experts_differ_between_modules_and_seeds_and_are_fair():
     expected = len(names) * 40 / 8
     assert ((counts - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees of freedom, p = 0.001
     assert len({tuple(draw) for draw in draws}) == 40
+
+
+def test_the_cost_of_a_gate():
+    """It sees a mean of each query, or one of the sequence; how many keys there are costs it nothing."""
+    of_a_row = 16 * (C + H)
+    assert build(causal=True).macs(7, 11)["router"] == 7 * of_a_row
+    assert build().macs(7, 11)["router"] == of_a_row
+    assert build(mae_gate="uniform").macs(7, 11)["router"] == 0

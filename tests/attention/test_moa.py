@@ -1,5 +1,7 @@
 """MixtureOfAttention beside its equations (test_equations.py): weights, dropout, refusals, compilation."""
 
+from types import SimpleNamespace
+
 import equations
 import pytest
 import torch
@@ -86,6 +88,15 @@ def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
         outcomes.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
     for one, two in zip(*outcomes):
         torch.testing.assert_close(one, two)
+
+
+def test_values_of_their_own_are_in_no_product_with_keys(monkeypatch):
+    monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 1)
+    module = build()
+    key, value = torch.randn(2, 4, 2, C)
+    expected = module.v_proj(value).transpose(0, 1).view(2, 1, 4, -1)
+    _, found = module.keys_values(SimpleNamespace(memory=key.transpose(0, 1), values=value.transpose(0, 1)))
+    torch.testing.assert_close(found, expected)
 
 
 def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):

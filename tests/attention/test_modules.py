@@ -116,3 +116,13 @@ def test_the_padding_that_is_declared_comes_before_that_of_the_keys():
         with forward_context(padding=declared), collect_routings() as decisions:
             attention(x, x, x, key_padding_mask=of_keys, **words)
         assert torch.equal(decisions[0][1].padding, expected.reshape(-1))
+
+
+def test_the_scale_of_a_branch_is_that_of_its_bias_too():
+    attention = moa(self_attention=True, expert_bias=True).eval()
+    for parameter in attention.out_experts.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 2, WIDTH)
+    before = attention(x, x, x)[0]
+    attention.scale_branch(0.25)
+    torch.testing.assert_close(attention(x, x, x)[0], 0.25 * before)

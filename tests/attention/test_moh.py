@@ -164,6 +164,12 @@ def test_query_norms_that_are_equal_have_finite_gradients(difference):
     assert queries.grad[:2, 2:].abs().sum() > 0, "two heads learn, too"
 
 
+def test_the_only_routed_head_is_chosen_whatever_its_norm():
+    """A deviation over one head does not exist."""
+    decision = QueryNormRouter(4, 3, 1)(torch.rand(5, 8))
+    assert torch.equal(decision.gates, torch.ones(5, 4)) and decision.logits.isfinite().all()
+
+
 @pytest.mark.parametrize("shared", [0, H])
 @pytest.mark.parametrize("scaling", ["paper", "released"])
 def test_one_kind_of_heads_needs_one_stage(shared, scaling):
@@ -224,6 +230,7 @@ def test_only_heads_that_work_are_counted():
     dense, sparse = build(experts_per_token=H - SHARED), build()
     everything, less = dense.macs(10, 20), sparse.macs(10, 20)
     assert less["scores"] * H == everything["scores"] * (SHARED + K)
+    assert everything["projections"] == (2 * 10 + 2 * 20) * C * C
     saved = everything["projections"] - less["projections"]
     assert saved == 2 * 10 * C * D * (H - SHARED - K)
 

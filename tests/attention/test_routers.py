@@ -12,12 +12,13 @@ from torch import nn
 
 from moa_fairseq import attention
 from moa_fairseq.attention import routers
+from moa_fairseq.attention.initialization import draw_by_fan_in
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.observers import observers_of
 from moa_fairseq.attention.routers import TopKRouter, WideLinear
 from moa_fairseq.errors import UserError
 from moa_fairseq.kernels import every_expert
-from moa_fairseq.kernels.routing import unsupported_reason
+from moa_fairseq.kernels.routing import unsupported_reason, wide_product
 
 
 def build(noise=False, dtype=torch.float32):
@@ -35,6 +36,13 @@ def test_noise_is_drawn_in_training_only():
     router.train()
     router(x).gates.sum().backward()
     assert router.noise_projection.weight.grad.abs().sum() > 0
+
+
+def test_noise_begins_with_zeros_however_matrices_are_drawn():
+    router = build(noise=True)
+    torch.nn.init.normal_(router.noise_projection.weight)
+    draw_by_fan_in(router, 0.5)
+    assert not router.noise_projection.weight.any() and router.projection.weight.all()
 
 
 def test_padding_has_zero_gates_and_sends_no_gradient():
@@ -77,6 +85,16 @@ def kept_bytes(module, x):
     return sum(kept.values())
 
 
+def test_under_autocast_the_routers_gradient_is_not_rounded():
+    """Weights in float32: 1e-9 would be 0 in half precision."""
+    x = torch.rand(5, 8).half()
+    weight = torch.randn(3, 8, requires_grad=True)
+    grad = torch.full((5, 3), 1e-9)
+    wide_product(x, weight).backward(grad)
+    torch.testing.assert_close(weight.grad, grad.t() @ x.float(), atol=0, rtol=1e-5)
+
+
+@pytest.mark.thorough(keep="8, 32, 128")
 @pytest.mark.parametrize("sizes", [(8, 8, 128), (8, 32, 128), (16, 32, 256)], ids=str)
 def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arithmetic(sizes):
     """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""

@@ -10,7 +10,7 @@ from moa_fairseq.attention.load_statistics import load_statistics
 from moa_fairseq.attention.losses import BALANCE_LOSSES, load_balance_loss, mutual_information_loss, z_loss
 from moa_fairseq.attention.moa import MoASettings
 from moa_fairseq.attention.routers import ACTIVATIONS, TopKRouter
-from moa_fairseq.attention.routing import Routing, RoutingSums
+from moa_fairseq.attention.routing import Routing, RoutingSums, _SquaredLogSumExp
 
 
 def decide(tokens, experts=4, chosen=2, groups=1, shared=0, padded=0, seed=0, dtype=torch.float32):
@@ -122,6 +122,17 @@ def test_gradients_of_many_are_those_of_each(kind, loss):
     assert torch.autograd.gradcheck(
         of, torch.randn(4, 6, generator=g, dtype=torch.float64, requires_grad=True)
     )
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([False, True])])
+def test_gradients_that_are_differentiated_are_the_gradients(padding):
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    once, again = (
+        torch.autograd.grad(_SquaredLogSumExp.apply(x, padding)[0], x, create_graph=twice)[0]
+        for twice in (False, True)
+    )
+    torch.testing.assert_close(again, once)
+    assert again.requires_grad
 
 
 def test_kinds_are_kept_apart_and_in_their_places():

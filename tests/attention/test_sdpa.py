@@ -10,7 +10,7 @@ import torch
 
 from moa_fairseq.attention import sdpa
 from moa_fairseq.attention.positions import RotaryPositions
-from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights
+from moa_fairseq.attention.sdpa import Masks, attend, attend_with_weights, merge_masks
 from moa_fairseq.errors import UserError
 from moa_fairseq.fairseq_patches.host_tokens import is_right_padded
 
@@ -107,6 +107,15 @@ def test_padding_only_whatever_padded_keys_hold(dtype):
     assert (grads[2][1, :, 2:] == 0).all() and (grads[2][1, :, :2] != 0).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_large_numbers_of_a_mask_hide_in_every_precision(dtype):
+    """-1e9, which is −inf in half precision, beside padding."""
+    mask = torch.triu(torch.full((4, 4), -1e9), 1)
+    padding = torch.tensor([[False, True, False, False]])
+    merged, _ = merge_masks(mask, padding, dtype)
+    assert torch.equal(merged[0, 0] < -60000, (mask < 0) | padding)
+
+
 def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(monkeypatch):
     """The flag alone gives real queries what both masks give them."""
     right = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
@@ -189,3 +198,10 @@ def test_dropout_acts_where_weights_are_asked_for_too():
     assert not torch.allclose(dropped[0], dropped[1])
     torch.testing.assert_close(dropped.mean(0), out, rtol=0.2, atol=0.25)
     torch.testing.assert_close(attend_with_weights(q, k, v, dropout=0.5)[1], weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_score_that_is_blocked_leaves_room_for_a_bias(dtype):
+    """Else a sentence of padding has scores of −inf only, whose softmax is NaN."""
+    mask, _ = sdpa._padding_bias(torch.tensor([[False, True]]), torch.zeros(1, 1, 2, 3, dtype=dtype))
+    assert torch.isfinite(mask + mask).all() and mask[..., 1] < -3e4

@@ -23,6 +23,13 @@ def test_layers_are_the_papers():
     torch.testing.assert_close(probs, expected.softmax(-1))
 
 
+def test_a_frozen_gate_learns_by_what_is_added_to_it():
+    gate = SequenceGate(6, 4).requires_grad_(False)
+    assert not gate.learns
+    gate.fc1.adapter = torch.nn.Linear(6, 2)
+    assert gate.learns and not gate.eval().learns
+
+
 def test_dropout_follows_the_first_layer_while_the_gate_learns():
     gate = SequenceGate(6, 4, hidden_dim=1000, dropout=0.4)
     x = torch.randn(3, 6)

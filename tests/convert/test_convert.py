@@ -1,6 +1,7 @@
 """Conversions of models that have been trained: equal, or refused, or said to be neither and by how much."""
 
 import argparse
+import math
 import os
 import re
 
@@ -303,14 +304,19 @@ def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tm
 @pytest.mark.parametrize("most", [1, 2])
 def test_so_many_batches_are_measured_and_no_more(most, dense, convert, tmp_path, monkeypatch):
     checkpoint, data = dense("translation")
-    seen = []
+    seen, sums = [], torch.zeros(2)
 
     class Counted(CrossEntropyCriterion):
         def forward(self, model, sample, reduce=True):
             seen.append(sample["id"].tolist())
-            return super().forward(model, sample, reduce)
+            loss, size, values = super().forward(model, sample, reduce)
+            sums.add_(torch.tensor([float(loss), float(size)]))
+            return loss, size, values
 
     monkeypatch.setattr(check, "CrossEntropyCriterion", Counted)
     few = ("--data", data, "--max-tokens", 40, "--max-batches", most)
-    convert(checkpoint, tmp_path / "out.pt", "--to", "moh", *few)
+    printed = convert(checkpoint, tmp_path / "out.pt", "--to", "moh", *few)
+    losses = [float(number) for number in re.search(r"([\d.]+) → ([\d.]+) bits", printed).groups()]
+    # both have as many tokens: the loss of all is the mean of theirs
+    assert sum(losses) / 2 == pytest.approx(float(sums[0] / sums[1]) / math.log(2), abs=1e-3)
     assert len(seen) == 2 * most and seen[::2] == seen[1::2]  # both models, the same batches

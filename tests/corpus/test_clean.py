@@ -34,6 +34,7 @@ def test_a_plain_pair_passes_unchanged():
         ("The file " + "very " * 70 + "long", "Die Datei " + "sehr " * 85 + "lang"),  # the German alone
         ("The file was saved", "Die Datei wurde unter dem angegebenen Namen am angegebenen Ort gespeichert"),
         ("Wait for 10 minutes", "Warten Sie 15 Minuten"),
+        ("Page 2 of 2 is shown to the user", "Dem Benutzer wird die Seite 2 gezeigt"),
         ("Simple OpenStack Dashboard", "Simple OpenStack Dashboard"),
         ("The file was saved on this disk", "The file has been saved on a disk"),  # untranslated
         ("Die Datei ist nicht gespeichert", "Die Datei wurde nicht gesichert"),  # German source
@@ -52,6 +53,7 @@ def test_what_is_no_plain_translation_is_dropped(english, german):
         (("&Save the file", "Datei &speichern"), ("Save the file", "Datei speichern")),
         (("Save _the file", "_Datei speichern"), ("Save the file", "Datei speichern")),
         (("Save the file...", "Datei speichern …"), ("Save the file", "Datei speichern")),
+        (("Save the file:", "Datei speichern"), None),  # one side alone ends so
         (("Save\nthe   file", " Datei\n speichern "), ("Save the file", "Datei speichern")),
         (
             ("Save <b>the</b> file", 'Die <b class="x">Datei</b> speichern'),

@@ -1,9 +1,9 @@
 """Miniature archives with the real layout and names, and tables that know them instead of the real ones."""
 
-import copy
 import gzip
 import hashlib
 import io
+import pickle
 import random
 import tarfile
 import types
@@ -16,6 +16,7 @@ from moa_fairseq.data_prep import prepare as prepare_module
 from moa_fairseq.data_prep.catalogue import TRANSLATION, datasets
 from moa_fairseq.data_prep.prepare import Preparation
 
+_TABLE = pickle.dumps(catalogue._table())
 _ENGLISH = "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
 _GERMAN = "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
 _FRENCH = "le un chien maison rue soir court voit « vite » vieux-jeu l'an bien, (vert) M. 3,5 %"
@@ -194,11 +195,10 @@ def made():
 @pytest.fixture
 def tables(monkeypatch):
     """tables(urls=None, pins=None): let the tables expect miniatures, served at `urls + file name`."""
-    real = catalogue._table()
     caches = (catalogue.public_files, catalogue.datasets)
 
     def change(urls="http://127.0.0.1:9/", pins=None):
-        changed = copy.deepcopy(real)
+        changed = pickle.loads(_TABLE)
         for name in changed["files"]:
             base = name.rpartition("/")[2]
             changed["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}

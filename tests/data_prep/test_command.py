@@ -192,6 +192,19 @@ def test_a_pair_can_be_turned_round(source, target, pair):
     assert f"{settings['source']} {settings['target']}" == pair
 
 
+@pytest.mark.parametrize("said, merges", [(None, 10000), (0, None), (30, 30)])
+def test_no_merges_are_a_number_of_merges(said, merges):
+    named = argparse.Namespace(source=None, target=None, bpe=said, tokenize=None)
+    assert command._settings(command.names()["iwslt14_de_en"], named)["bpe"] == merges
+
+
+@pytest.mark.parametrize("said", [None, 0, 3])
+def test_listops_is_drawn_by_the_seed_zero_too(said):
+    drawn = command.names()["listops"].generated
+    named = argparse.Namespace(name="listops", flavour=None, seed=said, sizes=None)
+    assert command._dataset(named).generated == {**drawn, **({} if said is None else {"seed": said})}
+
+
 def test_each_data_set_has_its_script_and_its_row():
     names = {path.stem for path in SCRIPTS}
     flavours = {"wmt14_en_de_vaswani", "wmt14_en_de_vaswani_rebuilt", "iwslt14_de_en_cased", "listops_depth3"}

@@ -14,7 +14,7 @@ import pytest
 from moa_fairseq.data_prep import archives, monolingual, text_stages
 from moa_fairseq.data_prep.binarised import is_binarised
 from moa_fairseq.data_prep.obtain import require_source
-from moa_fairseq.data_prep.prepare import prepared_folder
+from moa_fairseq.data_prep.prepare import given_fingerprint, prepared_folder
 from moa_fairseq.errors import UserError
 from moa_fairseq.running import make
 
@@ -185,6 +185,17 @@ def test_folders_are_told_apart(tmp_path):
     assert same.name.startswith("multi30k_en_de-")
     assert same != prepared_folder(settings, tmp_path / "b", tmp_path)
     assert same != prepared_folder({**settings, "bpe": 31}, tmp_path / "a", tmp_path)
+
+
+def test_data_that_are_given_are_known_by_the_sizes_of_their_files(tmp_path):
+    names = ("train.en-de.en.bin", "train.en-de.en.idx", "dict.en.txt", "README.md")
+    for name in names:
+        (tmp_path / name).write_text("x 1\n")
+    before = given_fingerprint(tmp_path)
+    for name in names:
+        (tmp_path / name).write_text("x 1\ny 1\n")
+        assert (given_fingerprint(tmp_path) == before) == (name == "README.md")
+        (tmp_path / name).write_text("x 1\n")
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,8 @@ def test_unusable_training_lines_are_dropped_with_their_partner(run, said):
     assert sides[0] == sides[1] and "1 dropped: NUL byte" in said[0]
     facts, _ = run(GOOD.encode() + b"x" * 10_000_000 + b"\n", GOOD + "kurz\n")
     assert facts["train"]["dropped"] == {"line of a million bytes": 1}
+    facts, _ = run(b"x\n" * 396 + b"na\xefve\n" * 4, "gut\n" * 400)
+    assert facts["train"]["dropped"] == {"not UTF-8": 4}, "one in a hundred"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,11 @@ def test_the_gap_is_filled_as_fairseq_fills_it(toy_masked_lm, toy_wiki_data, cap
     assert ours["probability"] == pytest.approx(probability, rel=1e-4)
 
 
+def test_a_text_may_be_as_long_as_the_model_reads(toy_masked_lm):
+    for letters, status in ((21, 0), (22, 2)):  # between <s> and </s>, of 24 positions
+        assert main(["fill-mask", str(toy_masked_lm), "x" * letters + "<mask>"]) == status
+
+
 @pytest.mark.parametrize(
     "args, says",
     [

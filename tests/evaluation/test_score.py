@@ -253,6 +253,7 @@ def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monke
         ("de", "Haus", False),
         ("tgt", "今日は天気がいいです。", True),
         ("tgt", "das ist gut", False),
+        ("tgt", "das ist", False),
         (None, "今日は天気がいいです。", True),
         (None, "das ist gut", False),
     ],
@@ -287,7 +288,8 @@ def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
         found = score_json(capsys, *argv)
         assert found["meta"]["target_lang"] == "fr" and found["meta"]["input"] == log
         assert "German" not in warnings_of(found)
-    assert score_json(capsys, log, "--target-lang", "en")["meta"]["target_lang"] == "en"
+    for argv in ([log], ["--hypothesis", log, "--reference", log]):
+        assert score_json(capsys, *argv, "--target-lang", "en")["meta"]["target_lang"] == "en"
     assert main(["score", str(tmp_path), "--against", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"][0]["difference"] == 0
     bomb = "".join(

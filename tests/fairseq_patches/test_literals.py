@@ -89,8 +89,10 @@ def test_anything_else_is_refused(text):
 
 def test_what_repetition_makes_is_bounded():
     assert len(literal(f"[0] * {MAX_ITEMS}")) == MAX_ITEMS
-    with pytest.raises(UserError):
-        literal(f"[0] * {MAX_ITEMS // 2} + [0] * {MAX_ITEMS // 2 + 1}")
+    assert len(literal(f"{MAX_ITEMS} * [0]")) == MAX_ITEMS
+    for text in (f"[0] * {MAX_ITEMS // 2} + [0] * {MAX_ITEMS // 2 + 1}", f"{MAX_ITEMS + 1} * [0]"):
+        with pytest.raises(UserError):
+            literal(text)
 
 
 def cutoffs(args):

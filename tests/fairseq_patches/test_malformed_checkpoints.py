@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.fairseq_patches.malformed_checkpoints import _check_place
 from moa_fairseq.fairseq_patches.training import print_user_errors
 
 ROOM = 3 << 30  # bytes of address space beside what the process has
@@ -148,3 +149,11 @@ def test_a_data_set_that_is_not_there_gets_a_paragraph(capsys):
     error = FileNotFoundError("Dataset not found: test (data-bin)")
     print_user_errors(type(error), error, None)
     assert capsys.readouterr().err.endswith(f": error: {error}\n")
+
+
+def test_a_best_loss_may_be_a_tensor_of_one_number():
+    """As the times that several processes sum up."""
+    for name in ("best", "previous_training_time"):
+        _check_place(3, {"train_iterator": {}, name: torch.tensor([4.0])})
+        with pytest.raises(ValueError, match=name):
+            _check_place(3, {"train_iterator": {}, name: "4.0"})

@@ -22,7 +22,7 @@ from fairseq_cli import eval_lm, generate, interactive, train, validate
 
 from moa_fairseq.cli import main as moa_fairseq
 from moa_fairseq.errors import UserError
-from moa_fairseq.fairseq_patches.foreign_settings import FAIRSEQ_HOST, LocalFiles
+from moa_fairseq.fairseq_patches.foreign_settings import FAIRSEQ_HOST, LocalFiles, forget_outputs
 
 TOY = ("--cpu", "--num-workers", "0")
 SMALL = ("--encoder-layers", "1", "--decoder-layers", "1", "--share-all-embeddings")
@@ -304,3 +304,12 @@ def test_a_tokenizers_file_is_fetched_from_nowhere_but_fairseqs_own_address(sche
         files.cached_path(f"{scheme}://elsewhere/bpe/encoder.json")
     own = f"https://{FAIRSEQ_HOST}/fairseq/gpt2_bpe/encoder.json"
     assert files.cached_path(own) == own
+
+
+def test_outputs_are_forgotten_in_old_and_new_checkpoints():
+    settings = {"tensorboard_logdir": "x", "lr": [1.0]}
+    state = {"args": Namespace(**settings), "cfg": {"common": dict(settings), "model": Namespace(**settings)}}
+    forget_outputs(state)
+    for part in (vars(state["args"]), state["cfg"]["common"], vars(state["cfg"]["model"])):
+        assert part == {"tensorboard_logdir": None, "lr": [1.0]}
+    assert forget_outputs({"args": None, "cfg": None}) == {"args": None, "cfg": None}

@@ -18,8 +18,9 @@ from moa_fairseq.cli import main
 from moa_fairseq.data_prep.prepare import Preparation
 from moa_fairseq.errors import UserError
 from moa_fairseq.evaluation.trained_model import load_trained
-from moa_fairseq.inference.text_codec import codec_of
+from moa_fairseq.inference.text_codec import TranslationCodec, codec_of
 from moa_fairseq.inference.text_model import hypotheses, shown
+from moa_fairseq.inference.translate import _generation
 from moa_fairseq.text import detokenize
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
@@ -116,7 +117,7 @@ def test_the_text_is_not_overwritten(run, capsys):
 
 def test_standard_input_n_best_and_experts(run, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Dog runs.\n\nThree cats.\n"))
-    lines = answer(capsys, "translate", run, "--n-best", 2, "--beam", 3)
+    lines = answer(capsys, "translate", run, "--n-best", 2, "--beam", 2)
     assert len(lines) == 6 and lines[2:4] == ["", ""]  # as many for each sentence
     scores = [float(line.split("\t")[0]) for line in lines if line]
     assert scores[0] >= scores[1] and scores[2] >= scores[3]
@@ -170,10 +171,26 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
         generate=lambda tokens, **settings: [[{"tokens": each}] for each in tokens],
     )
     lines = ["dog", "<pad> dog", "dog </s>", "<s>", "<unk> dog", "cat dog"]
+    lines += ["dog " * words for words in (8, 9)]  # with their end nine symbols, and ten
     found = [answer for _, answer in hypotheses(model, list(enumerate(lines, 1)), {})]
-    assert [bool(answer) for answer in found] == [True, False, False, False, True, True]
+    assert [bool(answer) for answer in found] == [True, False, False, False, True, True, True, False]
     assert found[4][0]["tokens"].tolist() == found[5][0]["tokens"].tolist()
-    assert all(f"line {number} is left out" in caplog.text for number in (2, 3, 4))
+    assert all(f"line {number} is left out" in caplog.text for number in (2, 3, 4, 8))
+
+
+def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():
+    assert TranslationCodec(codes="codes").decode("ha@@ us@@ tür@@") == "haustür"
+    assert TranslationCodec().decode("a@@ b") == "a@@ b", "words, where there are no merges"
+
+
+@pytest.mark.parametrize(
+    "given, used", [((None, None), (2, 0.6)), ((7, None), (7, 0.6)), ((None, 0), (2, 0))]
+)
+def test_a_penalty_of_zero_is_a_penalty(tmp_path, given, used):
+    """What is said counts before the recipe, whose other values stay."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"generate": RECIPE["generate"]}))
+    found = _generation(SimpleNamespace(run_dir=tmp_path, beam=given[0], lenpen=given[1]))
+    assert (found["beam"], found["lenpen"], found["max_len_b"]) == (*used, 6)
 
 
 @pytest.fixture

@@ -52,6 +52,48 @@ def test_all_heads_with_neutral_gates_are_the_dense_model(kind, router):
     assert (logits(few, ids) - wanted).abs().max() > 1e-3
 
 
+# where the values of each head lie in a projection of values, or of queries, keys and values
+ROWS = {
+    "gpt_neox": ("query_key_value", lambda h: slice(12 * h + 8, 12 * h + 12)),
+    "phi3": ("qkv_proj", lambda h: slice(64 + 4 * h, 68 + 4 * h)),
+    "gpt2": ("c_attn", lambda h: slice(64 + 4 * h, 68 + 4 * h)),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "falcon"])
+def test_a_head_changes_the_tokens_that_chose_it_alone(kind):
+    model = dense(kind, num_hidden_layers=1, **({} if kind in ("opt", "phi", "gpt_neox", "gpt2") else ALONE))
+    to_mixture_of_heads(model, 2, 4, router="learned")
+    (each,) = mixtures_of(model)
+    torch.nn.init.normal_(each.router.projection.weight)
+    attention = next(module for module in model.modules() if hasattr(module, "mixture"))
+    name, rows = ROWS.get(kind, ("v_proj", lambda h: slice(4 * h, 4 * h + 4)))
+    weight, ids, chosen = getattr(attention, name).weight.data, tokens(), []
+    weight = weight.T if kind == "gpt2" else weight
+    each.router.register_forward_hook(lambda module, args, out: chosen.append(out.expert_ids))
+    before = logits(model, ids)
+    for head in range(2, HEADS):
+        saved = weight.clone()
+        weight[rows(head)] *= -3
+        moved = (logits(model, ids) - before).abs().amax(-1).flatten()
+        weight.copy_(saved)
+        works = (chosen[0] == head).any(-1)
+        assert not moved[~works].any()
+        assert not works.any() or moved[works].max() > 1e-6
+
+
+ALONE = {"num_key_value_heads": HEADS}
+
+
+@pytest.mark.parametrize("kind", ("BitNet", "DiffLlama"))
+def test_what_is_no_head_before_the_output_projection_is_refused(kind):
+    model = dense(kind)
+    for router in ("learned", "query-norm"):
+        with pytest.raises(UserError):
+            to_mixture_of_heads(model, 2, 4, router=router)
+    assert type(model).__name__ == f"{kind}ForCausalLM" and not mixtures_of(model)
+
+
 @routers
 @pytest.mark.parametrize("scaling", ("paper", "released"))
 def test_a_layer_is_the_sum_of_equation_4(router, scaling):
@@ -170,7 +212,7 @@ def test_a_copy_has_mixtures_of_its_own(router):
 def test_layers_may_have_numbers_of_their_own(tmp_path):
     ids = tokens()
     model = to_mixture_of_heads(dense(), layers=[None, (3, 5)])
-    assert [each.sizes.tolist() for each in mixtures_of(model)] == [[3, 5]]
+    assert [each.sizes.tolist() for each in mixtures_of(model)] == [[3, 5, 1]]
     model.save_pretrained(tmp_path)
     found = reload(tmp_path)
     assert not hasattr(found.model.layers[0].self_attn, "mixture")

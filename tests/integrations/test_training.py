@@ -241,13 +241,13 @@ def test_label_smoothing_predicts_the_next_token(tmp_path):
 
 def test_the_guide_can_be_followed(tmp_path, monkeypatch):
     guide = (Path(__file__).resolve().parents[2] / "docs" / "moh.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", guide, re.S)
+    (example,) = re.findall(r"```python\n(import moa_fairseq.integrations.hf.*?)```", guide, re.S)
     monkeypatch.chdir(tmp_path)
     dense(dtype=torch.float32).save_pretrained("my-llama")
     names = {"rows": Rows(8)}
     exec(example.replace("max_steps=1000", "max_steps=1"), names)
     assert type(names["model"]).__name__ == "MoHLlamaForCausalLM"
-    assert [each.sizes.tolist() for each in mixtures_of(names["model"])] == [[4, 6]] * 2
+    assert [each.sizes.tolist() for each in mixtures_of(names["model"])] == [[4, 6, 1]] * 2
 
 
 def test_trainer_is_as_exact_as_with_the_dense_model(tmp_path):

@@ -326,6 +326,7 @@ def test_a_gate_in_float32_is_not_rounded_to_the_slots_half_precision():
     assert not torch.equal(slots * gate.bfloat16()[:, None], exact), "the case tells nothing"
 
 
+@pytest.mark.thorough(keep=("MoA outputs-random", "SwitchHead source-all"))
 @pytest.mark.parametrize("kind", ["random", "all"])
 @pytest.mark.parametrize("use", [use for use in USES if USES[use][2]])
 def test_gates_in_float32_beside_half_precision_leave_its_dtype(use, kind):

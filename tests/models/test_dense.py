@@ -1,11 +1,14 @@
 """Dense models with the controls of a study, against fairseq's own models and float64 loops."""
 
+import argparse
+
 import pytest
 import torch
 from whole_models import PAD, batch, build, settings
 
 from moa_fairseq.attention import Attention
 from moa_fairseq.evaluation.complexity import complexity
+from moa_fairseq.transformer.families import set_defaults
 
 TINY = ["--encoder-layers", "4", "--decoder-layers", "4", "--encoder-embed-dim", "128"]
 TINY += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256", "--decoder-embed-dim", "128"]
@@ -115,3 +118,9 @@ def test_a_post_norm_language_model_stays_one_and_its_context_is_not_normalised(
     model.decoder.carry_context(3)
     parts = [model(tokens[:, 3 * i : 3 * i + 3], chunk=i)[0] for i in range(3)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_default_stands_in_for_what_is_missing_or_null():
+    args = argparse.Namespace(dropout=None, layers=0)
+    set_defaults(args, {"dropout": 0.1, "layers": 6, "heads": 8})
+    assert vars(args) == {"dropout": 0.1, "layers": 0, "heads": 8}

@@ -34,7 +34,9 @@ def quick(small, write_config, tmp_path, preprocess):
     return load_recipe(write_config(small)), data
 
 
-@pytest.mark.parametrize(("devices", "used", "share"), [(1, 1, 1024), (4, 4, 256), (8, 7, 146), (16, 7, 146)])
+@pytest.mark.parametrize(
+    ("devices", "used", "share"), [(1, 1, 1024), (4, 4, 256), (7, 7, 146), (8, 7, 146), (16, 7, 146)]
+)
 def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devices, used, share):
     recipe, hardware, warning = fit(quick[0], gpus(devices), quick[1])
     batch = plan_batch(recipe.train, hardware.devices)

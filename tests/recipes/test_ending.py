@@ -38,6 +38,7 @@ def every(number):
             None,
             "train.flags.validate-after-updates",
         ),
+        (["average=null", "train.max_update=9", "train.flags.validate-after-updates=9"], None, None),
         (["average=null", "train.flags.validate-interval=what"], None, None),  # fairseq's parser says it
     ],
 )

@@ -6,10 +6,10 @@ import numpy
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import lengths
+from moa_fairseq.recipes import lengths, scores
 from moa_fairseq.recipes.lengths import check_sentences
 from moa_fairseq.recipes.loading import check_flags, load_recipe
-from moa_fairseq.recipes.scores import read_report
+from moa_fairseq.recipes.scores import read_report, scores_in
 
 REPORT = "Evaluated {} tokens in 12.5s\nLoss (base 2): 4.2258, Perplexity: 18.71\n"
 
@@ -70,6 +70,19 @@ def test_a_perplexity_of_fewer_tokens_is_no_result(causal, tmp_path):
         read_report(REPORT.format(15), tmp_path / "eval-lm-test.txt", causal(), 4239)
     scores = read_report(REPORT.format("4,239"), tmp_path / "eval-lm-test.txt", causal(), 4239)
     assert scores["lm_ppl"]["score"] == 18.71 and scores["meta"]["evaluation"]["tokens"] == 4239
+
+
+@pytest.mark.parametrize("mode, whole", [("none", 15), ("complete_doc", 14)])
+def test_an_empty_line_is_a_token_unless_it_parts_documents(causal, tmp_path, monkeypatch, mode, whole):
+    """A line that is empty has its end alone; with complete_doc fairseq reads it as the end of a document."""
+    sizes = numpy.array([5, 1, 9])
+    monkeypatch.setattr(scores, "sentence_sizes", lambda *_: (sizes, sizes))
+    recipe, path = causal(f"score.flags.sample-break-mode={mode}"), tmp_path / "eval-lm-test.txt"
+    path.write_text(REPORT.format(whole))
+    assert scores_in(path, recipe, tmp_path, "test")["meta"]["evaluation"]["tokens"] == whole
+    path.write_text(REPORT.format(whole - 1))
+    with pytest.raises(UserError, match=f"{whole - 1} of {whole} tokens"):
+        scores_in(path, recipe, tmp_path, "test")
 
 
 @pytest.mark.parametrize("side", ["source", "target"])

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.loading import check_flags, load_recipe
+from moa_fairseq.recipes.loading import check_flags, find_recipe, load_recipe
 from moa_fairseq.recipes.schema import Data, Generate, Model, Recipe, Train
 
 
@@ -76,7 +76,11 @@ def test_averaging_updates_needs_update_checkpoints(small, write_config):
     with pytest.raises(UserError, match="save-interval-updates"):
         load_recipe(write_config(small))
     small["train"]["flags"]["save-interval-updates"] = 5
-    assert load_recipe(write_config(small)).average.count == 2
+    path = write_config(small)
+    for kept in ("null", "2", "-1"):  # fairseq's -1: all
+        assert load_recipe(path, [f"train.flags.keep-interval-updates={kept}"]).average.count == 2
+    with pytest.raises(UserError, match="keep-interval-updates"):
+        load_recipe(path, ["train.flags.keep-interval-updates=1"])
 
 
 def test_a_file_need_not_repeat_its_name(small, write_config):
@@ -130,9 +134,19 @@ def test_a_base_may_have_a_base_and_lie_anywhere(small, write_config, tmp_path):
     assert recipe.data == load_recipe(child).data
     own.write_text("base: quickstart_moa.yaml\nexperiment: mine\n")
     assert load_recipe(own).model.arch == "moa_transformer_base"
+    (tmp_path / "own" / "quickstart_moa.yaml").write_text(child.with_name("small.yaml").read_text())
+    assert load_recipe(own).model == load_recipe(child).model, "what lies beside it comes first"
     own.write_text("base: mine.yaml\nexperiment: mine\n")
     with pytest.raises(UserError, match="base"):
         load_recipe(own)
+
+
+def test_a_file_comes_before_the_shipped_recipe_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = Path("quickstart_moa.yaml")
+    assert find_recipe(name).is_absolute() and find_recipe(Path("configs/quickstart_moa")).is_absolute()
+    name.touch()
+    assert find_recipe(name) == name
 
 
 def test_what_is_built_on_another_file_has_a_summary_of_its_own(small, write_config):
@@ -220,6 +234,14 @@ def test_numbers_that_yaml_takes_for_text(small, write_config, text, value):
     assert load_recipe(write_config(small), [f"generate.lenpen={text}"]).generate.lenpen == value
 
 
+@pytest.mark.parametrize("text, value", [("1e-3", 1e-3), ("-1e-3", -1e-3), ("+2.5E1", 25.0), ("1e", "1e")])
+def test_numbers_of_a_file_are_those_of_yaml_1_2(small, write_config, text, value):
+    write_config(small)
+    path = write_config({"base": "small.yaml", "experiment": "child"})
+    path.write_text(f"{path.read_text()}train: {{flags: {{lr: {text}}}}}\n")
+    assert load_recipe(path).train.flags["lr"] == value
+
+
 @pytest.mark.parametrize(
     "fraction, allowed", [(1, True), (1.0, True), (0.001, True), (0, False), (1.001, False)]
 )
@@ -236,3 +258,10 @@ def test_as_many_epochs_as_are_kept_can_be_averaged(small, write_config, kept, a
     path = write_config(small)
     with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="keep_last_epochs"):
         load_recipe(path)
+
+
+def test_a_training_may_stop_at_the_learning_rate_zero(small, write_config):
+    """fairseq's own value is -1: never."""
+    path = write_config(small)
+    goals = [load_recipe(path, [f"train.flags.stop-min-lr={rate}"]).goal for rate in ("null", "0")]
+    assert "stop-min-lr" not in goals[0] and goals[1]["stop-min-lr"] == 0

@@ -16,6 +16,7 @@ from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.recipes.loading import load_recipe
 from moa_fairseq.recipes.planner import (
+    DEVICES,
     HOST_SECONDS,
     UTILISATION,
     _is_of,
@@ -154,6 +155,8 @@ def test_a_batch_that_does_not_fit():
     report = plan(recipe, None, [assumed_hardware("RTX4090", 1)], ROOT / "results")
     (entry,) = report["hardware"]
     assert entry["fits"] is False and 1024 < entry["most_tokens"] < 10_000_000
+    most = entry["memory"] + entry["batch_memory"] * entry["most_tokens"] / 10_000_000
+    assert most / DEVICES["RTX4090"].memory == pytest.approx(0.9, abs=1e-3)
     assert "!" in as_text(report)
 
 

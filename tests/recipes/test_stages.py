@@ -1,5 +1,6 @@
 """The stages of each kind of recipe: what runs, what is skipped, what is refused, what survives a failure."""
 
+import argparse
 import json
 import shutil
 import zipfile
@@ -14,7 +15,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.data_prep import catalogue
 from moa_fairseq.data_prep.binarised import check_stem
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes import checkpoints
+from moa_fairseq.recipes import checkpoints, command
 from moa_fairseq.recipes.command import Options, run_recipe
 from moa_fairseq.recipes.hardware import Hardware
 from moa_fairseq.recipes.loading import load_recipe
@@ -475,12 +476,12 @@ def test_a_translation_of_a_part_is_no_result_unless_asked_for(go, tmp_path, mon
     FakeExecutor.programs()
     with pytest.raises(UserError, match=r"3,000 of 3,003 sentences of subset test"):
         go()
-    values = json.loads(go(flag)[1].read_text())
+    values = json.loads(go(flag, "generate.subsets=[test,valid]")[1].read_text())
     assert "--allow-partial" in next(
         call for call in FakeExecutor.calls if call[:2] == ["moa-fairseq", "score"]
     )
     assert "fairseq-train" not in FakeExecutor.programs()
-    assert values["left_out"] == {"test": 3} and values["reproduces"] is None
+    assert values["left_out"] == {"test": 3, "valid": 3} and values["reproduces"] is None
     assert "left out of test: 3 of its sentences" in values["differences"]
 
 
@@ -567,11 +568,22 @@ def test_each_seed_has_its_folder_and_record_and_all_have_a_mean(
         assert f"--seed {seed} " in (run / "commands.sh").read_text()
         record = tmp_path / "results" / "measured" / f"small_seed{seed}.json"
         assert json.loads(record.read_text()) == values
-    assert main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x"]) == 0
+    assert main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x", "--set", "train.seed=9"]) == 0
     out = capsys.readouterr().out
     assert "--save-dir x_seed5/" in out and "--seed 6 " in out and "deviation" not in out
     for words in (["--seeds", "1,two"], ["--seeds", "1", "--stage", "train"], ["--seeds", "1", "--plan"]):
         assert main([*line, *words]) == 2 and "--seeds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "record, names",
+    [(None, [None] * 2), ("", ["small_seed1", "small_seed2"]), ("mine", ["mine_seed1", "mine_seed2"])],
+)
+def test_no_two_seeds_share_a_record(record, names):
+    args = argparse.Namespace(
+        seeds="1,2", overrides=[], plan=False, stage="all", save_dir=None, record=record
+    )
+    assert [run.record for run in command._with_seeds(args, "small")] == names
 
 
 def test_a_diverged_models_perplexity_is_kept_as_null(recipe_of, data_of, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ LOSSES = {
     "B": {1: 2.96, 2: 3.05, 3: 2.88, 4: 3.00},
     "C": {1: 3.001, 2: 3.099, 3: 2.901, 4: 3.053},
 }
+NEARLY = {1: 0.002, 2: -0.007, 3: 0.008, 4: 0.001}  # differences: alone within the margin, p = 0.02
 CONTRASTS = {name: Contrast(*name, "?") for name in ("BA", "CA", "BC")}
 
 
@@ -29,3 +30,12 @@ def test_verdicts_of_several_contrasts_are_corrected_for_their_number():
         assert found[second] == pytest.approx(max(found[smallest], min(1, 2 * alone[second])))
         assert found[third] == pytest.approx(max(found[second], alone[third]))
         assert found[smallest] > alone[smallest]
+
+
+def test_the_verdict_is_that_of_the_corrected_p():
+    study = Study("toy", "?", 4, {}, CONTRASTS, margin=0.01)
+    first = {seed: LOSSES["B"][seed] + difference for seed, difference in NEARLY.items()}
+    losses = {"A": first, "B": LOSSES["B"], "C": first}
+    rows = report._contrasts(study, {name: losses for name in CONTRASTS})
+    (row,) = (row for row in rows if row["contrast"] == "BA")
+    assert row["p_equivalent"] < 0.05 < row["p_equivalent_holm"] and row["verdict"] == "undecided"

@@ -1,19 +1,22 @@
 """Studies: order, records, interruptions, tuning and what the tables say; trainings are played, not run."""
 
+import functools
 import json
 import multiprocessing
 import re
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.study import command, report, running
-from moa_fairseq.study.design import fitting_records, load_study, runs_of
+from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.study import command, design, report, running
+from moa_fairseq.study.design import Run, fitting_records, load_study, runs_of, settings_of
 
 STUDIES = Path(__file__).resolve().parents[2].glob("configs/studies/*.yaml")
 
@@ -77,8 +80,11 @@ def study(tmp_path, monkeypatch):
     folder = tmp_path / "configs" / "studies"
     folder.mkdir(parents=True)
     (folder.parent / "tiny.yaml").write_text(RECIPE)
+    monkeypatch.setattr(design, "load_recipe", lambda file, overrides: once(file, tuple(overrides)))
+    once = functools.cache(load_recipe)  # each run's recipe is read several times
 
     def call(*flags, name="toy", **changes):
+        once.cache_clear()
         path = folder / f"{name}.yaml"
         path.write_text(json.dumps({**STUDY, "study": name, **changes}))
         status = main(["study", str(path), *flags])
@@ -161,6 +167,12 @@ def test_speeds_are_compared_within_a_seed(study):
             record = {**json.loads(path.read_text()), "tokens_per_second": tokens_per_second}
             path.write_text(json.dumps(record))
     assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, pytest.approx((0.5 + 0.75) / 2)]
+
+
+def test_a_seed_that_one_system_has_alone_has_no_speed():
+    speeds = {("A", 1): 100, ("B", 1): 50, ("B", 2): 70, ("A", 3): 0, ("B", 3): 60}
+    found = [{"system": key, "seed": n, "tokens_per_second": speed} for (key, n), speed in speeds.items()]
+    assert report._speed([row for row in found if row["system"] == "B"], "A", found) == 0.5
 
 
 def test_a_report_says_how_large_each_attention_starts(study):
@@ -308,7 +320,10 @@ def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
 
 def test_a_tuning_study_chooses_each_systems_values(study):
     grid = {"train.flags.lr": [1, 2, 3]}
-    budgets = {"set": {"train.max_update": 4}, "tuning": {"grid": grid, "set": {"train.max_update": 2}}}
+    common = {"train.max_update": 4, "train.flags.clip-norm": 1}
+    budgets = {"set": common, "tuning": {"grid": grid, "set": {"train.max_update": 2}}}
+    own = {**STUDY["systems"]["A"], "set": {"train.flags.lr": 9, "train.flags.clip-norm": 2}}
+    budgets["systems"] = {**STUDY["systems"], "A": own}
     assert study(**budgets)[0] == 2 and not Player.ran, "the tuning comes first"
     study("--tune", **budgets)
     assert Player.ran == [f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)]
@@ -317,7 +332,14 @@ def test_a_tuning_study_chooses_each_systems_values(study):
     study(**budgets)
     command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
     assert "--set train.flags.lr=2" in command and "--set train.max_update=4" in command
+    assert "--set train.flags.clip-norm=2" in command, "its own lies over what all have"
     assert study("--tune")[0] == 2, "nothing to tune"
+
+
+def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    run = Run("A", 1, tmp_path / "tiny.yaml", {"train.flags.clip-norm": 0}, tmp_path / "A-seed1.json")
+    assert settings_of(run, "train")["train.flags.clip-norm"] == 0
 
 
 def test_tuning_counts_every_seed(study):
@@ -357,7 +379,7 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
 
 
-def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys):
+def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys, monkeypatch):
     Player.end = 4
     _, records = study(set={"train.flags.lr": 1})
     Player.end = None
@@ -370,6 +392,8 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
         study(set={"train.flags.lr": 1}, stage="all")[0] == 2
         and "stage: train → all" in capsys.readouterr().err
     )
+
+    monkeypatch.setattr(design, "load_recipe", load_recipe)
 
     def fitting(**changes):
         path = tmp_path / "configs" / "studies" / "toy.yaml"
@@ -472,6 +496,18 @@ def test_workers_share_a_study(study, monkeypatch):
     first, second = (queue.get(timeout=60) for queue in ran)
     assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
     assert report_of(study)["runs"] == 8
+
+
+def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkeypatch):
+    runs, ran = [SimpleNamespace(record=tmp_path / f"{n}.json") for n in range(3)], []
+
+    def carry_out(run, place):
+        ran.append(run.record.stem)
+        runs[1].record.touch()
+
+    monkeypatch.setattr(running, "_carry_out", carry_out)
+    running.work(runs, SimpleNamespace(folders=tmp_path / "folders"))
+    assert ran == ["0", "2"]
 
 
 def test_every_claim_names_a_contrast_of_a_study():

@@ -73,7 +73,13 @@ class Scaled(AMPOptimizer):
         return self._scaler
 
 
-@pytest.mark.parametrize("scales, steps", [((1.0,) * 4, True), ((8.0,) * 4, True), ((8.0, 4.0, 4.0), False)])
+@pytest.mark.parametrize(
+    "scales, steps",
+    [
+        *[((1.0,) * 4, True), ((8.0,) * 4, True), ((8.0, 4.0, 4.0), False)],
+        ((8.0, 16.0, 16.0), True),  # after so many steps without an overflow it grows
+    ],
+)
 def test_under_amp_gates_skip_an_update_only_if_its_scale_was_lowered(scales, steps):
     """On a CPU the scale is 1 throughout."""
     gate = SequenceGate(4, 3, dropout=0.0).requires_grad_(False)

@@ -1,5 +1,7 @@
 """A training with a carried context that stops in the middle of an epoch and goes on, bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from chunked_training import arguments
@@ -70,6 +72,24 @@ def test_a_batch_that_only_takes_part_has_no_place_in_the_texts(monkeypatch):
     for fills in (False, True):
         task.train_step(sample, None, None, None, 3, ignore_grad=fills)
     assert seen == [{"tokens", "chunk", "part"}, {"tokens"}]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_training_goes_on_with_as_many_chunks_as_it_carries_now(chunks):
+    """Its checkpoint holds the inputs of two chunks of three tokens."""
+    restored = {}
+    context = SimpleNamespace(chunks=chunks, restore=restored.__setitem__)
+    trainer = SimpleNamespace(
+        get_model=lambda: SimpleNamespace(decoder=SimpleNamespace(context=context)), device="cpu"
+    )
+    ordered = SimpleNamespace(parts=1, rows=2, chunks=9)
+    place = SimpleNamespace(dataset=ordered, num_shards=1, shard_id=0, iterations_in_epoch=4)
+    task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
+    task.args = SimpleNamespace(tokens_per_sample=3)
+    inputs = torch.arange(24.0).view(6, 2, 2)
+    carried = {"texts": 2, "chunks": 9, "length": 3, "chunk": 3, "inputs": [inputs]}
+    task.after_load(trainer, place, {"carried_context": carried})
+    assert restored[0].chunk == 3 and torch.equal(restored[0].inputs[0], inputs[-3 * chunks :])
 
 
 @pytest.mark.thorough

@@ -131,6 +131,11 @@ def test_chinese_words_stay_whole():
     assert tokenize("你好 世界", "de") == "你好 世界"
 
 
+def test_a_comma_between_numbers_of_any_kind_stays():
+    """As Perl's \\p{IsN}: a Roman number is one, too."""
+    assert tokenize("Ⅳ,5 Ⅳ,Ⅴ Ⅳ,v", "de") == "Ⅳ,5 Ⅳ,Ⅴ Ⅳ , v"
+
+
 def test_detokenize_undoes_tokenize():
     line = 'He said: "A well-known man isn\'t [now] & then."'
     assert detokenize(tokenize(line, "en", aggressive_hyphens=True), "en") == line

@@ -1,0 +1,128 @@
+"""DiT (arXiv 2212.09748), dense and with MoH's heads by depth (arXiv 2410.11842, Table 2), in torch alone."""
+
+import math
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.attention.base import Attention
+from moa_fairseq.attention.dense import DenseAttention
+from moa_fairseq.attention.moh import MixtureOfHeads
+from moa_fairseq.attention.routing import Routing
+from moa_fairseq.errors import UserError, check_choice
+
+# layers, width, heads of the dense model
+SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
+# size, per cent of the heads that work → layers × (heads, shared, chosen by a token), as in the authors' code
+MIXTURES: Dict[Tuple[str, int], Tuple[Tuple[int, Tuple[int, int, int]], ...]] = {
+    ("S", 90): ((8, (6, 3, 2)), (4, (6, 6, 0))),
+    ("S", 75): ((2, (6, 2, 1)), (4, (6, 3, 1)), (4, (6, 3, 2)), (2, (6, 6, 0))),
+    ("B", 90): ((5, (12, 6, 4)), (5, (12, 7, 4)), (2, (12, 12, 0))),
+    ("B", 75): ((2, (12, 4, 2)), (8, (12, 6, 3)), (2, (12, 12, 0))),
+    ("L", 90): ((8, (8, 8, 0)), (8, (16, 16, 0)), (8, (24, 16, 3))),
+    ("L", 75): ((8, (8, 8, 0)), (8, (16, 8, 4)), (8, (24, 12, 4))),
+    ("XL", 90): ((9, (8, 8, 0)), (10, (16, 16, 0)), (9, (24, 16, 3))),
+    ("XL", 75): ((9, (8, 8, 0)), (10, (16, 10, 2)), (9, (24, 14, 2))),
+}
+PATCH, CLASS_DROPOUT, FREQUENCIES = 2, 0.1, 256  # a side; share without a class in training; of a noise level
+
+
+def waves(places: Tensor, width: int) -> Tensor:
+    """Cosines, then sines of each place [N] at width / 2 frequencies from 1 down to 1/10,000: [N, width]."""
+    half = width // 2
+    steps = torch.arange(half, dtype=torch.float32, device=places.device)
+    angles = places.float()[:, None] * torch.exp(steps * (-math.log(10_000) / half))
+    return torch.cat([angles.cos(), angles.sin()], 1)
+
+
+def _normed(x: Tensor, condition: Tensor) -> Tensor:
+    shift, scale = condition.chunk(2, -1)  # [B, 1, 2·C]
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each scaled, shifted and gated by the condition (adaLN-Zero)."""
+
+    def __init__(self, width: int, attention: Attention):
+        super().__init__()
+        self.attention = attention
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.condition = nn.Linear(width, 6 * width)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tuple[Tensor, Tuple[Routing, ...]]:
+        """x [B, T, C], condition [B, C] → the same with the routings of its attention."""
+        width = x.size(-1)
+        parts = self.condition(F.silu(condition)).unsqueeze(1).split([2 * width, width] * 2, -1)
+        heads, routings = self.attention(_normed(x, parts[0]), with_routing=True)
+        x = x + parts[1] * heads
+        return x + parts[3] * self.mlp(_normed(x, parts[2])), routings
+
+
+class DiT(nn.Module):
+    """The noise, and its variance, of square images in latent space, given the noise's level and a class.
+
+    Args:
+        size, layers: of SIZES; (how many, (heads, h_s, K)) by depth, as MIXTURES["XL", 90]; None: dense.
+        image_size, channels, classes: one class more stands for none. Patches have a side of 2.
+        settings: of `MixtureOfHeads`; the authors' is moh_scaling="released".
+
+    Raises:
+        UserError: for sizes that there are not, or that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        size: str = "S",
+        layers: Optional[Sequence[Tuple[int, Sequence[int]]]] = None,
+        image_size: int = 32,
+        channels: int = 4,
+        classes: int = 1000,
+        **settings: Any,
+    ):
+        super().__init__()
+        check_choice("size", size, SIZES)
+        depth, width, num_heads = SIZES[size]
+        by_depth = [sizes for times, sizes in layers or [(depth, ())] for _ in range(times)]
+        if len(by_depth) != depth or image_size % PATCH:
+            raise UserError(
+                f"DiT-{size} has {depth} layers, not {len(by_depth)}, and patches of {PATCH} a side."
+            )
+        self.side, self.classes = image_size // PATCH, classes
+        self.patches = nn.Conv2d(channels, width, PATCH, stride=PATCH)
+        half = waves(torch.arange(self.side), width // 2)
+        places = [half.repeat(self.side, 1), half.repeat_interleave(self.side, 0)]  # of columns, of rows
+        self.positions = nn.Parameter(torch.cat(places, 1), requires_grad=False)
+        self.level = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.label = nn.Embedding(classes + 1, width)
+        self.blocks = nn.ModuleList()
+        for sizes in by_depth:
+            attention: Attention = DenseAttention(width, num_heads, self_attention=True)
+            if sizes:
+                own: Any = {"moh_shared_heads": sizes[1], "experts_per_token": sizes[2]}
+                own = {"moh_scaling": "released", "head_dim": width // num_heads, **own, **settings}
+                attention = MixtureOfHeads(width, sizes[0], self_attention=True, **own)
+            self.blocks.append(Block(width, attention))
+        self.condition = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, 2 * channels * PATCH**2)
+        # each block begins as the identity, and the output as zero
+        for name, parameter in self.named_parameters():
+            if "condition." in name or name.startswith("out."):
+                nn.init.zeros_(parameter)
+        nn.init.normal_(self.label.weight, std=0.02)
+
+    def forward(self, images: Tensor, level: Tensor, classes: Tensor, with_routing: bool = False) -> Any:
+        """images [B, C, S, S], level [B] up to 1,000, classes [B] → [B, 2·C, S, S]; the routings by depth."""
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        if self.training:
+            dropped = torch.rand(classes.shape, device=classes.device) < CLASS_DROPOUT
+            classes = classes.masked_fill(dropped, self.classes)
+        condition = self.level(waves(level, FREQUENCIES).to(x.dtype)) + self.label(classes)
+        routings: List[Routing] = []
+        for block in self.blocks:
+            x, found = block(x, condition)
+            routings.extend(found)
+        rows = self.out(_normed(x, self.condition(F.silu(condition)).unsqueeze(1))).transpose(1, 2)
+        out = F.pixel_shuffle(rows.unflatten(2, (self.side, self.side)), PATCH)
+        return (out, routings) if with_routing else out

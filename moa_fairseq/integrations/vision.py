@@ -1,0 +1,62 @@
+"""MoH (arXiv 2410.11842) in timm's vision Transformers: ViT, DeiT and others with timm's plain attention.
+
+`to_mixture_of_heads` turns a model in place. Its state dict is saved as any other of timm's, and loaded into
+a model that the same call has made. The training loop adds `heads.balance_loss`.
+"""
+
+from typing import Any, Optional
+
+from torch import nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.integrations.heads import FUSED, HeadMixture, MixtureSettings, install
+
+try:
+    from timm.models.vision_transformer import Attention
+except RuntimeError as error:  # operator torchvision::nms does not exist
+    raise UserError(
+        f"timm cannot be imported ({error}): torchvision is built for another torch. For a CPU: pip install "
+        "--force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cpu"
+    ) from error
+
+NAMES = {"output": "proj", "queries": FUSED}
+
+
+def to_mixture_of_heads(
+    model: nn.Module, shared_heads: Optional[int] = None, active: Optional[int] = None, **settings: Any
+) -> nn.Module:
+    """Turn a model of timm into a mixture of heads, in place.
+
+    Args:
+        model: whose attentions are timm's `Attention`, without a wrapper. Its class and its parameters stay,
+            and so does an attention that pools tokens at the end.
+        shared_heads, active, settings: router, scaling and layers of `MixtureSettings`.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: for a model that cannot be one, which is then unchanged.
+    """
+    kind, modules = type(model).__name__, [*model.modules()]
+    if others := settings.keys() & {"balance", *NAMES}:
+        raise UserError(
+            f"{', '.join(others)}: a model of timm has no loss, and one table of names. Add "
+            "0.01 * heads.balance_loss(routings) to the loss; heads.collect_routings finds them."
+        )
+    chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings, **NAMES})
+    if HeadMixture in map(type, modules):
+        raise UserError(f"{kind} is a mixture of heads already: make the dense model, and convert that.")
+    kinds = {type(module) for module in modules if "Att" in type(module).__name__}
+    unknown = {each for each in kinds - {Attention} if "Pool" not in each.__name__}
+    if Attention not in kinds or unknown:
+        names = [f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in unknown]
+        raise UserError(
+            f"{kind} has {', '.join(sorted(names)) or 'no attention of its own'}. A mixture of heads can be "
+            "made of timm's plain Attention alone, in vit_*, deit* and others; not of Swin, MaxViT, EVA, or "
+            "of parallel blocks, which have no module for it."
+        )
+    found: Any = [module for module in modules if type(module) is Attention]
+    sizes = [(each, "proj", each.qkv.in_features, each.num_heads) for each in found]
+    install(sizes, chosen, found[0].proj.weight.dtype)
+    return model

@@ -1,0 +1,26 @@
+"""The guide's table of parameters is what its command prints."""
+
+from pathlib import Path
+
+import pytest
+
+try:
+    import timm  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401 (what loads its libraries)
+except (ImportError, OSError, RuntimeError) as error:
+    pytest.skip(
+        f"bash scripts/test.sh --integrations runs these, in an environment of their own ({error})",
+        allow_module_level=True,
+    )
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_guide_has_todays_counts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "integrations"))
+    import parameters
+
+    assert parameters.table() in (ROOT / "docs" / "moh.md").read_text(encoding="utf-8")
+    for name, counted, printed in parameters.rows():
+        if printed is not None:
+            assert abs(counted - printed) < 0.6, name
