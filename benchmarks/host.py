@@ -5,7 +5,8 @@
     python benchmarks/host.py --device cpu --miniature --output DIR    what a CPU can try of it
 
 eager: an update of dense and MoA models, base and big. profile: operators, launches and Python calls of an
-update of the base models, and its time without autograd's own threads. compiled: every layer by
+update of the base models, and its time without autograd's own threads. layer: a step of one small encoder layer
+(4 sentences of 6 tokens, width 64) eager and by Inductor. compiled: every layer by
 torch.compile, with dynamic shapes and whole graphs. graph: forward and backward of one shape as a CUDA graph,
 of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode "reduce-overhead"). decode:
 host time, launches and Python calls of a step of beam search.
@@ -181,6 +182,31 @@ def compiled(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     return found
 
 
+def layer(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
+    widths = {"embed-dim": "64", "ffn-embed-dim": "256", "attention-heads": "8", "layers": "1"}
+    sizes = [f"--{side}-{name}={width}" for side in ("encoder", "decoder") for name, width in widths.items()]
+    experts = ["--num-experts=8", "--experts-per-token=8", "--expert-dim=8"]
+    calls: Dict[str, Call] = {}
+    for arch in base(args):
+        for suffix in ("", ", compiled"):
+            model = build(arch, words, args.device, args.torch_dtype, *sizes, *experts * ("moa" in arch)).train()
+            if suffix:
+                compile_layers(model)
+            x = torch.randn(6, 4, 64, device=args.device, dtype=args.torch_dtype, requires_grad=True)
+
+            def step(run: Any = model.encoder.layers[0], x: torch.Tensor = x) -> None:
+                run(x, encoder_padding_mask=None).sum().backward()
+
+            calls[arch + suffix] = step
+    seconds = take_turns(calls, 10 * args.rounds, args.device)
+    moa, dense = base(args)
+    return {
+        "seconds": seconds,
+        "compiled_over_eager_dense": seconds[f"{moa}, compiled"] / seconds[dense],
+        "compiled_over_compiled_dense": seconds[f"{moa}, compiled"] / seconds[f"{dense}, compiled"],
+    }
+
+
 def with_answers(answers: List[bool], call: Call, recorded: bool) -> None:
     """What the host asks the device in a call: taken from `answers` where recorded, else added to them."""
     plain = torch.Tensor.__bool__
@@ -291,7 +317,7 @@ def decode(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     return found
 
 
-STEPS = {step.__name__: step for step in (eager, profile, compiled, graph, overhead, decode)}
+STEPS = {step.__name__: step for step in (eager, profile, layer, compiled, graph, overhead, decode)}
 ON_A_GPU = ("graph", "overhead")
 
 
