@@ -5,9 +5,9 @@
     python benchmarks/host.py --device cpu --miniature --output DIR    what a CPU can try of it
 
 eager: an update of dense and MoA models, base and big. profile: operators, launches and Python calls of an
-update of the base models, and its time without autograd's own threads. layer: a step of one small encoder layer
-(4 sentences of 6 tokens, width 64) eager and by Inductor. compiled: every layer by
-torch.compile, with dynamic shapes and whole graphs. graph: forward and backward of one shape as a CUDA graph,
+update of the base models, and its time without autograd's own threads. layer: a step of one small encoder
+layer (4 sentences of 6 tokens, width 64), eager and by Inductor. compiled: every layer by torch.compile,
+with dynamic shapes and whole graphs. graph: forward and backward of one shape as a CUDA graph,
 of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode "reduce-overhead"). decode:
 host time, launches and Python calls of a step of beam search.
 
@@ -188,8 +188,9 @@ def layer(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     experts = ["--num-experts=8", "--experts-per-token=8", "--expert-dim=8"]
     calls: Dict[str, Call] = {}
     for arch in base(args):
+        flags = sizes + experts if "moa" in arch else sizes
         for suffix in ("", ", compiled"):
-            model = build(arch, words, args.device, args.torch_dtype, *sizes, *experts * ("moa" in arch)).train()
+            model = build(arch, words, args.device, args.torch_dtype, *flags).train()
             if suffix:
                 compile_layers(model)
             x = torch.randn(6, 4, 64, device=args.device, dtype=args.torch_dtype, requires_grad=True)
