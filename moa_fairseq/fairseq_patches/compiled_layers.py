@@ -201,7 +201,7 @@ def _dense(value: Any) -> Any:
 def _pad_both(x: Tensor, options: Dict[str, Any]) -> None:
     """Where source or target have padding both get a mask: a decoder has two graphs then, not four."""
     memory = options.get("encoder_out")
-    masks = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
+    masks: Dict[str, Any] = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
     if memory is None or all(options.get(name) is None for name in masks):
         return
     for name, tokens in masks.items():

@@ -57,7 +57,7 @@ class _Named(List[Tuple[str, Routing]]):
     A compiled layer, which is the same for many names, collects the modules themselves.
     """
 
-    def append(self, found: Tuple[Any, Routing]) -> None:  # type: ignore[override]
+    def append(self, found: Tuple[Any, Routing]) -> None:
         module, routing = found
         side = "" if routing.side == "queries" else f".{routing.side}"
         super().append((f"{module.name}{side}", routing))

@@ -90,7 +90,7 @@ class MixtureFeedForward(Extended):
         """forward with nothing but what is given: its output, and the routings with their modules."""
         routings: List[Any] = []
         with forward_context(**{**vars(context), "routings": (routings,)}):
-            out = type(self).forward(self, x, **options)  # type: ignore[call-arg]
+            out = type(self).forward(self, x, **options)
         return out, routings
 
     @own_random_numbers()
