@@ -168,6 +168,12 @@ class _Compiled:
             # a graph is for one layout: the first layer gets another, and a mask is a part of a larger one
             given = {name: _dense(value) for name, value in options.items()}
             _pad_both(x, given)
+            if given.get("encoder_out") is None:
+                for name in (
+                    "need_attn",
+                    "need_head_weights",
+                ):  # of the attention to it: given to the last layer
+                    given.pop(name, None)
             if hasattr(layer, "whole"):
                 return layer.compiled(self.run_whole, options.get("self_attn_mask"), _dense(x), given)
             return self.run(layer, _dense(x), given)

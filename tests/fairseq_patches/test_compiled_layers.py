@@ -11,6 +11,7 @@ from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.modules import gelu
 from omegaconf import OmegaConf
 
 from moa_fairseq.attention.losses import BALANCE_LOSSES, z_loss
@@ -41,7 +42,7 @@ FAMILIES = {
     "fairseq's": ("transformer", "--activation-fn", "gelu"),
     "moa lm": ("moa_lm_tiny", *SPARSE, "--output-dropout", 0),
     "switchall lm": ("switchall_lm_tiny", "--output-dropout", 0),
-    "fairseq's lm": ("transformer_lm",),
+    "fairseq's lm": ("transformer_lm_gpt2_tiny",),
     "moa masked": ("moa_roberta_tiny", *SPARSE),
     "fairseq's masked": ("roberta",),
 }
@@ -139,7 +140,10 @@ def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inductor_computes_the_same(family):
-    compare(build(*FAMILIES[family], layers=1), [batch(1, 3, 9, 7), batch(2, 5, 6, 6)], 1e-11, "inductor")
+    """fairseq's gelu computes in float32, which Inductor rounds otherwise."""
+    model = build(*FAMILIES[family], layers=1)
+    rounded = any(getattr(module, "activation_fn", None) is gelu for module in model.modules())
+    compare(model, [batch(1, 3, 9, 7), batch(2, 5, 6, 6)], 1e-8 if rounded else 1e-11, "inductor")
 
 
 def stub(monkeypatch):
