@@ -44,9 +44,9 @@ def dictionary(symbols: int) -> Dictionary:
     return words
 
 
-def build(arch: str, words: Dictionary, device: str, dtype: torch.dtype) -> nn.Module:
-    """The model of fairseq-train --arch ARCH --share-all-embeddings, or that of a shipped recipe."""
-    line, recipe = ["--arch", arch, "--share-all-embeddings"], find_recipe(Path(arch))
+def build(arch: str, words: Dictionary, device: str, dtype: torch.dtype, *more: str) -> nn.Module:
+    """The model of fairseq-train --arch ARCH --share-all-embeddings and more flags, or a shipped recipe's."""
+    line, recipe = ["--arch", arch, "--share-all-embeddings", *more], find_recipe(Path(arch))
     if recipe.is_file():
         line = flags(load_recipe(recipe).model.as_flags())
     args = options.parse_args_and_arch(options.get_training_parser(), ["data", *line])

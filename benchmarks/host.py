@@ -5,13 +5,14 @@
     python benchmarks/host.py --device cpu --miniature --output DIR    what a CPU can try of it
 
 eager: an update of dense and MoA models, base and big. profile: operators, launches and Python calls of an
-update of the base models, and its time without autograd's own threads. compiled: every layer by
-torch.compile, with dynamic shapes and whole graphs. graph: forward and backward of one shape as a CUDA graph,
+update of the base models, and its time without autograd's own threads. layer: a step of one small encoder
+layer (4 sentences of 6 tokens, width 64), eager and by Inductor. compiled: every layer by torch.compile,
+with dynamic shapes and whole graphs. graph: forward and backward of one shape as a CUDA graph,
 of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode "reduce-overhead"). decode:
 host time, launches and Python calls of a step of beam search.
 
-This package's layers cannot be compiled whole as they are: `compiled` and `overhead` record the reason. They
-were measured at 2c0a964 with results/host/layers-compiled.diff applied.
+Layers are compiled as by `fairseq-train --compile-layers`. The records of an H200 are older than that flag:
+they were measured at 2c0a964 with results/host/layers-compiled.diff applied.
 """
 
 import gc
@@ -26,39 +27,14 @@ import torch
 from _bench import arguments, take_turns
 from _models import BATCH, MINIATURE, PAIRS, SMALL_BATCH, build, criterion, sentences, vocabulary
 from generation import LENGTH, translate
-from torch import nn
 from training import host_waits
 
+from moa_fairseq.fairseq_patches.compiled_layers import compile_layers
 from moa_fairseq.recipes.hardware import detect_hardware
 from moa_fairseq.recipes.result import commit, versions
 
-torch._dynamo.config.specialize_float = True  # a dropout is a number, not an input of the graph
-torch._dynamo.config.recompile_limit = 64  # models of several sizes share the code of their layers
 SENTENCES = 16  # that are translated at once
 Call = Callable[[], Any]
-
-
-def compile_layers(model: nn.Module, backend: str, mode: str) -> None:
-    """Replace each layer of the encoder and decoder by its compiled self."""
-    for part in (model.encoder, model.decoder):
-        for layer in part.layers:
-            name = "compute" if hasattr(layer, "compute") else "forward"
-            options = {"mode": mode} if mode else {}
-            run = torch.compile(
-                getattr(layer, name), dynamic=True, fullgraph=True, backend=backend, **options
-            )
-            setattr(layer, name, of_one_layout(run))
-
-
-def of_one_layout(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph is of one layout of its inputs: fairseq's first layer gets another, and masks are slices."""
-
-    def call(x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if named.get("self_attn_mask") is not None:
-            named["self_attn_mask"] = named["self_attn_mask"].contiguous().detach()
-        return run(x.contiguous(), *rest, **named)
-
-    return call
 
 
 class Candidate:
@@ -68,7 +44,7 @@ class Candidate:
         self.model = build(arch, words, args.device, args.torch_dtype).train()
         self.loss_of = criterion(arch, words)
         if compiled:
-            compile_layers(self.model, args.backend, mode)
+            compile_layers(self.model, args.backend, mode or None)
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=1e-6, betas=(0.9, 0.98), fused=args.device == "cuda"
         )
@@ -206,6 +182,32 @@ def compiled(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     return found
 
 
+def layer(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
+    widths = {"embed-dim": "64", "ffn-embed-dim": "256", "attention-heads": "8", "layers": "1"}
+    sizes = [f"--{side}-{name}={width}" for side in ("encoder", "decoder") for name, width in widths.items()]
+    experts = ["--num-experts=8", "--experts-per-token=8", "--expert-dim=8"]
+    calls: Dict[str, Call] = {}
+    for arch in base(args):
+        flags = sizes + experts if "moa" in arch else sizes
+        for suffix in ("", ", compiled"):
+            model = build(arch, words, args.device, args.torch_dtype, *flags).train()
+            if suffix:
+                compile_layers(model)
+            x = torch.randn(6, 4, 64, device=args.device, dtype=args.torch_dtype, requires_grad=True)
+
+            def step(run: Any = model.encoder.layers[0], x: torch.Tensor = x) -> None:
+                run(x, encoder_padding_mask=None).sum().backward()
+
+            calls[arch + suffix] = step
+    seconds = take_turns(calls, 10 * args.rounds, args.device)
+    moa, dense = base(args)
+    return {
+        "seconds": seconds,
+        "compiled_over_eager_dense": seconds[f"{moa}, compiled"] / seconds[dense],
+        "compiled_over_compiled_dense": seconds[f"{moa}, compiled"] / seconds[f"{dense}, compiled"],
+    }
+
+
 def with_answers(answers: List[bool], call: Call, recorded: bool) -> None:
     """What the host asks the device in a call: taken from `answers` where recorded, else added to them."""
     plain = torch.Tensor.__bool__
@@ -316,7 +318,7 @@ def decode(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     return found
 
 
-STEPS = {step.__name__: step for step in (eager, profile, compiled, graph, overhead, decode)}
+STEPS = {step.__name__: step for step in (eager, profile, layer, compiled, graph, overhead, decode)}
 ON_A_GPU = ("graph", "overhead")
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                base and big
     python benchmarks/training.py --size tiny    the quickstart's models
+    python benchmarks/training.py --compiled     each with and without --compile-layers
 
 An update is forward, criterion (with the routers' losses and statistics), backward and Adam. Base is
 compared with the dense base model (equal MACs), big with the dense big one (equal parameters). --dtype amp
@@ -17,14 +18,19 @@ from _bench import arguments, peak_bytes, report, take_turns
 from _models import SIZE, batch_shape, build, criterion, pairs, training_batch
 from matplotlib.figure import Figure
 
-_FLOAT32 = ", float32"
+from moa_fairseq.fairseq_patches.compiled_layers import compile_layers
+
+_FLOAT32, _COMPILED = ", float32", ", compiled"
+COMPILED = {"action": "store_true", "help": "each model also with its layers compiled"}
 
 
 def update(
-    arch: str, sample: Dict[str, Any], words: Any, args: Any, amp: bool
+    arch: str, sample: Dict[str, Any], words: Any, args: Any, amp: bool, compiled: bool = False
 ) -> "tuple[Callable[[], None], int]":
     """One optimiser update on the sample, and the model's parameters."""
     model = build(arch, words, args.device, args.torch_dtype).train()
+    if compiled:
+        compile_layers(model)
     autocast = torch.autocast(args.device, enabled=amp)
     loss_of = criterion(arch, words)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, betas=(0.9, 0.98))
@@ -49,10 +55,10 @@ def host_waits(step: Callable[[], None]) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
+def draw(rows: Dict[str, Any], ratios: Dict[str, float], dense: Dict[str, str], args: Any) -> Figure:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     panel = figure.subplots()
-    names, dense = list(rows), pairs(args)
+    names = list(rows)
     colours = ["#0072B2" if "moa" in name else "#999999" for name in names]
     panel.barh(names, [rows[name]["tokens_per_second"] for name in names], color=colours)
     for place, name in enumerate(names):
@@ -67,7 +73,7 @@ def draw(rows: Dict[str, Any], ratios: Dict[str, float], args: Any) -> Figure:
 
 
 def main() -> None:
-    args = arguments(__doc__, amp=True, more={"--size": SIZE})
+    args = arguments(__doc__, amp=True, more={"--size": SIZE, "--compiled": COMPILED})
     words, sample = training_batch(args)
     steps, parameters, beside_of, amp = {}, {}, pairs(args), args.dtype == "amp"
     if amp:
@@ -78,6 +84,9 @@ def main() -> None:
             steps[f"{arch}{_FLOAT32}"], parameters[f"{arch}{_FLOAT32}"] = update(
                 arch, sample, words, args, amp=False
             )
+        if args.compiled:
+            name = arch + _COMPILED
+            steps[name], parameters[name] = update(arch, sample, words, args, amp, compiled=True)
     times = take_turns(steps, args.rounds, args.device)
     rows = {
         arch: {
@@ -89,6 +98,8 @@ def main() -> None:
         }
         for arch, seconds in times.items()
     }
+    if args.compiled:
+        beside_of = {**beside_of, **{moa + _COMPILED: of + _COMPILED for moa, of in beside_of.items()}}
     ratios = {arch: times[dense] / times[arch] for arch, dense in beside_of.items()}
     for arch, row in rows.items():
         beside = f"  {ratios[arch]:.2f} × {beside_of[arch]}" if arch in ratios else ""
@@ -97,11 +108,16 @@ def main() -> None:
     payload = {"batch": batch, "length": length, "rows": rows, "speed_over_dense": ratios}
     if amp:
         speedups = {
-            arch: times[f"{arch}{_FLOAT32}"] / times[arch] for pair in beside_of.items() for arch in pair
+            arch: times[f"{arch}{_FLOAT32}"] / times[arch] for arch in times if f"{arch}{_FLOAT32}" in times
         }
         print("amp ÷ float32:", ", ".join(f"{arch} {ratio:.2f}" for arch, ratio in speedups.items()))
         payload["speed_over_float32"] = speedups
-    report("training", args, payload, draw(rows, ratios, args))
+    if args.compiled:
+        args.stem += "-compiled"
+        payload["compiled_over_eager"] = {
+            arch: times[arch] / times[arch + _COMPILED] for arch in times if arch + _COMPILED in times
+        }
+    report("training", args, payload, draw(rows, ratios, beside_of, args))
 
 
 if __name__ == "__main__":

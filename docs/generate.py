@@ -29,6 +29,8 @@ from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
 from moa_fairseq.criterions.routing_loss import RoutingLossConfig
 from moa_fairseq.evaluation.compare import Comparison, lines_of, load_comparison, render
 from moa_fairseq.fairseq_compat import PATCHES
+from moa_fairseq.fairseq_patches.compiled_layers import FLAG as COMPILE
+from moa_fairseq.fairseq_patches.compiled_layers import HELP as COMPILE_HELP
 from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
 from moa_fairseq.files import atomic_write
 from moa_fairseq.recipes.loading import load_recipe
@@ -195,9 +197,11 @@ def flags() -> str:
     branch = ["`--attention-branch-scale`", "–", BRANCH]
     gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE}"]
     check = ["`--no-kernel-check`", "off", KERNEL_CHECK]
+    compiles = [f"`{COMPILE}`", "off", COMPILE_HELP]
     switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
     for title, lines in (
         ("Every architecture here", [positions, start, branch, gates, check]),
+        ("Every training of a Transformer, fairseq's included", [compiles]),
         ("Causal language models", switches),
     ):
         tables.append(f"### {title}\n\n{grid(head, lines)}")

@@ -12,6 +12,7 @@ try:
         batches,
         checkpoint_files,
         collectives,
+        compiled_layers,
         cpu_autocast,
         foreign_settings,
         generation,
@@ -37,7 +38,7 @@ load_checkpoint = checkpoint_files.load_checkpoint
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
     *(saved_numbers, lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
-    *(kernel_check, host_tokens),
+    *(kernel_check, host_tokens, compiled_layers),
 )
 PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
 

@@ -145,6 +145,16 @@ else
 fi
 fixed=("train.max_update=$many" train.max_epoch=null train.flags.patience=null)
 
+# 0. Nine minutes that say what bounds a user: updates eager, compiled and as graphs, each with its JSON.
+whole=$deadline
+[ $deadline -lt $((SECONDS + longest)) ] || deadline=$((SECONDS + longest))
+for part in eager:60 profile:20 compiled:270 graph:30 overhead:60; do # seconds on an H200
+  step "benchmark-host-${part%:*}" "${part#*:}" "$python" benchmarks/host.py --device "$device" --steps "${part%:*}" \
+    --output "$output/benchmarks" "${miniature[@]}"
+done
+step benchmark-training-compiled 90 "$python" benchmarks/training.py --device "$device" --compiled \
+  --output "$output/benchmarks" "${miniature[@]}"
+deadline=$whole
 # 1. Right? Every tile configuration; `auto` takes the kernels in what follows because of it.
 step kernels-validate 30 "$python" -m moa_fairseq.kernels.validate --device "$device" "${checked[@]}"
 # 2. Fast? By replayed graphs; with the profile of one step.

@@ -82,10 +82,10 @@ class _Route(Function):
         x, weight, probs, index, padding = ctx.saved_tensors
         per_token, normalizes, detached = ctx.options
         grad = triton.loaded("launch_routing").route_grad(
+            probs,
             grad_logits,
             grad_probs,
             grad_gate,
-            probs,
             index,
             padding,
             per_token,

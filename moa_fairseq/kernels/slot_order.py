@@ -54,7 +54,8 @@ class SlotOrder:
             self._order_and_offsets = sort(self)
 
     @property
-    def _sorted(self) -> Tuple[Tensor, Tensor]:
+    def sorted(self) -> Tuple[Tensor, Tensor]:
+        """`order` and `offsets`."""
         if self._order_and_offsets is None:
             expert = self.expert
             if self.num_experts <= 256 and expert.is_cuda:
@@ -69,12 +70,12 @@ class SlotOrder:
     @property
     def order(self) -> Tensor:
         """[S] int64, the sorted slots: position in the order of experts → flat slot; ties stay in order."""
-        return self._sorted[0]
+        return self.sorted[0]
 
     @property
     def offsets(self) -> Tensor:
         """[E] int32: end of each expert's positions (cumulative counts)."""
-        return self._sorted[1]
+        return self.sorted[1]
 
     def plan(self, kind: Callable[["SlotOrder", int], Plan], fan: int) -> Plan:
         """kind(self, fan), made once: the products of a routing share it. fan: slots of a narrow row."""

@@ -76,7 +76,7 @@ EXECUTION_FLAGS = (
     # which checkpoints are written: what they are needed for comes after the training
     *("save-interval", "save-interval-updates", "keep-interval-updates", "keep-interval-updates-pattern"),
     *("keep-best-checkpoints", "no-epoch-checkpoints", "load-checkpoint-on-all-dp-ranks"),
-    "no-kernel-check",
+    *("no-kernel-check", "compile-layers"),
 )
 INTERVAL = "save-interval-updates"
 # How far a training goes, beside its max_epoch and max_update: it may go further at its next start.

@@ -118,7 +118,7 @@ class FairseqCall(Attention):
             )
         )
         for routing in routings:
-            context.record(self.name, routing)
+            context.record(self, routing)
         if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
             weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out.transpose(0, 1), weights  # no copy: the residual sum reads any layout
@@ -188,5 +188,5 @@ class FairseqSigmaMoE(SigmaMoE):
         else:
             padding = None
         out, (routing,) = super().forward(x, padding, with_routing=True)
-        context.record(self.name, routing)
+        context.record(self, routing)
         return out

@@ -32,7 +32,7 @@ class ForwardContext:
         right_padded: whether padding only follows real tokens.
         unpadded: whether a decoder's padding mask, which is made all the same, is known to be empty.
         draw: of experts, in an F step (MAE Algorithm 2).
-        routings: where routings go, each to every list.
+        routings: where (module, routing) goes, each to every list.
     """
 
     padding: Optional[Tensor] = None
@@ -43,14 +43,24 @@ class ForwardContext:
     right_padded: bool = False
     unpadded: bool = False
     draw: Optional[ExpertDraw] = None
-    routings: Tuple[NamedRoutings, ...] = ()
+    routings: Tuple[Any, ...] = ()
 
-    def record(self, name: str, routing: Routing) -> None:
-        """Hand a routing to all who collect them. One about keys is named `<name>.keys`."""
-        if routing.side != "queries":
-            name = f"{name}.{routing.side}"
+    def record(self, module: Any, routing: Routing) -> None:
+        """Hand a routing of a module to all who collect them."""
         for collected in self.routings:
-            collected.append((name, routing))
+            collected.append((module, routing))
+
+
+class _Named(List[Tuple[str, Routing]]):
+    """Collected routings with the names of their modules. One about keys is named `<name>.keys`.
+
+    A compiled layer, which is the same for many names, collects the modules themselves.
+    """
+
+    def append(self, found: Tuple[Any, Routing]) -> None:
+        module, routing = found
+        side = "" if routing.side == "queries" else f".{routing.side}"
+        super().append((f"{module.name}{side}", routing))
 
 
 class _Thread(threading.local):
@@ -96,6 +106,6 @@ def collect_routings() -> Iterator[NamedRoutings]:
 
     Blocks may be nested: each one collects every routing made inside it.
     """
-    collected: NamedRoutings = []
+    collected: NamedRoutings = _Named()
     with forward_context(routings=(*current_context().routings, collected)):
         yield collected

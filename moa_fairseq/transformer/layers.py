@@ -1,10 +1,11 @@
 """fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from moa_fairseq.feed_forward.sigma_moe import SigmaMoE
 from moa_fairseq.transformer.admin import Shortcut
 from moa_fairseq.transformer.carried_context import CarriedContext
 from moa_fairseq.transformer.families import build_attention, build_sigma_moe, initialize
-from moa_fairseq.transformer.forward_context import current_context, forward_context, restored
+from moa_fairseq.transformer.forward_context import ForwardContext, current_context, forward_context, restored
 
 logger = logging.getLogger(__name__)
 _DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
@@ -65,6 +66,32 @@ class MixtureFeedForward(Extended):
             return super().residual_connection(x, residual)
         self._sums += 1
         return self.shortcuts[self._sums - 1](x, residual)
+
+    def compiled(self, run: Callable[..., Any], mask: Any, x: Tensor, options: Dict[str, Any]) -> Any:
+        """This layer's forward by the compiled `whole`.
+
+        Args:
+            run: calls `whole` of a layer with a context, x and options.
+            mask: that of the self-attention as the decoder made it, which options have in another layout.
+            x, options: what `forward` takes.
+        """
+        context = current_context()
+        is_causal = mask is not None and mask is context.causal_mask
+        # whether there is padding would make two graphs, and a mask costs little in one
+        own = dataclasses.replace(
+            context, causal_mask=options["self_attn_mask"] if is_causal else None, unpadded=False, routings=()
+        )
+        out, routings = run(self, own, x, options)
+        for module, routing in routings:
+            context.record(module, routing)
+        return out
+
+    def whole(self, context: ForwardContext, x: Tensor, **options: Any) -> Any:
+        """forward with nothing but what is given: its output, and the routings with their modules."""
+        routings: List[Any] = []
+        with forward_context(**{**vars(context), "routings": (routings,)}):
+            out = type(self).forward(self, x, **options)
+        return out, routings
 
     @own_random_numbers()
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:

@@ -37,7 +37,8 @@ class TwoRouters(nn.Module):
 
     def forward(self, x):
         for i, router in enumerate(self.routers):
-            current_context().record(f"layer{i}", router(x.reshape(-1, 8)))
+            named = argparse.Namespace(name=f"layer{i}")
+            current_context().record(named, router(x.reshape(-1, 8)))
         return (self.head(x),)
 
     def get_normalized_probs(self, net_output, log_probs):

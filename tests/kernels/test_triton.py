@@ -210,11 +210,20 @@ print(order.tolist(), offsets.tolist())
     assert done.stdout.split("\n")[0] == "[1, 2, 0, 3] [1, 2, 4]", done.stderr[-2000:]
 
 
+def test_python_calls_of_a_step_stay_few():
+    """Forward and backward. Each costs the host of a GPU as much as a kernel of a small batch."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    done = python(HERE / "host_calls.py", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["8K8E"] <= 245 and found["8K32E"] <= 355, (found, done.stderr[-2000:])
+    assert found["8K32E"] > found["8K8E"] > found["dense"] > 100, found
+
+
 def test_auto_takes_no_triton_for_few_tokens(monkeypatch):
     """A step of generation: every expert in one product, nothing sorted."""
     monkeypatch.setattr(backend, "takes", lambda *_: True)
     monkeypatch.setattr(backend, "project", lambda *_: 1 / 0)
-    monkeypatch.setattr(SlotOrder, "_sorted", property(lambda self: 1 / 0))
+    monkeypatch.setattr(SlotOrder, "sorted", property(lambda self: 1 / 0))
     order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
     out = projection.project(torch.ones(2, 8), torch.ones(3, 4, 8), order, is_up=True, backend="auto")
     assert (out == 8).all()

@@ -9,12 +9,12 @@ imports without Triton, which is loaded when the first product runs.
 import importlib.util
 import os
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from moa_fairseq.kernels.slot_order import Fan, SlotOrder
@@ -94,12 +94,13 @@ def project(
     rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], order: SlotOrder, fan: Fan
 ) -> Tensor:
     """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
-    compiles = is_compiling()
-    if not compiles:
-        order.sort_by(sorted_slots)
-    routing = (order.expert, order.order, order.offsets)
-    run = expert_project if compiles else _Project.apply
-    sums: Tensor = run(rows, weight, bias, gate, *routing, *fan)
+    sums: Tensor
+    if is_compiling():
+        sums = expert_project(rows, weight, bias, gate, order.expert, order.order, order.offsets, *fan)
+        return sums
+    order.sort_by(sorted_slots)
+    slots, offsets = order.sorted
+    sums = _Project.apply(rows, weight, bias, gate, order.expert, slots, offsets, *fan)
     return sums
 
 
@@ -157,6 +158,7 @@ _LAUNCHES: Dict[str, Tuple[str, _Function]] = {
 
 
 def _launcher(name: str) -> _Function:
+    """For an operator, which is made before Triton is loaded."""
     return lambda *arguments: getattr(loaded("launch"), name)(*arguments)
 
 
@@ -166,16 +168,17 @@ def _operator(name: str, run: _Function, schema: str, uncomputed: _Function) -> 
     return operator
 
 
-# What the backward pass is made of, for eager code and for `torch.compile`
-_PLAIN = {name: _launcher(name) for name in _LAUNCHES}
-_OPERATORS = {name: _operator(name, _PLAIN[name], *row) for name, row in _LAUNCHES.items()}
+# What the backward pass is made of for `torch.compile`; eager code calls the same functions of `launch`
+_OPERATORS = SimpleNamespace(
+    **{name: _operator(name, _launcher(name), *row) for name, row in _LAUNCHES.items()}
+)
 
 
 def _project(
     rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], expert: Tensor, *rest: Any
 ) -> Tensor:
     """rest: order, offsets, into_experts, slots per row and per sum. `expert` is for the gradient."""
-    sums: Tensor = _PLAIN["products"](rows, weight, bias, gate, *rest)
+    sums: Tensor = loaded("launch").products(rows, weight, bias, gate, *rest)
     return sums
 
 
@@ -185,7 +188,7 @@ def _keep_inputs(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
     ctx.fan = into_experts, per_row, per_sum
 
 
-def _gradients(ctx: Any, grad: Tensor, parts: Dict[str, _Function]) -> Tuple[Optional[Tensor], ...]:
+def _gradients(ctx: Any, grad: Tensor, parts: Any) -> Tuple[Optional[Tensor], ...]:
     # once: checkpointing recomputes at each access
     rows, weight, bias, gate, expert, order, offsets = ctx.saved_tensors
     into_experts, per_row, per_sum = ctx.fan
@@ -198,7 +201,7 @@ def _gradients(ctx: Any, grad: Tensor, parts: Dict[str, _Function]) -> Tuple[Opt
     if gate is not None and (needs_weight or needs_gate):
         adds_products = needs_rows and not into_experts
         own_bias = bias if into_experts else None
-        grad_gate, left, products = parts["gate_grads"](
+        grad_gate, left, products = parts.gate_grads(
             wide, narrow, weight, own_bias, gate, order, offsets, per_wide, per_narrow, adds_products
         )
         per_left, grad_rows = 1, products if adds_products else None
@@ -207,11 +210,11 @@ def _gradients(ctx: Any, grad: Tensor, parts: Dict[str, _Function]) -> Tuple[Opt
             grad_gate = grad_gate + by_expert.gather(1, expert.view(-1, per_sum)).view(-1)
     if needs_rows and grad_rows is None:
         fan = (not into_experts, per_sum, per_row)
-        grad_rows = parts["products"](grad, weight, None, gate, order, offsets, *fan)
+        grad_rows = parts.products(grad, weight, None, gate, order, offsets, *fan)
     if needs_weight:
-        grad_weight = parts["outer"](left, wide, order, offsets, per_left, per_wide)
+        grad_weight = parts.outer(left, wide, order, offsets, per_left, per_wide)
     if needs_bias and bias is not None:
-        grad_bias = parts["sum_rows"](grad, gate, order, offsets, per_sum).to(bias.dtype)
+        grad_bias = parts.sum_rows(grad, gate, order, offsets, per_sum).to(bias.dtype)
     return grad_rows, grad_weight, grad_bias, grad_gate, *[None] * 6
 
 
@@ -224,9 +227,13 @@ class _Project(Function):
         return sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
-        return _gradients(ctx, grad, _PLAIN)
+        if torch.is_grad_enabled():  # once_differentiable says it later, and costs every pass ten calls
+            raise RuntimeError(
+                "The gradient of Triton's kernels cannot be differentiated twice: build the layer with "
+                'expert_backend="reference".'
+            )
+        return _gradients(ctx, grad, loaded("launch"))
 
 
 expert_project = _operator(

@@ -4,8 +4,8 @@ Everything here is sized by shapes alone. Where the experts' rows begin stays on
 for it. Grids are upper bounds, and blocks beyond the last row of their expert end at once.
 """
 
-import contextlib
-from typing import Any, ContextManager, Dict, Optional, Tuple
+import functools
+from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,23 @@ _CHUNK_SUM_TILE = 1024
 _MIN_CHUNK, _CHUNK_UNIT = 256, 128  # rows
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 
-def on(tensor: Tensor) -> ContextManager[object]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+def on_its_device(launcher: Launcher) -> Launcher:
+    """A function that launches kernels on the device of its first argument.
+
+    torch.cuda.device would cost the host nine calls each time; it is almost always that device already.
+    """
+
+    @functools.wraps(launcher)
+    def run(tensor: Tensor, *args: Any) -> Any:
+        if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+            return launcher(tensor, *args)
+        with torch.cuda.device(tensor.device):
+            return launcher(tensor, *args)
+
+    return run  # type: ignore[return-value]
 
 
 def may_use_tf32(tensor: Tensor) -> bool:
@@ -40,6 +51,7 @@ def may_use_tf32(tensor: Tensor) -> bool:
     return bool(settings.allow_tf32 if precision is None else precision == "tf32")
 
 
+@functools.cache
 def experts_pow2(experts: int) -> int:
     return max(16, 1 << (experts - 1).bit_length())  # triton.next_power_of_2 takes 10 µs
 
@@ -68,9 +80,10 @@ def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, 
     """
     if 4 * count * width * element_size <= 5 * cache:
         return width
-    return min(width, cdiv(expert_dim, _COLUMN_TILE) * _COLUMN_TILE)
+    return min(width, -(-expert_dim // _COLUMN_TILE) * _COLUMN_TILE)
 
 
+@on_its_device
 def products(
     rows: Tensor,
     weight: Tensor,
@@ -107,22 +120,21 @@ def products(
         INTO_EXPERTS=into_experts,
         **_weight(weight, rows, order, offsets),
     )
-    with on(rows):
-        for first in range(0, full, width):
-            now = min(width, full - first)
+    for first in range(0, full, width):
+        now = min(width, full - first)
 
-            def grid(meta: Dict[str, Any], columns: int = now) -> Tuple[int, ...]:
-                return ((count // meta["BLOCK_M"] + num_experts) * cdiv(columns, meta["BLOCK_N"]),)
+        def grid(meta: Dict[str, Any], columns: int = now) -> Tuple[int, ...]:
+            return ((count // meta["BLOCK_M"] + num_experts) * -(-columns // meta["BLOCK_N"]),)
 
-            start(kernels.product_kernel, grid, first_column=first, OUTER=now, **arguments)
-            if per_sum > 1:
-                _sum_slots(buffer, out, first, now, per_sum)
+        start(kernels.product_kernel, grid, first_column=first, OUTER=now, **arguments)
+        if per_sum > 1:
+            _sum_slots(buffer, out, first, now, per_sum)
     return out
 
 
 def _sum_slots(buffer: Tensor, out: Tensor, first: int, width: int, per_sum: int) -> None:
     block_t, block_c = _SUM_TILE
-    kernels.sum_slots_kernel[(cdiv(out.size(0), block_t), cdiv(width, block_c))](
+    kernels.sum_slots_kernel[(-(-out.size(0) // block_t), -(-width // block_c))](
         buffer,
         out,
         num_sums=out.size(0),
@@ -135,6 +147,7 @@ def _sum_slots(buffer: Tensor, out: Tensor, first: int, width: int, per_sum: int
     )
 
 
+@on_its_device
 def gate_grads(
     wide: Tensor,
     narrow: Tensor,
@@ -152,7 +165,8 @@ def gate_grads(
     The products are added for each narrow row, [S / per_narrow, D], if adds_products, else empty [0, D].
     bias [E, D] belongs to them.
     """
-    wide, narrow, weight, gate = (t.contiguous() for t in (wide, narrow, weight, gate))
+    wide, narrow = wide.contiguous(), narrow.contiguous()
+    weight, gate = weight.contiguous(), gate.contiguous()
     num_experts, expert_dim, _ = weight.shape
     count = order.numel()
     grad_gate = torch.empty_like(gate, dtype=torch.float32)
@@ -160,24 +174,23 @@ def gate_grads(
     product = narrow.new_empty(count if adds_products else 0, expert_dim)
     if count == 0:
         return grad_gate.to(gate.dtype), gated, product
-    with on(wide):
-        start(
-            kernels.gate_kernel,
-            lambda meta: (count // meta["BLOCK_M"] + num_experts,),
-            rows=wide,
-            bias=None if bias is None else bias.contiguous(),
-            narrow=narrow,
-            gate=gate,
-            grad_gate=grad_gate,
-            gated=gated,
-            gated_product=product if adds_products else None,
-            PER_WIDE=per_wide,
-            PER_NARROW=per_narrow,
-            **_weight(weight, wide, order, offsets),
-        )
-        if adds_products and per_narrow > 1:
-            slots, product = product, torch.empty_like(narrow)
-            _sum_slots(slots, product, 0, expert_dim, per_narrow)
+    start(
+        kernels.gate_kernel,
+        lambda meta: (count // meta["BLOCK_M"] + num_experts,),
+        rows=wide,
+        bias=None if bias is None else bias.contiguous(),
+        narrow=narrow,
+        gate=gate,
+        grad_gate=grad_gate,
+        gated=gated,
+        gated_product=product if adds_products else None,
+        PER_WIDE=per_wide,
+        PER_NARROW=per_narrow,
+        **_weight(weight, wide, order, offsets),
+    )
+    if adds_products and per_narrow > 1:
+        slots, product = product, torch.empty_like(narrow)
+        _sum_slots(slots, product, 0, expert_dim, per_narrow)
     return grad_gate.to(gate.dtype), gated, product
 
 
@@ -188,19 +201,24 @@ def rows_per_chunk(count: int, num_experts: int, tiles: int, processors: int) ->
     average share is cut. Elsewhere chunks are so small that each processor has about two programs.
     """
     if 2 * num_experts * tiles >= processors:
-        rows = 4 * cdiv(count, num_experts)
+        rows = 4 * -(-count // num_experts)
     else:
-        rows = cdiv(count * tiles, 2 * processors)
-    return cdiv(max(rows, _MIN_CHUNK), _CHUNK_UNIT) * _CHUNK_UNIT
+        rows = -(-count * tiles // (2 * processors))
+    return -(-max(rows, _MIN_CHUNK) // _CHUNK_UNIT) * _CHUNK_UNIT
+
+
+@functools.cache
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
 
 
 def _processors(tensor: Tensor) -> int:
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
+    return _properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
 
 
 def _cache_bytes(tensor: Tensor) -> int:
     """Size of the device's second-level cache; old torch does not know it."""
-    known = torch.cuda.get_device_properties(tensor.device) if tensor.is_cuda else None
+    known = _properties(tensor.device) if tensor.is_cuda else None
     return max(getattr(known, "L2_cache_size", 0), _LEAST_CACHE)
 
 
@@ -215,6 +233,7 @@ def _chunks(count: int, experts: int, tiles: int, sample: Tensor) -> Tuple[int, 
     return chunk, blocks, min(blocks, 2 * count // chunk) if count > chunk else 0
 
 
+@on_its_device
 def outer(
     left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int
 ) -> Tensor:
@@ -225,66 +244,65 @@ def outer(
     left, right = left.contiguous(), right.contiguous()
     expert_dim, model_dim = left.size(1), right.size(1)
     experts, count = offsets.numel(), order.numel()
-    tiles = cdiv(expert_dim, _COLUMN_TILE) * cdiv(model_dim, _COLUMN_TILE)
+    tiles = -(-expert_dim // _COLUMN_TILE) * -(-model_dim // _COLUMN_TILE)
     chunk, blocks, parts = _chunks(count, experts, tiles, left)
     out = left.new_empty(experts, expert_dim, model_dim)
     partial = left.new_empty(parts, expert_dim, model_dim, dtype=torch.float32)
 
     def grid(meta: Dict[str, int]) -> Tuple[int]:
-        return (blocks * cdiv(expert_dim, meta["BLOCK_D"]) * cdiv(model_dim, meta["BLOCK_C"]),)
+        return (blocks * -(-expert_dim // meta["BLOCK_D"]) * -(-model_dim // meta["BLOCK_C"]),)
 
-    with on(left):
-        start(
-            weight_grad.outer_kernel,
-            grid,
-            left=left,
-            right=right,
-            out=out,
-            partial=partial,
-            chunk=chunk,
-            rows_per_chunk=rows_class(min(chunk, count), 1),
-            PER_LEFT=per_left,
-            PER_RIGHT=per_right,
-            EXPERT_DIM=expert_dim,
-            MODEL_DIM=model_dim,
-            TF32=may_use_tf32(left),
-            **_routing(order, offsets),
-        )
-        if parts:
-            _sum_chunks(partial, out, offsets, chunk)
+    start(
+        weight_grad.outer_kernel,
+        grid,
+        left=left,
+        right=right,
+        out=out,
+        partial=partial,
+        chunk=chunk,
+        rows_per_chunk=rows_class(min(chunk, count), 1),
+        PER_LEFT=per_left,
+        PER_RIGHT=per_right,
+        EXPERT_DIM=expert_dim,
+        MODEL_DIM=model_dim,
+        TF32=may_use_tf32(left),
+        **_routing(order, offsets),
+    )
+    if parts:
+        _sum_chunks(partial, out, offsets, chunk)
     return out
 
 
+@on_its_device
 def sum_rows(rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
     """out[e] = Σ_{slots of e} gate · rows[slot // per_row]: rows [S / per_row, W] → [E, W] float32."""
     rows = rows.contiguous()
     width, experts = rows.size(1), offsets.numel()
     block_r, block_c = _ROWS_TILE
-    tiles = cdiv(width, block_c)
+    tiles = -(-width // block_c)
     chunk, blocks, parts = _chunks(order.numel(), experts, tiles, rows)
     out = rows.new_empty(experts, width, dtype=torch.float32)
     partial = rows.new_empty(parts, width, dtype=torch.float32)
-    with on(rows):
-        weight_grad.sum_rows_kernel[(blocks * tiles,)](
-            rows=rows,
-            gate=None if gate is None else gate.contiguous(),
-            out=out,
-            partial=partial,
-            chunk=chunk,
-            PER_ROW=per_row,
-            WIDTH=width,
-            BLOCK_C=block_c,
-            BLOCK_R=block_r,
-            **_routing(order, offsets),
-        )
-        if parts:
-            _sum_chunks(partial, out, offsets, chunk)
+    weight_grad.sum_rows_kernel[(blocks * tiles,)](
+        rows=rows,
+        gate=None if gate is None else gate.contiguous(),
+        out=out,
+        partial=partial,
+        chunk=chunk,
+        PER_ROW=per_row,
+        WIDTH=width,
+        BLOCK_C=block_c,
+        BLOCK_R=block_r,
+        **_routing(order, offsets),
+    )
+    if parts:
+        _sum_chunks(partial, out, offsets, chunk)
     return out
 
 
 def _sum_chunks(partial: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
     size = out[0].numel()
-    weight_grad.sum_chunks_kernel[(cdiv(size, _CHUNK_SUM_TILE), out.size(0))](
+    weight_grad.sum_chunks_kernel[(-(-size // _CHUNK_SUM_TILE), out.size(0))](
         partial,
         out,
         offsets,

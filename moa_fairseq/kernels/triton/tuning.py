@@ -22,6 +22,7 @@ _OTHER_SHARED_KIB = 99  # 8.6, 8.9, 12.0
 _SLACK = 1024  # bytes per stage for indices and barriers
 
 
+@cache
 def rows_class(rows: int, num_experts: int) -> int:
     """The class of `rows` spread over the experts: enough to choose a tile height, stable between batches."""
     average = rows // max(1, num_experts)
