@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -124,7 +125,7 @@ def compare(model, batches, tolerance, backend):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
     """Ten shapes, with and without padding: output, losses, gradients, routings under their names, counts."""
-    model, caught = build(*FAMILIES[family]), caplog.records
+    model, caught = build(*FAMILIES[family], layers=3), caplog.records
     few = family == "moa masked"
     shapes = [(3, 9, 7), (5, 6, 6), (2, 5, 8), *((rows, 4 + rows, 9) for rows in range(2, 9))]
     batches = [batch(i, *shape, padded=few or i != 1) for i, shape in enumerate(shapes[: 3 if few else 10])]
@@ -141,6 +142,8 @@ def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inductor_computes_the_same(family):
     """fairseq's gelu computes in float32, which Inductor rounds otherwise."""
+    if family not in ("moa", "fairseq's lm") and "INDUCTOR" not in os.environ:
+        pytest.skip("INDUCTOR=1 compiles every family, which takes 30 minutes of a core")
     model = build(*FAMILIES[family], layers=1)
     rounded = any(getattr(module, "activation_fn", None) is gelu for module in model.modules())
     compare(model, [batch(1, 3, 9, 7), batch(2, 5, 6, 6)], 1e-8 if rounded else 1e-11, "inductor")
