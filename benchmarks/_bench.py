@@ -20,11 +20,11 @@ import torch
 from matplotlib.figure import Figure
 
 import moa_fairseq
-from moa_fairseq.analysis.plots import save
+from moa_fairseq.experiments.analysis.plots import save
+from moa_fairseq.experiments.recipes.hardware import detect_hardware
+from moa_fairseq.experiments.recipes.result import commit, versions
 from moa_fairseq.files import atomic_write
-from moa_fairseq.kernels import projection
-from moa_fairseq.recipes.hardware import detect_hardware
-from moa_fairseq.recipes.result import commit, versions
+from moa_fairseq.layers.experts import projection
 
 moa_fairseq.register()  # as in a training: no cuDNN attention, freed memory is kept
 logging.getLogger().setLevel(logging.WARNING)  # fairseq turns everything on

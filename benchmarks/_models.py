@@ -11,9 +11,9 @@ from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import nn
 
-from moa_fairseq.criterions.with_routing import LabelSmoothedCrossEntropyWithRouting
-from moa_fairseq.recipes.loading import find_recipe, load_recipe
-from moa_fairseq.running.process import flags
+from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
+from moa_fairseq.plugin.criterions.with_routing import LabelSmoothedCrossEntropyWithRouting
+from moa_fairseq.process import flags
 
 # fairseq's dense Transformers beside MoA's. Base to base is equal MACs (604M and 629M of 10 + 10 tokens)
 # and nearly equal parameters; the vaswani big Transformer has MoA big's parameters.

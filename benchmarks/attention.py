@@ -17,9 +17,9 @@ from fairseq.modules import MultiheadAttention
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from moa_fairseq.attention.moa import MixtureOfAttention
-from moa_fairseq.kernels import compile_ahead
-from moa_fairseq.transformer.fairseq_call import FairseqCall, with_fairseq_call
+from moa_fairseq.layers.experts import compile_ahead
+from moa_fairseq.layers.moa import MixtureOfAttention
+from moa_fairseq.plugin.fairseq_call import FairseqCall, with_fairseq_call
 
 C = 512
 SIZES = {
@@ -89,7 +89,7 @@ def _moa(experts: int, per_token: int, dim: int) -> FairseqCall:
 
 def compile_size(args: Any, shape: "tuple[int, int]", size: "tuple[int, int, int]") -> None:
     """The kernels of one mixture's step, for one of many processes."""
-    from moa_fairseq.kernels.triton import table
+    from moa_fairseq.layers.experts.triton import table
 
     per_token, experts, dim = size
     module = _moa(experts, per_token, dim)

@@ -15,11 +15,11 @@ from _models import BASE, batch_shape, build, criterion, training_batch
 from matplotlib.figure import Figure
 from torch import nn
 
-from moa_fairseq.attention.expert_draw import ExpertDraw
-from moa_fairseq.attention.observers import observers_of, update_observers
-from moa_fairseq.attention.sequence_gate import gates_of
-from moa_fairseq.coordinate_descent.gate_sgd import GateGradients, sgd_step
-from moa_fairseq.transformer.forward_context import forward_context
+from moa_fairseq.layers.expert_draw import ExpertDraw
+from moa_fairseq.layers.observers import observers_of, update_observers
+from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.plugin.coordinate_descent.gate_sgd import GateGradients, sgd_step
+from moa_fairseq.plugin.forward_context import forward_context
 
 MAE = "mae_transformer_base"
 G_EVERY = 5

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from moa_fairseq.attention.losses import head_balance_loss
-from moa_fairseq.attention.moh import MixtureOfHeads
-from moa_fairseq.attention.routing import Routing
+from moa_fairseq.layers.losses import head_balance_loss
+from moa_fairseq.layers.moh import MixtureOfHeads
+from moa_fairseq.layers.routing import Routing
 
 # model → (shared, routed) heads of each token in the three stages; None: dense attention
 STAGES: Dict[str, Optional[Tuple[Tuple[int, int], ...]]] = {

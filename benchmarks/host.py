@@ -29,9 +29,9 @@ from _models import BATCH, MINIATURE, PAIRS, SMALL_BATCH, build, criterion, sent
 from generation import LENGTH, translate
 from training import host_waits
 
-from moa_fairseq.fairseq_patches.compiled_layers import compile_layers
-from moa_fairseq.recipes.hardware import detect_hardware
-from moa_fairseq.recipes.result import commit, versions
+from moa_fairseq.experiments.recipes.hardware import detect_hardware
+from moa_fairseq.experiments.recipes.result import commit, versions
+from moa_fairseq.plugin.patches.compiled_layers import compile_layers
 
 SENTENCES = 16  # that are translated at once
 Call = Callable[[], Any]

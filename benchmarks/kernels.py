@@ -16,9 +16,9 @@ from _bench import arguments, gemm, replay_times, report, take_turns
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from moa_fairseq.attention.expert_linear import ExpertLinear
 from moa_fairseq.errors import UserError
-from moa_fairseq.kernels import BACKENDS, SlotOrder, compile_ahead, resolve_backend
+from moa_fairseq.layers.expert_linear import ExpertLinear
+from moa_fairseq.layers.experts import BACKENDS, SlotOrder, compile_ahead, resolve_backend
 
 C = 512
 BASE = {
@@ -92,7 +92,7 @@ def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable
 
 def compile_point(args: Any, point: Dict[str, int]) -> None:
     """Triton's kernels of one point, for one of many processes."""
-    from moa_fairseq.kernels.triton import table
+    from moa_fairseq.layers.experts.triton import table
 
     inference, step = candidate("triton", point, args)
     with table.compiling():

@@ -16,7 +16,7 @@ from _models import dictionary
 from fairseq import criterions, options
 from matplotlib.figure import Figure
 
-from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
+from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
 
 _TWO_HEADS = ["--num-experts", "1", "--experts-per-token", "1", "--switchhead-heads", "2", "--expert-dim"]
 _ROUTED = ["--criterion", "cross_entropy_with_routing"]

@@ -33,16 +33,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from moa_fairseq.attention.moa import MixtureOfAttention
+from moa_fairseq.experiments.recipes.hardware import detect_hardware
+from moa_fairseq.experiments.recipes.result import versions
 from moa_fairseq.files import atomic_write
-from moa_fairseq.kernels import projection
-from moa_fairseq.kernels.triton import kernels, launch, weight_grad
-from moa_fairseq.recipes.hardware import detect_hardware
-from moa_fairseq.recipes.result import versions
-from moa_fairseq.transformer.fairseq_call import with_fairseq_call
+from moa_fairseq.layers.experts import projection
+from moa_fairseq.layers.experts.triton import kernels, launch, weight_grad
+from moa_fairseq.layers.moa import MixtureOfAttention
+from moa_fairseq.plugin.fairseq_call import with_fairseq_call
 
 try:
-    from moa_fairseq.kernels.triton import routing
+    from moa_fairseq.layers.experts.triton import routing
 except ImportError:  # an older commit
     routing = None
 

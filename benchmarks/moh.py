@@ -18,7 +18,7 @@ from fairseq.modules import MultiheadAttention
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from moa_fairseq.attention.moh import SKIPPING, MixtureOfHeads
+from moa_fairseq.layers.moh import SKIPPING, MixtureOfHeads
 
 C, HEADS, SHARED = 512, 8, 2
 SHARES = {"90 %": 5, "75 %": 4, "50 %": 2}  # routed heads that a token chooses

@@ -23,10 +23,10 @@ from typing import Any, Callable, Dict, List
 
 from subword_nmt.apply_bpe import BPE
 
-from moa_fairseq.data_prep.catalogue import Cleaning
-from moa_fairseq.data_prep.parallel_text import Piece, PiecePair, read_lines
-from moa_fairseq.data_prep.text_stages import Split, Treatment, learn_codes, load_codes, write_splits
-from moa_fairseq.text import apply_steps
+from moa_fairseq.experiments.data.catalogue import Cleaning
+from moa_fairseq.experiments.data.parallel_text import Piece, PiecePair, read_lines
+from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, load_codes, write_splits
+from moa_fairseq.experiments.text import apply_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 MERGES = 8000

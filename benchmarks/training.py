@@ -18,7 +18,7 @@ from _bench import arguments, peak_bytes, report, take_turns
 from _models import SIZE, batch_shape, build, criterion, pairs, training_batch
 from matplotlib.figure import Figure
 
-from moa_fairseq.fairseq_patches.compiled_layers import compile_layers
+from moa_fairseq.plugin.patches.compiled_layers import compile_layers
 
 _FLOAT32, _COMPILED = ", float32", ", compiled"
 COMPILED = {"action": "store_true", "help": "each model also with its layers compiled"}

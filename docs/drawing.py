@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from moa_fairseq.analysis.plots import COLOURS
+from moa_fairseq.experiments.analysis.plots import COLOURS
 from moa_fairseq.files import atomic_write
 
 INK = {"light": "#1f2328", "dark": "#e6edf3"}

@@ -22,24 +22,21 @@ import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
 
 import moa_fairseq
-from moa_fairseq.analysis.command import KINDS
-from moa_fairseq.attention.head_gate import HEAD_GATES
 from moa_fairseq.cli import VERBS
-from moa_fairseq.coordinate_descent.task import BlockCoordinateDescentConfig
-from moa_fairseq.criterions.routing_loss import RoutingLossConfig
-from moa_fairseq.evaluation.compare import Comparison, lines_of, load_comparison, render
-from moa_fairseq.fairseq_compat import PATCHES
-from moa_fairseq.fairseq_patches.compiled_layers import FLAG as COMPILE
-from moa_fairseq.fairseq_patches.compiled_layers import HELP as COMPILE_HELP
-from moa_fairseq.feed_forward.sigma_moe import SigmaMoESettings
+from moa_fairseq.experiments.analysis.command import KINDS
+from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.experiments.scoring.compare import Comparison, lines_of, load_comparison, render
+from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import atomic_write
-from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.tables import Column, Table
-from moa_fairseq.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
-from moa_fairseq.transformer.causal_lm import SWITCHES
-from moa_fairseq.transformer.families import FAMILIES
-from moa_fairseq.transformer.model import (
+from moa_fairseq.layers.head_gate import HEAD_GATES
+from moa_fairseq.layers.sigma_moe import SigmaMoESettings
+from moa_fairseq.plugin.causal_lm import SWITCHES
+from moa_fairseq.plugin.coordinate_descent.task import BlockCoordinateDescentConfig
+from moa_fairseq.plugin.criterions.routing_loss import RoutingLossConfig
+from moa_fairseq.plugin.fairseq_compat import PATCHES
+from moa_fairseq.plugin.families import FAMILIES
+from moa_fairseq.plugin.model import (
     BRANCH,
     HEAD_GATE,
     INITIALIZATION,
@@ -47,6 +44,9 @@ from moa_fairseq.transformer.model import (
     KERNEL_CHECK,
     POSITIONS,
 )
+from moa_fairseq.plugin.patches.compiled_layers import FLAG as COMPILE
+from moa_fairseq.plugin.patches.compiled_layers import HELP as COMPILE_HELP
+from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 
 ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -272,7 +272,7 @@ def verbs() -> str:
 
 
 def patch_table() -> str:
-    """The table of `moa_fairseq.fairseq_compat.PATCHES`: what is changed, why, and the test."""
+    """The table of `moa_fairseq.plugin.fairseq_compat.PATCHES`: what is changed, why, and the test."""
     lines = []
     for patch in PATCHES:
         what = ", ".join(

@@ -1,6 +1,6 @@
 """moa_fairseq: mixtures of attention heads as a fairseq user-dir.
 
-`moa_fairseq.attention` and `moa_fairseq.kernels` need torch alone, and importing them changes nothing else.
+`moa_fairseq.layers` and `moa_fairseq.layers.experts` need torch alone, and importing them changes nothing else.
 Where fairseq is imported already, as by `--user-dir`, importing the package registers everything; else
 `register` does.
 """
@@ -26,11 +26,11 @@ def register() -> None:
     level = root.level
     # fairseq imports `tasks/` and `models/` of a user-dir itself, but only if the package was not imported
     # before, and never its criterions. So everything is imported here.
-    from moa_fairseq import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
+    from moa_fairseq.plugin import fairseq_compat  # isort: skip  (first: it prepares fairseq and torch)
     import torch
 
-    from moa_fairseq import criterions, host_memory, models, tasks  # noqa: F401
-    from moa_fairseq.attention.sdpa import switch_off_cudnn
+    from moa_fairseq.layers.sdpa import switch_off_cudnn
+    from moa_fairseq.plugin import criterions, host_memory, models, tasks  # noqa: F401
 
     root.setLevel(level)  # one of fairseq's modules sets it to DEBUG
     fairseq_compat.install()

@@ -12,26 +12,44 @@ from typing import Callable, Iterator, List, Optional
 
 import moa_fairseq
 from moa_fairseq.errors import UserError, printable
-from moa_fairseq.tables import Terminal
+from moa_fairseq.experiments.tables import Terminal
 
 # verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
-    "recipe": ("moa_fairseq.recipes.command", "run one experiment of configs/ from data to score"),
-    "prepare": ("moa_fairseq.data_prep.command", "prepare one data set: download, tokenise, BPE, binarise"),
-    "average": ("moa_fairseq.evaluation.average", "average checkpoints into one"),
-    "convert": ("moa_fairseq.convert.command", "turn a Transformer into a mixture of heads, or back"),
-    "score": ("moa_fairseq.evaluation.score", "BLEU of translations, perplexity of a masked language model"),
-    "translate": ("moa_fairseq.inference.translate", "translate raw text with a trained run"),
-    "complete": ("moa_fairseq.inference.complete", "let a trained language model go on with a text"),
-    "fill-mask": ("moa_fairseq.evaluation.fill_mask", "let a masked language model fill a gap"),
-    "complexity": ("moa_fairseq.evaluation.complexity", "parameters and MACs of an architecture"),
-    "compare": ("moa_fairseq.evaluation.compare", "the papers' numbers beside the measured ones"),
+    "recipe": (
+        "moa_fairseq.experiments.recipes.command",
+        "run one experiment of configs/ from data to score",
+    ),
+    "prepare": (
+        "moa_fairseq.experiments.data.command",
+        "prepare one data set: download, tokenise, BPE, binarise",
+    ),
+    "average": ("moa_fairseq.experiments.scoring.average", "average checkpoints into one"),
+    "convert": (
+        "moa_fairseq.experiments.convert.command",
+        "turn a Transformer into a mixture of heads, or back",
+    ),
+    "score": (
+        "moa_fairseq.experiments.scoring.score",
+        "BLEU of translations, perplexity of a masked language model",
+    ),
+    "translate": ("moa_fairseq.experiments.inference.translate", "translate raw text with a trained run"),
+    "complete": (
+        "moa_fairseq.experiments.inference.complete",
+        "let a trained language model go on with a text",
+    ),
+    "fill-mask": ("moa_fairseq.experiments.scoring.fill_mask", "let a masked language model fill a gap"),
+    "complexity": ("moa_fairseq.experiments.scoring.complexity", "parameters and MACs of an architecture"),
+    "compare": ("moa_fairseq.experiments.scoring.compare", "the papers' numbers beside the measured ones"),
     "analyze": (
-        "moa_fairseq.analysis.command",
+        "moa_fairseq.experiments.analysis.command",
         "learning curves, expert load, and what gates and experts of a trained model do",
     ),
-    "study": ("moa_fairseq.study.command", "systems × seeds: train them, and judge their differences"),
-    "corpus": ("moa_fairseq.corpus.command", "build the embedded English-German corpus"),
+    "study": (
+        "moa_fairseq.experiments.study.command",
+        "systems × seeds: train them, and judge their differences",
+    ),
+    "corpus": ("moa_fairseq.experiments.corpus.command", "build the embedded English-German corpus"),
 }
 
 # The packages whose log messages a user is shown.

@@ -68,7 +68,7 @@ scratch=$root/runs/gpu_check-$device-checkpoints
 export XDG_CACHE_HOME=$output/cache TRITON_CACHE_DIR=$output/cache/triton
 export TRITON_STORE_BINARY_ONLY=1 TRITON_DISABLE_LINE_INFO=1
 # a copy of the files need not be a clone: what a step was done with is their text
-sources=$(find moa_fairseq benchmarks configs scripts tests/kernels -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum)
+sources=$(find moa_fairseq benchmarks configs scripts tests/layers/experts -type f ! -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum)
 stamp="${sources%% *}; $machine"
 failed=() unfinished=() names=() pids=() begun=
 
@@ -156,7 +156,7 @@ step benchmark-training-compiled 90 "$python" benchmarks/training.py --device "$
   --output "$output/benchmarks" "${miniature[@]}"
 deadline=$whole
 # 1. Right? Every tile configuration; `auto` takes the kernels in what follows because of it.
-step kernels-validate 30 "$python" -m moa_fairseq.kernels.validate --device "$device" "${checked[@]}"
+step kernels-validate 30 "$python" -m moa_fairseq.layers.experts.validate --device "$device" "${checked[@]}"
 # 2. Fast? By replayed graphs; with the profile of one step.
 benchmark 90 attention
 benchmark 45 sdpa
@@ -183,9 +183,9 @@ benchmark 90 coordinate_descent
 if [ "$device" = cuda ]; then
   for precision in --fp16 --amp; do updates $precision; done
   benchmark 90 training --dtype float16
-  step kernels-validate-float32 120 "$python" -m moa_fairseq.kernels.validate --dtypes float32
+  step kernels-validate-float32 120 "$python" -m moa_fairseq.layers.experts.validate --dtypes float32
   step kernels-tests 240 env -u TRITON_STORE_BINARY_ONLY -u TRITON_DISABLE_LINE_INFO TRITON_CACHE_DIR="$scratch/triton" \
-    "$python" -m pytest -q -p no:cacheprovider tests/kernels
+    "$python" -m pytest -q -p no:cacheprovider tests/layers/experts
 fi
 if [ -n "$wikitext" ]; then
   for row in transformer moa_8k8e128d moa_8k8e256d moa_8k16e256d moa_8k32e256d moa_8k64e256d; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, then runs lint, type checks and tests, side by side on up to four cores. Arguments go to pytest:
 #   bash scripts/test.sh --all               the tests marked thorough, too: kills, restarts, whole chains of commands
-#   bash scripts/test.sh tests/kernels -x
+#   bash scripts/test.sh tests/layers/experts -x
 #   bash scripts/test.sh --integrations      only tests/integrations, in an environment with transformers that it makes;
 #                                            --all runs them where that environment is
 set -euo pipefail

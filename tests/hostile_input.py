@@ -17,20 +17,33 @@ from typing import Any, Callable, Dict, NamedTuple, Sequence
 
 import yaml
 
-from moa_fairseq.analysis.learning_curve import read_learning_curve
-from moa_fairseq.data_prep.archives import extract
-from moa_fairseq.data_prep.text_stages import load_codes
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.compare import load_comparison, render
-from moa_fairseq.evaluation.generate_log import read_generate_log
-from moa_fairseq.recipes import result
-from moa_fairseq.recipes.checkpoints import prepared_data
-from moa_fairseq.recipes.loading import build, load_recipe
-from moa_fairseq.recipes.schema import Recipe
-from moa_fairseq.recipes.scores import describe, flat_metrics, headline_of, read_report, read_scores
-from moa_fairseq.recipes.train_log import TrainLog, prune, summarise
-from moa_fairseq.study.design import Study, System, fitting_records, load_study, losses_of, runs_of
-from moa_fairseq.text import normalize_punctuation
+from moa_fairseq.experiments.analysis.learning_curve import read_learning_curve
+from moa_fairseq.experiments.data.archives import extract
+from moa_fairseq.experiments.data.text_stages import load_codes
+from moa_fairseq.experiments.recipes import result
+from moa_fairseq.experiments.recipes.checkpoints import prepared_data
+from moa_fairseq.experiments.recipes.loading import build, load_recipe
+from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.experiments.recipes.scores import (
+    describe,
+    flat_metrics,
+    headline_of,
+    read_report,
+    read_scores,
+)
+from moa_fairseq.experiments.recipes.train_log import TrainLog, prune, summarise
+from moa_fairseq.experiments.scoring.compare import load_comparison, render
+from moa_fairseq.experiments.scoring.generate_log import read_generate_log
+from moa_fairseq.experiments.study.design import (
+    Study,
+    System,
+    fitting_records,
+    load_study,
+    losses_of,
+    runs_of,
+)
+from moa_fairseq.experiments.text import normalize_punctuation
 
 LONG_INPUT = 60_000  # bytes; what a quadratic pattern shows itself with
 

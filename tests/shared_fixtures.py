@@ -23,12 +23,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import moa_fairseq
+from moa_fairseq import process
 from moa_fairseq.cli import Console, reporting_to
-from moa_fairseq.data_prep import prepare
-from moa_fairseq.data_prep.gpt2_files import Gpt2Files
-from moa_fairseq.data_prep.prepare import Preparation
-from moa_fairseq.running import process
-from moa_fairseq.running.process import Executor, flags
+from moa_fairseq.experiments.data import prepare
+from moa_fairseq.experiments.data.gpt2_files import Gpt2Files
+from moa_fairseq.experiments.data.prepare import Preparation
+from moa_fairseq.process import Executor, flags
 
 moa_fairseq.register()  # a folder's conftest.py may have imported the package before fairseq was there
 USER_DIR = str(Path(moa_fairseq.__file__).parent)

@@ -17,8 +17,8 @@ from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
 
-from moa_fairseq.analysis.command import KINDS
 from moa_fairseq.cli import VERBS, build_parser, main
+from moa_fairseq.experiments.analysis.command import KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "configs", "data-prep", "docs", "results")
@@ -79,7 +79,7 @@ def known_flags():
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
     scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.py")]
-    scripts += ROOT.glob("moa_fairseq/transformer/*.py")  # flags without a default leave no name
+    scripts += ROOT.glob("moa_fairseq/plugin/*.py")  # flags without a default leave no name
     for script in scripts:
         known |= set(re.findall(r"--[a-z][\w-]*", script.read_text(encoding="utf-8")))
     flags = {name.replace("_", "-") for name in names}

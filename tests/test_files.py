@@ -13,10 +13,10 @@ import pytest
 from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.fairseq_patches.checkpoint_files import save_checkpoint
+from moa_fairseq.experiments.json_files import NUMBER, check_kinds, is_number
 from moa_fairseq.files import atomic_write
-from moa_fairseq.json_files import NUMBER, check_kinds, is_number
-from moa_fairseq.running.process import Executor, locked
+from moa_fairseq.plugin.patches.checkpoint_files import save_checkpoint
+from moa_fairseq.process import Executor, locked
 
 
 @pytest.mark.parametrize("mapping, holds", [({}, False), ({"score": None}, False), ({"score": 0}, True)])

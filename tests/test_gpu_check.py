@@ -25,7 +25,7 @@ def check(tmp_path):
     """check(FLAG...) runs a copy of gpu_check.sh; returns (the process, the commands that its Python ran)."""
     (tmp_path / "project" / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "gpu_check.sh", tmp_path / "project" / "scripts")
-    for name in ("moa_fairseq", "benchmarks", "configs", "tests/kernels"):
+    for name in ("moa_fairseq", "benchmarks", "configs", "tests/layers/experts"):
         (tmp_path / "project" / name).mkdir(parents=True)
     (tmp_path / "project" / "benchmarks" / "attention.py").write_text("one")
     for python in ("project/.venv/bin/python", "path/python3", "path/python"):

@@ -23,12 +23,12 @@ import hostile_input
 import pytest
 from hostile_input import LOG, PARSERS, RECIPE, RECORD, RESULT, STUDY, WANTED, Parser, dump_yaml, zip_of
 
-from moa_fairseq.data_prep.archives import DamagedArchive, extract
 from moa_fairseq.errors import UserError
-from moa_fairseq.recipes.loading import load_recipe
-from moa_fairseq.recipes.scores import flat_metrics, read_scores
-from moa_fairseq.recipes.train_log import TrainLog, summarise
-from moa_fairseq.text import normalize_punctuation
+from moa_fairseq.experiments.data.archives import DamagedArchive, extract
+from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.scores import flat_metrics, read_scores
+from moa_fairseq.experiments.recipes.train_log import TrainLog, summarise
+from moa_fairseq.experiments.text import normalize_punctuation
 
 CASES, SEED = int(os.environ.get("FUZZ_CASES", "0")), int(os.environ.get("FUZZ_SEED", "0"))
 MEGABYTE = 1_000_000

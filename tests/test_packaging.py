@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import moa_fairseq
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -118,7 +118,7 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
         assert {path.name for path in (share / name).glob("*.json")} == {
             path.name for path in (ROOT / "results" / name).glob("*.json")
         }
-    code = "from moa_fairseq.kernels import validation; print(validation.shipped_path().parent)"
+    code = "from moa_fairseq.layers.experts import validation; print(validation.shipped_path().parent)"
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
     found = subprocess.run([sys.executable, "-c", code], **place, capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ import logging
 
 from moa_fairseq import cli
 
-ROOM = logging.getLogger("moa_fairseq.data_prep.somewhere")
+ROOM = logging.getLogger("moa_fairseq.experiments.data.somewhere")
 
 
 def report(monkeypatch, capsys, *words):
@@ -12,11 +12,11 @@ def report(monkeypatch, capsys, *words):
 
     def run(args):
         ROOM.info("half %s", "done")
-        logging.getLogger("moa_fairseq.kernels").info("not for users")
+        logging.getLogger("moa_fairseq.layers.experts").info("not for users")
         print("result")
         return 0
 
-    monkeypatch.setattr("moa_fairseq.corpus.command.run", run)
+    monkeypatch.setattr("moa_fairseq.experiments.corpus.command.run", run)
     root = logging.StreamHandler()  # as fairseq puts one there
     logging.getLogger().addHandler(root)
     try:
@@ -40,4 +40,4 @@ def test_nothing_is_left_behind(monkeypatch, capsys, caplog):
     report(monkeypatch, capsys)
     with caplog.at_level(logging.INFO):
         ROOM.info("seen by others")
-    assert "seen by others" in caplog.text and not logging.getLogger("moa_fairseq.data_prep").handlers
+    assert "seen by others" in caplog.text and not logging.getLogger("moa_fairseq.experiments.data").handlers

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"

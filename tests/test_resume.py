@@ -9,8 +9,8 @@ from fairseq.dataclass.configs import CheckpointConfig
 from fairseq_cli import train as program
 
 import moa_fairseq
-from moa_fairseq.fairseq_compat import load_checkpoint
-from moa_fairseq.fairseq_patches.training import end_at_the_goal, load_patience, save_patience
+from moa_fairseq.plugin.fairseq_compat import load_checkpoint
+from moa_fairseq.plugin.patches.training import end_at_the_goal, load_patience, save_patience
 
 EPOCHS = ("--max-tokens", 100, "--max-epoch", 2, "--save-interval-updates", 4, "--keep-interval-updates", 2)
 # the second epoch, in which the kill comes, has G steps

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from moa_fairseq.cli import build_parser, main
-from moa_fairseq.recipes.command import Options, run_recipe
-from moa_fairseq.recipes.hardware import Hardware
-from moa_fairseq.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.command import Options, run_recipe
+from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.recipes.loading import load_recipe
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent

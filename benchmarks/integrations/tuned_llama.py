@@ -39,13 +39,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from moa_fairseq.attention.moh_routers import QueryNormRouter
-from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError
-from moa_fairseq.evaluation.significance import paired
+from moa_fairseq.experiments.scoring.significance import paired
 from moa_fairseq.files import atomic_write
 from moa_fairseq.integrations.heads import HeadMixture
 from moa_fairseq.integrations.hf import to_mixture_of_heads
+from moa_fairseq.layers.moh_routers import QueryNormRouter
+from moa_fairseq.layers.routing import Routing
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, BATCH, ROWS = 128, 8, 128  # bytes of a row; rows of an update, of an evaluation

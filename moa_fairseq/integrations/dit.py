@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.base import Attention
-from moa_fairseq.attention.dense import DenseAttention
-from moa_fairseq.attention.moh import MixtureOfHeads
-from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.dense import DenseAttention
+from moa_fairseq.layers.moh import MixtureOfHeads
+from moa_fairseq.layers.routing import Routing
 
 # layers, width, heads of the dense model
 SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}

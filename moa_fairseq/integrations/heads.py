@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.attention.losses import head_balance_loss
-from moa_fairseq.attention.moh import ROUTERS, MoHSettings
-from moa_fairseq.attention.moh_routers import SCALINGS, QueryNormRouter, SharedAndRoutedRouter
-from moa_fairseq.attention.routing import Routing
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.torch_compat import full_precision
+from moa_fairseq.layers.losses import head_balance_loss
+from moa_fairseq.layers.moh import ROUTERS, MoHSettings
+from moa_fairseq.layers.moh_routers import SCALINGS, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.torch_compat import full_precision
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
 QUERIES, FUSED = "q_proj", "qkv"  # of queries; of [q | k | v], as timm has it

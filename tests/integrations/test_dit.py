@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moa_fairseq.attention.losses import head_balance_loss
 from moa_fairseq.errors import UserError
 from moa_fairseq.integrations import dit
 from moa_fairseq.integrations.dit import MIXTURES, SIZES, DiT
+from moa_fairseq.layers.losses import head_balance_loss
 
 # millions: dense without the fixed positions, 90 %, 75 % of the heads; what the positions add
 COUNTS = {

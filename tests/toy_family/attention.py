@@ -5,8 +5,8 @@ import dataclasses
 import torch
 from torch import nn
 
-from moa_fairseq.attention.base import Attention, FamilySettings, flag
-from moa_fairseq.attention.routing import Routing
+from moa_fairseq.layers.attention import Attention, FamilySettings, flag
+from moa_fairseq.layers.routing import Routing
 
 
 @dataclasses.dataclass

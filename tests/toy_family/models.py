@@ -1,6 +1,6 @@
-from moa_fairseq.models.dense import TINY
-from moa_fairseq.transformer.archs import register_models
-from moa_fairseq.transformer.families import register_family
+from moa_fairseq.plugin.archs import register_models
+from moa_fairseq.plugin.families import register_family
+from moa_fairseq.plugin.models.dense import TINY
 from toy_family.attention import ParitySettings
 
 register_family("parity", ParitySettings)

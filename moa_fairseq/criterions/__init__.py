@@ -1,5 +1,0 @@
-"""fairseq's criterions with the routers' auxiliary losses added."""
-
-from moa_fairseq.criterions import with_routing
-
-__all__ = ["with_routing"]

@@ -1,0 +1,1 @@
+"""From data to a number: data sets, recipes, scores, studies."""

@@ -1,0 +1,229 @@
+"""Which tokens attend to which, and which experts they choose: one sentence (SwitchHead Figs. 2, 5 and 6).
+
+moa-fairseq analyze attention-maps runs/B --sentence 3 --output maps.png            every layer
+moa-fairseq analyze attention-maps runs/B --sentence 3 --layer 2 --output heads.png one layer, head by head
+
+Without --layer a map shows the largest weight of any head. With it each head has a map of its own (for MoA
+and MoH each slot, since the experts differ from token to token). Strips beside it show the gates of the
+experts that a token chose: on the left for the attending tokens, below for the tokens that they attend to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, List, Sequence, Tuple
+
+import torch
+from fairseq import utils
+from fairseq.modules import MultiheadAttention
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.plots import Analysis
+from moa_fairseq.experiments.analysis.routed_model import kind_of
+from moa_fairseq.experiments.scoring.trained_model import device_for, load_subset
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.plugin.forward_context import collect_routings
+
+NAME = "attention-maps"
+SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
+_MOST_LABELS = 60  # more tokens than that cannot be read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    parser.add_argument("--sentence", type=int, default=0, metavar="N", help="which one of the subset (0)")
+    parser.add_argument("--layer", type=int, metavar="L", help="one layer, head by head; the first is 1")
+
+
+def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
+    """The attention in one sentence."""
+    maps = measure_attention(model, task, args.subset, args.sentence, device_for(args.cpu))
+    layers = max(each.layer for each in maps)
+    if args.layer is not None:
+        if not 1 <= args.layer <= layers:
+            raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
+        maps = [each for each in maps if each.layer == args.layer]
+    draw = draw_layers if args.layer is None else draw_heads
+    lines, modules = [], []
+    for each in maps:
+        heads, queries, keys = each.weights.shape
+        share = torch.special.entr(each.weights).sum(2).mean().item() / math.log(max(keys, 2))
+        entropy = f"entropy {share:.0%} of an even one's"
+        lines.append(f"{each.name}: {heads} maps of {queries} x {keys} tokens, {entropy}")
+        gates = {side: gate.tolist() for side, gate in each.gates.items()}
+        names = {"name": each.name, "queries": each.queries, "keys": each.keys}
+        modules.append({**names, "weights": each.weights.tolist(), "gates": gates})
+    figure = draw(maps, f"{args.model.name}, sentence {args.sentence} of {args.subset}")
+    return Analysis(lines, figure, {"sentence": args.sentence, "modules": modules})
+
+
+@dataclass
+class AttentionMap:
+    """The attention of one module on one sentence.
+
+    weights [H, T, S]: the attention of each head or slot; queries and keys: the T and S tokens. gates:
+    "queries" and "keys" → [E, T] or [E, S], the gate of each expert for each token, zero where it is not
+    chosen; absent where nothing is routed. groups: equal parts of the experts, one for each head.
+    """
+
+    name: str
+    weights: Tensor
+    queries: List[str]
+    keys: List[str]
+    gates: Dict[str, Tensor]
+    groups: int = 1
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.name)
+
+    @property
+    def layer(self) -> int:
+        """1 for the first."""
+        return next(int(part) for part in self.name.split(".") if part.isdigit()) + 1
+
+
+def measure_attention(
+    model: nn.Module, task: Any, subset: str, sentence: int, device: torch.device
+) -> List[AttentionMap]:
+    """The attention of every module, in forward order, with teacher forcing.
+
+    Raises UserError for a subset or a sentence that does not exist, and a model without such attention.
+    """
+    dataset = load_subset(task, subset)
+    if not 0 <= sentence < len(dataset):
+        raise UserError(f"--sentence {sentence}: {subset} has sentences 0 to {len(dataset) - 1:,}.")
+    sample = dataset.collater([dataset[sentence]])
+    sample = utils.move_to_cuda(sample) if device.type == "cuda" else sample
+    model = model.to(device).eval()
+    weights_by_name: Dict[str, Tensor] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
+            vars(module)["ever_training"] = True
+        if not isinstance(module, (Attention, MultiheadAttention)):
+            continue
+        if isinstance(module, MultiheadAttention):
+            module.skip_embed_dim_check = True  # its other path averages over the heads
+
+        def ask(module: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> Tuple[Tuple, Dict[str, Any]]:
+            return args, {**kwargs, "need_weights": True, "need_head_weights": True}
+
+        def keep(module: nn.Module, args: Tuple, result: Any, name: str = name) -> None:
+            weights_by_name[name] = result[1][:, 0].float().cpu()
+
+        hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+        hooks.append(module.register_forward_hook(keep))
+    with torch.no_grad(), collect_routings() as routings:
+        model(**sample["net_input"], features_only=True)
+    for hook in hooks:
+        hook.remove()
+    if not weights_by_name:
+        raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
+    tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
+    source = [task.source_dictionary[index] for index in tokens[0].tolist()]
+    target = [] if previous is None else [task.target_dictionary[index] for index in previous[0].tolist()]
+    maps = []
+    for name, weights in weights_by_name.items():
+        # The decoder of a language model reads the source tokens.
+        queries = target if target and name.startswith("decoder.") else source
+        keys = source if name.endswith(".encoder_attn") else queries
+        own = [
+            routing
+            for named, routing in routings
+            if named.removesuffix(f".{routing.side}") == name and routing.scope == "tokens"
+        ]
+        gates = {routing.side: _gates(routing) for routing in own}
+        if getattr(model.get_submodule(name), "shares_selection", False):  # recorded once for both sides
+            gates["keys"] = gates["queries"]
+        groups = own[0].groups if own else 1
+        maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))
+    return maps
+
+
+def _gates(routing: Routing) -> Tensor:
+    """[E, N]: the gate of each expert for each token."""
+    gate = routing.gates.detach().float()
+    gates = gate.new_zeros(gate.size(0), routing.num_experts)
+    return gates.scatter(1, routing.expert_ids, gate).t().cpu()
+
+
+def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
+    """One map per layer and kind of attention: the largest weight of any head (SwitchHead Fig. 2)."""
+    kinds = list(dict.fromkeys(each.kind for each in maps))
+    columns = max(each.layer for each in maps)
+    side = 2.2 if columns > 3 else 3.2
+    figure = Figure(figsize=(side * columns + 0.6, side * len(kinds) + 0.6), layout="constrained")
+    panels = figure.subplots(len(kinds), columns, squeeze=False)
+    for panel in panels.flat:
+        panel.set_axis_off()
+    for each in maps:
+        panel = panels[kinds.index(each.kind)][each.layer - 1]
+        _show(panel, each.weights.amax(0), each.queries, each.keys, size=4)
+        panel.set_title(f"{each.kind}, layer {each.layer}", fontsize=7)
+    figure.suptitle(title and f"{title}: largest weight of any head", fontsize=10)
+    return figure
+
+
+def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
+    """The maps of each module's heads with the experts of both sides (SwitchHead Figs. 5 and 6)."""
+    columns = max(each.weights.size(0) for each in maps)
+    side = max(2.6, 0.11 * max(max(map(len, (each.queries, each.keys))) for each in maps))
+    figure = Figure(figsize=(side * columns + 0.6, side * len(maps) + 0.6), layout="constrained")
+    rows = figure.subfigures(len(maps), 1, squeeze=False)[:, 0]
+    for each, row in zip(maps, rows):
+        row.suptitle(each.name, fontsize=8)
+        for head, place in enumerate(row.subfigures(1, columns, squeeze=False)[0][: each.weights.size(0)]):
+            _draw_head(place, each, head)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
+    """The map of one head; the gates of the queries on its left, those of the keys below."""
+    own = head if each.groups > 1 else 0
+    strips = {side: gates.view(each.groups, -1, gates.size(1))[own] for side, gates in each.gates.items()}
+    wide, tall = (len(strips.get(side, ())) for side in ("queries", "keys"))
+    unit = max(1, len(each.queries) // 24)
+    panels = place.subplots(
+        1 + bool(tall),
+        1 + bool(wide),
+        squeeze=False,
+        width_ratios=[*([wide * unit] if wide else []), len(each.keys)],
+        height_ratios=[len(each.queries), *([tall * unit] if tall else [])],
+    )
+    for panel in panels.flat:
+        panel.set_axis_off()
+    main, queries, keys = panels[0][-1], panels[0][0], panels[-1][-1]
+    _show(main, each.weights[head], [] if wide else each.queries, [] if tall else each.keys)
+    main.set_title(f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}", fontsize=7)
+    most = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0
+    experts = [str(expert + 1) for expert in range(max(wide, tall))]
+    if wide:
+        _show(queries, strips["queries"].t(), each.queries, experts[:wide], "Oranges", most)
+    if tall:
+        _show(keys, strips["keys"], experts[:tall], each.keys, "Oranges", most)
+
+
+def _show(
+    panel: Any,
+    values: Tensor,
+    rows: List[str],
+    columns: List[str],
+    cmap: str = "Blues",
+    most: float = 1.0,
+    size: int = 5,
+) -> None:
+    """values [rows, columns] as shades from 0 to `most`, named at the axes where the names can be read."""
+    panel.set_axis_on()
+    panel.imshow(values.numpy(), cmap=cmap, vmin=0, vmax=most, aspect="auto")
+    rows, columns = (names if len(names) <= _MOST_LABELS else [] for names in (rows, columns))
+    panel.set_yticks(range(len(rows)), rows, fontsize=size)
+    long = any(len(name) > 2 for name in columns)
+    panel.set_xticks(range(len(columns)), columns, fontsize=size, rotation=90 if long else 0)
+    panel.tick_params(length=1, pad=1)

@@ -1,0 +1,93 @@
+"""Pictures and numbers of a trained model.
+
+  moa-fairseq analyze learning-curve runs/A runs/B --output curves.png
+  moa-fairseq analyze expert-load runs/B --output load.png
+  moa-fairseq analyze expert-load runs/B/average.pt --data data-bin/X --output load.png --json load.json
+  moa-fairseq analyze gates runs/C --output gates.png
+  moa-fairseq analyze expert-tokens runs/C --words
+  moa-fairseq analyze attention-maps runs/D --sentence 3 --layer 2 --output heads.png
+
+A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on; so does
+the --save-dir of a plain fairseq-train, or the folder around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis import attention_maps, expert_load, expert_tokens, gates, learning_curve
+from moa_fairseq.experiments.analysis.plots import save
+from moa_fairseq.experiments.json_files import write_json
+from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
+from moa_fairseq.experiments.scoring.trained_model import load_trained
+from moa_fairseq.files import refuse_overwriting
+
+# Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze, which returns an
+# Analysis: analyze(args) of logs, analyze(args, model, task) of a trained model.
+KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps)
+OF_LOGS, WITHOUT_PICTURE = (learning_curve,), (expert_tokens,)
+
+# what a recipe writes into its run folder
+OF_A_RUN = ("*.pt", "checkpoints/*", "*.json", "*.jsonl", "*.yaml", "*.txt")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq analyze`."""
+    kinds = parser.add_subparsers(
+        dest="analysis", required=True, metavar="{" + ",".join(kind.NAME for kind in KINDS) + "}"
+    )
+    for kind in KINDS:
+        subparser = kinds.add_parser(
+            kind.NAME,
+            help=kind.SUMMARY,
+            description=kind.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add = subparser.add_argument
+        if kind not in OF_LOGS:
+            add("model", type=Path, metavar="RUN_DIR|CHECKPOINT")
+            add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
+            add("--subset", default="valid", help="which subset of the data to run (valid)")
+            add("--max-tokens", type=int, default=4096, metavar="N", help="tokens in a batch (4096)")
+            add("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
+            add("--cpu", action="store_true", help="do not use a GPU")
+        kind.add_arguments(subparser)
+        if kind not in WITHOUT_PICTURE:
+            add("--output", type=Path, required=True, metavar="FILE.png")
+        subparser.set_defaults(analyze=kind.analyze, output=None, json=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen analysis; write its picture and its numbers, and print its text."""
+    if args.output is not None and args.output.suffix.lower() != ".png":
+        raise UserError(f"--output {args.output}: the picture is a PNG, so its name must end in .png.")
+    of_model = "model" in args
+    inputs = [args.model] if of_model else args.runs
+    inputs = [*inputs, *(file for path in inputs for pattern in OF_A_RUN for file in path.glob(pattern))]
+    written = {"output": args.output, "json": args.json}
+    for name, path in written.items():
+        if path is not None:
+            refuse_overwriting(path, inputs, f"--{name}")
+    about = {}
+    if of_model:
+        warnings.filterwarnings("ignore", message=".*pin_memory")
+        if args.max_tokens < 1:
+            raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
+        checkpoint, data = checkpoint_and_data(args.model, args.data)
+        about = {"checkpoint": str(checkpoint), "subset": args.subset}
+        model, task = load_trained(checkpoint, data)
+        args.data = data or Path(task.cfg.data)
+        found = args.analyze(args, model, task)
+    else:
+        found = args.analyze(args)
+    if args.output:
+        save(found.figure, args.output)
+    if args.json:
+        write_json(args.json, {**about, **found.report})
+    print(*found.lines, sep="\n")
+    if any(written.values()):
+        print(f"wrote {', '.join(str(path) for path in written.values() if path)}")
+    return 0

@@ -1,0 +1,205 @@
+"""The most indicative tokens of an expert, by pointwise mutual information (MAE §5.1, Table 6).
+
+  moa-fairseq analyze expert-tokens runs/mae7 --words --top 5
+  moa-fairseq analyze expert-tokens runs/moa --module decoder.layers.0.self_attn --json tokens.json
+
+PMI(token, expert) = log p(token, expert) / (p(token) p(expert)), in nats. In MAE all tokens of a sequence
+count for the expert to which its gate gives the most weight (in a decoder each token counts for the expert of
+its own position). In MoA a token counts for the K experts that it chose, or with K = E for the one with the
+greatest weight. Tokens are those at the module's queries: the source in the encoder, the target so far in the
+decoder. Padding, sentence ends and unknown words do not count.
+
+BPE pieces ("sub@@") are counted as they are; --words joins them, and each of a word's n pieces then counts as
+1/n of the word for its expert. Experts are numbered from 0.
+
+Ids of GPT-2's byte-pair encoding are decoded: ' cat' in quotes begins a word, and bytes that are not a
+character by themselves are written as \\xNN. In a masked language model the positions chosen to be guessed
+(masked, replaced or kept: its --mask-prob) do not count, nor do words with such a piece; the number of these
+positions is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.gpt2_pieces import gpt2_pieces
+from moa_fairseq.experiments.analysis.plots import Analysis
+from moa_fairseq.experiments.analysis.routed_model import forward_passes
+from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
+from moa_fairseq.layers.routing import Routing
+
+NAME = "expert-tokens"
+SUMMARY = "the most indicative tokens of each expert, by PMI (MAE Table 6)"
+CONTINUES = "@@"  # at the end of a BPE piece: the next piece belongs to the same word
+
+Segmenter = Callable[[Sequence[Optional[str]]], Iterator[Tuple[str, List[int]]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    parser.add_argument("--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="tokens of each expert (10)")
+    parser.add_argument(
+        "--min-count", type=int, default=5, metavar="N", help="only tokens that occur at least N times (5)"
+    )
+    parser.add_argument("--words", action="store_true", help='join BPE pieces ("@@ ") into words')
+
+
+def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
+    """Each expert's tokens."""
+    for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
+        if value < 1:
+            raise UserError(f"{flag} {value} must be at least 1.")
+    spelling, join = gpt2_pieces(task, args.data), args.words
+    if spelling:
+        counter = TokenCounter(spelling.words if join else spelling.pieces)
+    else:
+        counter = TokenCounter(words if join else pieces)
+    masked_out = 0 if hasattr(task, "mask_idx") else None
+    name = args.module
+    for sample, routings in forward_passes(args, model, task):
+        named = dict(routings)
+        name = name or routings[0][0]  # the first that runs: the first layer's self-attention
+        if name not in named:
+            raise UserError(f"--module {name} is not in this model, which has {', '.join(named)}.")
+        attention = dict(model.named_modules())[name]
+        if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
+            raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
+        tokens, dictionary = sample["net_input"]["src_tokens"], task.source_dictionary  # [B, T]
+        if name.startswith("decoder") and "prev_output_tokens" in sample["net_input"]:
+            tokens, dictionary = sample["net_input"]["prev_output_tokens"], task.target_dictionary
+        experts = attributed(named[name], *tokens.shape).cpu()
+        hidden = None
+        if masked_out is not None:
+            hidden = sample["target"].ne(dictionary.pad())
+            tokens = torch.where(hidden, sample["target"], tokens)
+            masked_out += int((hidden & tokens.ge(dictionary.nspecial)).sum())
+        # None: padding, sentence ends and unknown words
+        symbols = [
+            [dictionary[t] if t >= dictionary.nspecial else None for t in row] for row in tokens.tolist()
+        ]
+        counter.add(symbols, experts, hidden)
+    if not counter.occurrences:
+        raise UserError(f"The subset {args.subset} of {args.data} holds no words.")
+    report = {
+        "min_count": args.min_count,
+        "words": args.words,
+        "name": name,
+        "tokens_counted": sum(counter.occurrences.values()),
+        "shares": counter.expert_shares(),
+        "tokens": counter.indicative(args.top, args.min_count),
+        "masked_out": masked_out,
+    }
+    return Analysis(_lists(report), report=report)
+
+
+def pieces(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+    """(token, [its position]) of a sequence; None marks what is not counted (padding, special symbols)."""
+    for position, symbol in enumerate(symbols):
+        if symbol is not None:
+            yield symbol, [position]
+
+
+def words(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+    """(word, positions of its BPE pieces); words that a None or the end cuts off are left out."""
+    start = 0
+    for position, symbol in enumerate(symbols):
+        if symbol is not None and symbol.endswith(CONTINUES):
+            continue
+        if symbol is not None:
+            parts = [part[: -len(CONTINUES)] for part in symbols[start:position] if part]
+            yield "".join([*parts, symbol]), list(range(start, position + 1))
+        start = position + 1
+
+
+class TokenCounter:
+    """How often each token met each expert of one module.
+
+    A token counts once for every expert that its position is attributed to. Each of a word's n pieces counts
+    1/n for the experts of that piece.
+    """
+
+    def __init__(self, segment: Segmenter = pieces) -> None:
+        self.segment = segment
+        self.occurrences: Counter = Counter()
+        self.attributions: Dict[str, NDArray[np.float64]] = {}  # of each token [E]
+
+    def add(
+        self, sequences: Sequence[Sequence[Optional[str]]], experts: Tensor, hidden: Optional[Tensor] = None
+    ) -> None:
+        """Count a batch: B sequences of T symbols each; experts [B, T, E] bool, as of `attributed`.
+
+        hidden: [B, T] bool, positions whose symbol the model does not see: tokens with such a position do not
+        count.
+        """
+        shares = experts.double().numpy()
+        masked = np.zeros(shares.shape[:2], bool) if hidden is None else hidden.cpu().numpy()
+        for row, symbols in enumerate(sequences):
+            for token, positions in self.segment(symbols):
+                if not masked[row, positions].any():
+                    self.occurrences[token] += 1
+                    share = shares[row, positions].mean(0)
+                    self.attributions[token] = self.attributions.get(token, 0.0) + share
+
+    def expert_shares(self) -> List[float]:
+        """p(expert): the share of all attributions that fell on each expert, [E]."""
+        totals = np.sum([*self.attributions.values()], axis=0)
+        return (totals / totals.sum()).tolist()
+
+    def indicative(self, top: int, min_count: int) -> List[List[Dict[str, Any]]]:
+        """For each expert the `top` tokens of greatest PMI that occur at least min_count times.
+
+        Each as token, pmi (nats) and count. PMI = log p(token, expert) / (p(token) p(expert)), probabilities
+        being shares of all attributions. Among equals, the one that the expert gets more often comes first.
+        """
+        lists: List[List[Dict[str, Any]]] = []
+        for expert, share in enumerate(self.expert_shares()):
+            rows = [
+                {
+                    "token": token,
+                    "pmi": math.log(counts[expert] / counts.sum() / share),
+                    "count": counts[expert],
+                }
+                for token, counts in self.attributions.items()
+                if counts[expert] > 0 and self.occurrences[token] >= min_count
+            ]
+            rows.sort(key=lambda row: (-round(row["pmi"], 9), -row["count"], row["token"]))
+            lists.append(rows[:top])
+        return lists
+
+
+def attributed(routing: Routing, batch: int, length: int) -> Tensor:
+    """Which experts each position of a batch counts for: [B, T, E] bool.
+
+    Those that it chose; if every expert takes part (MAE; MoA with K = E), the one with the greatest weight.
+    If a sequence has one routing, it holds for all positions.
+    """
+    index = routing.expert_ids
+    if routing.chooses_all:
+        index = routing.probs.argmax(-1, keepdim=True)
+    choices = torch.zeros_like(routing.probs, dtype=torch.bool).scatter_(1, index, True)
+    per_sequence = 1 if routing.scope == "sequences" else length
+    return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
+
+
+def _lists(report: Dict[str, Any]) -> List[str]:
+    unit, hidden = "words" if report["words"] else "tokens", report["masked_out"]
+    masked = "" if hidden is None else f", {hidden:,} masked positions left out"
+    lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
+    for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
+        shown = []
+        for token in tokens:
+            text = token["token"]  # in quotes if it holds what a reader would not see
+            text = text if text == text.strip() and text.isprintable() else repr(text)
+            shown.append(f"{text} ({token['pmi']:.2f})")
+        lines.append(f"expert {expert} ({share:.1%}): {', '.join(shown) or '-'}")
+    return lines

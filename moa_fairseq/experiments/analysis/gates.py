@@ -1,0 +1,166 @@
+"""Entropy of MAE's gates, and the share of instances that prefer each expert (§5.1, Table 8).
+
+  moa-fairseq analyze gates runs/mae7 --output gates.png --json gates.json
+
+--untrained 1 gives values to compare with: those of untrained gates on the same inputs.
+An instance is a sequence in the encoder and a position in a decoder, whose gates see the inputs so far. The
+paper's entropies (1.91 nats for MAE-7, 2.02 for NOBCD, 2.08 = ln 8 for UNI-MAE-7) are means over encoder
+layers on WMT14's development set. Experts are numbered from 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any, Dict, List, Sequence
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from torch import nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, Analysis, style
+from moa_fairseq.experiments.analysis.routed_model import RouterUse, by_kind, forward_passes, router_uses
+from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
+from moa_fairseq.layers.sequence_gate import gates_of
+
+NAME = "gates"
+SUMMARY = "entropy of MAE's gates and the experts they prefer (MAE §5.1, Table 8)"
+FEW = 10  # the shares of so many experts fit on a line of the table, and into the fields of the picture
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    text = "draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs"
+    parser.add_argument("--untrained", type=int, metavar="SEED", help=text)
+
+
+def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
+    """What the gates did with a data set."""
+    learned = {
+        module.name: module.gate is not None
+        for module in model.modules()
+        if isinstance(module, MixtureOfAttentiveExperts)
+    }
+    if not learned:
+        raise UserError(
+            f"{type(model).__name__} has no mixture of attentive experts, so it has no gates of MAE; "
+            "`moa-fairseq analyze expert-load` shows the routers of MoA."
+        )
+    if args.untrained is not None:
+        torch.manual_seed(args.untrained)
+        for gate in gates_of(model):
+            gate.reset_parameters()
+    uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
+    summaries = [summary(use, learned[use.name]) for use in uses]
+    means = mean_entropies(summaries)
+    kind = "Gates" if args.untrained is None else "Untrained gates"
+    lines = _tables(summaries, means)
+    if args.untrained is not None:
+        lines.append(
+            f"The gates' weights were drawn anew with seed {args.untrained}: these gates are untrained."
+        )
+    if not all(learned.values()):
+        lines.append(
+            "Uniform gates prefer no expert: instances are attributed to none, and there are no shares."
+        )
+    figure = draw_gates(summaries, f"{kind} of {args.model.name} on {args.subset}")
+    return Analysis(lines, figure, {"means": means, "modules": summaries, "untrained_seed": args.untrained})
+
+
+def summary(use: RouterUse, learned: bool) -> Dict[str, Any]:
+    """Plain data: sizes, H(g) averaged over the instances and ln E in nats, the shares of instances [E].
+
+    A uniform gate (not learned) has no shares.
+    """
+    shares = (use.favourites / use.favourites.sum()).tolist() if learned else None
+    return {
+        "name": use.name,
+        "num_experts": use.counts.numel(),
+        "gate": "learned" if learned else "uniform",
+        "instance": "position" if use.scope == "tokens" else "sequence",
+        "instances": use.instances,
+        "entropy": use.total_entropy / use.instances,
+        "uniform_entropy": math.log(use.counts.numel()),
+        "shares": shares,
+    }
+
+
+def mean_entropies(summaries: Sequence[Dict[str, Any]]) -> Dict[str, Dict[str, float]]:
+    """Per kind of attention, and for all: its gates' mean entropy, and that of uniform gates."""
+    return {
+        label: {
+            "entropy": sum(row["entropy"] for row in group) / len(group),
+            "uniform_entropy": sum(row["uniform_entropy"] for row in group) / len(group),
+            "modules": len(group),
+        }
+        for label, group in {**by_kind(summaries), "all": summaries}.items()
+    }
+
+
+def _tables(summaries: List[Dict[str, Any]], means: Dict[str, Dict[str, float]]) -> List[str]:
+    """A line per gate, and then the paper's number: H(g) averaged over the layers."""
+    rows = []
+    for row in summaries:
+        shares, shown = row["shares"], "(uniform)"
+        if shares and len(shares) <= FEW:
+            shown = " ".join(f"{100 * share:.1f}" for share in shares)
+        elif shares:
+            shown = f"{len(shares)} experts, {100 * min(shares):.1f} to {100 * max(shares):.1f}"
+        rows.append({**row, "instances": f"{row['instances']:,} {row['instance']}s", "shares": shown})
+    entropies = [Column("entropy", "entropy", ".4f"), Column("uniform_entropy", "ln E", ".3f")]
+    of_gates = [Column("name", "gate"), Column("instances", "instances", ">"), *entropies]
+    of_kinds = [Column("kind", "mean over gates of"), Column("modules", "gates", "d"), *entropies]
+    return [
+        Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text(),
+        "",
+        Table(of_kinds, [{"kind": kind, **mean} for kind, mean in means.items()]).text(),
+    ]
+
+
+def draw_gates(summaries: Sequence[Dict[str, Any]], title: str = "") -> Figure:
+    """The picture of the gates' summaries.
+
+    Left: H(g) of each layer against ln E, the uniform gate's. Right: layers × experts, shares as colours,
+    one heat map per kind of attention, all on one scale. Uniform gates attribute nothing and have no map.
+    """
+    groups = by_kind(summaries)
+    maps = {label: group for label, group in groups.items() if group[0]["shares"]}
+    layers = max(len(group) for group in groups.values())
+    size = (4.2 + 3.4 * len(maps), max(3.5, 1.9 + 0.32 * layers))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(1, 1 + len(maps), squeeze=False)[0]
+    for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
+        entropies = [row["entropy"] for row in group]
+        panels[0].plot(range(1, len(group) + 1), entropies, marker=marker, color=colour, label=label)
+    heights = sorted({row["uniform_entropy"] for group in groups.values() for row in group})
+    for height in heights:
+        uniform = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
+        panels[0].axhline(height, label=f"uniform gate, {height:.2f}", **uniform)
+    panels[0].set(xlabel="layer", ylabel="gate entropy H(g) in nats")
+    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[0].set_ylim(bottom=min(panels[0].get_ylim()[0], heights[0] - 0.05))  # rounding errors stay small
+    style(panels[0])
+    figure.legend(loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False)
+    most = max((max(row["shares"]) for group in maps.values() for row in group), default=0.0)
+    for panel, (label, group) in zip(panels[1:], maps.items()):
+        shares = [row["shares"] for row in group]
+        image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=most, aspect="auto")
+        panel.set(xlabel="expert", ylabel="layer")
+        panel.set_title(label, fontsize=9)
+        panel.set_yticks(range(len(group)), [str(layer) for layer in range(1, len(group) + 1)])
+        if len(shares[0]) <= FEW:
+            panel.set_xticks(range(len(shares[0])))
+            for layer, row in enumerate(shares):
+                for expert, share in enumerate(row):
+                    looks = {"color": "white" if share > 0.6 * most else "black", "fontsize": 7}
+                    panel.text(expert, layer, f"{100 * share:.0f}", ha="center", va="center", **looks)
+        panel.tick_params(labelsize=8)
+    if maps:
+        bar = figure.colorbar(image, ax=list(panels[1:]), format=PercentFormatter(1.0, decimals=0))
+        bar.set_label("share of instances", fontsize=8)
+        bar.ax.tick_params(labelsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure

@@ -1,0 +1,72 @@
+"""Ids of GPT-2's byte-pair encoding as readable text: pieces, and the words that they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
+
+from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
+
+_SPACE = "\u0120"  # how the encoding writes the space before a word
+
+
+class Gpt2Pieces:
+    """Spells symbols of a dictionary that are ids of the encoding.
+
+    encoder: fairseq's. cut_samples: whether samples may begin in the middle of a word.
+    """
+
+    def __init__(self, encoder: Encoder, cut_samples: bool = False) -> None:
+        self.encoder = encoder
+        self.cut_samples = cut_samples
+
+    def pieces(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+        """(text, [its position]) of a sequence; a piece that begins a word carries its space. None: no text.
+
+        Bytes that are not a character by themselves are written as \\xNN.
+        """
+        for position, symbol in enumerate(symbols):
+            if symbol is not None:
+                yield self._text(self._spelled(symbol)), [position]
+
+    def words(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+        """(word, positions of its pieces); words that the sample's beginning or end may cut are left out."""
+        positions: List[int] = []
+        spelled, begun = "", not self.cut_samples
+        for position, symbol in enumerate(symbols):
+            piece = None if symbol is None else self._spelled(symbol)
+            if positions and (piece is None or piece.startswith(_SPACE)):
+                yield self._text(spelled).strip(), positions
+                spelled, positions = "", []
+            # The symbol at position 0 is <s>, which stands before every sample; a later None ends a line.
+            begun = begun or (piece.startswith(_SPACE) if piece is not None else position > 0)
+            if piece is not None and begun:
+                spelled, positions = spelled + piece, [*positions, position]
+
+    def _spelled(self, symbol: str) -> str:
+        """The encoding's own spelling of an id, one character for each byte; other symbols as they are."""
+        return self.encoder.decoder.get(int(symbol), symbol) if symbol.isdigit() else symbol
+
+    def _text(self, spelled: str) -> str:
+        letters = self.encoder.byte_decoder
+        if not all(letter in letters for letter in spelled):
+            return spelled
+        return bytes(letters[letter] for letter in spelled).decode("utf-8", "backslashreplace")
+
+
+def gpt2_pieces(task: Any, data: Path) -> Optional[Gpt2Pieces]:
+    """How to spell the symbols of a task's dictionary, or None if they are not ids of GPT-2's encoding.
+
+    They are ids if all are numbers and either the binarised folder `data` holds the encoding's files or the
+    model is a masked language model (enwik8's symbols are numbers, too: of bytes).
+    """
+    dictionary = task.source_dictionary
+    symbols = [s for s in dictionary.symbols[dictionary.nspecial :] if s != "<mask>"]
+    ids = [s for s in symbols if not s.startswith("madeupword")]  # fairseq's fillers
+    at_hand = bpe_files(data)
+    if not ids or not all(s.isdigit() for s in ids) or not (at_hand or hasattr(task, "mask_idx")):
+        return None
+    cut_samples = str(getattr(task.cfg, "sample_break_mode", "eos")) == "none"
+    return Gpt2Pieces(get_encoder(*map(str, at_hand or obtain_gpt2_files([data])[:2])), cut_samples)

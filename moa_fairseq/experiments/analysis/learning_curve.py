@@ -1,0 +1,180 @@
+"""Training (thin) and validation (thick) curves of several runs in one picture (MAE Fig. 3, App. B).
+
+moa-fairseq analyze learning-curve runs/base runs/nobcd runs/mae7 --metric loss --from-epoch 8 --output c.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any, List, NamedTuple, Optional, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.plots import COLOURS, Analysis, style
+from moa_fairseq.experiments.recipes.train_log import finite, read_records
+
+NAME = "learning-curve"
+SUMMARY = "training and validation curves of several runs (MAE Fig. 3)"
+METRICS = {
+    "ppl": "perplexity",
+    "nll_loss": "negative log-likelihood (bits per token)",
+    "loss": "loss (bits per token)",
+    "accuracy": "accuracy (%)",
+}
+MARKED_POINTS = 30  # a dot for each validation; the dots of more would hide the other curves
+
+
+class Point(NamedTuple):
+    """A value after so many updates and, where the log tells, seconds of training."""
+
+    updates: int
+    seconds: Optional[float]
+    value: float
+
+
+@dataclass
+class LearningCurve:
+    """One run: what it measured on training batches and on the validation set."""
+
+    name: str
+    train: List[Point] = field(default_factory=list)
+    valid: List[Point] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of this analysis."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or JSON logs")
+    parser.add_argument("--metric", choices=sorted(METRICS), default="ppl", help="what to draw (ppl)")
+    parser.add_argument(
+        "--from-epoch", type=int, default=1, metavar="N", help="leave out what was logged before epoch N (1)"
+    )
+
+
+def analyze(args: argparse.Namespace) -> Analysis:
+    """The curves of all runs, and each one's best validation."""
+    if args.from_epoch < 1:
+        raise UserError(f"--from-epoch {args.from_epoch}: the first epoch is 1.")
+    curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
+    places = [_place(path) for path in args.runs]
+    common = os.path.commonpath([place.parent for place in places])
+    for curve, place in zip(curves, places):  # runs of different folders may have the same last name
+        curve.name = place.relative_to(common).as_posix()
+    lines = []
+    for curve in curves:
+        if curve.valid:
+            choose = max if args.metric == "accuracy" else min
+            best = choose(curve.valid, key=lambda point: point.value)
+            lines.append(
+                f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates"
+            )
+    return Analysis(lines, draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1))
+
+
+def _place(path: Path) -> Path:
+    """What a curve is named after: the run folder, or the log file without its ending."""
+    if path.name == "train.jsonl":
+        path = path.parent
+    return path.resolve() if path.is_dir() else path.resolve().with_suffix("")
+
+
+def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
+    """The curve of a run folder (its train.jsonl) or of a log file.
+
+    metric: a key of METRICS. from_epoch: what was measured before this epoch is left out. A log without
+    updates, only with epochs, has each epoch's mean at its end as the training's curve. Repeated lines
+    count once (fairseq's --log-file writes epoch N's lines N times); if a resumed training repeats updates,
+    the later record counts. fairseq's clock `wall` starts at zero in every process; the curve's clock goes on
+    from where the earlier process ended. Raises UserError if there is nothing to draw.
+    """
+    file = path / "train.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(
+            f"{file} does not exist: name a run folder of a recipe, or a log in JSON. A plain fairseq-train "
+            "keeps none: save what it prints with --log-format json, or have it written with --log-file, too."
+        )
+    curve = LearningCurve(_place(path).name)
+    epochs: List[Point] = []  # means of whole epochs
+    now: Optional[float] = None  # seconds of training up to the record
+    earlier = last = 0.0  # seconds of the processes before this one; the latest `wall` of this one
+    unique = {json.dumps(record): record for record in read_records(file)}
+    for record in unique.values():
+        shown = (finite(record["epoch"]) or 0) >= from_epoch
+        if f"valid_{metric}" in record and shown:
+            _append(curve.valid, record.get("valid_num_updates"), now, record[f"valid_{metric}"])
+        elif metric in record and "num_updates" in record:
+            if (wall := finite(record.get("wall"))) is not None:
+                earlier += last if wall < last else 0.0
+                now, last = earlier + wall, wall
+            if shown:
+                _append(curve.train, record["num_updates"], now, record[metric])
+        elif f"train_{metric}" in record and shown:
+            _append(epochs, record.get("train_num_updates"), now, record[f"train_{metric}"])
+    curve.train = curve.train or epochs
+    if not curve.train and not curve.valid:
+        which, remedy = "any update", "was it written with --log-format json?"
+        if from_epoch > 1:
+            which, remedy = f"epoch {from_epoch} or later", "lower --from-epoch."
+        raise UserError(f"{file} holds no {metric} of {which}: {remedy}")
+    return curve
+
+
+def _append(points: List[Point], updates: Any, seconds: Optional[float], value: Any) -> None:
+    try:
+        position, number = int(float(updates)), float(value)  # the value may be infinite
+    except (TypeError, ValueError, OverflowError):
+        return  # not a measurement
+    while points and points[-1].updates >= position:
+        points.pop()
+    points.append(Point(position, seconds, number))
+
+
+def draw_learning_curves(
+    curves: Sequence[LearningCurve], metric: str = "ppl", from_zero: bool = True
+) -> Figure:
+    """Validation (thick) and training (thin) curves of several runs in one picture.
+
+    On the left against updates; on the right against hours of training, if every log has times. from_zero:
+    whether both axes begin at 0, or where the curves do.
+    """
+    times = [point.seconds for curve in curves for point in curve.train + curve.valid]
+    longest = max((seconds or 0 for seconds in times), default=0)
+    timed = None not in times and longest >= 60  # the clock counts whole seconds
+    unit, seconds = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
+    figure = Figure(figsize=(10.5 if timed else 6, 4), layout="constrained")
+    panels = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
+    for curve, colour in zip(curves, cycle(COLOURS)):
+        dot = "o" if len(curve.valid) <= MARKED_POINTS else None
+        thick = {"linewidth": 1.8, "marker": dot, "markersize": 3.5}
+        for kind, points, look in (
+            ("training", curve.train, {"linewidth": 0.8, "alpha": 0.45}),
+            ("validation", curve.valid, thick),
+        ):
+            values, line = [point.value for point in points], {"color": colour, **look}
+            if points:
+                label = f"{curve.name}, {kind}"
+                panels[0].plot([point.updates for point in points], values, label=label, **line)
+            if points and timed:
+                panels[1].plot([(point.seconds or 0) / seconds for point in points], values, **line)
+    panels[0].set(xlabel="updates", ylabel=METRICS[metric])
+    if timed:
+        panels[1].set(xlabel=f"{unit} of training")
+    for panel in panels:
+        style(panel)
+        if from_zero:
+            panel.set_xlim(left=0)
+        if metric == "ppl":  # round numbers on a logarithmic axis: 10, 15, 20, 30, 40, 50, 70, 100
+            panel.set_yscale("log")
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            panel.yaxis.set_minor_locator(NullLocator())
+    handles, labels = panels[0].get_legend_handles_labels()
+    columns = 2 if max(map(len, labels)) <= 32 else 1  # as many letters as half the picture holds
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    return figure

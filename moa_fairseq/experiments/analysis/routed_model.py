@@ -1,0 +1,101 @@
+"""What the analyses of one trained model share: a data set run through it, its modules by kind."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Dict, Iterable, Iterator, List, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.scoring.trained_model import batches, device_for
+from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
+
+# First and last part of a module's path → label of its kind of attention, in the order of the pictures.
+KINDS_OF_ATTENTION = {
+    ("encoder", "self_attn"): "encoder self-attention",
+    ("decoder", "self_attn"): "decoder self-attention",
+    ("decoder", "encoder_attn"): "decoder cross-attention",
+}
+
+
+def forward_passes(
+    args: argparse.Namespace, model: nn.Module, task: Any
+) -> Iterator[Tuple[Dict[str, Any], NamedRoutings]]:
+    """(batch, routings of all routers in forward order) for every batch of a subset, by teacher forcing.
+
+    args: subset, max_tokens (of a batch) and cpu. The model is put in evaluation mode on the device. Raises
+    UserError if the model has no router, or if the subset does not exist or is empty.
+    """
+    device, empty = device_for(args.cpu), True
+    model = model.to(device).eval()
+    for sample in batches(task, model, args.subset, args.max_tokens, device):
+        with torch.no_grad(), collect_routings() as routings:
+            model(**sample["net_input"], features_only=True)  # there is no router in the output layer
+        if not routings:
+            raise UserError(f"This model has no router: {type(model).__name__} has no mixture of experts.")
+        yield sample, routings
+        empty = False
+    if empty:
+        raise UserError(f"The subset {args.subset} has no sentence of at most {args.max_tokens} tokens.")
+
+
+@dataclass
+class RouterUse:
+    """What one router did with a data set, without padding and without experts that are always on (MoH).
+
+    counts [E]: how many tokens (or sequences: `scope`) chose each expert. gate_mass [E]: the gates they gave
+    it, added up. favourites: how many gave each column of the probabilities their greatest value.
+    total_entropy: Σ H(probabilities) in nats over the `instances` tokens or sequences.
+    """
+
+    name: str
+    experts_per_token: int
+    counts: Tensor
+    gate_mass: Tensor
+    favourites: Tensor
+    scope: str = "tokens"
+    instances: int = 0
+    total_entropy: float = 0.0
+
+
+def router_uses(passes: Iterable[NamedRoutings]) -> List[RouterUse]:
+    """The use of each router over several forward passes, in the order in which the routers first ran."""
+    uses: Dict[str, RouterUse] = {}
+    for name, routing in chain.from_iterable(passes):
+        padding, shared = routing.padding, routing.shared
+        real = slice(None) if padding is None else ~padding
+        index, gate, probs = (
+            values.detach()[real] for values in (routing.expert_ids, routing.gates, routing.probs)
+        )
+        if name not in uses:
+            counts, mass = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
+            favourites = torch.zeros(probs.size(1), dtype=torch.float64)
+            uses[name] = RouterUse(name, index.size(1) - shared, counts, mass, favourites, routing.scope)
+        use, mass = uses[name], gate.new_zeros(routing.num_experts, dtype=torch.float64)
+        use.counts += routing.expert_counts.double().cpu()
+        use.gate_mass += mass.scatter_add(0, index.flatten(), gate.double().flatten())[shared:].cpu()
+        use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
+        use.instances += len(probs)
+        use.total_entropy += torch.special.entr(probs.double()).sum().item()
+    return list(uses.values())
+
+
+def kind_of(name: str) -> str:
+    """The kind of attention of a module.
+
+    "decoder.layers.3.encoder_attn" is a "decoder cross-attention"; its choice for keys and values, whose name
+    ends in ".keys", is "decoder cross-attention, keys"; a name that fits nowhere is "other".
+    """
+    path, side = name.removesuffix(".keys").split("."), ", keys" if name.endswith(".keys") else ""
+    return KINDS_OF_ATTENTION.get((path[0], path[-1]), "other") + side
+
+
+def by_kind(summaries: Sequence[Dict[str, Any]]) -> Dict[str, List[Dict[str, Any]]]:
+    """Measurements of modules (each has the module's "name") by kind of attention; no empty kinds."""
+    labels = [label + side for label in (*KINDS_OF_ATTENTION.values(), "other") for side in ("", ", keys")]
+    groups = {label: [item for item in summaries if kind_of(item["name"]) == label] for label in labels}
+    return {label: group for label, group in groups.items() if group}

@@ -1,0 +1,107 @@
+"""Whether two models compute the same function, and their losses on data."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from pathlib import Path
+from typing import List, Sequence
+
+import torch
+from fairseq import tasks
+from fairseq.criterions.cross_entropy import CrossEntropyCriterion
+from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.convert.models import Checkpoint
+from moa_fairseq.experiments.scoring.trained_model import batches, shortened
+from moa_fairseq.plugin.patches.adaptive_loss import WholeAdaptiveLoss
+
+_PAD, _FIRST_WORD = 1, 4
+_LENGTHS = (9, 5, 1)
+
+
+@torch.no_grad()
+def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: argparse.Namespace) -> float:
+    """The largest difference of two models' outputs on random sentences, over the largest output.
+
+    In float64 and in evaluation mode; positions of padding are left out. Both models stay in float64.
+    """
+    limits = ("max_source_positions", "max_target_positions", "max_positions", "tokens_per_sample")
+    most = min([int(getattr(settings, name, None) or 99) for name in limits])
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(length, max(1, most - 1)) for length in _LENGTHS]
+    embeddings = [
+        p for name, p in one.named_parameters() if "embed_tokens" in name and name.endswith("weight")
+    ]
+    symbols = min(p.size(0) for p in embeddings)
+    tokens = torch.randint(_FIRST_WORD, max(symbols, 5), (len(lengths), max(lengths)), generator=generator)
+    tokens.clamp_(max=symbols - 1)
+    right = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
+    padded = tokens.masked_fill(right, _PAD)
+
+    def output(model: nn.Module) -> Tensor:
+        model = model.double().eval()
+        if job == "translation":
+            source = padded.flip(1)  # fairseq pads sources on the left
+            logits = model(source, source.ne(_PAD).sum(1), padded)[0]
+        else:
+            logits = model(padded)[0]
+        return logits[~right]
+
+    first, second = output(one), output(other)
+    return ((first - second).abs().max() / first.abs().max().clamp_min(1e-12)).item()
+
+
+def mean_losses(
+    models: Sequence[nn.Module],
+    checkpoint: Checkpoint,
+    job: str,
+    data: Path,
+    subset: str,
+    max_tokens: int,
+    most: int,
+) -> List[float]:
+    """Each model's mean loss in bits per token over the first `most` batches of a subset, float32.
+
+    Cross entropy, of masked tokens in a masked language model; all models see the same masks.
+    Raises UserError if the data cannot be read, or belongs to other dictionaries.
+    """
+    if not data.is_dir():
+        raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
+    group = copy.deepcopy(checkpoint.cfg.get("task"))
+    if checkpoint.is_old or group is None:
+        raise UserError("--data needs a checkpoint that names its task, and this old one does not.")
+    group = {**(group if isinstance(group, dict) else vars(group)), "data": str(data)}
+    try:
+        task = tasks.setup_task(OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True)
+    except Exception as error:  # fairseq raises bare ones, too
+        raise UserError(f"--data {data} cannot be read: {shortened(error)}") from error
+    rows = {p.size(0) for name, p in models[0].named_parameters() if name.endswith("embed_tokens.weight")}
+    symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
+    if not rows <= symbols:
+        raise UserError(
+            f"--data {data} has dictionaries of {sorted(symbols)} symbols, and the model has {sorted(rows)}: "
+            "name the folder that the model was trained on."
+        )
+    criterion: nn.Module = CrossEntropyCriterion(task, False)
+    if job == "masked LM":
+        criterion = MaskedLmLoss(MaskedLmConfig(tpu=False), task)
+    elif getattr(checkpoint.settings, "adaptive_softmax_cutoff", None):
+        criterion = WholeAdaptiveLoss(task, False)
+    models = [model.float().eval() for model in models]
+    sums, tokens = [0.0] * len(models), 0
+    with torch.no_grad():
+        for number, sample in enumerate(batches(task, models[0], subset, max_tokens, torch.device("cpu"))):
+            if number == most:
+                break
+            for place, model in enumerate(models):
+                loss, size, _ = criterion(model, sample)
+                sums[place] += float(loss)
+            tokens += size
+    if not tokens:
+        raise UserError(f"--subset {subset} of {data} is empty.")
+    return [total / tokens / math.log(2) for total in sums]

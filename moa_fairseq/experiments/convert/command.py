@@ -1,0 +1,163 @@
+"""Turn a trained Transformer of fairseq into a mixture of attention heads, or a mixture into a Transformer.
+
+  moa-fairseq convert dense.pt --to moh --moh-shared-heads 2 --experts-per-token 1 moh.pt
+  moa-fairseq convert dense.pt --to mae mae.pt                       even gates: the same outputs
+  moa-fairseq convert uni_mae.pt --to dense dense.pt                 for stock fairseq and CTranslate2
+
+Translation, masked and causal language models. Before anything is written, both models are run in float64
+on random sentences: an exact conversion must give the same outputs, or nothing is written. Where a conversion
+cannot be exact, the reason is printed, and with --data the loss before and after; --to dense refuses instead.
+An existing OUT is left alone without --force, and IN always. The flags of the new family are those of its
+architectures. The file has no optimizer state; continue training with fairseq-train --finetune-from-model OUT
+and the flags of the architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any, Dict, NamedTuple, Optional
+
+import torch
+from torch import nn
+
+import moa_fairseq  # noqa: F401  (registers the models)
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.convert import models, weights
+from moa_fairseq.experiments.convert.check import largest_difference, mean_losses
+from moa_fairseq.experiments.convert.models import DENSE, Checkpoint
+from moa_fairseq.files import refuse_existing, refuse_overwriting
+from moa_fairseq.plugin.families import FAMILIES
+from moa_fairseq.plugin.patches.malformed_checkpoints import explaining
+
+TARGETS = ("moh", "mae", DENSE)
+
+
+class Conversion(NamedTuple):
+    """A conversion's outcome. reason: why it is not exact, or None if it is exact within `difference`."""
+
+    checkpoint: Checkpoint
+    model: nn.Module
+    job: str
+    reason: Optional[str]
+    difference: float
+
+
+def convert(
+    checkpoint: Checkpoint, source: nn.Module, family: str, values_by_flag: Dict[str, Any]
+) -> Conversion:
+    """The same model with another attention.
+
+    family: of TARGETS; values_by_flag: where the user gave them. source: the checkpoint's model; it stays in
+    float64. Raises UserError if the conversion is impossible, or not exact where it has to be.
+    """
+    settings = checkpoint.settings
+    origin, job = models.kind_of(settings)
+    if origin == family:
+        raise UserError(f"--to {family}: the checkpoint's model is of that family already.")
+    state, reason = source.state_dict(), None
+    known = {} if family == DENSE else {f.name: f.default for f in dataclasses.fields(FAMILIES[family])}
+    for name in values_by_flag:
+        if name not in known:
+            raise UserError(f"{_flag(name)} is not a flag of --to {family}: leave it out.")
+    if family == DENSE:
+        weights.refuse_what_fairseq_lacks(settings)
+    if origin != DENSE:
+        state = weights.dense_weights(source)
+    values = {**known, **weights.default_values(family, settings, job, values_by_flag), **values_by_flag}
+    target_settings = models.settings_for(settings, family, job, values)
+    target = models.build(target_settings, state)
+    if family == DENSE:
+        models.load(target, state)
+    else:
+        reason = weights.fill(target, state)
+    precisions = {tensor.dtype for tensor in checkpoint.model.values() if tensor.is_floating_point()}
+    for half in precisions & {torch.float16, torch.bfloat16}:
+        for name, parameter in target.named_parameters():
+            if not set(name.split(".")) & set(weights.OF_ROUTING):  # new routers and gates stay float32
+                parameter.data = parameter.data.to(half)
+    result = dict(target.state_dict())  # what is tied stays tied
+    difference = largest_difference(source, target, job, settings)
+    # Rescaled weights are rounded.
+    tolerance = 10 * max(torch.finfo(precision).eps for precision in precisions)
+    if reason is None and not difference <= tolerance:
+        raise UserError(
+            f"The converted model's outputs differ by {difference:.1e} of the largest, where they should be "
+            "equal: nothing was written. Please report this with the architecture and its flags."
+        )
+    cfg = _config(checkpoint, models.as_group(target_settings, family, job), family)
+    return Conversion(Checkpoint(result, cfg, checkpoint.is_old), target, job, reason, difference)
+
+
+def _config(checkpoint: Checkpoint, group: Any, family: str) -> Dict[str, Any]:
+    """All settings, with the new model's. For a dense model, stock fairseq knows every name in them."""
+    cfg = {**checkpoint.cfg, "model": group}
+    if family == DENSE and not checkpoint.is_old:
+        for key, suffix in (("task", "_bcd"), ("criterion", "_with_routing")):
+            part = cfg.get(key)
+            if isinstance(part, dict) and isinstance(part.get("_name"), str):
+                cfg[key] = {**part, "_name": part["_name"].removesuffix(suffix)}
+        if isinstance(cfg.get("common"), dict):
+            cfg["common"] = {**cfg["common"], "user_dir": None}
+    return cfg
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq convert`."""
+    parser.add_argument("input", type=Path, metavar="IN", help="a checkpoint of fairseq's")
+    parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing OUT (never IN)")
+    parser.add_argument("--to", choices=TARGETS, required=True, help="the attention to convert to")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="binarised data: print the loss before and after"
+    )
+    parser.add_argument("--subset", default="valid", help="which part of the data (valid)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens in a batch of the data (2048)")
+    parser.add_argument(
+        "--max-batches", type=int, default=50, metavar="N", help="use at most N batches of the data (50)"
+    )
+    family = parser.add_argument_group("flags of the new family")
+    fields = {
+        field.name: (name, field) for name in TARGETS[:-1] for field in dataclasses.fields(FAMILIES[name])
+    }
+    for name, field in fields.values():
+        kind = typing.get_type_hints(FAMILIES[name])[field.name]
+        options: Dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind is not bool:
+            kind = int if kind == Optional[int] else kind
+            options = {"type": kind, "choices": field.metadata.get("choices")}
+        text = f"{name}: {field.metadata['help']}".replace("%", "%%")
+        family.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=text, **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, check, print the outcome, and write."""
+    refuse_overwriting(args.output, [args.input], "OUT")
+    refuse_existing(args.output, args.force, "OUT")
+    names = {field.name for family in FAMILIES.values() for field in dataclasses.fields(family)}
+    values_by_flag = {name: value for name, value in vars(args).items() if name in names}
+    checkpoint = models.read(args.input)
+    with explaining(f"{args.input} cannot be converted", str(args.input)):
+        models.kind_of(checkpoint.settings)  # an unknown model is refused before it is built
+        source = models.build(checkpoint.settings, checkpoint.model)
+        models.load(source, checkpoint.model)
+        result = convert(checkpoint, source, args.to, values_by_flag)
+    if result.reason is None:
+        print(f"exact: outputs in float64 differ by {result.difference:.1e} of the largest")
+    else:
+        print(f"not exact: {result.reason}")
+    if args.data is not None:
+        limits = (args.data, args.subset, args.max_tokens, args.max_batches)
+        before, after = mean_losses([source, result.model], checkpoint, result.job, *limits)
+        print(f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})")
+    elif result.reason is not None:
+        print("--data DIR measures how much the loss changes")
+    models.write(result.checkpoint, args.output)
+    print(f"wrote {args.output}")
+    return 0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

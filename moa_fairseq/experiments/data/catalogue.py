@@ -1,0 +1,238 @@
+"""The table of this room, datasets.yaml, as objects: public files and data sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import yaml
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.text import Step
+
+TABLE = Path(__file__).with_name("datasets.yaml")
+# Of two languages; of one, in a vocabulary of its own, and in GPT-2's; sentences with a class each.
+TRANSLATION, LANGUAGE_MODELING = "translation", "language_modeling"
+MASKED_LM, CLASSIFICATION = "masked_lm", "classification"
+# What files of the source and of the target language are called in WMT's sets.
+SIDES = ("src", "ref")
+# Line functions that know languages, which are also what raw text of one's own goes through with `tokenize`.
+_WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
+
+
+class PublicFile(NamedTuple):
+    """One file on the internet. name: where it is kept, below the folder of downloads; see datasets.yaml."""
+
+    name: str
+    urls: Tuple[str, ...]
+    size: Optional[int] = None
+    sha256: Optional[str] = None
+    md5: Optional[str] = None
+    about: Optional[int] = None
+    remedy: str = ""
+
+    @property
+    def pinned(self) -> bool:
+        """True where a checksum tells in the end whether a download is the file."""
+        return bool(self.sha256 or self.md5)
+
+    @property
+    def bytes(self) -> int:
+        """Its size, or the rounded one where no exact one is known."""
+        return self.size or self.about or 0
+
+
+class Part(NamedTuple):
+    """One text of a split: the first of `members` that is there, by itself or in an archive."""
+
+    members: Tuple[str, ...]
+    archive: str = ""
+    markup: str = "plain"
+
+    @property
+    def source(self) -> str:
+        """The public file that holds it or that it is; "" for a text that the user brings."""
+        name = self.archive or self.members[0]
+        return name if name in public_files() else ""
+
+
+class Cleaning(NamedTuple):
+    """Limits for both sides of a pair, in tokens between spaces.
+
+    min, max: fewest and most tokens. ratio: a side may have at most this many times the other's
+    tokens. word: longest token in characters. Without `max` only pairs with an empty side are
+    dropped and the text stays untouched.
+    """
+
+    min: int = 1
+    max: Optional[int] = None
+    ratio: float = 9.0
+    word: int = 1000
+
+
+class HoldOut(NamedTuple):
+    """Every n-th line of the training text becomes another split."""
+
+    split: str
+    every: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """How one data set becomes text for fairseq; see the head of datasets.yaml for the keys."""
+
+    name: str
+    kind: str
+    summary: str
+    splits: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
+    languages: Sequence[str] = ()
+    steps: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    clean: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    hold_out: Optional[HoldOut] = None
+    merges: Optional[int] = None
+    joined_dictionary: bool = True
+    preprocess: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    codes: Optional[Part] = None
+    expected: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bring: str = ""
+    encoder: str = ""
+    pieces: int = 0
+    byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    words: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    licence: str = ""
+    disk: float = 0
+    raw: str = ""
+
+    @property
+    def downloadable(self) -> bool:
+        """True when every part of it is a public file."""
+        return all(part.source for parts in self.parts(self.languages[:1]).values() for part in parts)
+
+    @property
+    def archives(self) -> bool:
+        """True when some of its texts lie in archives."""
+        return any(part.archive for parts in self.splits.values() for part in parts)
+
+    def parts(self, languages: Sequence[str] = ()) -> Dict[str, List[Part]]:
+        """split → its parts; for a source and a target language they alternate.
+
+        Raises UserError for languages that the data set does not have.
+        """
+        strange = [one for one in languages if self.languages and one not in self.languages]
+        if strange:
+            raise UserError(
+                f"{self.name} has no language {', '.join(strange)} (data.source, data.target): choose two "
+                f"of {', '.join(self.languages)}."
+            )
+
+        def named(part: Part, **names: str) -> Part:
+            return part._replace(members=tuple(member.format(**names) for member in part.members))
+
+        return {
+            split: [
+                named(part, split=split, lang=language, side=side)
+                for part in parts
+                for language, side in (list(zip(languages, SIDES)) or [("", "")])
+            ]
+            for split, parts in self.splits.items()
+        }
+
+    def files(self, languages: Sequence[str] = ()) -> List[PublicFile]:
+        """The public files that its parts are taken from, in order, each once."""
+        names = dict.fromkeys(part.source for parts in self.parts(languages).values() for part in parts)
+        return [public_files()[name] for name in names if name]
+
+    @property
+    def subsets(self) -> List[str]:
+        """The names of all splits, the held-out one and byte ranges included."""
+        names = list(self.generated.get("sizes", ()) or self.byte_splits or self.splits)
+        if self.hold_out:
+            names.insert(1, self.hold_out.split)
+        return names
+
+    def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> Tuple[Step, ...]:
+        """The line functions for one language of a split, as moa_fairseq.experiments.text.apply_steps takes them.
+
+        settings: of a recipe's data section. `lowercase` adds to those of the table; `tokenize` means Moses'
+        where the table has none.
+        """
+        rows = self.steps.get(split, self.steps.get("other", ()))
+        rows = rows or (_WITH_LANGUAGE if settings.get("tokenize") else ())
+        named = [(row, {}) if isinstance(row, str) else next(iter(row.items())) for row in rows]
+        if settings.get("lowercase") and not any(name == "lowercase" for name, _ in named):
+            named.insert(0, ("lowercase", {}))
+        return tuple(
+            (name, {**options, "lang": language} if name in _WITH_LANGUAGE else dict(options))
+            for name, options in named
+        )
+
+    def treatment(self, split: str, settings: Mapping[str, Any]) -> str:
+        """The line functions of a split in words, the same for both languages."""
+        found = []
+        for name, options in self.steps_for(split, "", settings):
+            said = [f"{key}={value}" for key, value in options.items() if key != "lang"]
+            found.append(name + (f" ({', '.join(said)})" if said else ""))
+        return ", ".join(found) or "none"
+
+    @property
+    def splits_hyphens(self) -> bool:
+        """True where its tokeniser writes a hyphen between letters as ` @-@ `."""
+        return any(options.get("aggressive_hyphens") for _, options in self.steps_for("test", "", {}))
+
+    @property
+    def takes_raw(self) -> bool:
+        """True where raw text of one's own may go through its line functions: `tokenize`."""
+        return self.name == "parallel" or (self.kind == TRANSLATION and self.archives and bool(self.steps))
+
+    def of_own_text(self, raw: bool) -> Dataset:
+        """This data set made of train, valid and test of one's own. raw: through its line functions."""
+        own = datasets()["parallel"]
+        steps = {"other": self.steps.get("test", ()), **self.steps}
+        return dataclasses.replace(own, steps=steps, clean=self.clean) if raw else own
+
+    def cleaning(self, stage: str, split: str) -> Optional[Cleaning]:
+        """What drops pairs of a split after `stage` ("tokens" or "bpe"); None: nothing."""
+        if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
+            return None
+        return Cleaning(**{key: value for key, value in self.clean.items() if key not in ("after", "splits")})
+
+
+def _table() -> Dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
+    return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
+
+
+@functools.lru_cache(maxsize=1)
+def public_files() -> Dict[str, PublicFile]:
+    """name → PublicFile."""
+    table = _table()
+    found = {}
+    for name, row in table["files"].items():
+        folder, _, base = name.rpartition("/")
+        urls = [f"{place}/{base}" for place in table["places"].get(folder, ())]
+        found[name] = PublicFile(name, **{**row, "urls": tuple(row.get("urls", urls))})
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def datasets() -> Dict[str, Dataset]:
+    """name → Dataset, of every kind."""
+
+    def part(row: Dict[str, Any]) -> Part:
+        return Part(**{**row, "members": tuple(row["members"])})
+
+    makers = {
+        "splits": lambda rows: {split: [*map(part, parts)] for split, parts in rows.items()},
+        "hold_out": lambda row: HoldOut(**row),
+        "codes": part,
+    }
+    return {
+        name: Dataset(name, kind, **{key: makers.get(key, lambda same: same)(row[key]) for key in row})
+        for kind, rows in _table().items()
+        if kind not in ("places", "files")
+        for name, row in rows.items()
+    }

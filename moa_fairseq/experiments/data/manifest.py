@@ -1,0 +1,116 @@
+"""manifest.json: what a prepared data set was made from, how, and what came out, with checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Sequence
+
+import moa_fairseq
+from moa_fairseq.experiments.data.catalogue import Dataset
+from moa_fairseq.experiments.data.parallel_text import Piece
+from moa_fairseq.experiments.json_files import MAPPING, check_kinds, read_json
+from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.files import checksum
+
+MANIFEST = "manifest.json"
+TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
+STAGES = ("model", "text", "tokens", "bpe", "binarised")
+
+
+def manifest_of(
+    root: Path,
+    settings: Mapping[str, Any],
+    sources: Mapping[str, Any],
+    texts: Mapping[str, Sequence[Piece]],
+    dataset: Dataset,
+) -> Dict[str, Any]:
+    """What manifest.json says about the stages in `root`.
+
+    settings: of the data section. sources: name → urls or origin, bytes, sha256. texts: split → the files
+    that were read. dataset: with its terms of use, published numbers of lines and checksums. Holds no time
+    and no path outside of `root`, so that two preparations of the same data have equal manifests.
+    """
+    known = marks(root)
+    stages = {name: known[name]["facts"] for name in STAGES if name in known}
+    counted = [stages.get(name, {}) for name in ("text", "tokens", "bpe")]  # the last one that counts them
+    lines = {split: fact["lines"] for facts in counted for split, fact in facts.items()}
+    published, pair = dataset.published, {settings.get("source"), settings.get("target")}
+    same = published and set(published["languages"]) == pair and not settings.get("codes")
+    same = same and settings["bpe"] == published["merges"]
+    compared = {root / "bpe" / name: md5 for name, md5 in published["md5"].items()} if same else {}
+    return {
+        "settings": {**settings, "summary": dataset.summary},
+        "dataset": dataset.name,  # which may be another than was asked for: text of one's own
+        "steps": {split: dataset.treatment(split, settings) for split in sorted(texts)},
+        "licence": dataset.licence,
+        "sources": dict(sorted(sources.items())),
+        "texts": {split: [piece.path.name for piece in pieces] for split, pieces in texts.items()},
+        "stages": stages,
+        "lines": {
+            split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
+        },
+        "outputs": {
+            file: {"bytes": size, "sha256": checksum(root / file)}
+            for mark in known.values()
+            for file, size in sorted(mark.get("files", {}).items())
+        },
+        # segmented file → its md5 and that of the published one, where the settings are those of the latter
+        "published": {
+            f"bpe/{path.name}": {"md5": checksum(path, "md5"), "published": md5}
+            for path, md5 in compared.items()
+            if path.is_file()
+        },
+        "tools": tool_versions(),
+    }
+
+
+def tool_versions() -> Dict[str, str]:
+    """Versions of everything that shapes the result."""
+    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
+    for tool in TOOLS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[tool] = metadata.version(tool)
+    return versions
+
+
+def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> Dict[str, Any]:
+    """manifest.json of a folder, {} where there is none.
+
+    Raises UserError, which ends with `remedy`, for one that no program wrote.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST, remedy)
+    except FileNotFoundError:
+        return {}
+    check_kinds(manifest, {"outputs": MAPPING, "splits": MAPPING}, str(folder / MANIFEST), remedy)
+    return dict(manifest)
+
+
+def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
+    """The manifest for people: lines per split beside the published numbers, drops, where things are."""
+    lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
+    rows = []
+    for split, (found, expected) in lines.items():
+        published = "the same" if expected == found else f"{expected:,}!" if expected is not None else ""
+        rows.append({"split": split, "lines": found, "published": published})
+    columns = [Column("split", "split"), Column("lines", "lines", ","), Column("published", "published")]
+    out = Table(columns, rows).text().splitlines()
+    for stage, facts in manifest["stages"].items():
+        for split, fact in facts.items():
+            drops = fact.get("dropped", {}) if isinstance(fact, dict) else {}
+            told = ", ".join(f"{count:,} dropped: {why}" for why, count in drops.items())
+            out += [f"{stage} of {split}: {fact['read']:,} read, {told}"] if told else []
+    compared = manifest["published"]
+    other = [name for name, one in compared.items() if one["md5"] != one["published"]]
+    if other:
+        out.append(f"! {', '.join(other)}: not the published text (by md5; manifest.json has both).")
+    elif compared:
+        out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
+    different = [split for split, (found, expected) in lines.items() if expected not in (None, found)]
+    if different:
+        out.append(f"! {', '.join(different)}: another number of lines than published; see the drops above.")
+    return [*out, f"{root}/manifest.json has sources, checksums, counts and versions."]

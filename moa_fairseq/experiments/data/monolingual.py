@@ -1,0 +1,107 @@
+"""Text of language models: words, SentencePiece pieces or bytes, one split per file."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, Iterable, Iterator, Mapping, Sequence
+
+import sentencepiece
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, refuse_symbols
+from moa_fairseq.experiments.text.workers import chunks
+from moa_fairseq.files import atomic_write
+
+Texts = Mapping[str, Sequence[Piece]]
+Facts = Dict[str, Dict[str, int]]
+CHUNK = 5000
+MODEL = "sentencepiece.model"
+# SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
+ROW = 100_000
+# Bytes as decimal numbers; for a line feed stands fairseq's end-of-line symbol.
+_BYTES = [f"{value} " for value in range(256)]
+
+
+def write_lines(texts: Texts, folder: Path) -> Facts:
+    """Copy the lines of each split, checked, to `folder/<split>`. Returns split → lines, tokens.
+
+    Raises UserError for words that are symbols of fairseq's, but for the <unk> of WikiText.
+    """
+    symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
+
+    def lines(pieces: Iterable[Piece]) -> Iterator[str]:
+        for piece in pieces:
+            for number, line in enumerate(piece.lines(), 1):
+                refuse_symbols(line, piece.path, number, symbols)
+                yield line
+
+    return {split: _write(folder / split, lines(pieces)) for split, pieces in texts.items()}
+
+
+def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
+    """Cut one file into splits of so many bytes and write a byte as a number: `folder/<split>`.
+
+    Raises UserError for a file of another size than all splits together.
+    """
+    (piece,) = texts["train"]
+    total, found = sum(sizes.values()), piece.path.stat().st_size
+    if found != total:
+        raise UserError(f"{piece.path} has {found:,} bytes instead of {total:,}: fetch it again.")
+
+    def lines(stream: BinaryIO, left: int) -> Iterator[str]:
+        while left:
+            line = stream.readline(left)
+            left -= len(line)
+            yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
+
+    with open(piece.path, "rb") as stream:
+        return {
+            split: {"lines": _write(folder / split, lines(stream, size))["lines"], "bytes": size}
+            for split, size in sizes.items()
+        }
+
+
+def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, int]:
+    """Learn `count` SentencePiece pieces (BPE, digits apart) on text; writes `folder/sentencepiece.model`."""
+    settings: Dict[str, Any] = {"vocab_size": count, "model_type": "bpe", "split_digits": True}
+    with atomic_write(folder / MODEL, "wb") as stream:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_lines(texts), model_writer=stream, minloglevel=2, **settings
+            )
+        except RuntimeError as error:
+            problem = f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}"
+            raise UserError(f"{problem}. Ask for another number: --bpe N (data.bpe).") from error
+    return {"pieces": count}
+
+
+def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts:
+    """Write the pieces of each split to `folder/<split>`, line ends forgotten, ROW pieces a line."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    facts = {}
+    for split, pieces in texts.items():
+        lines = itertools.count()
+        read = (line for line, _ in zip(_lines(pieces), lines))
+        batches = (processor.encode(some, num_threads=workers) for some in chunks(read, CHUNK))
+        # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
+        tokens = (token for batch in batches for ids in batch for token in processor.id_to_piece(ids))
+        facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)))
+        facts[split]["lines"] = next(lines)
+    return facts
+
+
+def _lines(pieces: Iterable[Piece]) -> Iterator[str]:
+    return itertools.chain.from_iterable(piece.lines() for piece in pieces)
+
+
+def _write(path: Path, lines: Iterable[str]) -> Dict[str, int]:
+    facts = {"lines": 0, "tokens": 0}
+    with atomic_write(path) as stream:  # which makes the folder, too
+        for line in lines:
+            stream.write(line + "\n")
+            facts["lines"] += 1
+            facts["tokens"] += len(line.split())
+    if not facts["tokens"]:
+        raise UserError(f"There is no text for the split {path.name}.")
+    return facts

@@ -1,0 +1,230 @@
+"""Where the files of a data set come from: a folder at hand, earlier downloads, or the internet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.archives import DamagedArchive, extract
+from moa_fairseq.experiments.data.binarised import DICTIONARY, is_binarised
+from moa_fairseq.experiments.data.catalogue import Dataset, Part, PublicFile, datasets, public_files
+from moa_fairseq.experiments.data.download import obtain
+from moa_fairseq.experiments.data.parallel_text import Piece, find_file
+from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.experiments.make import Step, fingerprint_of, make, stamp
+from moa_fairseq.files import checksum
+from moa_fairseq.process import locked
+
+MEMORY = "checked.json"  # checksums of files, so that gigabytes are not read twice
+OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"
+GIVEN = "the user's folder"  # --from, or --data of a recipe; the manifest names no path outside of its own
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Store:
+    """Files at hand and downloaded ones.
+
+    at_hand: the user's folder of archives or of extracted files, or None. downloads: where what is
+    fetched and extracted is kept. origins: what was used, for the manifest.
+    """
+
+    at_hand: Optional[Path]
+    downloads: Path
+    offline: bool = False
+    origins: Dict[str, Dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def parts(
+        self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
+    ) -> Dict[str, List[Part]]:
+        """split → its parts, by the names of files alone; what the user's folder lacks is fetched.
+
+        Of text that lies in no archive, splits are left out that are not required and not in that folder.
+        Raises a UserError that lists all files that are missing and cannot be fetched.
+        """
+        parts, wanted, missing = dataset.parts(languages), {}, []
+        plain = {split: [part for part in some if not part.archive] for split, some in parts.items()}
+        train, valid = (
+            [path for part in plain.get(s, ()) if (path := self._find(part))] for s in ("train", "valid")
+        )
+        unpacked, lacks = [path.name for path in train if path.suffix != ".gz"], plain.get("valid")
+        if unpacked and lacks and lacks[0].source and not valid:  # else one half would be downloaded
+            problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}"
+            remedy = "say data.recipe=parallel (moa-fairseq prepare parallel)"
+            raise UserError(f"{problem}. If it is text of your own, and not {dataset.name}, {remedy}.")
+        for split, some in parts.items():
+            absent = [part for part in some if not part.archive and not self._find(part)]
+            if not absent or split in required:
+                wanted[split] = some
+                missing += [f"{part.members[0]}[.gz]" for part in absent if not part.source]
+        if missing:
+            bring = dataset.bring.format(**dict(zip(("source", "target"), languages)))
+            raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
+        return wanted
+
+    def pieces(
+        self,
+        parts: Sequence[Part],
+        optional: Sequence[Part] = (),
+        announced: Optional[Dataset] = None,
+        root: Path = Path(),
+    ) -> Dict[Part, Piece]:
+        """The text files of parts and of optional ones; archives are fetched when needed.
+
+        For an optional part alone no archive is fetched: it may be missing. announced: the data set
+        whose terms are said before a download, whose stages will be in `root`. Raises UserError for a file
+        that cannot be had, or is not the right one.
+        """
+        # Two data sets may be prepared at a time, and share archives.
+        with locked(self.downloads, math.inf):
+            texts = {part: self._find(part) for part in (*parts, *optional)}
+            for part, path in texts.items():
+                if path and path.suffix == ".gz" and part.source and not part.archive:
+                    texts[part] = None  # a public file, which is checked
+                elif path:
+                    self.origins[path.name] = {"file": path.name, "origin": GIVEN}
+            names = dict.fromkeys(part.source for part in parts if texts[part] is None)
+            places = {name: find_file(self.at_hand, name) or self.downloads / name for name in names}
+            absent = [public_files()[name] for name, path in places.items() if not path.is_file()]
+            if absent and announced and not self.offline:
+                before_download(announced, root, self.downloads, absent)
+            for name in names:
+                file = self._file(name)
+                inside = [part for part in texts if not texts[part] and part.source == name]
+                texts.update(self._unpack(name, file, inside) if inside[0].archive else {inside[0]: file})
+        return {
+            part: Piece(path, "sgm" if {".sgm", ".xml"} & {*path.suffixes[-2:]} else part.markup)
+            for part, path in texts.items()
+            if path
+        }
+
+    def _find(self, part: Part) -> Optional[Path]:
+        """The text in the user's folder, by its name in the archive or the last part of it."""
+        return next(filter(None, (find_file(self.at_hand, name) for name in part.members)), None)
+
+    def _file(self, name: str) -> Path:
+        """A public file, checked; one that was read before is not read again."""
+        source = public_files()[name]
+        digest = functools.partial(known_checksum, self.downloads / MEMORY)
+        at_hand = [self.at_hand] if self.at_hand else []
+        path = obtain(source, at_hand, self.downloads, self.offline, digest)
+        given = any(path in (folder / name, folder / path.name) for folder in at_hand)
+        self.origins[name] = {
+            "file": path.name,
+            **({"origin": GIVEN} if given else {"urls": list(source.urls)}),
+            "bytes": path.stat().st_size,
+            "sha256": digest(path, "sha256"),
+        }
+        return path
+
+    def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> Dict[Part, Path]:
+        """The texts of parts of an archive. A damaged download is thrown away."""
+        groups = sorted({part.members for part in parts})
+        inputs = {"sha256": self.origins[name]["sha256"], "members": groups}
+        root = self.downloads / "extracted"
+        folder = root / f"{archive.name}-{fingerprint_of(inputs)[:8]}"
+
+        def unpack(new: Path) -> Dict[str, int]:
+            found = extract(archive, {*itertools.chain(*groups)}, new)
+            missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
+            if missing:
+                raise UserError(f"{archive} does not contain {missing}: it is not the archive that is known.")
+            return found
+
+        log.info(f"extracting {archive}")
+        try:
+            found = make([Step(folder.name, folder, unpack, inputs)], root)[folder.name]
+        except DamagedArchive as error:
+            if archive == self.downloads / name:
+                archive.unlink()
+                remedy = "It was removed: run the same command again to fetch it anew."
+            else:
+                remedy = "Replace it, or take it away so that it is downloaded."
+            raise UserError(f"{error} {remedy}") from error
+        return {part: folder / next(member for member in part.members if member in found) for part in parts}
+
+
+def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
+    """Checksum of a file; one whose name, size and time are in the JSON file `memory` is not read again."""
+    known, key, now = saved_json(memory), f"{path.resolve()} {algorithm}", stamp(path)
+    entry = known.get(key)
+    if not isinstance(entry, list) or entry[:-1] != now:
+        entry = [*now, checksum(path, algorithm)]
+        write_json(memory, {**known, key: entry})
+    return str(entry[-1])
+
+
+def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
+    """Say the terms of a data set and the size of the files that are `missing`, and check the free disk.
+
+    root: where the stages will be. Raises UserError when a disk is too small for what is fetched or made on
+    it, unless the environment variable OVERRIDE is set.
+    """
+    if dataset.licence:
+        log.info(f"{dataset.name}: terms of use: {dataset.licence}")
+    size, whole = sum(file.bytes for file in missing), dataset.disk * 1e9
+    log.info(
+        f"to download: {len(missing)} file{'s' * (len(missing) > 1)}, about {human(size)}, into {downloads}; "
+        f"prepared, the data set takes about {human(whole)} of disk, downloads included"
+    )
+    kept = [downloads / file.name for file in dataset.files(dataset.languages)]
+    there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
+    needs: Dict[int, float] = {}
+    for place, need in ((downloads.absolute(), size), (root.absolute(), max(whole - size - there, 0))):
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        device = existing.stat().st_dev
+        needs[device] = needs.get(device, 0) + need
+        free = shutil.disk_usage(existing).free
+        if free < needs[device] and not os.environ.get(OVERRIDE):
+            raise UserError(
+                f"{dataset.name} needs about {human(needs[device])} more on the disk of {existing}, which "
+                f"has {human(free)} free. Free some space, or choose another folder. To try all the same, "
+                f"set {OVERRIDE}=1: finished stages are kept when the disk fills up."
+            )
+
+
+def human(size: float) -> str:
+    """Bytes in words: 1.8 GB, 23 MB, 0.6 MB."""
+    unit, divisor = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
+    return f"{size / divisor:.0f} {unit}" if size >= 10 * divisor else f"{size / divisor:.1f} {unit}"
+
+
+def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
+    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring.
+
+    A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
+    """
+    dataset = datasets().get(settings["recipe"])
+    if dataset is None or not dataset.downloadable:
+        if source is None:
+            bring = dataset.bring.format(**settings) if dataset else "Give --data the folder made by it."
+            raise UserError(f"--data is missing: data.recipe {settings['recipe']} needs your files. {bring}")
+        return source
+    if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
+        return source
+    if not source.is_dir():
+        raise UserError(f"--data {source} is not a folder.")
+    if dataset.generated:
+        remedy = (
+            f"name the folder `binarised` that moa-fairseq prepare {dataset.name} made, or leave --data away"
+        )
+        raise UserError(f"--data {source} is not binarised {dataset.name}: {remedy}.")
+    languages = [settings[side] for side in ("source", "target") if settings.get(side)]
+    parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]
+    names = [name for part in parts for name in (part.archive, *part.members) if name]
+    names += [f"train.{language}" for language in languages if dataset.archives]
+    if not any(find_file(source, name) for name in names):
+        looked = ", ".join(dict.fromkeys(Path(name).name for name in names))
+        remedy = "Name a folder that has some of them, or leave --data away, so that all are downloaded"
+        raise UserError(
+            f"--data {source} holds no file of {dataset.name}. Looked for {looked}[.gz]. {remedy}."
+        )
+    return source

@@ -1,0 +1,167 @@
+"""Reading line-aligned text, plain or gzip: checked as it streams, before hours are spent on it."""
+
+from __future__ import annotations
+
+import collections
+import gzip
+import itertools
+import re
+import zlib
+from pathlib import Path
+from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.encodings import CONTROLS, encoding_remedy, through
+
+# Longer lines are not sentences; they come from broken files and make tokenizers crawl.
+MAX_LINE_BYTES = 1_000_000
+# Begins what read_lines gives for a line that cannot be used; no good line holds a NUL.
+BAD = "\0"
+BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
+# Words that fairseq's dictionary takes for its own symbols: padding, unknown words, ends of sentences.
+SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
+_SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
+_GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
+SPLIT, WHOLE = "split", "whole"  # hyphens
+_COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
+_LOOKED_AT, _ACCIDENTS, _MOST_ODD = 1000, 2, 0.02  # lines
+_TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
+_TED_TAGS = re.compile("</?(?:title|description)>")
+
+
+def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
+    """The lines of a UTF-8 file (gzip when named .gz) without line ends.
+
+    A leading BOM and the carriage returns of DOS files are taken away. Only a line feed ends a line:
+    other Unicode separators stay inside the text. Raises UserError with the line number for undecodable
+    bytes, NULs and absurdly long lines, for a truncated gzip, and where many of the first lines hold the
+    control characters that Windows' text becomes when it is taken for Latin-1. mark_bad: a line of the first
+    three kinds is given as BAD and its reason (one of BAD_LINES) instead, to be dropped and counted.
+    """
+    number = odd = 0
+
+    def check() -> None:
+        if odd > _ACCIDENTS and odd > _MOST_ODD * number:
+            raise UserError(
+                f"{path}: {odd:,} of the first {number:,} lines hold control characters (U+0080 to U+009F). "
+                "Text in Windows' encoding becomes so when it is taken for Latin-1: convert the original "
+                "with iconv -f CP1252 -t utf-8, or this file: "
+                + through(path, "iconv -f utf-8 -t latin1", "iconv -f CP1252 -t utf-8")
+            )
+
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+            for number, raw in enumerate(stream, start=1):
+                if len(raw) > MAX_LINE_BYTES:
+                    reason, story = LONG, f"{len(raw):,} bytes long; that is not a sentence."
+                elif b"\0" in raw:
+                    reason, story = NUL, "holds a NUL byte; this is not a UTF-8 text file."
+                else:
+                    try:
+                        line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                        odd += number <= _LOOKED_AT and bool(CONTROLS.search(line))
+                        if number == _LOOKED_AT:
+                            check()
+                        yield line
+                        continue
+                    except UnicodeDecodeError as error:
+                        place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
+                        reason, story = FOREIGN, f"{place} is not UTF-8."
+                if not mark_bad:
+                    remedy = "Check the file." if reason == LONG else encoding_remedy(path)
+                    raise UserError(f"{path}, line {number}: {story} {remedy}")
+                yield BAD + reason
+            if number < _LOOKED_AT:
+                check()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
+
+
+# What takes the lines of text out of the files that the evaluation campaigns publish.
+MARKUP: Dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
+    "plain": iter,
+    # `<seg id="1"> … </seg>`; everything else is header. Entities stay as they are.
+    "sgm": lambda lines: (_SEGMENT.sub("", line) for line in lines if "<seg id" in line),
+    # WIT3's training files: headers of a talk go, its title and description lose their tags.
+    "wit3": lambda lines: (
+        _TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS)
+    ),
+}
+
+
+def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = SYMBOLS) -> None:
+    """Raise UserError, naming the line, where a word of the text would become a symbol of fairseq's."""
+    found = set(symbols).intersection(text.split())
+    if found:
+        word = min(found)
+        escaped = word.replace("<", "&lt;").replace(">", "&gt;")
+        raise UserError(
+            f"{path}, line {number:,}: the word {word} would become fairseq's symbol of that name, which is "
+            f"no text. Write another word, such as {escaped}, which detokenising turns back; or tokenise raw "
+            "text here (data.tokenize: true), which does so."
+        )
+
+
+class Piece(NamedTuple):
+    """One file of text and how its lines are taken out of it (a key of MARKUP)."""
+
+    path: Path
+    markup: str = "plain"
+
+    def lines(self, mark_bad: bool = False) -> Iterator[str]:
+        """The lines of text; see read_lines."""
+        return MARKUP[self.markup](read_lines(self.path, mark_bad))
+
+
+PiecePair = Tuple[Piece, Piece]
+
+
+def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[Tuple[str, str]]:
+    """The aligned lines of pairs of files, one pair of files after the other.
+
+    Raises UserError when a pair of files is empty or differs in length. A file of UTF-16 has other lines than
+    one of UTF-8: then its encoding is named.
+    """
+    for one, other in files:
+        count, lines = 0, (one.lines(mark_bad), other.lines(mark_bad))
+        bad = 0
+        for source, target in itertools.zip_longest(*lines):
+            if source is None or target is None:
+                if bad > count / 2:
+                    for piece in (one, other):
+                        collections.deque(piece.lines(), maxlen=0)  # an error, which names its encoding
+                rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
+                shorter, longer = (one, other) if source is None else (other, one)
+                problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
+                raise UserError(
+                    f"{problem}: parallel files have one translation a line. Find the line where they part."
+                )
+            count += 1
+            bad += source.startswith(BAD) or target.startswith(BAD)
+            yield source, target
+        if not count:
+            raise UserError(f"{one.path} and {other.path} hold no line of text.")
+
+
+def is_raw(lines: Iterable[str]) -> bool:
+    """True where the marks that end sentences hang on words, as no tokeniser leaves them."""
+    ends = [line.rstrip()[-3:] for line in lines]
+    glued, apart = (sum(bool(re.search(mark, end)) for end in ends) for mark in (_GLUED, _APART))
+    return glued > max(apart, len(ends) / 10)
+
+
+def hyphens(lines: Iterable[str]) -> str:
+    """How compounds are written: SPLIT (`a @-@ b`, as `tokenizer.perl -a` does), WHOLE (`a-b`), or ""."""
+    split, whole = 0, 0
+    for line in lines:
+        split += f" {line} ".count(" @-@ ")
+        whole += len(_COMPOUND.findall(line))
+    return "" if split == whole else SPLIT if split > whole else WHOLE
+
+
+def find_file(folder: Optional[Path], name: str) -> Optional[Path]:
+    """The file of that name in a folder (or of the last part of its name), as it stands, plain or .gz."""
+    places = [folder / name, folder / Path(name).name] if folder else []
+    plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]
+    packed = [place.with_name(f"{place.name}.gz") for place in plain]
+    return next((path for path in (*plain, *packed) if path.is_file()), None)

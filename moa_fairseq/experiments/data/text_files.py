@@ -1,0 +1,184 @@
+"""What a model needs to read and write text, by content: dictionaries, merges or pieces, rules of languages.
+
+A prepared folder lists these files in its manifest.json. A run keeps copies of its own in RUN/text, which is
+a small prepared folder, so that data that is prepared again, edited or lost is never taken for the run's.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import DICTIONARY, INPUT, LABEL
+from moa_fairseq.experiments.data.catalogue import Dataset, datasets
+from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
+from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
+from moa_fairseq.experiments.data.monolingual import MODEL
+from moa_fairseq.experiments.data.prepare import CODES, given_fingerprint
+from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
+from moa_fairseq.experiments.make import STATE, marks
+from moa_fairseq.experiments.text import STEPS
+from moa_fairseq.files import checksum
+
+KEPT, BINARISED = "text", "binarised"
+_DICTIONARIES = (DICTIONARY, "dict.*.txt", f"{INPUT}/{DICTIONARY}", f"{LABEL}/{DICTIONARY}", ENCODER, VOCAB)
+_BESIDE = (f"bpe/{CODES}", CODES, f"model/{MODEL}")  # the binarised folder
+_REMEDY = "Put the original back, or delete this one and prepare the data again."
+log = logging.getLogger(__name__)
+
+
+def text_files(data: Path) -> Dict[str, Path]:
+    """The name in a prepared folder → the file, of what a binarised folder has for reading and writing text.
+
+    Merges and pieces belong to it where a manifest.json lies beside it.
+    """
+    within = {path for pattern in _DICTIONARIES for path in data.glob(pattern)}
+    beside = [data.parent / name for name in _BESIDE] if (data.parent / MANIFEST).is_file() else []
+    named = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
+    return {**named, **{str(path.relative_to(data.parent)): path for path in beside if path.is_file()}}
+
+
+def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> Dict[str, Any]:
+    """How text becomes symbols by a manifest: kind, encoder; for translation languages and line functions.
+
+    {} where it does not tell. Raises UserError, which ends with `remedy`, for one that no program wrote.
+    """
+    where = f"The {MANIFEST} of the data"
+    check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, where, remedy)
+    rules, settings = manifest.get("rules"), manifest.get("settings") or {}
+    if rules is None:
+        kinds = {key: TEXT for key in ("recipe", "source", "target")}
+        check_kinds(settings, kinds, f"{where}: settings", remedy)
+        dataset = datasets().get(manifest.get("dataset") or settings.get("recipe") or "")
+        return _rules(dataset, settings) if dataset else {}
+    kinds = {key: TEXT for key in ("kind", "encoder", "source", "target")}
+    check_kinds(rules, kinds, f"{where}: rules", remedy)
+    steps = rules.get("steps", [])
+    if not isinstance(steps, list) or not all(map(_is_step, steps)):
+        raise UserError(f"{where}: rules: steps are not line functions with their options. {remedy}")
+    return dict(rules)
+
+
+def _is_step(step: Any) -> bool:
+    try:
+        name, options = step
+        inspect.signature(STEPS[name]).bind("", **options)
+        return all(isinstance(value, (str, bool)) for value in options.values())
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
+
+
+def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> Dict[str, Any]:
+    source, target = settings.get("source"), settings.get("target")
+    merges = bool(settings.get("bpe") or settings.get("codes"))
+    said = {"kind": dataset.kind, "encoder": dataset.encoder, "merges": merges}
+    if source is None or target is None:
+        return said
+    steps = [list(step) for step in dataset.steps_for("test", source, settings)]
+    return {**said, "source": source, "target": target, "steps": steps}
+
+
+def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None:
+    """Write `new`, a run's copy of its data's text files, with their checksums and the rules.
+
+    fingerprint: of the data. Raises UserError for files that changed since the data was prepared, and where
+    the run was trained on other data.
+    """
+    trained = marks(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
+    if trained != fingerprint:
+        remedy = "Restore that data, use another --save-dir, or --restart to move the run aside."
+        raise UserError(f"{run_folder} was trained on other data than {data} holds now. {remedy}")
+    check_text(data)
+    outputs = {}
+    for name, path in text_files(data).items():
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, new / name)
+        outputs[name] = {"bytes": path.stat().st_size, "sha256": checksum(new / name)}
+    manifest = read_manifest(data.parent)
+    settings = manifest.get("settings") or {"recipe": BINARISED}
+    write_json(new / MANIFEST, {"settings": settings, "rules": rules_of(manifest), "outputs": outputs})
+
+
+def kept_text(checkpoint: Path) -> Optional[Path]:
+    """The copy of its data's text files, as a binarised folder, in the run folder of a checkpoint.
+
+    None where no run keeps one. Raises UserError where it was changed.
+    """
+    run = _run_of(checkpoint)
+    if run is None or not (run / KEPT / MANIFEST).is_file():
+        return None
+    remedy = f"Delete {run / KEPT}: the text is then read by the run's data, if that is unchanged."
+    check_text(run / KEPT / BINARISED, remedy)
+    rules_of(read_manifest(run / KEPT, remedy), remedy)
+    return run / KEPT / BINARISED
+
+
+def same_text(checkpoint: Path, data: Path, named: bool) -> List[str]:
+    """Which text files of binarised `data` nobody can tell to be those that the model was trained with.
+
+    named: the user named this data, so that a run of an older version, which keeps no copy, may use it.
+    Raises UserError for files that are others, or changed since they were made.
+    """
+    kept, unknown = kept_text(checkpoint), check_text(data)
+    files = text_files(data)
+    if kept:
+        for name, path in text_files(kept).items():
+            if name in files and checksum(files[name]) == checksum(path):
+                continue
+            if name in files or name.startswith(BINARISED):
+                remedy = f"Leave --data out, to use the run's own {path}, or name the data it was trained on"
+                raise UserError(f"{data} has another {name}, or none, than {path}, of training. {remedy}.")
+        return []
+    run = _run_of(checkpoint)
+    trained = marks(run).get("prepare", {}).get("facts") if run else None
+    trained = trained.get("fingerprint") if isinstance(trained, dict) else None
+    known = marks(data.parent)
+    made = known.get(BINARISED) or known.get(f"{BINARISED}-{LABEL}")
+    if trained and made and made.get("fingerprint") == trained:
+        return unknown
+    given = not made and trained == given_fingerprint(data)  # of sizes alone
+    if trained and not named and not given:
+        remedy = f"Restore it, or name what has the same dictionaries and merges: --data {data}, if it has"
+        raise UserError(f"{data} was prepared anew since {run} was trained on it. {remedy}.")
+    return sorted(files)
+
+
+def warn_of(unknown: List[str], checkpoint: Path, data: Path) -> None:
+    """Name the files that `same_text` found nothing about."""
+    if unknown:
+        why = "nothing beside it says what it was trained with; only numbers of symbols were compared"
+        log.warning("%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, why)
+
+
+def check_text(data: Path, remedy: str = _REMEDY) -> List[str]:
+    """Raises UserError for text files that the manifest.json beside a binarised folder lists otherwise.
+
+    Returns those that it does not list. remedy: ends the message.
+    """
+    manifest, found = data.parent / MANIFEST, text_files(data)
+    outputs = read_manifest(data.parent, remedy).get("outputs") or {}
+    patterns = [f"{BINARISED}/{name}" for name in _DICTIONARIES] if data.name == BINARISED else []
+    listed = {
+        name: fact["sha256"]
+        for name, fact in outputs.items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in (*patterns, *_BESIDE))
+        if isinstance(fact, dict) and isinstance(fact.get("sha256"), str)
+    }
+    for name, expected in listed.items():
+        path = found.get(name)
+        if path is None:
+            raise UserError(f"{data.parent / name} is missing, which {manifest} lists. {remedy}")
+        if checksum(path) != expected:
+            raise UserError(f"{path} is not the file that {manifest} lists: it was changed. {remedy}")
+    return sorted(found.keys() - listed)
+
+
+def _run_of(checkpoint: Path) -> Optional[Path]:
+    """The run folder that a checkpoint lies in, itself or in its checkpoints/."""
+    places = checkpoint.resolve().parents[:2]
+    return next((place for place in places if (place / STATE).is_file()), None)

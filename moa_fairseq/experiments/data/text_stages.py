@@ -1,0 +1,233 @@
+"""Sentence pairs through line functions, BPE by subword-nmt, and cleaning, over several processes."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import io
+import itertools
+import logging
+import os
+import re
+import reprlib
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+from subword_nmt.apply_bpe import BPE
+from subword_nmt.learn_bpe import get_vocabulary, learn_bpe
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut
+from moa_fairseq.experiments.data.parallel_text import (
+    BAD,
+    BAD_LINES,
+    LONG,
+    PiecePair,
+    read_lines,
+    read_pairs,
+    refuse_symbols,
+)
+from moa_fairseq.experiments.text import Step, apply_steps
+from moa_fairseq.experiments.text.workers import chunks, ordered_map
+from moa_fairseq.files import atomic_write
+
+Pair = Tuple[str, str]
+CHUNK = 2000
+# More unusable lines than this are not an accident: the file has another encoding, or is not text.
+MOST_BAD = 0.01
+# fairseq parts tokens at any white space, BPE at blanks only. Blanks themselves stay as Moses prints them.
+_NOT_BLANK = re.compile(r"[^\S ]")
+# Perl's \s for Unicode text; Python's own also takes the separators U+001C to U+001F.
+_SPACES = re.compile("[\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
+# Words whose segmentation is remembered; with more, subword-nmt's memory, which has no end, starts anew.
+REMEMBERED = 1_000_000
+_VERSION = re.compile(r"#version: +0\.[12] *")
+_REMEDY = "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
+log = logging.getLogger(__name__)
+
+
+class Treatment(NamedTuple):
+    """What is done to a pair: line functions of each side, then BPE by the file `codes`, then cleaning."""
+
+    steps: Tuple[Tuple[Step, ...], Tuple[Step, ...]] = ((), ())
+    codes: str = ""
+    cleaning: Optional[Cleaning] = None
+
+
+class Split(NamedTuple):
+    """One split: its files and their treatment. hold_out: lines that go to another split.
+
+    lenient: lines that are not text are dropped and counted; else they are an error. own: a text of the
+    user's, in which words that are symbols of fairseq's are an error.
+    """
+
+    name: str
+    files: Sequence[PiecePair]
+    treatment: Treatment
+    hold_out: Optional[HoldOut] = None
+    lenient: bool = False
+    own: bool = False
+
+
+def treat(pairs: Sequence[Pair], treatment: Treatment) -> List[Union[Pair, str]]:
+    """The finished pairs; in place of one that is dropped, the reason."""
+    return [_treat(pair, treatment) for pair in pairs]
+
+
+def words_of(line: str, steps: Sequence[Step]) -> str:
+    """A line after its steps, its words divided by blanks alone, as merges and dictionaries need them."""
+    return _NOT_BLANK.sub(" ", apply_steps(line, steps))
+
+
+def _treat(pair: Pair, treatment: Treatment) -> Union[Pair, str]:
+    for text in pair:
+        if text.startswith(BAD):
+            return text[len(BAD) :]
+    sides = [words_of(*both) for both in zip(pair, treatment.steps)]
+    if treatment.codes:
+        sides = [load_codes(treatment.codes).process_line(side) for side in sides]
+    source, target = sides
+    return clean(source, target, treatment.cleaning) if treatment.cleaning else (source, target)
+
+
+def write_splits(
+    splits: Sequence[Split], languages: Sequence[str], folder: Path, workers: int
+) -> Dict[str, Dict[str, Any]]:
+    """Write `<split>.<language>` into `folder` for each split, and for those that are held out.
+
+    Returns split → {"lines", "tokens_<language>", and of a split that was read "read" and "dropped": reason →
+    pairs}. Raises UserError for files that are not aligned text, or when nothing is left of a split.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    facts: Dict[str, Dict[str, Any]] = {}
+    for split in splits:
+        facts.update(_write_split(split, languages, folder, workers))
+    return facts
+
+
+def _write_split(
+    split: Split, languages: Sequence[str], folder: Path, workers: int
+) -> Dict[str, Dict[str, Any]]:
+    every = split.hold_out.every if split.hold_out else 0
+    names = [split.name, *([split.hold_out.split] if split.hold_out else [])]
+    counts: Dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
+    dropped: collections.Counter[str] = collections.Counter()
+    read = kept = 0
+    work = functools.partial(treat, treatment=split.treatment)
+    batches = chunks(read_pairs(split.files, split.lenient), CHUNK)
+    with contextlib.ExitStack() as stack:
+        paths = {(name, language): folder / f"{name}.{language}" for name in names for language in languages}
+        streams = {
+            key: stack.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
+            for key, path in paths.items()
+        }
+        for result in itertools.chain.from_iterable(ordered_map(work, batches, workers, split.name)):
+            read += 1
+            if isinstance(result, str):
+                dropped[result] += 1
+                continue
+            for piece, text in zip(split.files[0], result) if split.own else ():
+                refuse_symbols(text, piece.path, read)
+            kept += 1
+            name = names[bool(every and kept % every == 0)]
+            counts[name]["lines"] += 1
+            for text, language in zip(result, languages):
+                streams[name, language].write(text + "\n")
+                counts[name][f"tokens_{language}"] += len(text.split())
+    files = " and ".join(str(piece.path) for piece in split.files[0])
+    bad = {why: count for why, count in dropped.items() if why in BAD_LINES}
+    if sum(bad.values()) > MOST_BAD * read:
+        stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
+        remedy = "Fetch it again." if LONG in bad else ""
+        for path in () if remedy else (piece.path for pair in split.files for piece in pair):
+            try:
+                collections.deque(read_lines(path), maxlen=0)
+            except UserError as error:  # of which file
+                remedy = str(error)
+                break
+        raise UserError(f"{files}: of {read:,} pairs of lines too many are not text ({stories}). {remedy}")
+    if not counts[split.name]["lines"]:
+        raise UserError(f"{files}: no pair with text on both sides is left of {read:,}.")
+    for name, count in counts.items():
+        tokens = ", ".join(f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages)
+        reasons = dropped.items() if name == split.name else ()
+        story = "".join(f"; {number:,} dropped: {why}" for why, number in sorted(reasons))
+        log.info("%s: %s pairs, %s%s", name, f"{count['lines']:,}", tokens, story)
+    keys = ("lines", *(f"tokens_{language}" for language in languages))
+    facts: Dict[str, Dict[str, Any]] = {name: {key: counts[name][key] for key in keys} for name in names}
+    facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
+    return facts
+
+
+def clean(source: str, target: str, rules: Cleaning) -> Union[Pair, str]:
+    """The pair as it is kept, or the reason why it is dropped.
+
+    As `clean-corpus-n.perl -ratio R corpus l1 l2 out MIN MAX`: vertical bars vanish (Moses keeps them
+    when the very first line of a corpus has one; tokenised text holds none), white space becomes
+    single spaces, then the limits of `rules` count.
+    """
+    if rules.max is None:
+        return (source, target) if source.strip() and target.strip() else "empty side"
+    source, target = (_SPACES.sub(" ", side.replace("|", "")).strip(" ") for side in (source, target))
+    if not source or not target:
+        return "empty side"
+    sides = (source, target)
+    short, long = sorted(side.count(" ") + 1 for side in sides)
+    if long > rules.max:
+        return f"longer than {rules.max} tokens"
+    if short < rules.min:
+        return f"shorter than {rules.min} tokens"
+    if long / short > rules.ratio:
+        return f"length ratio above {rules.ratio:g}"
+    words = (word for side in sides if len(side) > rules.word for word in side.split(" "))
+    if any(len(word) > rules.word for word in words):
+        return f"token of more than {rules.word} characters"
+    return source, target
+
+
+def load_codes(path: str) -> BPE:
+    """The codes of a file, read once per process unless the file changes.
+
+    Raises UserError, naming the line, for a file that subword-nmt did not write.
+    """
+    stat = os.stat(path)
+    codes = _load(path, stat.st_size, stat.st_mtime_ns)
+    if len(codes.cache) > REMEMBERED:
+        codes.cache.clear()
+    return codes
+
+
+@functools.lru_cache(maxsize=1)
+def _load(path: str, size: int, time: int) -> BPE:
+    # Checked here, as subword-nmt ends the whole program where it cannot read a line.
+    lines = list(read_lines(Path(path)))
+    while lines and not lines[-1]:
+        lines.pop()
+    header = 1 if lines and lines[0].startswith("#version:") else 0
+    if header and not _VERSION.fullmatch(lines[0]):
+        raise UserError(f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}")
+    if len(lines) == header:
+        raise UserError(f"{path} holds no merges. {_REMEDY}")
+    for number, line in enumerate(lines[header:], header + 1):
+        if len(line.strip("\r ").split(" ")) != 2:
+            what = f"{reprlib.repr(line)} is not a merge (two subwords, one space between them)"
+            raise UserError(f"{path}, line {number}: {what}. {_REMEDY}")
+    return BPE(io.StringIO("\n".join(lines) + "\n"))
+
+
+def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
+    """Learn `merges` joint BPE operations on all the files together; fewer where the text gives no more.
+
+    The same codes as `subword-nmt learn-bpe -s MERGES` on the files one after the other. Raises
+    UserError for text without a single pair of letters.
+    """
+    words = get_vocabulary(itertools.chain.from_iterable(map(read_lines, text_files)))
+    if not any(len(word) > 1 for word in words):
+        names = ", ".join(str(path) for path in text_files)
+        raise UserError(f"{names}: there is no word of two letters to learn BPE from.")
+    # subword-nmt draws its own progress bar, which is only noise in a log file.
+    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    with atomic_write(codes) as stream, quiet:
+        learn_bpe([f"{word} {count}" for word, count in words.items()], stream, merges, is_dict=True)

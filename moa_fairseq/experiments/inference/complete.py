@@ -1,0 +1,60 @@
+"""Let a trained causal language model go on with a text.
+
+echo "The game was released in" | moa-fairseq complete runs/wikitext2_lm_moa_tiny --tokens 40
+moa-fairseq complete RUN prompts.txt --sample 10 --seed 3      draws among the 10 likeliest symbols
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
+from moa_fairseq.experiments.inference import text_model
+from moa_fairseq.experiments.inference.text_model import answers, hypotheses, lines_of, shown, status_of
+
+ANY_ORDER = True  # FILE may stand behind the flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq complete`."""
+    text_model.add_arguments(parser, "one beginning a line")
+    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="how many symbols to add (40)")
+    parser.add_argument("--sample", type=int, metavar="N", help="draw among the N likeliest (the likeliest)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of --sample (1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Complete line by line. Returns the exit status."""
+    for flag, value in (("--tokens", args.tokens), ("--sample", args.sample or 1)):
+        if value < 1:
+            raise UserError(f"{flag} {value}: give at least 1.")
+    for flag, value in (("--temperature", args.temperature), ("--seed", args.seed)):
+        if value is not None and not args.sample:
+            raise UserError(f"{flag} has no effect where nothing is drawn: add --sample N.")
+    temperature = 1.0 if args.temperature is None else args.temperature
+    if temperature <= 0:
+        raise UserError(f"--temperature {temperature} must be positive.")
+    torch.manual_seed(1 if args.seed is None else args.seed)
+    model = text_model.load(args, LANGUAGE_MODELING)
+    room = model.models[0].max_positions() - args.tokens
+    if room < 1:
+        raise UserError(f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols.")
+    # fairseq's source begins with one symbol more than the text; it measures the longest line of a batch
+    settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
+    if args.sample:
+        settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
+    left_out = 0
+    with answers(args) as stream, torch.no_grad():
+        for batch in lines_of(args):
+            for symbols, found in hypotheses(model, batch, settings, room):
+                left_out += symbols is not None and not found
+                text = ""
+                if symbols is not None and found:
+                    text = model.decode(found[0]["tokens"][: len(symbols) - 1 + args.tokens])
+                print(shown(text, stream), file=stream)
+            stream.flush()
+    return status_of(left_out)

@@ -1,0 +1,159 @@
+"""A trained run as fairseq's hub interface, with the run's own treatment of text."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from fairseq.checkpoint_utils import load_model_ensemble_and_task
+from fairseq.hub_utils import GeneratorHubInterface
+
+from moa_fairseq.errors import UserError, printable
+from moa_fairseq.experiments.data.binarised import is_binarised
+from moa_fairseq.experiments.data.text_files import kept_text, same_text, warn_of
+from moa_fairseq.experiments.inference.text_codec import WordCodec, codec_of
+from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data, prepare_facts
+from moa_fairseq.experiments.scoring.trained_model import device_for
+from moa_fairseq.experiments.text.workers import chunks
+from moa_fairseq.files import atomic_write, refuse_overwriting
+
+log = logging.getLogger(__name__)
+BATCH = 64  # lines that are read before the first of them is answered, where nobody types them
+
+
+def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    """The run, its text, and how it is read."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder, or a checkpoint with --data")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)")
+    parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write here instead of standard output")
+    parser.add_argument(
+        "--segmented", action="store_true", help="the text is tokenised and segmented, as fairseq reads it"
+    )
+    parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
+
+
+class TextModel(GeneratorHubInterface):
+    """Raw text in, raw text out: `encode`, `generate` and `decode` of fairseq's hub interface."""
+
+    def __init__(self, config: Any, task: Any, models: List[Any], codec: Any):
+        super().__init__(config, task, models)
+        self.codec = codec
+
+    def apply_bpe(self, sentence: str) -> str:
+        """A raw line as the model's symbols."""
+        return self.codec.encode(sentence)
+
+    def remove_bpe(self, sentence: str) -> str:
+        """The model's symbols as a raw line."""
+        return self.codec.decode(sentence)
+
+
+def load(args: argparse.Namespace, kind: str) -> TextModel:
+    """The model of `add_arguments`. kind: of its data set. Raises UserError where something is missing."""
+    warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
+    if args.output and args.file:
+        refuse_overwriting(args.output, [args.file], "--output")
+    if not args.run_dir.exists():
+        raise UserError(f"{args.run_dir} does not exist: name a run folder or a checkpoint.")
+    checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
+    if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
+        data = data / "binarised"
+    kept = kept_text(checkpoint)
+    data = kept if kept and not args.data else data
+    if data is None or not data.is_dir():
+        missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
+        gone = f"{missing} is not a folder" if missing else f"{args.run_dir} does not tell its data"
+        raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
+    warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
+    data = kept or data.resolve()
+    codec = WordCodec() if args.segmented else codec_of(data, kind)
+    overrides = {"data": str(data)}
+    models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
+    config.dataset.max_tokens, config.dataset.batch_size = 4096, BATCH
+    return TextModel(config, task, models, codec).to(device_for(args.cpu)).eval()
+
+
+def lines_of(args: argparse.Namespace) -> Iterator[List[Tuple[int, str]]]:
+    """Numbered lines in batches; single ones where somebody types. Raises UserError for a missing file."""
+    if args.file is not None and (args.file.is_dir() or not args.file.exists()):
+        why = "is a folder" if args.file.is_dir() else "does not exist"
+        raise UserError(f"{args.file} {why}: name a text file, or none for standard input.")
+    if args.file is None and sys.stdin is None:  # `<&-`
+        raise UserError("Standard input is closed: name a text FILE, or redirect one with `< FILE`.")
+    typed = args.file is None and sys.stdin.isatty()
+    # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
+    # nor does a byte that is no UTF-8: its line alone is left out
+    text: Dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
+    source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
+    with source as stream:
+        if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
+            stream.reconfigure(**text)
+        numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
+        yield from chunks(numbered, 1 if typed else BATCH)
+
+
+def answers(args: argparse.Namespace) -> Any:
+    """Context of the stream that is written to: --output's, else standard output. Raises UserError."""
+    if args.output:
+        return atomic_write(args.output)
+    if sys.stdout is None:  # `>&-`
+        raise UserError("Standard output is closed: name a file with --output.")
+    return contextlib.nullcontext(sys.stdout)
+
+
+def shown(text: str, stream: Any) -> str:
+    """Text of a model as it is, but to a terminal without orders for that terminal."""
+    return printable(text) if stream.isatty() else text
+
+
+def status_of(left_out: int) -> int:
+    """The exit status: 1 where lines were left out, which is said again at the end."""
+    if left_out:
+        what = "1 line was left out; an empty line stands for it"
+        if left_out > 1:
+            what = f"{left_out:,} lines were left out; an empty line stands for each"
+        log.warning(what)
+    return int(left_out > 0)
+
+
+def hypotheses(
+    model: TextModel, batch: List[Tuple[int, str]], settings: Dict[str, Any], room: Optional[int] = None
+) -> Iterator[Tuple[Optional[torch.Tensor], List[Dict[str, Any]]]]:
+    """(symbols, fairseq's hypotheses, best first) for every line; (None, []) for an empty one.
+
+    room: how many symbols a line may have. A warning names a longer line, one that is not UTF-8, and one with
+    a word that is a symbol of the model, which have no hypotheses. `<unk>` is a word like any unknown one.
+    """
+    limit = model.max_positions
+    most = room or (limit[0] if isinstance(limit, tuple) else limit)
+    borders = {model.src_dict.bos(), model.src_dict.pad(), model.src_dict.eos()}
+    tokens: Dict[int, torch.Tensor] = {}
+    left_out: Dict[int, torch.Tensor] = {}
+    for number, line in batch:
+        if not line.strip():
+            continue
+        try:
+            line.encode("utf-8")
+        except UnicodeEncodeError:
+            log.warning("line %d is left out: it is not UTF-8; convert it with iconv", number)
+            left_out[number] = torch.empty(0, dtype=torch.long)
+            continue
+        symbols, story = model.encode(line), ""
+        if len(symbols) > most:
+            story = f"it has {len(symbols)} symbols, the model reads {most}; split it"
+        elif borders.intersection(symbols[:-1].tolist()):
+            story = "a word in it, <s>, <pad> or </s>, is a symbol of the model; write &lt;s&gt;, say"
+        if story:
+            log.warning("line %d is left out: %s", number, story)
+        (left_out if story else tokens)[number] = symbols
+    found = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
+    for number, _ in batch:
+        yield (tokens[number], next(found)) if number in tokens else (left_out.get(number), [])

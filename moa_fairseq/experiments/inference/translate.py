@@ -1,0 +1,160 @@
+"""Translate raw text with a trained run, which knows its tokeniser, BPE, languages and model.
+
+moa-fairseq translate runs/quickstart_moa english.txt > german.txt
+echo "The file was not saved." | moa-fairseq translate runs/quickstart_moa --n-best 3
+moa-fairseq translate runs/quickstart_moa english.txt --show-experts
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.errors import UserError, printable
+from moa_fairseq.experiments.data.catalogue import TRANSLATION
+from moa_fairseq.experiments.inference import text_model
+from moa_fairseq.experiments.inference.text_model import (
+    TextModel,
+    answers,
+    hypotheses,
+    lines_of,
+    shown,
+    status_of,
+)
+from moa_fairseq.experiments.recipes.loading import build, read_mapping
+from moa_fairseq.experiments.recipes.schema import Generate
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.plugin.forward_context import collect_routings
+
+log = logging.getLogger(__name__)
+# Flags of fairseq-generate that change what is found, and that fairseq's interface in Python takes
+_OF_THE_SEARCH = {
+    *("max_len_a", "max_len_b", "min_len", "match_source_len", "unnormalized", "no_early_stop", "unkpen"),
+    *("no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp", "temperature"),
+    *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
+}
+# … and that it does not take
+_NOT_HERE = {"replace_unk", "prefix_size", "constraints", "lm_path", "lm_weight", "retain_dropout"}
+# Of the terminal's 256 colours, those that differ most on dark and on light.
+_COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
+
+ANY_ORDER = True  # FILE may stand behind the flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq translate`."""
+    text_model.add_arguments(parser, "one sentence a line")
+    parser.add_argument(
+        "--beam", type=int, metavar="N", help="width of the beam search (the recipe's, else 5)"
+    )
+    parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (the recipe's, else 1)")
+    parser.add_argument("--n-best", type=int, default=1, metavar="N", help="translations of a sentence (1)")
+    parser.add_argument(
+        "--show-experts", action="store_true", help="below each translation: the experts of each token"
+    )
+    parser.add_argument(
+        "--layer", type=int, metavar="N", help="of --show-experts; the first is 1 (default: the last)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Translate line by line. Returns the exit status."""
+    settings = _generation(args)
+    if args.layer is not None and not args.show_experts:
+        raise UserError(f"--layer {args.layer} goes with --show-experts.")
+    if not 1 <= args.n_best <= settings["beam"]:
+        raise UserError(f"--n-best {args.n_best} must lie between 1 and --beam {settings['beam']}.")
+    model = text_model.load(args, TRANSLATION)
+    if args.show_experts and not any(isinstance(part, Attention) for part in model.modules()):
+        raise UserError("--show-experts: this model has no router; its attention has no experts.")
+    left_out = 0
+    with answers(args) as stream, torch.no_grad():
+        for batch in lines_of(args):
+            for symbols, found in hypotheses(model, batch, settings):
+                for hypothesis in found[: args.n_best]:
+                    score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
+                    print(score + shown(model.decode(hypothesis["tokens"]), stream), file=stream)
+                left_out += symbols is not None and not found
+                if not found:
+                    print("\n" * args.n_best, end="", file=stream)
+                elif args.show_experts and symbols is not None:
+                    coloured = stream.isatty() and "NO_COLOR" not in os.environ
+                    for line in _experts(model, symbols, found[0]["tokens"], args.layer, coloured):
+                        print(line, file=stream)
+            stream.flush()
+    return status_of(left_out)
+
+
+def _generation(args: argparse.Namespace) -> Dict[str, Any]:
+    """How to search: beam and length penalty as they were given, all else as the run's recipe has it.
+
+    Raises UserError for others than numbers, and for a recipe.yaml that is none.
+    """
+    recipe = args.run_dir / "recipe.yaml"
+    found: Dict[str, Any] = {}
+    if os.path.lexists(recipe) and (said := read_mapping(recipe, "recipe").get("generate")) is not None:
+        section = build(Generate, said, str(recipe), "generate")
+        by_field = {flag.replace("-", "_"): value for flag, value in section.flags.items()}
+        found = {key: value for key, value in by_field.items() if key in _OF_THE_SEARCH}
+        found.update(beam=section.beam, lenpen=section.lenpen)
+        if others := sorted(by_field.keys() & _NOT_HERE):
+            log.warning("generate.flags of %s: %s cannot be applied here", recipe, ", ".join(others))
+    given = {"beam": args.beam, "lenpen": args.lenpen}
+    used = {"beam": 5, "lenpen": 1.0, **found}
+    used.update({key: value for key, value in given.items() if value is not None})
+    for key, least in (("beam", 1), ("lenpen", -math.inf)):
+        where = f"{recipe}: generate.{key}" if given[key] is None else f"--{key}"
+        if not (least <= used[key] and math.isfinite(used[key])):
+            raise UserError(f"{where} {used[key]}: give a number{', at least 1' if key == 'beam' else ''}.")
+    return used
+
+
+def _experts(
+    model: TextModel, source: Tensor, target: Tensor, layer: Optional[int], coloured: bool
+) -> Iterator[str]:
+    """One line for each router of a layer: tokens with the experts they chose, the heaviest first.
+
+    source, target: symbols [T] with the end of the sentence. Raises UserError for a model without routers,
+    and for a layer that has none.
+    """
+    shifted = torch.cat([target.new_tensor([model.tgt_dict.eos()]), target[:-1]])
+    inputs = [tokens.to(model.device)[None] for tokens in (source, shifted)]
+    with collect_routings() as routings:
+        model.models[0](inputs[0], torch.tensor([len(source)], device=model.device), inputs[1])
+    if not routings:
+        raise UserError("--show-experts: this model has no router; its attention has no experts.")
+    depth = {
+        side: max(_layer(name) for name, _ in routings if name.startswith(side))
+        for side in {name.split(".")[0] for name, _ in routings}
+    }
+    if layer is not None and not 1 <= layer <= max(depth.values()):
+        raise UserError(f"--layer {layer}: the model has layers 1 to {max(depth.values())}.")
+    wanted = [(name, d) for name, d in routings if _layer(name) == (layer or depth[name.split(".")[0]])]
+    for name, routing in wanted:
+        is_source = name.startswith("encoder") or (routing.side == "keys" and "encoder_attn" in name)
+        words = (model.src_dict if is_source else model.tgt_dict, source if is_source else shifted)
+        yield f"  {name}: " + " ".join(_marked([words[0][int(i)] for i in words[1]], routing, coloured))
+
+
+def _layer(name: str) -> int:
+    """The number of a module's layer, from 1."""
+    return next((1 + int(part) for part in name.split(".") if part.isdigit()), 1)
+
+
+def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> List[str]:
+    chosen, gates = routing.expert_ids[:, routing.shared :], routing.gates[:, routing.shared :]
+    order = gates.argsort(dim=-1, descending=True, stable=True)
+    rows = chosen.gather(-1, order).tolist()
+    marked = []
+    for word, experts in zip(words if routing.scope == "tokens" else ["sentence"], rows):
+        text = f"{printable(word)}[{','.join(str(expert) for expert in experts)}]"
+        colour: Optional[int] = _COLOURS[experts[0] % len(_COLOURS)] if coloured and experts else None
+        marked.append(text if colour is None else f"\033[38;5;{colour}m{text}\033[0m")
+    return marked

@@ -1,0 +1,269 @@
+"""The one loop that makes files: shows, runs, skips, resumes and logs a list of steps.
+
+A step is done when the fingerprint of its inputs stands in `state.json` of the folder that the list is made
+in, and its output is as it was then. An output gets its name when it is whole; before, it is `NAME.partial`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_leftovers
+from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
+
+OUT = "{out}"  # in a command: where it writes
+STATE, COMMANDS, PARTIAL, COMMENT = "state.json", "commands.sh", ".partial", "#   "
+log = logging.getLogger(__name__)
+Inputs = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One file or folder, and what makes it.
+
+    argv: a command, in which OUT stands for the output, or a function that writes to the path it is given and
+    returns facts (JSON values). inputs: what the output follows from, by name: JSON values, files (their
+    size and time count), and earlier steps of the same folder; or a function that finds them, which raises
+    UserError where one is missing. captured: "out" or "both" (errors, too): what the command prints is the
+    output. watch: gets each printed line. finish: checks or completes what a command made, and returns facts.
+
+    in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints). Another
+    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost. ready:
+    makes a folder that holds something ready for that. as_of_today: turns an entry of state.json that an
+    earlier version wrote into today's.
+    """
+
+    name: str
+    output: Path
+    argv: Union[Sequence[str], Callable[[Path], Any]]
+    inputs: Inputs = dataclasses.field(default_factory=dict)
+    captured: str = ""
+    watch: Optional[Callable[[str], None]] = None
+    finish: Callable[[Path], Any] = lambda made: None
+    in_place: bool = False
+    goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ready: Callable[[], None] = lambda: None
+    as_of_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda mark: mark
+
+    @property
+    def begun(self) -> bool:
+        """True when the output is a folder that holds something."""
+        return self.output.is_dir() and any(self.output.iterdir())
+
+    @property
+    def command(self) -> List[str]:
+        """What is shown of it, with the output's own name; empty for a function."""
+        if callable(self.argv):
+            return []
+        words = [word.replace(OUT, str(self.output)) for word in self.argv]
+        redirect = [REDIRECT, str(self.output)] if self.captured else []
+        return [*words, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
+
+
+def make(
+    steps: Sequence[Step],
+    folder: Path,
+    *,
+    executor: Optional[Executor] = None,
+    dry_run: bool = False,
+    patience: float = PATIENCE_SECONDS,
+    commands: Optional[Path] = None,
+    whole: str = "",
+    wanted: Callable[[Step], bool] = lambda step: True,
+) -> Dict[str, Any]:
+    """Make every wanted output that is not there yet, in order; returns name → facts.
+
+    folder: keeps state.json and the logs; one program at a time makes something in it (patience: seconds to
+    wait for another). dry_run: the commands are shown, and nothing is done. commands: the file that keeps
+    what was run. whole: the line that makes all of it; it is shown and kept, and the commands, which need
+    what functions make, stand below it as comments. Raises UserError where a step fails, or one that is not
+    wanted was begun in place from other inputs; finished ones stay.
+    """
+    executor, facts = executor or Executor(), {}
+    prefix = COMMENT if whole else ""
+    if dry_run:
+        if whole:
+            log.info("$ %s", whole)
+        for command in filter(None, (step.command for step in steps if wanted(step))):
+            log.info("%s%s", prefix or "$ ", to_shell(command, executor.environment))
+        return {}
+    with locked(folder, patience), disk_errors(folder):
+        remove_leftovers(folder, ".*.tmp")
+        if whole:
+            keep_command(whole, commands or folder / COMMANDS)
+        for step in steps:
+            if wanted(step):
+                facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS, prefix)
+            elif step.in_place:
+                known = marks(folder)
+                mark = step.as_of_today(known.get(step.name, {}))
+                _refuse_others(step, mark, _resolved(step, known))
+    return facts
+
+
+def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, prefix: str) -> Any:
+    known = marks(folder)
+    inputs, mark = _resolved(step, known), step.as_of_today(known.get(step.name, {}))
+    fingerprint = fingerprint_of(inputs, dict(step.goal))
+    if mark.get("fingerprint") and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint:
+        files = mark["files"]
+        if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
+            log.info("%s: done before (%s)", step.name, step.output)
+            return mark["facts"]
+    if step.in_place:
+        partial = step.output
+        _refuse_others(step, mark, inputs)
+        # Said before it begins, so that an interrupted one is known for what it is.
+        put_mark(folder, step.name, inputs=inputs, facts=mark.get("facts") or {})
+        if step.begun:
+            step.ready()
+    else:
+        partial = step.output.with_name(step.output.name + PARTIAL)
+        step.output.parent.mkdir(parents=True, exist_ok=True)
+        remove(partial)
+    if callable(step.argv):
+        facts = step.argv(partial)
+    else:
+        command = step.command
+        line = to_shell(command, executor.environment)
+        log.info("$ %s", line)
+        keep_command(prefix + line, commands)
+        executor.run(
+            command if step.in_place else [word.replace(OUT, str(partial)) for word in step.argv],
+            folder / f"{step.name}.log",
+            output=partial if step.captured else None,
+            on_line=step.watch,
+            errors_too=step.captured == "both",
+        )
+        facts = step.finish(partial)
+    if not partial.exists() or (partial.is_dir() and not any(partial.iterdir())):
+        raise UserError(f"{step.name} ended without writing {step.output}; see {folder / step.name}.log.")
+    files = {}
+    if step.in_place:
+        new = {key: value for key, value in (facts or {}).items() if value is not None}
+        facts = {**(mark.get("facts") or {}), **new}
+    else:
+        put_mark(folder, step.name)  # from here on the old output is gone
+        replace(partial, step.output)
+        files = _sizes(step.output, folder)
+    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files}
+    put_mark(folder, step.name, fingerprint=fingerprint, **values)
+    return facts
+
+
+def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    before = mark.get("inputs")
+    if before == inputs or not step.begun:
+        return
+    remedy = "Use another --save-dir, or --restart to move this one aside and start again."
+    if before is None:
+        raise UserError(f"{step.output} holds files that this version of this recipe did not make. {remedy}")
+    listed = "; ".join(f"{key}: {change}" for key, change in list(changes(before, inputs).items())[:5])
+    raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
+
+
+def _resolved(step: Step, known: Mapping[str, Any]) -> Dict[str, Any]:
+    """The inputs of a step as they are read back from JSON. Raises UserError for a file that is missing."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Step):
+            if not value.output.exists():
+                stage = value.name.partition("-")[0]
+                raise UserError(f"{value.output} is missing: run --stage {stage} first (or --stage all).")
+            made = known.get(value.name, {}).get("fingerprint")
+            return [made, *(stamp(value.output) if value.output.is_file() else ())]
+        if isinstance(value, Path):
+            if not value.is_file():
+                raise UserError(f"{value} is missing: {step.name} needs it.")
+            return stamp(value)
+        return value
+
+    found = step.inputs() if callable(step.inputs) else step.inputs
+    return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
+
+
+def _sizes(output: Path, folder: Path) -> Dict[str, int]:
+    """Name, seen from `folder`, → bytes of a file, or of the files in a folder, logs aside."""
+    paths = output.rglob("*") if output.is_dir() else [output]
+    files = (path for path in paths if path.is_file() and path.suffix != ".log")
+    return {os.path.relpath(path, folder): path.stat().st_size for path in files}
+
+
+def marks(folder: Path) -> Dict[str, Dict[str, Any]]:
+    """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
+    kinds = {"inputs": dict, "files": dict, "goal": dict}
+    return {
+        name: mark
+        for name, mark in saved_json(folder / STATE).items()
+        if isinstance(mark, dict)
+        and "inputs" in mark
+        and all(isinstance(mark.get(key, {}), kind) for key, kind in kinds.items())
+        and (mark.get("fingerprint") is None or {"files", "facts"} <= mark.keys())
+    }
+
+
+def put_mark(folder: Path, name: str, **mark: Any) -> None:
+    """Replace the entry of a step in state.json; an empty one is taken out."""
+    others = {key: value for key, value in marks(folder).items() if key != name}
+    write_json(folder / STATE, dict(sorted({**others, **({name: mark} if mark else {})}.items())))
+
+
+def keep_command(line: str, commands: Path) -> None:
+    """Add a command to the script of what was run (once: a resumed run repeats it)."""
+    refuse_link(commands)
+    kept = commands.read_text(encoding="utf-8").splitlines() if commands.is_file() else []
+    kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
+    if line not in kept:
+        with atomic_write(commands) as stream:
+            stream.write("\n".join([*kept, line]) + "\n")
+
+
+def fingerprint_of(*values: Any) -> str:
+    """16 hexadecimal digits that change when any of the JSON values does."""
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def stamp(path: Path) -> List[Any]:
+    """Name, size and time of a file: enough to tell that it was made again."""
+    stat = path.stat()
+    return [path.name, stat.st_size, stat.st_mtime_ns]
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Dict[str, str]:
+    """Dotted key → 'old → new' for every value that differs between two mappings of JSON values."""
+    found: Dict[str, str] = {}
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key, "not set"), now.get(key, "not set")
+        if isinstance(old, dict) and isinstance(new, dict):
+            found.update(changes(old, new, f"{prefix}{key}."))
+        elif old != new:
+            found[f"{prefix}{key}"] = f"{old} → {new}"
+    return found
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def replace(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
+    aside = old.with_name(old.name + ".old")
+    remove(aside)
+    if old.is_dir() or (new.is_dir() and old.exists()):
+        os.replace(old, aside)
+    os.replace(new, old)
+    remove(aside)

@@ -1,0 +1,272 @@
+"""How an update's tokens are spread over devices and accumulation steps, and how many updates there are.
+
+A device gets no fewer tokens than the longest sentence or sample has: fairseq leaves training sentences out
+that are longer than --max-tokens, stops at those of the validation set, and cuts language models' samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any, Dict, Optional, Tuple
+
+import numpy
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import INPUT, subset_stems
+from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe, Train
+from moa_fairseq.experiments.scoring.skeleton import quiet
+
+TABLE = Path(__file__).with_name("corpus_sizes.json")
+SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
+# fairseq's default of --max-source-positions and --max-target-positions: it skips what is longer anyway.
+MAX_POSITIONS = 1024
+LOUD_DEVIATION = 0.01
+# Of the way from the minimum to the peak: more than this at the last update is worth a warning.
+FAR_FROM_MINIMUM = 0.1
+# Schedules that end: what they call their last rate, and what moves their end.
+SCHEDULES = {
+    "cosine": ("min_lr", "train.flags.warmup-updates plus lr-period-updates"),
+    "polynomial_decay": ("end_learning_rate", "train.flags.total-num-update"),
+    "tri_stage": ("final_lr_scale", "the steps of the stages"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
+    """How one update's tokens are spread over devices and accumulation steps."""
+
+    devices: int
+    update_freq: int
+    max_tokens: int
+    wanted: Optional[int]
+
+    @property
+    def effective(self) -> int:
+        """Tokens of one update, padding included."""
+        return self.devices * self.update_freq * self.max_tokens
+
+    def describe(self) -> str:
+        """One line for the log, rounding included; a warning where it is much."""
+        line = (
+            f"batch: {self.devices} device(s) x update-freq {self.update_freq} x max-tokens "
+            f"{self.max_tokens:,} = {self.effective:,} tokens per update"
+        )
+        deviation = self.effective / self.wanted - 1 if self.wanted else 0.0
+        if deviation:
+            line += f" ({self.wanted:,} asked for, {deviation:+.2%} by rounding)"
+        if abs(deviation) > LOUD_DEVIATION:
+            line = f"WARNING: {line}. Another number of devices or --set train.max_tokens=... comes nearer."
+        return line
+
+
+def plan_batch(train: Train, devices: int) -> BatchPlan:
+    """Keep the effective batch on any number of devices.
+
+    The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that
+    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps. Where that
+    would go below train.min_tokens, fewer steps.
+    """
+    wanted = train.effective_batch_tokens
+    if wanted is None:
+        return BatchPlan(devices, 1, train.max_tokens, None)
+    floor = min(train.min_tokens or 1, train.max_tokens, wanted)
+    steps = max(1, min(-(-wanted // (devices * train.max_tokens)), wanted // (devices * floor)))
+    share = min(train.max_tokens, wanted // (devices * steps))
+    return BatchPlan(devices, steps, max(floor, share), wanted)
+
+
+def fit(recipe: Recipe, hardware: Hardware, data: Optional[Path]) -> Tuple[Recipe, Hardware, str]:
+    """The recipe with train.min_tokens, as many of the devices as can share an update, and why fewer.
+
+    data: the binarised folder; without one the known size of the corpus counts. Raises UserError where other
+    programs have started the processes, so that none can be left out here.
+    """
+    if recipe.train.min_tokens is None:
+        longest = _longest(recipe, data)
+        recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, min_tokens=longest))
+    train, world = recipe.train, hardware.world
+    if not train.min_tokens or not train.effective_batch_tokens:
+        return recipe, hardware, ""
+    most = max(1, train.effective_batch_tokens // min(train.min_tokens, train.max_tokens))
+    if hardware.devices <= most:
+        return recipe, hardware, ""
+    why = (
+        f"an update has {train.effective_batch_tokens:,} tokens (train.effective_batch_tokens) and the "
+        f"longest sentence or sample {train.min_tokens:,}"
+    )
+    if hardware.shared:
+        remedy = f"start at most {most} processes (--gpus, --nodes, torchrun's --nproc-per-node)"
+        raise UserError(f"{hardware.devices} devices are too many: {why}; {remedy}.")
+    smaller = dataclasses.replace(world, size=most, here=most) if world and most > 1 else None
+    fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
+    assumed = "" if data else " (That length is assumed until the data is prepared.)"
+    left_out = f"{most} of {hardware.devices} devices are used: {why}"
+    return recipe, fewer, f"{left_out}. A smaller share would leave sentences out.{assumed}"
+
+
+def _longest(recipe: Recipe, data: Optional[Path]) -> Optional[int]:
+    flags = recipe.training_flags
+    if recipe.kind not in (TRANSLATION, CLASSIFICATION):
+        sample = flags.get("tokens-per-sample")
+        return int(sample) if sample else None
+    if data is None:
+        size = known_size(recipe)
+        return size.longest if size else None
+    positions = (int(flags.get(f"max-{side}-positions") or MAX_POSITIONS) for side in ("source", "target"))
+    limit = min(recipe.train.max_tokens, *positions)
+    class_token = flags.get("init-token") is not None  # before every sentence of a classifier
+    pairs = [
+        numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token for split in ("train", "valid")
+    ]
+    return max(int(sizes[sizes <= limit].max(initial=0)) for sizes in pairs) or None
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusSize:
+    """A training set. Tokens include the end of each sentence.
+
+    fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
+    sentences that are longer on the source side. batches: how many fairseq cuts one epoch into, known of
+    measured data only. longest: tokens of the longest sentence, for a plan without data. origin: where the
+    numbers are from.
+    """
+
+    name: str
+    sentences: int
+    source_tokens: int
+    target_tokens: int
+    vocabulary: int
+    fill: float
+    origin: str
+    batches: Optional[int] = None
+    longest: Optional[int] = None
+
+    def updates_per_epoch(self, batch: BatchPlan) -> int:
+        """Updates in an epoch."""
+        if self.batches is not None:
+            return math.ceil(math.ceil(self.batches / batch.devices) / batch.update_freq)
+        return max(1, round(self.target_tokens / (batch.effective * self.fill)))
+
+
+def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
+    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
+    limits = [train.max_update] if train.max_update else []
+    if train.max_epoch and size:
+        limits.append(train.max_epoch * size.updates_per_epoch(batch))
+    return min(limits, default=None)
+
+
+def schedule_warning(args: argparse.Namespace, updates: Optional[int]) -> Optional[str]:
+    """A warning when the learning rate ends far from its minimum: the model would not have annealed.
+
+    args: the training as fairseq parsed it. None when all is well, when the number of updates is unknown, and
+    when a schedule without a minimum (inverse_sqrt, fixed) has at least reached its peak.
+    """
+    if updates is None:
+        return None
+    key = "warmup_steps" if args.lr_scheduler == "tri_stage" else "warmup_updates"
+    if (warmup := getattr(args, key, 0) or 0) >= updates:
+        flag = f"train.flags.{key.replace('_', '-')}"
+        rising = f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,}"
+        return f"WARNING: {rising} ({flag}). Set that to a part of the updates, or train longer."
+    if args.lr_scheduler not in SCHEDULES:
+        return None
+    import torch
+    from fairseq import optim
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = convert_namespace_to_omegaconf(args)
+    optimizer = optim.build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    schedule = optim.lr_scheduler.build_lr_scheduler(config.lr_scheduler, optimizer)
+    schedule.step_begin_epoch(1)
+    rate = schedule.step_update(max(0, updates - 1))  # the rate after update n is that of update n + 1
+    peak, (name, remedy) = max(config.optimization.lr), SCHEDULES[args.lr_scheduler]
+    minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
+    # a schedule of few updates is still some steps from its end
+    if rate - minimum <= max(FAR_FROM_MINIMUM, 2 / max(1, updates)) * (peak - minimum):
+        return None
+    return (
+        f"WARNING: the learning rate of the last update ({updates:,}) is {rate:.2g}, {rate / peak:.0%} of "
+        f"its peak; the schedule ({args.lr_scheduler}) ends at {minimum:g}. Let {remedy} end with it."
+    )
+
+
+def training_set(recipe: Recipe, data: Optional[Path]) -> Optional[CorpusSize]:
+    """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
+    return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens) if data else known_size(recipe)
+
+
+def known_size(recipe: Recipe) -> Optional[CorpusSize]:
+    """The entry of corpus_sizes.json whose experiments the recipe belongs to, by the longest beginning."""
+    names = (recipe.experiment, recipe.data.recipe)
+    found: Dict[str, Dict[str, Any]] = {
+        beginning: entry
+        for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
+        for beginning in entry.pop("experiments")
+        if any(name.startswith(beginning) for name in names)
+    }
+    return CorpusSize(**found[max(found, key=len)]) if found else None
+
+
+def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
+    """Read the lengths of all training sentences and cut them into batches as fairseq will.
+
+    folder: made by fairseq-preprocess. Raises UserError when its training set is not there.
+    """
+    from fairseq.data import data_utils
+
+    import moa_fairseq  # noqa: F401  (so that the last batch is kept, as in training)
+
+    source, target = sentence_sizes(recipe, folder, "train")
+    language = recipe.data.target
+    place = folder / INPUT if recipe.kind == CLASSIFICATION else folder
+    dictionary = place / (f"dict.{language}.txt" if language else "dict.txt")
+    try:
+        with open(dictionary, "rb") as lines:
+            masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
+            vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
+    except OSError as error:
+        raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
+    batches, total = None, int(target.sum())
+    if language or recipe.kind == CLASSIFICATION:
+        longer = numpy.maximum(source, target)
+        if longer.max(initial=0) > max_tokens:
+            problem = f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
+            raise UserError(f"{problem}: raise it, or leave long sentences out of the data.")
+        order = numpy.lexsort((target, source))
+        cut = data_utils.batch_by_size(
+            order,
+            num_tokens_fn=None,
+            num_tokens_vec=longer[order],
+            max_tokens=max_tokens,
+            max_sentences=recipe.training_flags.get("batch-size"),
+            required_batch_size_multiple=8,
+        )
+        batches = len(cut)
+    fill = total / (batches * max_tokens) if batches else 1.0
+    counts = {"sentences": len(target), "source_tokens": int(source.sum()), "target_tokens": total}
+    origin = f"measured in {folder}"
+    return CorpusSize(folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches)
+
+
+def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> Tuple[numpy.ndarray, numpy.ndarray]:
+    """Tokens of every source and target sentence of a split; of one text twice those of its lines."""
+    from fairseq.data.indexed_dataset import MMapIndexedDataset
+
+    languages = [language for language in (recipe.data.source, recipe.data.target) if language]
+    stems = list(subset_stems(folder, languages, split).values())
+    sizes = []
+    for stem in stems if languages else stems[:1]:
+        if not stem.with_name(stem.name + ".idx").is_file():
+            raise UserError(f"{stem}.idx is missing: the folder is not as fairseq-preprocess makes it.")
+        dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
+        sizes.append(numpy.array(dataset.sizes, dtype=numpy.int64))
+    return sizes[0], sizes[-1]

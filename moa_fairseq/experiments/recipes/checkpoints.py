@@ -1,0 +1,175 @@
+"""The models of a run folder: which are whole, where training goes on, and fine-tuning (MAE §5.2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, Dict, Optional, Tuple
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.prepare import CODES
+from moa_fairseq.experiments.data.text_files import same_text
+from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.experiments.scoring.average import numbered_checkpoints
+from moa_fairseq.plugin.patches.checkpoint_files import check_sums, copy_whole, load_checkpoint
+
+LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
+log = logging.getLogger(__name__)
+
+
+def trained_checkpoint(folder: Path) -> Path:
+    """What a run folder stands for: its averaged checkpoint, else its best; average.pt where neither is.
+
+    A --save-dir of fairseq-train stands for its best checkpoint, too.
+    """
+    names = ("average.pt", "checkpoints/checkpoint_best.pt", "checkpoint_best.pt")
+    return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
+
+
+def pretrained_checkpoint(pretrained: str) -> Path:
+    """The checkpoint file that `pretrained` stands for: itself, or what a run folder has to show."""
+    path = Path(pretrained)
+    return path if path.suffix == ".pt" else trained_checkpoint(path)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """False for a checkpoint that was cut off: its zip directory stands at the very end."""
+    return checkpoint.is_file() and zipfile.is_zipfile(checkpoint)
+
+
+def checkpoint_to_resume(folder: Path) -> Optional[Path]:
+    """checkpoint_last.pt, or the newest readable checkpoint where a crash or a disk damaged the last one.
+
+    Reads the whole file: torch writes a checksum for every part of it. Warns of every damaged one that was
+    passed over. None when training has to start from the beginning. Raises UserError when there are
+    checkpoints but none is readable.
+    """
+    numbered = [path for kind in (False, True) for _, path in numbered_checkpoints(folder, by_updates=kind)]
+    numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    candidates = [folder / LAST, *numbered, folder / BEST]
+    candidates = [path for path in candidates if path.exists()]
+    for path in candidates:
+        try:
+            with zipfile.ZipFile(path) as archive, open(path, "rb") as stream:
+                if any(name.endswith("/data.pkl") for name in archive.namelist()):
+                    check_sums(stream)
+                    return path
+        except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+            pass
+        log.warning("%s is damaged (cut off, or changed on the disk): looking for an older one", path)
+    if candidates:
+        raise UserError(
+            f"No checkpoint in {folder} is whole: start again with --restart, which moves it aside."
+        )
+    return None
+
+
+def complete_the_last(folder: Path) -> None:
+    """Before a training goes on: checkpoint_last.pt is there and whole, where any checkpoint is.
+
+    A save writes a numbered checkpoint, then the best and the last as copies of it. A disk that was full in
+    between, or a kill, has left the copies out. Raises UserError as `checkpoint_to_resume`.
+    """
+    found = checkpoint_to_resume(folder)
+    if found is None or found.name == LAST:
+        return
+    log.info("train: %s is damaged or missing; going on from %s", LAST, found.name)
+    state = load_checkpoint(found).get("extra_state") or {}
+    better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
+    for name in [BEST] * (better and found.name != BEST) + [LAST]:  # the last one says that all is done
+        copy_whole(shutil.copy, str(found), str(folder / name))
+
+
+def prepared_data(run_folder: Path) -> Optional[Path]:
+    """The binarised folder that a run was made on, if it is still there."""
+    folder = prepare_facts(run_folder).get("folder")
+    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+
+
+def checkpoint_and_data(model: Path, data: Optional[Path] = None) -> Tuple[Path, Optional[Path]]:
+    """The checkpoint that a run folder, a --save-dir or a file stands for, and the data that goes with it.
+
+    The data is `data`, else what the run folder says; None where it does not, as after plain fairseq-train.
+    Raises UserError for a folder without a checkpoint.
+    """
+    if not model.is_dir():
+        return model, data
+    checkpoint = trained_checkpoint(model)
+    if not checkpoint.is_file():
+        raise UserError(
+            f"{model} holds neither average.pt nor a checkpoint_best.pt, in checkpoints/ or by itself: train "
+            "first, or name a checkpoint file (such as checkpoint_last.pt, of a training without validation)."
+        )
+    return checkpoint, data or prepared_data(model)
+
+
+def prepare_facts(run_folder: Path) -> Dict[str, Any]:
+    """What the prepare stage left in a run folder: folder, sentences, fingerprint, source, settings."""
+    facts = marks(run_folder).get("prepare", {}).get("facts")
+    return facts if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict) else {}
+
+
+def finetuned(recipe: Recipe) -> Recipe:
+    """The recipe with all that follows from `pretrained` and `finetune`; others come back as they are.
+
+    noft: nothing is trained, the pretrained model is evaluated. ftg: the gates by plain SGD at the recipe's
+    gate-lr, all other optimisation flags being the experts'. The data is segmented with the merges and
+    numbered with the dictionaries of the pretrained run, unless the recipe names others.
+    """
+    if recipe.finetune is None or recipe.pretrained is None:
+        return recipe
+    flags, data = dict(recipe.train.flags), recipe.data
+    if recipe.finetune != "noft":
+        checkpoint = pretrained_checkpoint(recipe.pretrained)
+        flags.update({"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)})
+    if recipe.finetune == "ftg":
+        flags = {name: value for name, value in flags.items() if not name.startswith(("adam-", "warmup-"))}
+        plain = {"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0), "lr-scheduler": "fixed"}
+        flags.update({**plain, "weight-decay": 0.0})
+    folder = prepared_data(Path(recipe.pretrained))
+    if folder and data.recipe != "binarised":
+        found = (path for path in (folder.parent / "bpe" / CODES, folder.parent / CODES) if path.is_file())
+        codes = data.codes or (None if data.bpe else str(next(found, "")) or None)
+        sides = {"srcdict": data.source, **({} if data.joined_dictionary else {"tgtdict": data.target})}
+        named = {flag: str(folder / f"dict.{language}.txt") for flag, language in sides.items()}
+        data = dataclasses.replace(data, codes=codes, flags={**named, **data.flags})
+    average = None if recipe.finetune == "noft" else recipe.average
+    train = dataclasses.replace(recipe.train, flags=flags)
+    return dataclasses.replace(recipe, data=data, train=train, average=average)
+
+
+def check_pretrained(recipe: Recipe, data: Path) -> None:
+    """Before hours are lost: the pretrained checkpoint is there, and `data` has its dictionaries.
+
+    Warns of what could not be checked. Raises UserError naming the key and the remedy.
+    """
+    pretrained = recipe.pretrained or ""
+    checkpoint = pretrained_checkpoint(pretrained)
+    if not is_whole(checkpoint):
+        raise UserError(
+            f"pretrained: {checkpoint} is missing or cut off. Train that model first, or name a checkpoint "
+            "or another run folder: --set pretrained=runs/NAME."
+        )
+    original = prepared_data(Path(pretrained))
+    if original is None:
+        log.warning(
+            f"{recipe.pretrained} does not tell what it was trained on; {data} must have its dictionaries"
+        )
+        return
+    same_text(checkpoint, original.resolve(), named=False)
+    if recipe.data.codes is None and recipe.data.recipe != "binarised":
+        log.warning(
+            f"no BPE merges were found with {original}: name those of the model with --set data.codes=FILE"
+        )
+    for language in (recipe.data.source, recipe.data.target):
+        there, here = (folder / f"dict.{language}.txt" for folder in (original, data))
+        if there.is_file() and not (here.is_file() and here.read_bytes() == there.read_bytes()):
+            raise UserError(
+                f"{here} differs from the pretrained model's {there}. Let the prepare stage make the data "
+                "from the raw text, or binarise with --srcdict and --tgtdict of the pretrained model."
+            )

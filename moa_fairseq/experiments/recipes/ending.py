@@ -1,0 +1,114 @@
+"""What a recipe needs when its training has ended, asked before it begins."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any, Iterator, Optional, Tuple
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.manifest import read_manifest
+from moa_fairseq.experiments.recipes.batch import BatchPlan, measured_size, planned_updates
+from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
+
+# Flags that name files which are read: at the first start of a training, and after its end.
+_FILES = {
+    "train": ("finetune-from-model", "continue-once"),
+    "generate": ("lm-path",),
+    "score": ("reference", "raw-reference", "against"),
+}
+_BEST = "--set average=null evaluates the best checkpoint"
+
+
+def unmet(
+    recipe: Recipe, updates: Optional[int] = None, per_epoch: Optional[int] = None
+) -> Iterator[Tuple[str, str]]:
+    """(key, why) where the training would leave less than what is averaged or evaluated.
+
+    updates, per_epoch: of the whole training and of an epoch, where the data is known.
+    """
+    if recipe.finetune == "noft":  # nothing is trained
+        return
+    flags, average, train = recipe.training_flags, recipe.average, recipe.train
+
+    def number(flag: str, default: int = 0) -> int:
+        return value if isinstance(value := flags.get(flag), int) and value > 0 else default
+
+    updates, every, interval = updates or train.max_update, number("save-interval", 1), number(INTERVAL)
+    ends = [train.max_epoch] if train.max_epoch else []
+    if updates and per_epoch:
+        ends.append(updates // per_epoch)
+    epochs = min(ends, default=None)
+    if train.max_epoch and train.max_epoch % every:
+        why = f"the end of the training, epoch {train.max_epoch} (train.max_epoch), would not be saved"
+        yield "train.flags.save-interval", f"{why}: use a divisor of it, or leave the flag out."
+    if average is None:
+        by_epochs_alone = train.max_epoch and not train.max_update and not interval
+        reasons = {
+            "disable-validation": flags.get("disable-validation"),
+            "validate-interval": by_epochs_alone and number("validate-interval", 1) > (train.max_epoch or 1),
+            "validate-after-updates": updates and number("validate-after-updates") > updates,
+        }
+        for flag in (flag for flag, holds in reasons.items() if holds):
+            why = "no validation would choose the best checkpoint, which is evaluated"
+            yield (
+                f"train.flags.{flag}",
+                f"{why}: leave the flag out, or average checkpoints (average.epochs).",
+            )
+    elif average.epochs:
+        saved = average.epochs if epochs is None else epochs // every
+        if flags.get("no-epoch-checkpoints"):
+            why = f"no epoch would leave a checkpoint, and {average.epochs} are averaged (average.epochs)"
+            yield "train.flags.no-epoch-checkpoints", f"{why}: leave the flag out; {_BEST}."
+        elif saved < average.epochs:
+            size = f" ({updates:,} updates, {per_epoch:,} in an epoch)" if updates and per_epoch else ""
+            why = f"{average.epochs} checkpoints are averaged, and the training would leave {saved}{size}"
+            fewer = f"--set average.epochs={saved} averages these; " if saved > 1 else ""
+            yield "average.epochs", f"{why}. Train longer; {fewer}{_BEST}."
+    elif average.updates and updates and interval:
+        last, first = updates, max(1, number("validate-after-updates"))
+
+        def written(interval: int) -> int:
+            """How many there are: fairseq writes none of an update that ends an epoch."""
+            both = math.lcm(interval, per_epoch) if per_epoch else last + 1
+            return (last // interval - (first - 1) // interval) - max(0, last // both - (first - 1) // both)
+
+        if written(interval) < average.updates:
+            widths = [updates // (average.updates + more) for more in range(3)]
+            enough = next((width for width in widths if width and written(width) >= average.updates), None)
+            why = f"{average.updates} checkpoints are averaged, and of {updates:,} updates one every "
+            why += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
+            oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
+            yield "average.updates", f"{why}. Train longer; {oftener}{_BEST}."
+
+
+def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
+    """Raises UserError where a training on this binarised folder would end without what the recipe needs."""
+    size = None
+    if recipe.kind == TRANSLATION:  # of other kinds the updates of an epoch are only estimated
+        # of a sentence that is too long for a batch fairseq says what becomes of it
+        with contextlib.suppress(UserError):
+            size = measured_size(recipe, data, batch.max_tokens)
+    updates = planned_updates(recipe.train, batch, size)
+    for key, why in unmet(recipe, updates, size.updates_per_epoch(batch) if size else None):
+        raise UserError(f"{key}: {why}")
+    if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
+        counted = read_manifest(data).get("splits") or {}
+        if missing := [name for name in recipe.score.subsets if name not in counted]:
+            why = f"{data} has no manifest.json that counts the words of {', '.join(missing)}"
+            raise UserError(f"score.headline: {why}: say masked_lm_ppl, or let the recipe make the data.")
+
+
+def check_files(recipe: Recipe, first_start: bool) -> None:
+    """Raises UserError for a file that the recipe names and that is not there.
+
+    first_start: what only the first start of a training reads is asked for, too.
+    """
+    for section, names in _FILES.items():
+        flags: Any = getattr(getattr(recipe, section), "flags", {})
+        for name in names if first_start or section != "train" else ():
+            paths = flags.get(name) or []
+            for path in paths if isinstance(paths, list) else [paths]:
+                if not Path(str(path)).is_file():
+                    raise UserError(f"{section}.flags.{name}: there is no file {path}.")

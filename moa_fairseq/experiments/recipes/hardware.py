@@ -1,0 +1,303 @@
+"""The devices of a training, of one machine or of several that train together, and the numeric precision.
+
+A process here is one GPU, or one machine's CPU. Everything is said to fairseq-train by its own flags, so
+that a printed command works without this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import platform
+import re
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.schema import Model, Recipe
+
+DEFAULT_PORT = 29500
+_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Device(NamedTuple):
+    """A GPU's data sheet: CUDA's capability, bytes, and operations a second in fp16 or bf16, and in fp32.
+
+    counts: how many of them --plan shows where none is asked for.
+    """
+
+    capability: Tuple[int, int]
+    memory: int
+    peak_half: float
+    peak_single: float
+    counts: Tuple[int, ...] = (1, 8, 32)
+
+
+# What --device-name may say. NVIDIA's data sheets of the SXM modules and white papers of the GeForce cards
+# (with sums in fp32), without sparsity.
+DEVICES = {
+    "V100": Device((7, 0), 32_000_000_000, 125e12, 15.7e12),
+    "A100": Device((8, 0), 80_000_000_000, 312e12, 19.5e12),
+    "H100": Device((9, 0), 80_000_000_000, 989e12, 67e12),
+    "H200": Device((9, 0), 141_000_000_000, 989e12, 67e12),
+    "RTX3090": Device((8, 6), 24_000_000_000, 71e12, 35.6e12, (1,)),
+    "RTX4090": Device((8, 9), 24_000_000_000, 165.2e12, 82.6e12, (1,)),
+    "RTX5090": Device((12, 0), 32_000_000_000, 209.5e12, 104.8e12, (1,)),
+}
+
+# What torch calls them; a card that is not named here is unknown, however alike its name is.
+_NAMES = {
+    **dict.fromkeys(("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100"),
+    **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100"),
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    **{f"NVIDIA GeForce RTX {number}": f"RTX{number}" for number in (3090, 4090, 5090)},
+    **{name: name for name in DEVICES},
+}
+
+
+def device_kind(name: str) -> str:
+    """The key of DEVICES that a GPU of this name is, else "unknown"."""
+    return _NAMES.get(name, "unknown")
+
+
+# From this width on a CPU with units for bfloat16 trains under autocast: 1.4 to 1.5 times as fast on a Xeon
+# with AMX. Smaller models gain less, and their float32 is the same on CPUs without such units.
+_AMP_WIDTH = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Several machines (or torchrun's processes) that train one model.
+
+    size: processes of all machines together. rank: number of this machine's first process, 0 on the
+    machine that keeps the run folder. here: how many of them this program starts. init_method: where they
+    meet, as torch.distributed wants it. spawn: whether fairseq-train makes the processes here out of one.
+    device: the GPU of a process that fairseq-train does not spawn.
+    """
+
+    size: int
+    rank: int
+    here: int
+    init_method: str
+    spawn: bool
+    device: Optional[int] = None
+
+    def flags(self) -> Dict[str, Any]:
+        """The flags of fairseq-train that make it one of this world's processes."""
+        return {
+            "distributed-world-size": self.size,
+            "distributed-rank": self.rank,
+            "distributed-init-method": self.init_method,
+            "distributed-no-spawn": not self.spawn,
+            "device-id": self.device,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor).
+
+    visible: the numbers of all GPUs that torch sees; the first `gpus` of them are used.
+    world: the other machines or processes of the same training, None when there are none.
+    bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
+    """
+
+    gpus: int = 0
+    name: str = "CPU"
+    capability: Optional[Tuple[int, int]] = None
+    visible: Tuple[str, ...] = ()
+    world: Optional[World] = None
+    bfloat16_units: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Processes that train side by side, on all machines: one per GPU, or one on each machine's CPU."""
+        return self.world.size if self.world else max(1, self.gpus)
+
+    @property
+    def leads(self) -> bool:
+        """True for the one program of a training that writes the run folder."""
+        return self.world is None or self.world.rank == 0
+
+    @property
+    def shared(self) -> bool:
+        """True when other programs start a part of the processes."""
+        return self.world is not None and self.world.size > self.world.here
+
+    @property
+    def environment(self) -> Dict[str, str]:
+        """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
+        used = self.visible[: self.gpus]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(used)} if 0 < len(used) < len(self.visible) else {}
+
+    def describe(self) -> str:
+        """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores.
+
+        Processes of a world may share one machine's CPU, so their number does not multiply its cores.
+        """
+        if self.gpus:
+            return f"{self.devices} x {self.name}"
+        return f"{self.devices} processes, {self.name} on each machine" if self.world else self.name
+
+
+def detect_hardware() -> Hardware:
+    """The GPUs that torch sees (CUDA_VISIBLE_DEVICES respected), else the CPU."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return _cpu(f"{cores} CPU cores")
+    capability = min(torch.cuda.get_device_capability(index) for index in range(count))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
+    names = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
+    return Hardware(count, " or ".join(names), capability, identifiers[:count])
+
+
+def assumed_hardware(device_name: str, gpus: Optional[int]) -> Hardware:
+    """`gpus` (1 unless given) GPUs of a kind in DEVICES, for --dry-run and --plan without them."""
+    count = 1 if gpus is None else gpus
+    if count < 1:
+        raise UserError(f"--gpus {count} --device-name {device_name}: say at least one GPU.")
+    visible = tuple(str(index) for index in range(count))
+    return Hardware(count, device_name, DEVICES[device_name].capability, visible)
+
+
+def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> Hardware:
+    """Apply --gpus N to the machine.
+
+    None takes all that is present, 0 the CPU. Asking for more than there is raises UserError,
+    except in a dry run, which then prints the commands for that many V100s (fp16).
+    """
+    if wanted is None or wanted == present.gpus:
+        return present
+    if wanted < 0:
+        raise UserError(f"--gpus {wanted}: say how many GPUs to use; 0 means the CPU.")
+    if wanted == 0:
+        return _cpu("CPU")
+    if wanted < present.gpus:
+        return dataclasses.replace(present, gpus=wanted)
+    if dry_run:
+        return dataclasses.replace(assumed_hardware("V100", wanted), name="GPU (assumed V100)")
+    remedy = f"Use --gpus {present.gpus}, or check CUDA_VISIBLE_DEVICES, torch's build and the CUDA driver"
+    raise UserError(f"--gpus {wanted}: torch sees {present.gpus} GPU(s) here. {remedy}.")
+
+
+def find_world(
+    gpus: int,
+    nodes: Optional[int] = None,
+    node_rank: Optional[int] = None,
+    master: Optional[str] = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Optional[World]:
+    """The world of this program, or None where it trains alone on one machine.
+
+    gpus: on each machine, 0 for its CPU. nodes, node_rank, master: what the command line says (number of
+    machines, this one's number, HOST or HOST:PORT of number 0). Without them, torchrun's environment
+    variables count. Raises UserError where they contradict each other.
+    """
+    if nodes is None and node_rank is None and master is None:
+        if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
+            size, rank, local, here = (int(environment[name]) for name in _TORCHRUN[:4])
+            if gpus and here > gpus:
+                what = f"torchrun started {here} processes on this machine for {gpus} GPU(s)"
+                raise UserError(f"{what}: --nproc-per-node {gpus}.")
+            return World(size, rank, 1, "env://", spawn=False, device=local if gpus else None)
+        job = environment.get("SLURM_JOB_ID", "")
+        if gpus < 2 or not job.isdigit():
+            return None
+        # Left alone, fairseq would take the job's other machines and tasks, whatever they are for, for
+        # processes of this training.
+        return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
+    if "TORCHELASTIC_RUN_ID" in environment:
+        raise UserError("torchrun knows --nodes, --node-rank and --master: leave them out under torchrun.")
+    nodes, node_rank, here = nodes or 1, node_rank or 0, max(1, gpus)
+    if not 0 <= node_rank < nodes:
+        numbers = f"{nodes} machine(s) have the numbers 0 to {nodes - 1} (--nodes)"
+        raise UserError(f"--node-rank {node_rank}: {numbers}.")
+    if master is None and nodes > 1:
+        raise UserError("--nodes needs --master HOST[:PORT], the machine with --node-rank 0.")
+    if here * nodes == 1:
+        return None
+    # A port must be the same on all machines, so it is never chosen at random.
+    address = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1")
+    port = int(address.group(2) or DEFAULT_PORT) if address else 0
+    if not address or not 0 < port < 65536:
+        raise UserError(f"--master {master}: write HOST or HOST:PORT, for example --master node01:29500.")
+    meeting = f"tcp://{address.group(1)}:{port}"
+    return World(here * nodes, here * node_rank, here, meeting, spawn=gpus > 0)
+
+
+def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = None) -> str:
+    """The precision that a recipe's `precision` stands for: fp32, fp16, bf16 or amp.
+
+    `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a
+    `model` wide enough to gain from it, but not with adaptive inputs, which fail under autocast; else fp32.
+    Raises UserError when the precision was asked for by name and the hardware or the model does not take it.
+    """
+    capability = hardware.capability or (0, 0)
+    on_cpu = precision == "auto" and not hardware.gpus
+    if on_cpu and (not hardware.bfloat16_units or model is None):
+        return "fp32"
+    if model is not None and (on_cpu or precision == "amp"):
+        from fairseq.models import ARCH_CONFIG_REGISTRY
+
+        args = argparse.Namespace(**{name.replace("-", "_"): value for name, value in model.flags.items()})
+        ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
+        widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
+        adaptive = getattr(args, "adaptive_input", False)
+        if adaptive and precision == "amp":
+            raise UserError("train.precision amp fails with adaptive inputs: use fp32, fp16 or bf16.")
+        if on_cpu:
+            return "amp" if max(widths) >= _AMP_WIDTH and not adaptive else "fp32"
+    if precision == "auto":
+        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+    if precision in ("fp16", "bf16") and not hardware.gpus:
+        raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
+    if precision == "bf16" and capability < (8, 0):
+        raise UserError(f"train.precision bf16 needs Ampere or newer, not {hardware.name}: use fp16.")
+    return precision
+
+
+def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
+    """Settings that fairseq would only refuse, or break on, once every process runs. Raises UserError."""
+    asked = recipe.training_flags
+    precision = precision_name(recipe.train.precision, hardware, recipe.model)
+    backend, sharded = asked.get("ddp-backend"), asked.get("zero-sharding") == "os"
+    flattened = not (asked.get("fp16-no-flatten-grads") or asked.get("memory-efficient-fp16"))
+    for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
+        if asked.get(name) and precision != name[-4:]:
+            has = f"this run has {precision} on {hardware.describe()}: change one of them"
+            raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}; {has}.")
+    if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
+        what = "zero-sharding os" if sharded else f"ddp-backend {backend}"
+        raise UserError(
+            f"train.flags.{what} needs the package fairscale: pip install fairscale, or save memory with "
+            "--set train.flags.checkpoint-activations=true or a lower train.max_tokens."
+        )
+    if sharded and precision == "fp16" and flattened:
+        remedy = "--set train.flags.fp16-no-flatten-grads=true, or memory-efficient-fp16"
+        raise UserError(f"train.flags.zero-sharding os with fp16 needs {remedy}.")
+    if backend == "fully_sharded" and precision == "bf16":
+        remedy = "add --set train.precision=fp16, or use --set train.flags.zero-sharding=os"
+        raise UserError(f"fairseq's fully_sharded knows fp32 and fp16 only: {remedy}.")
+    if hardware.world and not hardware.gpus and backend not in (None, "legacy_ddp", "no_c10d"):
+        raise UserError(f"train.flags.ddp-backend {backend} works on GPUs only: leave it out on the CPU.")
+
+
+def _cpu(cores: str) -> Hardware:
+    """This machine's CPU. cores: what it is called before its model's name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            pairs = [line.partition(":") for line in lines]
+    except OSError:
+        pairs = []
+    facts = {key.strip(): value.strip() for key, _, value in reversed(pairs)}
+    model = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in facts:  # clouds call processors of several years "AMD EPYC"
+        model += f", family {facts['cpu family']} model {facts['model']}"
+    units = {"amx_bf16", "avx512_bf16"}.intersection(facts.get("flags", "").split())
+    return Hardware(name=f"{cores} ({model})", bfloat16_units=bool(units))

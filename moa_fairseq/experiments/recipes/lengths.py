@@ -1,0 +1,112 @@
+"""What an evaluation will find too long is found before the training."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Iterator, Tuple
+
+import numpy
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.batch import MAX_POSITIONS, sentence_sizes
+from moa_fairseq.experiments.recipes.schema import (
+    CLASSIFICATION,
+    LARGEST,
+    MASKED_LM,
+    SKIP,
+    TRANSLATION,
+    Recipe,
+)
+from moa_fairseq.plugin.patches.lengths import DEFAULT_BLOCK
+
+# Values of --sample-break-mode that keep a line whole, however long it is.
+WHOLE_LINES = ("complete", "complete_doc", "eos")
+JOINED = "@@ "  # the value of --post-process that fairseq-eval-lm really knows
+BREAK_MODE = "sample-break-mode"
+
+
+def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argparse.Namespace) -> None:
+    """Raise UserError where fairseq-eval-lm would read longer blocks than the language model.
+
+    And where it would stop at the sub-words that it should join, or leave them as they are.
+
+    training, evaluation: the flags of fairseq-train and fairseq-eval-lm, as fairseq parsed them.
+    """
+    if evaluation.post_process not in (None, JOINED):
+        raise UserError(
+            "score.flags.post-process (or remove-bpe): fairseq-eval-lm joins sub-words that end with @@, "
+            f"and for {JOINED!r} alone: say \"score.flags.post-process='{JOINED}'\", or leave it out."
+        )
+    limit = getattr(training, "max_target_positions", None) or training.tokens_per_sample
+    block, window = evaluation.tokens_per_sample, evaluation.context_window
+    if hasattr(evaluation, "carried_chunks"):
+        if window:
+            raise UserError(
+                f"score.flags.context-window: {window} and train.task {recipe.train.task} are two ways to "
+                "look back: leave context-window out, or say train.task: language_modeling."
+            )
+        return  # chunks may have any length
+    if block > limit and block != DEFAULT_BLOCK:
+        raise UserError(
+            f"score.flags.tokens-per-sample: blocks of {block:,} tokens are longer than the model reads "
+            f"({limit:,}, train.flags.tokens-per-sample): say score.flags.tokens-per-sample={limit}."
+        )
+    if window >= min(block, limit):
+        raise UserError(
+            f"score.flags.context-window: {window:,} leaves no token to evaluate in a block of "
+            f"{min(block, limit):,}: choose a smaller one."
+        )
+
+
+def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) -> None:
+    """Raise UserError where a sentence of an evaluated subset is longer than the model reads.
+
+    fairseq would stop at it after the training, or leave it out. data: the binarised folder. The error names
+    what can still be said when the model is trained.
+    """
+    start = int(recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None)  # <s>
+    for split, limits, remedy in _limits(recipe, training):
+        for lines, limit in zip(sentence_sizes(recipe, data, split), limits):
+            sizes = lines + start
+            too_long = numpy.flatnonzero(sizes > limit)
+            if len(too_long):
+                raise UserError(
+                    f"{data}: sentence {too_long[0] + 1:,} of {split} has {sizes[too_long[0]]:,} tokens, and "
+                    f"at most {limit:,} are read; {len(too_long):,} of {len(sizes):,} are too long. Take "
+                    f"them out of the text, or {remedy.format(int(sizes.max()))}."
+                )
+
+
+def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[Tuple[str, Tuple[int, int], str]]:
+    """(subset, tokens that its source and target sentences may have, how to raise that)."""
+    evaluated = [] if recipe.generate and recipe.generate.flags.get(SKIP) else recipe.subsets
+    subsets = [*evaluated, *([] if recipe.training_flags.get(SKIP) else ["valid"])]
+    if getattr(training, "shorten_method", "none") != "none":
+        cut = training.shorten_data_split_list.split(",")
+        subsets = [] if cut == [""] else [subset for subset in subsets if subset not in cut]
+    if recipe.kind in (TRANSLATION, CLASSIFICATION):
+        names = ["max_source_positions", "max_target_positions"]
+        if recipe.kind == CLASSIFICATION:
+            names = ["max_positions"] * 2
+        source, target = (getattr(training, name, None) or MAX_POSITIONS for name in names)
+        words = [name.replace("_", "-") for name in dict.fromkeys(names)]
+        flags = [f"{'train' if name in recipe.train.flags else 'model'}.flags.{name}={{0}}" for name in words]
+        if getattr(training, "truncate_source", False):
+            source = LARGEST
+        before = f"say {' and '.join(flags)} before the training"
+        rest = f"generate.flags.{SKIP}=true, which scores the others and stands for no row of a paper"
+        for subset in dict.fromkeys(subsets):
+            leave_out = f", or at any time {rest}" if recipe.generate and subset in recipe.subsets else ""
+            yield subset, (source, target), before + leave_out
+        return
+    block = training.tokens_per_sample
+    for subset in dict.fromkeys(subsets):
+        section, flags_of_mode = "train", recipe.training_flags
+        if (
+            subset in recipe.subsets and recipe.score
+        ):  # a masked LM's text is cut as in training unless it says
+            as_trained = flags_of_mode if recipe.kind == MASKED_LM else {}
+            section, flags_of_mode = "score", {**as_trained, **recipe.score.flags}
+        if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
+            yield subset, (block, block), f"say {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"

@@ -1,0 +1,225 @@
+"""A recipe file becomes a checked Recipe: YAML, `base:`, `--set key=value`; its flags are asked about."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import itertools
+import json
+import reprlib
+import typing
+from pathlib import Path
+from typing import Any, Collection, Dict, List, Mapping, NoReturn, Optional, Sequence, Type, TypeVar, Union
+
+import yaml
+from fairseq import options
+from omegaconf import OmegaConf, SCMode
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.json_files import read_yaml
+from moa_fairseq.experiments.recipes.ending import unmet
+from moa_fairseq.experiments.recipes.lengths import check_blocks
+from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
+from moa_fairseq.experiments.scoring import score
+from moa_fairseq.experiments.scoring.skeleton import parse_training_flags
+from moa_fairseq.files import shipped
+from moa_fairseq.process import flags
+
+T = TypeVar("T")
+# Besides its own errors PyYAML lets through whatever a value raises that does not fit its tag
+# (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
+_ODD = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError)
+_NOT_YAML = (*_ODD, RecursionError, OverflowError)
+MOST_LAYERS = 64  # files of one recipe: a base that is named twice at every step would be read 2^n times
+_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+
+
+def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe:
+    """Read, merge and check one recipe file; nothing else makes a Recipe of a file.
+
+    path: a YAML file; its `base:` is merged under it key by key: a path from its own folder, else the name of
+    a shipped recipe, or a list of them, a later one over an earlier one. A base may have bases. overrides:
+    `section.key=value` strings, the value in YAML, applied last. A null stands for a key that is not said.
+    Raises UserError naming file and key.
+    """
+    path = Path(path)
+    layers = _layers(path)
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise UserError(f"--set {text}: write section.key=value, for example --set train.max_epoch=5.")
+    try:
+        said: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
+    except _NOT_YAML as error:
+        raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
+    file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
+    recipe = _built(Recipe, [*layers, said], file)
+    if "recipe" in (said.get("data") or ()):
+        recipe.summary += f", on other data ({recipe.data.recipe})"
+    if recipe.experiment != path.stem:
+        given = reprlib.repr(recipe.experiment)
+        fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
+    row, cell = FINETUNING.get(recipe.finetune or ""), recipe.reproduces
+    if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
+        recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
+    for key, problem in itertools.chain(problems(recipe), unmet(recipe)):
+        fail(file, key, problem)
+    return recipe
+
+
+def _layers(
+    path: Path, above: Sequence[Path] = (), layers: Optional[List[Dict[str, Any]]] = None
+) -> List[Dict[str, Any]]:
+    """`layers` and the mappings of a recipe file: those of its bases, lowest first, then its own."""
+    mapping, layers = read_mapping(path, "recipe"), [] if layers is None else layers
+    names = mapping.pop("base", [])
+    for name in names if isinstance(names, list) else [names]:
+        if not isinstance(name, str) or "\0" in name:
+            fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
+        near = path.parent / name
+        found = near if near.is_file() else shipped("configs") / name
+        if not found.is_file():
+            fail(str(path), "base", f"{near.resolve()} is not a file, nor {name!r} a shipped recipe.")
+        if found.resolve() in (path.resolve(), *above):
+            fail(str(path), "base", f"{found} is built on this file itself.")
+        if len(above) + len(layers) >= MOST_LAYERS:
+            fail(
+                str(path),
+                "base",
+                f"makes a recipe of more than {MOST_LAYERS} files: write some into one.",
+            )
+        _layers(found, (path.resolve(), *above), layers)
+    if mapping.get("experiment") is None:  # that of a base is another one
+        mapping["experiment"] = path.stem
+    if names:  # whose summary tells of another experiment
+        mapping.setdefault("summary", path.stem.replace("_", " "))
+    layers.append(mapping)
+    return layers
+
+
+def find_recipe(path: Path) -> Path:
+    """The file itself where there is one, else the shipped recipe of that name: NAME or configs/NAME.yaml."""
+    bare = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml")
+    if path.is_file() or not bare:
+        return path
+    named = shipped("configs") / f"{path.stem}.yaml"
+    return named if named.is_file() else path
+
+
+def build(cls: Type[T], mapping: Any, file: str, prefix: str = "") -> T:
+    """Make dataclass `cls` from a mapping. Raises UserError for unknown, missing or ill-typed keys."""
+    if not isinstance(mapping, dict):
+        fail(file, prefix or "the file", f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.")
+    return _built(cls, [mapping], file, f"{prefix}." if prefix else "")
+
+
+def _built(cls: Type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> T:
+    config = OmegaConf.structured(cls)
+    OmegaConf.set_readonly(config, False)
+    try:
+        for layer in layers:
+            for key, value in layer.items():  # one by one, so that an error knows its key
+                where = f"{dot}{key}"[:100]
+                text = json.dumps(value, ensure_ascii=False, default=str)
+                text.encode("utf-8")  # half a letter is an error
+                if "${" in text:
+                    fail(file, where, "`${...}` is not looked up: write out what it stands for.")
+                config.merge_with({key: value})
+        plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
+        missing = sorted(OmegaConf.missing_keys(config))
+    except ConfigKeyError as error:
+        known = typing.get_type_hints(error.object_type or cls)
+        name = f"{dot}{error.full_key}"
+        fail(file, name, f"unknown key{did_you_mean(str(error.key)[:100], known)}.")
+    except OmegaConfBaseException as error:
+        holder: Any = error.object_type or cls
+        kind: Any = typing.get_type_hints(holder).get(str(error.key)) if error.full_key else None
+        kind = next((part for part in typing.get_args(kind) or [kind] if part in _IN_WORDS), kind)
+        wanted = _IN_WORDS.get(typing.get_origin(kind) or kind, "")
+        why = f"must be {wanted}. " if wanted else ""
+        fail(
+            file,
+            f"{dot}{error.full_key}" if error.full_key else where,
+            why + str(error.msg).partition("\n")[0][:200],
+        )
+    except _NOT_YAML as error:
+        fail(file, where, f"cannot be used: {str(error).partition(chr(10))[0][:200]}.")
+    if missing:
+        fail(file, f"{dot}{missing[0]}", "is missing.")
+    return _objects(cls, plain)
+
+
+def _objects(kind: Any, value: Any) -> Any:
+    """The dataclasses that plain values stand for."""
+    if typing.get_origin(kind) is Union:
+        kind = typing.get_args(kind)[0]
+    if value is None or not dataclasses.is_dataclass(kind):
+        return value
+    types = typing.get_type_hints(kind)
+    return kind(**{name: _objects(types[name], inner) for name, inner in value.items()})  # type: ignore[operator]
+
+
+def check_flags(recipe: Recipe) -> argparse.Namespace:
+    """Ask the program of each section about its flags; returns the training's as fairseq takes them.
+
+    Raises UserError for a flag that its program does not know by that very name, or knows as one that is
+    reserved; for a training that fairseq's parser refuses, with its complaint; and for an evaluation of
+    blocks that are longer than the model.
+    """
+    refusal, asked = "fairseq does not accept the recipe's flags", recipe.task_flags
+    line = {**asked, **recipe.model.as_flags(), "criterion": recipe.train.criterion, **recipe.train.flags}
+    training, evaluation = options.get_training_parser(), options.get_generation_parser()
+    if recipe.kind == CAUSAL_LM:
+        evaluation = options.get_eval_lm_parser()
+    args = parse_training_flags(["DATA", *flags({**line, "tensorboard-logdir": None})], refusal, training)
+    # which adds the task's flags to the parser
+    parse_training_flags(["DATA", "--path", "MODEL", *flags(asked)], refusal, evaluation)
+    programs = {"data": options.get_preprocessing_parser(), "model": training, "train": training}
+    programs.update(generate=evaluation, score=evaluation)
+    if recipe.kind != CAUSAL_LM:
+        programs["score"] = argparse.ArgumentParser()
+        score.add_arguments(programs["score"])
+    for section, program in programs.items():
+        known, values = program._option_string_actions, getattr(recipe, section)
+        for name in (name for name, value in values.flags.items() if value is not None) if values else ():
+            if f"--{name}" not in known:
+                near = did_you_mean(name, [word[2:] for word in known if word.startswith("--")])
+                raise UserError(f"{section}.flags.{name}: its program has no such flag{near}.")
+            if problem := reserved(section, known[f"--{name}"].dest):  # of a flag that has two names
+                raise UserError(f"{section}.flags.{name}: {problem}")
+    if recipe.kind == CAUSAL_LM and recipe.score:
+        words, parser = flags({**asked, **recipe.score.flags}), options.get_eval_lm_parser()
+        check_blocks(recipe, args, parse_training_flags(["DATA", "--path", "MODEL", *words], refusal, parser))
+    per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
+    if per_token and experts and per_token > experts:
+        raise UserError(
+            f"model.experts_per_token: K = {per_token} experts per token cannot be chosen from E = {experts} "
+            f"(model.num_experts, where the recipe does not say it {args.arch}): lower K or raise E."
+        )
+    return args
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """' (did you mean x?)' for the nearest known names, else the list of them."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(near)}?)" if near else f" (known: {', '.join(sorted(known))[:300]})"
+
+
+def read_mapping(path: Path, kind: str) -> Dict[str, Any]:
+    """The mapping in a YAML file. kind: what the file is, such as "recipe". Raises UserError."""
+    try:
+        mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
+    except FileNotFoundError:
+        near = sorted({p.stem for folder in (path.parent, shipped("configs")) for p in folder.glob("*.yaml")})
+        hint = did_you_mean(path.stem, near) if near else ""
+        raise UserError(f"There is no {kind} file {path}{hint}.") from None
+    if not isinstance(mapping, dict):
+        raise UserError(f"{path} must hold a mapping of keys to values.")
+    return mapping
+
+
+def fail(file: str, key: str, problem: str) -> NoReturn:
+    """Raise the UserError for one key of one file."""
+    raise UserError(f"{file}: {key if len(key) <= 100 else key[:97] + '...'}: {problem}")

@@ -1,0 +1,348 @@
+"""The bill before the start: what a recipe costs in parameters, MACs, updates, memory and hours.
+
+Hours are those of a measured speed where there is a record of this model on the card or on one of its
+generation, and else a range. Memory is what stands there before the first batch, and what a batch of
+train.max_tokens adds. Bytes of a parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
+
+    fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
+    fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
+    several GPUs              + one gradient for the buckets that are reduced
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from fairseq.models import ARCH_MODEL_REGISTRY
+from torch import nn
+
+from moa_fairseq import process
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import is_binarised
+from moa_fairseq.experiments.json_files import read_json
+from moa_fairseq.experiments.recipes.batch import (
+    BatchPlan,
+    CorpusSize,
+    fit,
+    plan_batch,
+    planned_updates,
+    training_set,
+)
+from moa_fairseq.experiments.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
+from moa_fairseq.experiments.recipes.schema import MASKED_LM, Recipe
+from moa_fairseq.experiments.scoring.complexity import Cost, count
+from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+from moa_fairseq.experiments.tables import Column, Table
+
+CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
+OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # of a parameter; of others Adam's 8
+OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs two forward passes
+# Shares of the peak that trainings reached: MoA base and a dense Transformer big in
+# results/benchmarks/training-cuda.json, both on an H200 and bound by the host. fairseq's own log of a dense
+# Transformer big on 128 V100 (facebookresearch/fairseq#233, #361) lies between: 1.65 million target tokens a
+# second of 221 million MACs each are 13.7 %.
+UTILISATION = (0.044, 0.193)
+# What the host takes for a layer's part of a batch, at least: a dense Transformer base and MoA big, ibidem.
+HOST_SECONDS = (0.0039, 0.0077)
+# Bytes that a batch in half precision holds for a token, fitted to the four peaks there: for a MAC of the
+# attention and of the feed-forward, divided by the model's width, and for a symbol of the vocabulary.
+BATCH_BYTES = {"attention": 1.94, "feed_forward": 2.46, "output": 12.7}
+MASKED = 0.15  # of the tokens of a masked language model, which alone have outputs
+USABLE = 0.9  # of a device's memory: the rest goes lost between blocks
+_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "amp"}
+FALLBACK_VOCABULARY = 32000  # where neither table, data nor recipe says how many symbols there are
+
+
+class Workload(NamedTuple):
+    """What does not depend on the hardware: the model, its cost on sentences of mean length, the corpus."""
+
+    model: Any
+    cost: Cost
+    vocabulary: int
+    lengths: List[int]
+    size: Optional[CorpusSize]
+
+    @property
+    def macs_per_target_token(self) -> float:
+        """Of a forward pass over a sentence pair."""
+        return self.cost.total_macs / self.lengths[1]
+
+    def batch_bytes(self, precision: str, masked: bool) -> float:
+        """Roughly what a batch holds for each of its max_tokens. masked: of a masked language model."""
+        parts = self.cost.macs
+        macs = {
+            "attention": sum(n for part, n in parts.items() if part.endswith("attention")),
+            "feed_forward": parts["feed_forward"],
+            "output": parts["output"] * (MASKED if masked else 1),
+        }
+        width = next(m.embedding_dim for m in self.model.modules() if isinstance(m, nn.Embedding))
+        held = sum(BATCH_BYTES[part] * number for part, number in macs.items()) / width / max(self.lengths)
+        return held * (2 if precision == "fp32" else 1)
+
+
+def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
+    """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
+    size = training_set(recipe, data)
+    vocabulary = size.vocabulary if size else recipe.data.bpe or FALLBACK_VOCABULARY
+    line = process.flags({**recipe.model.as_flags(), "arch": None})
+    model = build_skeleton(recipe.model.arch, vocabulary, "separate", line)
+    sample = recipe.training_flags.get("tokens-per-sample")
+    lengths = [int(sample or 512)] * 2
+    if not sample and size and size.sentences:
+        lengths = [max(1, round(n / size.sentences)) for n in (size.source_tokens, size.target_tokens)]
+    return Workload(model, count(model, *lengths), vocabulary, lengths, size)
+
+
+def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results: Path) -> Dict[str, Any]:
+    """The plan as plain data.
+
+    data: a binarised folder, or one that is not yet. machines: the hardware to plan for. results: where
+    recorded speeds are.
+    """
+    data = data if data and is_binarised(data) else None
+    work = workload(recipe, data)
+    speeds = [row for row in read_speeds(results) if _is_of(row, recipe, work)]
+    return {
+        "experiment": recipe.experiment,
+        "parameters": work.cost.total_parameters,
+        "mean_lengths": work.lengths,
+        "not_counted": work.cost.not_counted,
+        "macs_per_target_token": round(work.macs_per_target_token),
+        "corpus": dataclasses.asdict(work.size) if work.size else None,
+        "hardware": [_plan_for(recipe, machine, data, work, speeds) for machine in machines],
+    }
+
+
+def _plan_for(
+    recipe: Recipe, machine: Hardware, data: Optional[Path], work: Workload, speeds: List[Any]
+) -> Dict[str, Any]:
+    asked, (recipe, machine, left_out) = machine.devices, fit(recipe, machine, data)
+    batch = plan_batch(recipe.train, machine.devices)
+    updates = planned_updates(recipe.train, batch, work.size)
+    per_epoch = work.size.updates_per_epoch(batch) if work.size else None
+    epochs = updates // per_epoch if updates and per_epoch else None
+    kind = device_kind(machine.name) if machine.gpus else "CPU"
+    precision = precision_name(recipe.train.precision, machine, recipe.model)
+    device = DEVICES.get(kind)
+    at_rest = work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
+    at_rest += CUDA_BYTES if machine.gpus else 0
+    of_a_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
+    of_a_batch = round(of_a_token * batch.max_tokens)
+    entry = {
+        **{"device": kind, "count": asked, "precision": precision, "left_out": left_out},
+        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective},
+        **{"memory": at_rest, "batch_memory": of_a_batch},
+        "fits": at_rest + of_a_batch <= USABLE * device.memory if device else None,
+        "most_tokens": max(0, int((USABLE * device.memory - at_rest) / of_a_token)) if device else None,
+        "disk": disk(recipe, work.model, machine.gpus > 0, updates, epochs),
+    }
+    recorded = _nearest(speeds, kind, precision, batch.devices)
+    if recorded:
+        entry["speed_origin"] = _origin(recorded, kind, batch)
+    elif device:
+        shares = " to ".join(f"{share:.1%}" for share in UTILISATION)
+        entry["speed_origin"] = f"rough: {shares} of the peak, and what the host takes"
+    if work.size and updates and per_epoch:
+        tokens = updates / per_epoch * work.size.target_tokens
+        entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
+        seconds: List[float] = []
+        if recorded:
+            seconds = [tokens / (recorded["tokens_per_second"] * batch.devices / recorded["count"])] * 2
+        elif device:
+            peak = device.peak_single if precision == "fp32" else device.peak_half
+            operations = OPERATIONS_PER_MAC * work.macs_per_target_token * tokens / (peak * batch.devices)
+            host = updates * batch.update_freq * _layers(work.model)
+            seconds = [
+                max(operations / share, host * each)
+                for share, each in zip(reversed(UTILISATION), HOST_SECONDS)
+            ]
+        digits = 3 if recorded else 2
+        entry["hours"] = [float(f"{each / 3600:.{digits}g}") for each in seconds] or None
+    return entry
+
+
+def _layers(model: nn.Module) -> int:
+    return sum(
+        len(part)
+        for name, part in model.named_modules()
+        if name.endswith("layers") and isinstance(part, nn.ModuleList)
+    )
+
+
+def _is_of(row: Mapping[str, Any], recipe: Recipe, work: Workload) -> bool:
+    """Whether a recorded speed is of this experiment, or of an architecture of the same sizes."""
+    if row["experiment"] == recipe.experiment:
+        return True
+    if "batch_tokens" not in row or row["experiment"] not in ARCH_MODEL_REGISTRY:
+        return False
+    if not 0.5 < row["parameters"] / work.cost.total_parameters < 2:  # whatever the vocabularies are
+        return False
+    return _sizes(work.cost) == _sizes_of(row["experiment"], work.vocabulary, tuple(work.lengths))
+
+
+@cache
+def _sizes_of(arch: str, vocabulary: int, lengths: Tuple[int, int]) -> Dict[str, Any]:
+    return _sizes(count(build_skeleton(arch, vocabulary), *lengths))
+
+
+def _sizes(cost: Cost) -> Dict[str, Any]:
+    """Parameters and MACs, but for the parameters of embeddings, which may be shared or not."""
+    own = {part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")}
+    return {"parameters": own, "macs": cost.macs}
+
+
+def _nearest(
+    speeds: Sequence[Dict[str, Any]], kind: str, precision: str, devices: int
+) -> Optional[Dict[str, Any]]:
+    """The speed to plan with: of this card, else of its generation, and of nearly so many devices."""
+    generation = [
+        name
+        for name, device in DEVICES.items()
+        if kind in DEVICES and device.capability == DEVICES[kind].capability
+    ]
+    rows = [row for row in speeds if row["precision"] in (None, precision)]
+    for kinds in ([kind], generation):
+        if found := [row for row in rows if row["device"] in kinds]:
+            return min(found, key=lambda row: abs(row["count"] - devices))
+    return None
+
+
+def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> str:
+    text = f"recorded in {row['file']} on {row['count']} {row['device']}"
+    if row["device"] != kind:
+        text += f", of the generation of {kind}"
+    if tokens := row.get("batch_tokens"):
+        text += f", in batches of {tokens:,} tokens: smaller ones (train.max_tokens) may be slower"
+    return text if batch.devices == row["count"] else f"{text}; other numbers of devices: each as fast"
+
+
+def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
+    """Bytes that training keeps of a parameter on each of the devices."""
+    half = precision in ("fp16", "bf16")
+    efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
+    weight, adam = 2 if half else 4, OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+    whole = 2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
+    if flags.get("ddp-backend") == "fully_sharded":
+        return -(-whole // devices)
+    sharded = adam - adam // devices if flags.get("zero-sharding") == "os" else 0
+    return whole - sharded + (weight if devices > 1 else 0)
+
+
+def disk(
+    recipe: Recipe, model: nn.Module, on_gpu: bool, updates: Optional[int], epochs: Optional[int]
+) -> Dict[str, Optional[int]]:
+    """Bytes of the checkpoints and the average that a training leaves, as fairseq writes them.
+
+    A checkpoint has the weights and what the optimizer remembers, in fp32 whatever the precision. A tied
+    weight stands in it once for each of its names if it comes from a GPU. updates, epochs: whole ones of the
+    training, None if that is not known. "checkpoint": of one file, two more of which are there while a new
+    one is written; "total" is None where nothing limits their number.
+    """
+    flags, own = recipe.training_flags, dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
+    state = [values for name, values in model.state_dict().items() if on_gpu or name not in tied]
+    weights = sum(values.numel() * values.element_size() for values in state)
+    remembered = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+    size = weights * (2 if flags.get("store-ema") else 1)
+    if not flags.get("no-save-optimizer-state"):
+        size += remembered * sum(parameter.numel() for parameter in own.values())
+
+    def number(most: float, done: Optional[int], interval: int) -> float:
+        return min(most, math.inf if done is None else done // interval)
+
+    keep, interval = flags.get("keep-interval-updates", -1), flags.get("save-interval-updates")
+    last_epochs = number(recipe.train.keep_last_epochs, epochs, flags.get("save-interval", 1))
+    kept = 1.0  # checkpoint_last.pt
+    kept += 0 if flags.get("disable-validation") else 1 + flags.get("keep-best-checkpoints", 0)
+    kept += 0 if flags.get("no-epoch-checkpoints") else last_epochs
+    kept += number(keep if keep > 0 else math.inf, updates, interval) if interval else 0
+    saves = recipe.finetune != "noft" and not flags.get("no-save")
+    files = 0 if not saves else None if kept == math.inf else int(kept)
+    total = None if files is None else files * size + (weights if recipe.average else 0)
+    return {"checkpoint": size, "files": files, "total": total}
+
+
+def read_speeds(results: Path) -> List[Dict[str, Any]]:
+    """The recorded speeds in a results folder, with device (as device_kind), count and file.
+
+    The experiment of a benchmark's row is a recipe or an architecture.
+    """
+    rows: List[Dict[str, Any]] = []
+    places = ("measured/*.json", "throughput/*.json", "benchmarks/training*.json")
+    for path in sorted(path for place in places for path in results.glob(place)):
+        try:
+            row = read_json(path, "")
+            found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
+            count, kind = (int(found[1]), device_kind(found[2])) if found else (1, "CPU")
+            shared = {"device": kind, "count": count, "file": f"{path.parent.name}/{path.name}"}
+            shared["precision"], measured = row.get("precision"), {row.get("experiment"): row}
+            if path.parent.name == "benchmarks":
+                shared |= {
+                    "precision": _PRECISIONS[row["dtype"]],
+                    "batch_tokens": row["batch"] * row["length"],
+                }
+                measured = {name: values for name, values in row["rows"].items() if values["parameters"] > 0}
+            for name, values in measured.items():
+                speed = float(values["tokens_per_second"])
+                if speed > 0 and name:
+                    own = {"experiment": str(name), "parameters": values.get("parameters")}
+                    rows.append({**own, "tokens_per_second": speed, **shared})
+        except (OSError, UserError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return rows
+
+
+def as_text(report: Dict[str, Any]) -> str:
+    """The plan as a table for people."""
+    source, target = report["mean_lengths"]
+    corpus, entries = report["corpus"], report["hardware"]
+    size = "of unknown size: give --data a folder made by fairseq-preprocess for updates and hours"
+    if corpus:
+        tokens = f"{corpus['source_tokens']:,} source and {corpus['target_tokens']:,} target tokens"
+        size = f"{corpus['name']}: {tokens}, {corpus['vocabulary']:,} symbols; {corpus['origin']}"
+    macs = f"{report['macs_per_target_token']:,} per target token, forward ({source} source, {target} target)"
+    missing = f"; not those of {', '.join(report['not_counted'])}" if report["not_counted"] else ""
+    table = [
+        {
+            "devices": f"{entry['count']} {entry['device']}",
+            "precision": entry["precision"],
+            "tokens/update": f"{entry['tokens_per_update']:,}",
+            "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
+            "GB at rest": _gigabytes(entry["memory"]),
+            "batch": f"{_gigabytes(entry['batch_memory'])}{'!' if entry['fits'] is False else ''}",
+            "fits": "?" if entry["most_tokens"] is None else f"{_two_digits(entry['most_tokens']):,}",
+            "disk, GB": _gigabytes(entry["disk"]["total"]),
+            "hours": " to ".join(f"{hours:,g}" for hours in dict.fromkeys(entry.get("hours") or [])) or "?",
+        }
+        for entry in entries
+    ]
+    unknown = "speed unknown: --stage train --record measures it"
+    return "\n".join(
+        [
+            f"parameters    {report['parameters']:,}",
+            f"MACs          {macs}{missing}",
+            f"training set  {size}",
+            Table([Column(key, key, ">" * (key != "devices")) for key in table[0]], table).text(),
+            *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
+            *(f"{e['count']} {e['device']}: {e['left_out']}" for e in entries if e["left_out"]),
+            "GB: on each device, at rest, and what a batch of train.max_tokens adds, about.",
+            "fits: about the largest train.max_tokens that does.",
+            *["! does not fit: lower train.max_tokens."] * any(entry["fits"] is False for entry in entries),
+            f"A checkpoint has {_gigabytes(entries[0]['disk']['checkpoint'])} GB.",
+        ]
+    )
+
+
+def _two_digits(number: int) -> int:
+    """Rounded down."""
+    step = 10 ** max(0, len(str(number)) - 2)
+    return number // step * step
+
+
+def _gigabytes(size: Optional[int]) -> str:
+    return "?" if size is None else f"{size / 1e9:.2g}" if size < 1e9 else f"{size / 1e9:.1f}"

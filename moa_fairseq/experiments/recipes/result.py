@@ -1,0 +1,269 @@
+"""result.json: a measured number, what is needed to repeat it, and whether it stands for a row of a paper.
+
+A run stands for its row of a paper with the row's settings, on the row's data: what the recipe file says, and
+what was done, are two dicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import math
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import datasets
+from moa_fairseq.experiments.data.manifest import read_manifest, tool_versions
+from moa_fairseq.experiments.json_files import is_number, write_json
+from moa_fairseq.experiments.make import changes, marks
+from moa_fairseq.experiments.recipes.batch import plan_batch
+from moa_fairseq.experiments.recipes.hardware import precision_name
+from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
+from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, headline_of, scores_in
+from moa_fairseq.experiments.recipes.steps import LEFT_OUT, Run, steps
+from moa_fairseq.experiments.recipes.train_log import summarise
+from moa_fairseq.files import atomic_write
+
+# What leaves the experiment the same.
+_FREE = ("max_tokens", "headline", "seed")
+_TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
+log = logging.getLogger(__name__)
+
+
+def settings(recipe: Recipe) -> Dict[str, Any]:
+    """What a finished run of the recipe has done, whatever carried it out."""
+    section, count = recipe.generate or recipe.score, recipe.average.count if recipe.average else 1
+    evaluation = dataclasses.asdict(section) if section else {}
+    scoring = recipe.score.flags if recipe.generate and recipe.score else {}
+    return _done(recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring)
+
+
+def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
+    """The same, of the finished steps in a run folder that follow from each other."""
+    made, kind = marks(folder), "generate" if recipe.generate else "score"
+    train, average = as_of_today(made.get("train", {})), made.get("average", {})
+    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
+        said, scoring = made[f"{kind}-{recipe.subsets[0]}"]["inputs"], {}
+        if recipe.generate and recipe.score:
+            scoring = made[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
+        if recipe.finetune == "noft":  # nothing is trained
+            return {**settings(recipe), **_done({}, {}, 1, None, said["settings"], scoring)}
+        averaged = said["made"][0] == average.get("fingerprint") is not None
+        origin = average["inputs"]["train"][0] if averaged else said["made"][0]
+        finished = origin is not None and origin == train.get("fingerprint")
+        count = average["inputs"]["count"] if averaged else 1
+        inputs = train["inputs"] if finished else {}
+        of_updates = averaged and average["inputs"]["checkpoints"][0][0].startswith("checkpoint_")
+        interval = train["facts"].get(INTERVAL) if of_updates else None
+        return _done(inputs, train.get("goal", {}), count, interval, said["settings"], scoring)
+    return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
+
+
+def _done(
+    said: Mapping[str, Any],
+    goal: Mapping[str, Any],
+    count: int,
+    interval: Optional[int],
+    section: Any,
+    scoring: Mapping[str, Any],
+) -> Dict[str, Any]:
+    flags = {key: value for key, value in scoring.items() if key != "also"}  # one number more
+    done: Dict[str, Any] = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
+    if interval:  # of checkpoints of updates
+        done["averaged_every"] = interval
+    return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done} if said else done
+
+
+def _kept(values: Mapping[str, Any]) -> Dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in _FREE}
+
+
+def data_differences(
+    recipe: Recipe, folder: Path, lines: Mapping[str, int], claim: bool = False
+) -> Dict[str, str]:
+    """How binarised data, of so many lines, differs from a recipe's, where both are known.
+
+    claim: for a row of a paper, where what cannot be told counts as a difference.
+    """
+    name, dataset = recipe.data.recipe, datasets().get(recipe.data.recipe)
+    if claim and not (dataset and dataset.downloadable):
+        return {"data.recipe": f"{name} → cannot be told: it is text of one's own"}
+    manifest: Dict[str, Any] = {}
+    for place in (folder, folder.parent) if folder.name == "binarised" else (folder,):
+        with contextlib.suppress(OSError, UserError, TypeError, ValueError):
+            manifest = manifest or dict(read_manifest(place))
+    said = manifest.get("settings")
+    said = said if isinstance(said, dict) else {}
+    made = manifest.get("dataset", said.get("recipe", manifest.get("recipe")))
+    row: Dict[str, Any] = {} if name == "binarised" else {"recipe": name}
+    found: Dict[str, Any] = {"recipe": made} if made is not None else {}
+    if recipe.kind == TRANSLATION:
+        row.update(_text_facts(vars(recipe.data)))
+        found.update(_text_facts(said))
+    if dataset:
+        if dataset.generated:
+            row["generated"] = dict(dataset.generated)
+            found.update({key: said[key] for key in ("generated",) if key in said})
+        for split in dataset.splits if dataset.steps or dataset.codes else ():
+            row[f"steps of {split}"] = dataset.treatment(split, vars(recipe.data))
+        part = recipe.data.train_fraction or 1
+        for split, number in dataset.expected.items():
+            row[f"lines of {split}"] = max(1, math.ceil(number * part)) if split == "train" else number
+        row.update({f"words of {split}": number for split, number in dataset.words.items()})
+    found.update({f"lines of {split}": number for split, number in lines.items()})
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest proves nothing
+        found.update({f"steps of {split}": steps for split, steps in manifest.get("steps", {}).items()})
+        for split, fact in manifest.get("splits", {}).items():
+            found[f"words of {split}"] = fact["words"] + fact["lines"]  # an end of line counts as one
+        for file, sums in manifest.get("published", {}).items() if claim else ():
+            row[f"md5 of {file}"] = sums["published"]
+            found[f"md5 of {file}"] = sums["md5"]
+    unread = {*(dataset.subsets if dataset else ())} - {*recipe.splits}
+    needed = {key for key in row if key.rpartition(" of ")[2] not in unread}
+    told = needed & found.keys()
+    differ = changes({key: row[key] for key in told}, {key: found[key] for key in told}, "data.")
+    if claim:
+        untold = sorted(needed - told, key=lambda key: (key != "recipe", "steps" not in key, key))
+        differ.update({f"data.{key}": f"{row[key]} → cannot be told" for key in untold})
+    elif dataset and name != "parallel" and not found:
+        differ["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
+    return differ
+
+
+def _text_facts(said: Mapping[str, Any]) -> Dict[str, Any]:
+    """What a data section, of a recipe or in a manifest, says of text in two languages."""
+    facts = {key: said[key] for key in _TEXT if key in said}
+    if facts:
+        flags, fraction = said.get("flags") or {}, said.get("train_fraction") or 1
+        facts["flags"] = {key: flags[key] for key in flags if key != "workers"}
+        facts["codes"] = said.get("codes")
+        facts["train_fraction"] = (
+            fraction if fraction == 1 else [fraction, said.get("train_fraction_seed", 1)]
+        )
+    return facts
+
+
+def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> List[str]:
+    """'key: row → run' of each; none where the run stands for the row."""
+    return [f"{key}: {what}" for key, what in {**data, **changes(settings(published), done)}.items()]
+
+
+def record(run: Run, started: float) -> Optional[Path]:
+    """Write result.json where the run scores, and its speed where that is to be recorded.
+
+    started: as time.time() gives it. Returns result.json, None where nothing was scored.
+    """
+    recipe, folder, options = run.recipe, run.folder, run.options
+    summary = summarise(folder / "train.jsonl")
+    trained: Dict[str, Any] = marks(folder).get("train", {}).get("facts") or {}
+    hardware = trained.get("hardware", run.hardware.describe())
+    if options.stage == "train" and options.record:
+        from moa_fairseq.experiments.recipes.planner import workload
+
+        batch = plan_batch(recipe.train, run.hardware.devices)
+        row = {
+            "experiment": recipe.experiment,
+            "hardware": hardware,
+            "precision": precision_name(recipe.train.precision, run.hardware, recipe.model),
+            "tokens_per_second": summary["tokens_per_second"],
+            "macs_per_target_token": round(workload(recipe, run.prepared.folder).macs_per_target_token),
+            "parameters": trained.get("parameters"),
+            "max_tokens": batch.max_tokens,
+            "update_freq": batch.update_freq,
+            "updates": summary["updates"],
+        }
+        write_record(options.record, row, options.command_line)
+        log.info("speed recorded as %s", options.record)
+    scored = [step for step in steps(run) if step.name.startswith("score-")]
+    if not options.wants("score") or not scored:
+        return None
+    outputs = {step.name.removeprefix("score-"): step.output for step in scored}
+    folder_of_data = run.prepared.folder
+    scores = {name: scores_in(path, recipe, folder_of_data, name) for name, path in outputs.items()}
+    metrics = {name: flat_metrics(values) for name, values in scores.items()}
+    subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
+    found: List[str] = []
+    left_out: Dict[str, int] = {}
+    for name in outputs:
+        facts = marks(folder).get(f"generate-{name}", {}).get("facts")
+        if isinstance(facts, dict) and is_number(facts.get(LEFT_OUT)):
+            left_out[name] = facts[LEFT_OUT]
+    headline = headline_of(recipe, options.published or recipe, scores[subset])
+    if options.published and recipe.reproduces:
+        data = data_differences(options.published, run.prepared.folder, run.prepared.sentences, claim=True)
+        if headline != (recipe.score or Score()).headline:
+            data["score.headline"] = f"{(recipe.score or Score()).headline} → {headline}"
+        found = differences(options.published, done, data)
+        found += [f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()]
+        cell = None if found else dataclasses.asdict(recipe.reproduces)
+    if "valid_ppl" in summary:
+        metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
+    updated = 0 if recipe.finetune == "noft" else trained.get("updated")
+    said = done["evaluation"]
+    values = {
+        "experiment": recipe.experiment,
+        "reproduces": cell,
+        **({"differences": found} if found else {}),
+        "headline": headline if recipe.score else None,
+        "metrics": metrics.pop(subset),
+        "subset": subset,
+        **({LEFT_OUT: left_out} if left_out else {}),
+        "other_subsets": metrics,
+        "parameters": trained.get("parameters"),
+        **({"updated_parameters": updated} if updated is not None else {}),
+        **summary,
+        "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
+        "checkpoints_averaged": done["averaged"],
+        "generation": {key: said.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
+        "evaluation": scores[subset].get("meta", {}).get("evaluation"),
+        "seed": recipe.train.seed,
+        "hardware": hardware,
+    }
+    result = write_record(folder / "result.json", values, options.command_line)
+    paper = cell["value"] if cell and is_number(cell["value"]) else None
+    log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
+    if options.record:
+        with atomic_write(options.record) as stream:
+            stream.write(result.read_text(encoding="utf-8"))
+        log.info("recorded as %s", options.record)
+    return result
+
+
+def write_record(path: Path, values: Dict[str, Any], command: str) -> Path:
+    """Write `values` as JSON, and what made them: versions, commit, date, the moa-fairseq line."""
+    made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
+    write_json(path, {**values, **made_by, "command": command})
+    return path
+
+
+def versions() -> Dict[str, Optional[str]]:
+    """Versions of Python and of the packages that the numbers depend on."""
+    found = tool_versions()
+    fairseq = found.get("ve-fairseq") or found.get("fairseq")
+    return {**{name: found.get(name) for name in ("python", "torch", "moa_fairseq")}, "fairseq": fairseq}
+
+
+def commit() -> Optional[str]:
+    """The commit of the source tree that runs, with -dirty for uncommitted changes.
+
+    A copy of the files may have no git, or one that knows an older commit: then it is what
+    $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
+    """
+    named = os.environ.get("MOA_FAIRSEQ_COMMIT")
+    here = Path(__file__).resolve().parent
+    try:
+        head, status = (
+            subprocess.run(
+                ["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20, check=True
+            )
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return named or None
+    return (named or f"{head.stdout.strip()}-dirty") if status.stdout.strip() else head.stdout.strip()

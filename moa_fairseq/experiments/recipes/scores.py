@@ -1,0 +1,147 @@
+"""What the programs of an evaluation print: read, checked, and in one line."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import datasets
+from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE
+from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
+from moa_fairseq.experiments.recipes.batch import sentence_sizes
+from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
+from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
+from moa_fairseq.experiments.scoring.text_marks import writes_no_spaces
+
+log = logging.getLogger(__name__)
+_FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
+_PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
+_TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
+_OWN_BLOCK = re.compile(r"--tokens-per-sample (\d{1,18}): the model's own$", re.MULTILINE)
+# Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
+_SETTINGS = (
+    *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
+    *("sample-break-mode", "softmax-batch", "post-process", "remove-bpe"),
+)
+
+
+def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> Dict[str, Any]:
+    """The scores that an evaluation of the recipe's kind wrote.
+
+    data: the binarised folder. Raises UserError for a damaged file, or if it is of a part of the subset.
+    """
+    if recipe.kind != CAUSAL_LM:
+        return read_scores(path)
+    sizes, _ = sentence_sizes(recipe, data, subset)
+    # "complete_doc" takes empty lines for the ends of documents
+    whole = (recipe.score or Score()).flags.get("sample-break-mode") != "complete_doc"
+    tokens = int(sizes[sizes > (0 if whole else 1)].sum())
+    return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
+
+
+def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> Dict[str, Any]:
+    """fairseq-eval-lm's output as scores.
+
+    wanted: tokens of the data. Raises UserError if it holds no perplexity, or one of fewer tokens.
+    """
+    found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
+    if not found:
+        raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
+    said = recipe.score.flags if recipe.score else {}
+    evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
+    if block := _OWN_BLOCK.search(text):  # in place of a default that is too long
+        evaluation["tokens_per_sample"] = int(block.group(1))
+    if tokens:
+        evaluation["tokens"] = count = int(tokens.group(1).replace(",", ""))
+        if count < wanted:
+            length = recipe.training_flags.get("tokens-per-sample")
+            raise UserError(
+                f"{path}: fairseq-eval-lm evaluated {count:,} of {wanted:,} tokens; it leaves out what is "
+                f"longer than the model. Run the recipe again with --set "
+                f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
+            )
+    return {
+        "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
+        "lm_bits": {"score": float(found.group(1))},  # of a token, which is a byte of enwik8
+        "meta": {"evaluation": evaluation},
+    }
+
+
+def read_scores(path: Path) -> Dict[str, Any]:
+    """What `moa-fairseq score --json` printed. Raises UserError for a damaged file."""
+    remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
+    scores = read_json(path, remedy)
+    metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
+    check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    scores = {name: value for name, value in scores.items() if value is not None}
+    check_kinds(
+        scores.get("meta", {}), dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
+    )
+    for name in metrics.keys() & scores.keys():
+        check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
+        for key in ("score", "sd"):  # that of a diverged model is a float, too, though no number
+            value = scores[name].get(key)
+            if not (value is None or isinstance(value, float) or is_number(value)):
+                raise UserError(f"{path}: {name}.{key} must be a number. {remedy}")
+    return scores
+
+
+def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
+    """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
+    metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
+    spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
+    # JSON knows neither infinity nor NaN, which a diverged model scores.
+    metrics = {name: value if is_number(value) else None for name, value in metrics.items()}
+    metrics.update({name: sd for name, sd in spreads.items() if is_number(sd)})
+    signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
+    if signature:
+        metrics["sacrebleu_signature"] = signature
+    return metrics
+
+
+def headline_of(recipe: Recipe, published: Recipe, scores: Dict[str, Any]) -> str:
+    """The metric of a run's result, which depends on its references.
+
+    Without spaces between words it is sacreBLEU, whose tokeniser is the language's. A row's BLEU may be that
+    after one compound split, which the tokeniser (`-a`) or the chain has made: the same number of text with
+    the other kind of hyphens is that of the other chain. published: the recipe without any --set. scores:
+    those of the recipe's first subset.
+    """
+    headline = (recipe.score or Score()).headline
+    measured = scores.get("meta", {}).get("without_spaces") is True
+    if recipe.kind == TRANSLATION and (measured or writes_no_spaces(recipe.data.target or "")):
+        signature = str(scores.get("sacrebleu", {}).get("signature"))
+        if headline != "sacrebleu" and not re.search(r"tok:(13a|none)\b", signature):
+            log.warning("no spaces part the references' words, which %s counts: see sacrebleu", headline)
+            return "sacrebleu"
+    dataset = datasets().get(published.data.recipe)
+    split_once = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
+    found = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
+    wanted = (published.score or Score()).headline
+    is_of_split_text = wanted == split_once[WHOLE] or (
+        wanted == split_once[SPLIT] and dataset is not None and dataset.splits_hyphens
+    )
+    if not is_of_split_text or headline != wanted or split_once.get(found, headline) == headline:
+        return headline
+    log.warning(
+        "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",
+        *(found, "a @-@ b" if found == SPLIT else "a-b", split_once[found], headline),
+    )
+    return split_once[found]
+
+
+def describe(headline: str, scores: Dict[str, Dict[str, Any]], paper: Optional[float] = None) -> str:
+    """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
+
+    paper: the number of the row that the run stands for.
+    """
+    names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
+    names.insert(0, headline)
+    parts = []
+    for subset, values in scores.items():
+        found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
+        parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
+    return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")

@@ -1,0 +1,316 @@
+"""The steps of a run after its data is there: train, average, and evaluate as its kind of model is."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+
+import moa_fairseq
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import Prepared
+from moa_fairseq.experiments.data.text_files import KEPT, keep_text, text_files
+from moa_fairseq.experiments.make import OUT, Step, stamp
+from moa_fairseq.experiments.recipes.batch import plan_batch, sentence_sizes
+from moa_fairseq.experiments.recipes.checkpoints import (
+    LAST,
+    check_pretrained,
+    complete_the_last,
+    is_whole,
+    pretrained_checkpoint,
+)
+from moa_fairseq.experiments.recipes.hardware import Hardware, precision_name
+from moa_fairseq.experiments.recipes.schema import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    INTERVAL,
+    POSITIONS,
+    SKIP,
+    TRANSLATION,
+    Average,
+    Generate,
+    Recipe,
+    Score,
+    as_of_today,
+)
+from moa_fairseq.experiments.recipes.scores import scores_in
+from moa_fairseq.experiments.recipes.train_log import TrainLog
+from moa_fairseq.experiments.scoring.average import last_checkpoints, numbered_checkpoints
+from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
+from moa_fairseq.files import checksum
+from moa_fairseq.process import flags, positional
+
+LEFT_OUT = "left_out"  # sentences that were not translated
+UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line says beside the recipe. command_line: for result.json. preparation: the line that
+    makes the data alone.
+
+    user_dir: a plugin of the user's own, which imports this one. published: the recipe without any --set,
+    which may stand for a row of a paper. training: what fairseq makes of the training's flags, for a look at
+    its schedule.
+    """
+
+    stage: str = "all"
+    data: Optional[Path] = None
+    save_dir: Optional[Path] = None
+    restart: bool = False
+    record: Optional[Path] = None
+    command_line: str = ""
+    preparation: str = ""
+    user_dir: Optional[Path] = None
+    data_root: Path = Path("data")
+    published: Optional[Recipe] = None
+    training: Any = None
+
+    def wants(self, stage: str) -> bool:
+        """True when --stage asks for this stage."""
+        return self.stage in (stage, "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One recipe in one run folder, on devices that can share its updates, and its binarised data."""
+
+    recipe: Recipe
+    hardware: Hardware
+    folder: Path
+    options: Options
+    prepared: Prepared = UNKNOWN
+
+    @property
+    def checkpoints(self) -> Path:
+        """fairseq's --save-dir."""
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The checkpoint that is evaluated."""
+        if self.recipe.pretrained and self.recipe.finetune == "noft":
+            return pretrained_checkpoint(self.recipe.pretrained)
+        return self.folder / "average.pt" if self.recipe.average else self.checkpoints / "checkpoint_best.pt"
+
+    def command(self, program: str, values: Mapping[str, Any]) -> List[str]:
+        """A fairseq program on the data, with the plugin, the task, its languages, these flags."""
+        plugin = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
+        line = flags({**plugin, **self.recipe.task_flags, **values, "cpu": not self.hardware.gpus})
+        return [program, positional(self.prepared.folder), *line]
+
+
+def steps(run: Run) -> List[Step]:
+    """All steps of a run, in order: what --dry-run shows and what a run makes."""
+    recipe = run.recipe
+    made = [] if recipe.finetune == "noft" else [_train(run)]
+    before = [_text(run)] if made else []
+    if recipe.average:
+        made.append(_average(run, recipe.average, made[0]))
+    if recipe.kind != TRANSLATION:
+        scores = [_evaluate(run, recipe.score or Score(), name, made) for name in recipe.subsets]
+        return [*before, *made, *scores]
+    if not recipe.generate:
+        return [*before, *made]
+    translations = [_generate(run, recipe.generate, name, made) for name in recipe.subsets]
+    scores = [_score(run, recipe.score, step) for step in translations if recipe.score]
+    return [*before, *made, *translations, *scores]
+
+
+def _text(run: Run) -> Step:
+    """The run's own copy of its dictionaries, merges and rules; in place, so that others are refused."""
+    data = run.prepared.folder
+
+    def inputs() -> Dict[str, Any]:
+        return {name: checksum(path) for name, path in text_files(data).items()}
+
+    def keep(new: Path) -> None:
+        keep_text(data, run.folder, run.prepared.fingerprint, new)
+
+    return Step("train-text", run.folder / KEPT, keep, inputs, in_place=True)
+
+
+def _train(run: Run) -> Step:
+    recipe, hardware = run.recipe, run.hardware
+    train, world, batch = recipe.train, hardware.world, plan_batch(recipe.train, hardware.devices)
+    precision = precision_name(train.precision, hardware, recipe.model)
+    # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
+    # expert that no token chose has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
+    # where the training's memory is large, every page that the training writes to is then copied.
+    on_cpus: Dict[str, Any] = {"num-workers": 0}
+    if world:
+        on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
+    logs = recipe.training_flags.get("tensorboard-logdir")
+    values = {
+        **recipe.model.as_flags(),
+        "criterion": train.criterion,
+        **({} if hardware.gpus else on_cpus),
+        **train.flags,
+        **({"tensorboard-logdir": str(run.folder / logs)} if logs else {}),
+        "max-tokens": batch.max_tokens,
+        "update-freq": batch.update_freq,
+        "max-epoch": train.max_epoch,
+        "max-update": train.max_update,
+        "seed": train.seed,
+        "keep-last-epochs": train.keep_last_epochs,
+        "save-dir": OUT,
+        "log-format": "json",
+        "log-interval": train.log_interval,
+        **(world.flags() if world else {"distributed-world-size": hardware.devices}),
+        precision: precision != "fp32",
+    }
+    told = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
+
+    def inputs() -> Dict[str, Any]:
+        if recipe.finetune and not (run.checkpoints / LAST).exists():
+            check_pretrained(recipe, run.prepared.folder)
+        return {"data": run.prepared.fingerprint, **recipe.training_inputs}
+
+    def facts(checkpoints: Path) -> Dict[str, Any]:
+        if not (checkpoints / LAST).is_file():
+            log_file = run.folder / "train.log"
+            raise UserError(
+                f"fairseq-train wrote no checkpoint into {checkpoints}; its output is in {log_file}."
+            )
+        parameters = sum(told.parameters) or None
+        saved = {INTERVAL: train.flags.get(INTERVAL)}
+        return {"parameters": parameters, "updated": told.updated, "hardware": hardware.describe(), **saved}
+
+    def ready() -> None:
+        complete_the_last(run.checkpoints)
+        if recipe.training_flags.get("no-save-optimizer-state") and (run.checkpoints / LAST).exists():
+            why = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
+            remedy = "Start again with --restart; without the flag a run can go on."
+            raise UserError(f"The training in {run.checkpoints} cannot go on: {why}. {remedy}")
+
+    goes_on: Dict[str, Any] = {"in_place": True, "goal": recipe.goal, "ready": ready}
+    goes_on["as_of_today"] = as_of_today
+    line = run.command("fairseq-train", values)
+    return Step("train", run.checkpoints, line, inputs, watch=told, finish=facts, **goes_on)
+
+
+def _average(run: Run, average: Average, train: Step) -> Step:
+    by_updates, count = average.updates is not None, average.count
+    values = {
+        "inputs": str(run.checkpoints),
+        "num-epoch-checkpoints": average.epochs,
+        "num-update-checkpoints": average.updates,
+        "output": OUT,
+        "force": True,  # for whoever runs the commands again: here it writes beside
+    }
+
+    def inputs() -> Dict[str, Any]:
+        try:
+            last = last_checkpoints(run.checkpoints, count, by_updates)
+        except UserError as error:
+            key, kept = "average.epochs", len(numbered_checkpoints(run.checkpoints, by_updates))
+            key = "average.updates" if by_updates else key
+            fewer = f"--set {key}={kept} averages those, " if kept > 1 else ""
+            fewer += "--set average=null evaluates the best checkpoint."
+            raise UserError(f"{key}: {error} {fewer}") from error
+        damaged = next((path for path in last if not is_whole(path)), None)
+        if damaged:
+            remedy = "delete it and run the train stage on, or average fewer checkpoints"
+            raise UserError(f"{damaged} is cut off and cannot be averaged: {remedy}.")
+        return {"train": train, "count": count, "checkpoints": [stamp(path) for path in last]}
+
+    return Step("average", run.model, ["moa-fairseq", "average", *flags(values)], inputs)
+
+
+def _evaluated(run: Run, settings: Any, subset: str, made: List[Step]) -> Callable[[], Mapping[str, Any]]:
+    """The inputs of a step that evaluates the checkpoint by a section of the recipe."""
+
+    def inputs() -> Dict[str, Any]:
+        if not is_whole(run.model):
+            missing = "average" if run.recipe.average else "train"
+            remedy = f"run --stage {missing} first"
+            if missing == "train" and (run.checkpoints / LAST).exists():  # which would find itself done
+                remedy = "if the training is done, average its checkpoints: --set average.epochs=N"
+            raise UserError(f"{run.model} is missing or cut off: {remedy}.")
+        said = {"settings": dataclasses.asdict(settings), "data": run.prepared.fingerprint, "subset": subset}
+        return {**said, "made": made[-1] if made else None, "model": run.model}
+
+    return inputs
+
+
+def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Step:
+    """The beam search, in fp32 so that scores do not depend on the hardware."""
+    values = {
+        "path": str(run.model),
+        "gen-subset": subset,
+        "beam": section.beam,
+        "lenpen": section.lenpen,
+        "max-tokens": section.max_tokens,
+        "remove-bpe": section.remove_bpe,
+        # which the task limits, too
+        **{name: run.recipe.training_flags.get(name) for name in POSITIONS},
+        **section.flags,
+    }
+    translated: Set[str] = set()  # ids of sentences, which have --nbest lines
+    known = run.prepared.sentences.get(subset, 0)
+    pace, goal = max(100, (known or 1000) // 10), f" of {known:,}" if known else ""
+
+    def watch(line: str) -> None:
+        found = re.match(r"H-\d+\t", line)
+        if found and found.group() not in translated:
+            translated.add(found.group())
+            if len(translated) % pace == 0:
+                log.info("  %s%s sentences", f"{len(translated):,}", goal)
+
+    def finish(made: Path) -> Dict[str, int]:
+        total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
+        left_out = total - len(translated)
+        if not translated:
+            where = f"see {run.folder / f'generate-{subset}.log'} and {made}"
+            raise UserError(f"fairseq-generate translated nothing of subset {subset}; {where}.")
+        if left_out > 0 and not section.flags.get(SKIP):
+            raise UserError(
+                f"fairseq-generate translated {len(translated):,} of {total:,} sentences of subset {subset}: "
+                f"a score would be one of these. It says why in {run.folder / f'generate-{subset}.log'}."
+            )
+        return {LEFT_OUT: left_out} if left_out > 0 else {}
+
+    output, line = run.folder / f"generate-{subset}.txt", run.command("fairseq-generate", values)
+    inputs = _evaluated(run, section, subset, made)
+    return Step(output.stem, output, line, inputs, captured="out", watch=watch, finish=finish)
+
+
+def _score(run: Run, section: Score, generated: Step) -> Step:
+    """The scoring of the translations, by the headline's chain, too."""
+    further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
+    headline = next((name for name in further if CHAINS[name].key == section.headline), None)
+    values = {"target-lang": run.recipe.data.target, "also": headline, **section.flags, "json": True}
+    if run.recipe.generate and run.recipe.generate.flags.get(SKIP):
+        values["allow-partial"] = True
+    line = ["moa-fairseq", "score", positional(generated.output), *flags(values)]
+    name = generated.name.replace("generate-", "score-", 1)
+    inputs: Mapping[str, Any] = {"translations": generated, "settings": dataclasses.asdict(section)}
+    return _scored(run, name, f"{name}.json", line, inputs, "out")
+
+
+def _evaluate(run: Run, section: Score, subset: str, made: List[Step]) -> Step:
+    """A language model's perplexity or a classifier's accuracy, in fp32 as translations are."""
+    kind, name, model = run.recipe.kind, f"score-{subset}", str(run.model)
+    inputs = _evaluated(run, section, subset, made)
+    if kind == CAUSAL_LM:
+        line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset, **section.flags})
+        # Its log goes where whoever configured logging first wants it.
+        return _scored(run, name, f"eval-lm-{subset}.txt", line, inputs, "both")
+    data, user_dir = str(run.prepared.folder), run.options.user_dir
+    flag = "classifier" if kind == CLASSIFICATION else "masked-lm"
+    values = {flag: model, "data": data, "subset": subset, **section.flags, "json": True}
+    line = ["moa-fairseq", *flags({"user-dir": user_dir}), "score"]
+    line += flags({**values, "cpu": not run.hardware.gpus})
+    return _scored(run, name, f"{name}.json", line, inputs, "out")
+
+
+def _scored(run: Run, name: str, file: str, line: List[str], inputs: Any, captured: str) -> Step:
+    """A step whose output must hold scores."""
+
+    def finish(made: Path) -> None:
+        scores_in(made, run.recipe, run.prepared.folder, name.removeprefix("score-"))
+
+    return Step(name, run.folder / file, line, inputs, captured, finish=finish)

@@ -1,0 +1,190 @@
+"""fairseq's JSON log lines: collected into train.jsonl, shown as progress, summed up for result.json.
+
+fairseq's own --log-file opens the file once more in every epoch, so that epoch N's lines stand in
+it N times; the records are therefore taken from the standard output of `--log-format json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import re
+import reprlib
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write, disk_errors
+
+# Numbers have a longest form: a line of digits without end is looked through once.
+_COUNT = r"[0-9][0-9,]{0,30}"
+_PARAMETERS = re.compile(rf"num\. (?:shared|expert) model params: ({_COUNT})")
+_UPDATED = re.compile(rf"(?<![0-9,])({_COUNT}) of {_COUNT} parameters are updated")
+_LOADED = re.compile(r" \(epoch [0-9]{1,18} @ ([0-9]{1,18}) updates\)")
+_NUMBERS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
+_SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
+_CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that says what it does to the kernels
+
+
+def parse_record(line: str) -> Optional[Dict[str, Any]]:
+    """The JSON object at the end of a fairseq log line, or None; NaN and infinite losses are among them."""
+    start = line.find("| {")
+    text = line[start + 2 :] if start >= 0 else line
+    if not text.startswith("{"):
+        return None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and "epoch" in record else None
+
+
+def wrong_number(record: Dict[str, Any]) -> Optional[str]:
+    """The key of an epoch or of a number of updates that is not a number, or None where all is well."""
+    return next((key for key in _NUMBERS if key in record and finite(record[key]) is None), None)
+
+
+def finite(value: Any) -> Optional[float]:
+    """A number that fairseq wrote, as a number or as text; None for anything else, infinity and NaN too."""
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def read_records(path: Path) -> Iterator[Dict[str, Any]]:
+    """The records of a train.jsonl; a last line that was cut off by a crash is passed over.
+
+    Raises UserError, naming the line, for a record without a sensible epoch or number of updates.
+    """
+    if path.is_file():
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                record = parse_record(line.strip())
+                if record is None:
+                    continue
+                if wrong := wrong_number(record):
+                    what = f"{wrong} is {reprlib.repr(record[wrong])}, and not a number"
+                    raise UserError(f"{path}, line {number}: {what}. Delete this damaged line.")
+                yield record
+
+
+def updates_of(record: Dict[str, Any]) -> int:
+    """Number of updates at which a record was written."""
+    keys = ("num_updates", "train_num_updates", "valid_num_updates")
+    return next((int(finite(record[key]) or 0) for key in keys if key in record), 0)
+
+
+def prune(path: Path, updates: int) -> None:
+    """Take away the records after `updates`: training goes on from there and will write them again."""
+    records = list(read_records(path))
+    kept = [record for record in records if updates_of(record) <= updates]
+    if len(kept) < len(records):
+        with atomic_write(path) as stream:
+            stream.writelines(json.dumps(record) + "\n" for record in kept)
+
+
+def summarise(path: Path) -> Dict[str, Any]:
+    """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any."""
+    records = list(read_records(path))
+    # An epoch that was interrupted ends twice; its last record counts the whole of it.
+    epochs = {finite(record["epoch"]): record for record in records if "train_loss" in record}
+    tokens = seconds = before = 0.0
+    for record in epochs.values():  # by speed and batch size: fairseq's times are whole seconds
+        updates, speed = updates_of(record), finite(record.get("train_wps")) or 0.0
+        in_epoch = (finite(record.get("train_wpb")) or 0.0) * (updates - before)
+        before = updates
+        if speed:
+            tokens += in_epoch
+            seconds += in_epoch / speed
+    pace = finite(tokens / seconds) if seconds else None
+    summary: Dict[str, Any] = {
+        "updates": max(map(updates_of, records), default=0),
+        "epochs": len(epochs),
+        "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
+        "tokens_per_second": None if pace is None else round(pace, 1),
+    }
+    valid = [record for record in records if "valid_loss" in record]
+    if valid and "valid_accuracy" not in valid[-1]:
+        summary["valid_ppl"] = finite(valid[-1].get("valid_ppl", 0) or 0)
+    return summary
+
+
+@dataclasses.dataclass
+class TrainLog:
+    """Receives the lines of a running fairseq-train: keeps the records and shows where it is."""
+
+    path: Path
+    max_epoch: Optional[int]
+    max_update: Optional[int]
+    parameters: List[int] = dataclasses.field(default_factory=list)
+    updated: Optional[int] = None  # of them, where the task says it
+    started: Optional[Tuple[float, float]] = None  # when, and which part of the training was done
+    # What was said about left-out sentences: fairseq says it again in every epoch.
+    skipped: Set[str] = dataclasses.field(default_factory=set)
+
+    def __call__(self, line: str) -> None:
+        """Take one line of standard output."""
+        record = parse_record(line)
+        if record is not None and wrong_number(record):
+            return  # none of fairseq's; a training does not end for a line of its log
+        if record is not None:
+            with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
+            self._show(record)
+        elif match := _PARAMETERS.search(line):
+            self.parameters.append(int(match.group(1).replace(",", "")))
+        elif match := _UPDATED.search(line):
+            self.updated = int(match.group(1).replace(",", ""))
+            print(f"  {match.group(0)}", flush=True)
+        elif _CHECK in line:
+            self._print(f"  {line.partition(_CHECK)[2]}", last=True)
+        elif _SKIPPED.search(line):
+            message = line.rsplit(" | ", 1)[-1]
+            if message not in self.skipped:
+                self.skipped.add(message)
+                self._print(f"  fairseq: {message}", last=True)
+        elif "Loaded checkpoint " in line and (match := _LOADED.search(line)):
+            prune(self.path, int(match.group(1)))
+            if int(match.group(1)):  # a pretrained model counts from 0
+                print(f"  going on from update {int(match.group(1)):,}", flush=True)
+
+    def _show(self, record: Dict[str, Any]) -> None:
+        epoch, updates = int(finite(record["epoch"]) or 0), updates_of(record)
+        if "valid_loss" in record:
+            name = "accuracy" if "valid_accuracy" in record else "ppl"
+            score = record.get(f"valid_{name}", "?")
+            self._print(f"  epoch {epoch}: valid {name} {score}, update {updates:,}", last=True)
+        elif "train_loss" in record:
+            speed = record.get("train_wps", "?")
+            self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)
+        else:
+            end = f" of {self.max_update:,}" if self.max_update else f" (of {self.max_epoch} epochs)"
+            state = f"loss {record.get('loss', '?')}, {record.get('wps', '?')} tokens/s"
+            left = self._time_left(finite(record.get("update", epoch - 1)) or 0.0, updates)
+            self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{left}", last=False)
+
+    def _time_left(self, epochs: float, updates: int) -> str:
+        """The time that is left at the pace of this session, once there is one."""
+        now = time.monotonic()
+        goals = ((epochs, self.max_epoch), (updates, self.max_update))
+        done = max((number / goal for number, goal in goals if goal), default=0.0)
+        self.started = self.started or (now, done)
+        began, before = self.started
+        if done <= before:
+            return ""
+        seconds = max(0.0, (now - began) / (done - before) * (1 - done))
+        return f", about {datetime.timedelta(seconds=round(seconds))} left"
+
+    @staticmethod
+    def _print(text: str, last: bool) -> None:
+        """On a terminal the progress line rewrites itself; in a file every line stays."""
+        if sys.stdout.isatty():
+            print(f"\r\x1b[K{text}", end="\n" if last else "", flush=True)
+        else:
+            print(text, flush=True)

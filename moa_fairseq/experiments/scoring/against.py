@@ -1,0 +1,65 @@
+"""Two translation systems compared: BLEU and chrF, and whether their difference could be chance."""
+
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from sacrebleu.metrics import BLEU, CHRF
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.scoring.chains import RunningText
+from moa_fairseq.experiments.scoring.significance import approximate_randomisation, paired
+
+
+def against(
+    first: Sequence[RunningText], second: Sequence[RunningText], trials: int = 10_000
+) -> Dict[str, Any]:
+    """Mean scores of two systems, and what could make their difference by chance.
+
+    first, second: the outputs of each system's seeds for one and the same test set. Both p are two-sided. p:
+    would these outputs differ as much on other sentences? p_seeds, low, high (95 %): would those of other
+    seeds? It is a t test of pairs, the first outputs of both, the second and so on; left out for single
+    outputs and unequal numbers. Raises UserError where references or the way of counting differ.
+    """
+    texts = [*first, *second]
+    for number, text in enumerate(texts[1:], 2):
+        if text.references != texts[0].references or text.settings != texts[0].settings:
+            raise UserError(
+                f"output {number} has other references than output 1, or other letters (lower-cased or not): "
+                "only outputs of the same sentences can be compared. Generate both from one test set."
+            )
+    rows: List[Dict[str, Any]] = []
+    metrics: Dict[str, Any] = {
+        "BLEU": BLEU(**texts[0].settings, force=True),
+        "chrF": CHRF(lowercase=texts[0].settings["lowercase"]),
+    }
+    for name, metric in metrics.items():
+
+        def score(total: NDArray[np.float64], metric: Any = metric) -> float:
+            return float(metric._compute_score_from_stats([int(count) for count in total]).score)
+
+        ours, theirs = (  # of each system [S, N, F], as sacrebleu.significance takes them
+            np.array([metric._extract_corpus_statistics(t.hypotheses, t.references) for t in system], float)
+            for system in (first, second)
+        )
+        scores = [[score(run) for run in runs.sum(axis=1)] for runs in (ours, theirs)]
+        differences = [x - y for x, y in zip(*scores)]
+        tested = paired(differences, 0) if len(first) == len(second) > 1 else None
+        means = [float(np.mean(system)) for system in scores]
+        rows.append(
+            {
+                "metric": name,
+                "first": means[0],
+                "second": means[1],
+                "difference": means[0] - means[1],
+                "p": approximate_randomisation(ours, theirs, score, trials=trials),
+                **({"low": tested.low, "high": tested.high, "p_seeds": tested.p} if tested else {}),
+                "signature": f"{name}|{metric.get_signature()}",
+            }
+        )
+    return {"sentences": len(texts[0].hypotheses), "outputs": [len(first), len(second)], "metrics": rows}
+
+
+def interval_of(row: Mapping[str, Any]) -> Optional[str]:
+    """The interval of a row of `against` as text; None where it has none."""
+    return f"{row['low']:+.2f} … {row['high']:+.2f}" if "low" in row else None

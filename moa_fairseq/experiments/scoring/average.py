@@ -1,0 +1,173 @@
+"""Average the weights of several checkpoints into one, with the flags of fairseq's own script.
+
+  moa-fairseq average --inputs runs/X/checkpoints --num-epoch-checkpoints 10 --output runs/X/average.pt
+  moa-fairseq average --inputs a.pt b.pt c.pt --output average.pt
+
+Sums run in float32; integer tensors are averaged rounding down. The result keeps the settings of the
+newest checkpoint (the last one named), so that fairseq-generate loads it, and no optimizer state. One
+checkpoint at a time is in memory, beside the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import refuse_existing, refuse_overwriting
+from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+
+_EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
+_UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
+
+State = Dict[str, Tensor]
+
+
+def average_checkpoints(paths: Sequence[Path]) -> dict:
+    """The checkpoint whose model is the average of those at `paths`, settings from the last of them.
+
+    Parameters that share storage in every model (a tied output projection) are added once and stay one
+    tensor; if a later model no longer shares them, they become two. Weights are in float32, or float64.
+
+    Raises UserError for fewer than two paths, for a file that is truncated, malicious or not a fairseq
+    checkpoint, and for models that differ in parameters or shapes.
+    """
+    if len(paths) < 2:
+        raise UserError(
+            f"An average needs at least two checkpoints, but {len(paths)} is given "
+            f"({', '.join(map(str, paths)) or 'none'}). Name more under --inputs, or keep more epochs."
+        )
+    sums: State = {}
+    leaders: Dict[str, str] = {}  # parameter → the first parameter of the same storage
+    for path in paths:
+        state = load_checkpoint(path)
+        model, state["last_optimizer_state"] = state.pop("model"), None
+        own = shared_storage(model)
+        if not sums:
+            leaders, sums = own, {key: _widened(model[key], copy=True) for key in own if own[key] == key}
+        else:
+            _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
+            for key, leader in list(leaders.items()):
+                if key != leader and own[key] != own[leader]:
+                    sums[key], leaders[key] = sums[leader].clone(), key
+            for key, total in sums.items():
+                total += _widened(model[key])
+        del model  # one at a time is in memory
+    for total in sums.values():
+        if total.is_floating_point() or total.is_complex():
+            total.div_(len(paths))
+        else:
+            total.copy_(torch.div(total, len(paths), rounding_mode="floor"))
+    if isinstance(state.get("extra_state"), dict):
+        state["extra_state"].pop("carried_context", None)  # of a training that goes on
+    state["model"] = {key: sums[leader] for key, leader in leaders.items()}
+    state["averaged_from"] = [Path(path).name for path in paths]
+    return state
+
+
+def _check(model: State, shapes: Dict[str, Tuple[int, ...]], path: Path) -> None:
+    for key in [*shapes, *model]:
+        if key not in model or key not in shapes:
+            where = "lacks" if key not in model else "alone has"
+            raise UserError(
+                f"{path} {where} the parameter {key}: it belongs to another model than the checkpoints "
+                f"before it. Average checkpoints of one training only."
+            )
+        if tuple(model[key].shape) != shapes[key]:
+            raise UserError(
+                f"{path}: {key} has shape {list(model[key].shape)}, but {list(shapes[key])} in the "
+                f"checkpoints before it. Average checkpoints of one architecture and one dictionary only."
+            )
+
+
+def numbered_checkpoints(folder: Path, by_updates: bool = False) -> List[Tuple[int, Path]]:
+    """(epoch E, checkpointE.pt) of a folder, or (update U, checkpoint_E_U.pt); the oldest first."""
+    pattern = _UPDATE_NAME if by_updates else _EPOCH_NAME
+    matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("checkpoint*.pt")]
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+
+def last_checkpoints(
+    folder: Path, number: int, by_updates: bool = False, upper_bound: Optional[int] = None
+) -> List[Path]:
+    """The `number` newest checkpoints in `folder`, oldest first.
+
+    by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E. upper_bound: the
+    last epoch or update to take. Raises UserError if there are fewer.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"--inputs {folder} is not a folder, which --num-epoch-checkpoints and the like need."
+        )
+    numbered = numbered_checkpoints(folder, by_updates)
+    if upper_bound is not None:
+        numbered = [(position, path) for position, path in numbered if position <= upper_bound]
+    if len(numbered) < number:
+        kind = "update" if by_updates else "epoch"
+        bound = "" if upper_bound is None else f" up to {kind} {upper_bound}"
+        names = ", ".join(path.name for _, path in numbered) or "none"
+        raise UserError(
+            f"{folder} holds {len(numbered)} {kind} checkpoints{bound} ({names}), but {number} are to be "
+            f"averaged. Train longer, ask for fewer, or keep more (--keep-last-epochs)."
+        )
+    return [path for _, path in numbered[len(numbered) - number :]]
+
+
+def shared_storage(model: State) -> Dict[str, str]:
+    """Each parameter → the first one that is the same view of the same storage."""
+    first: Dict[Tuple, str] = {}
+    leaders = {}
+    for key, tensor in model.items():
+        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        leaders[key] = first.setdefault(view, key) if tensor.numel() else key
+    return leaders
+
+
+def _widened(tensor: Tensor, copy: bool = False) -> Tensor:
+    """In the dtype of the sum: float32; float64 and integers stay as they are."""
+    narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.float32 if narrow else tensor.dtype, copy=copy)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq average`: those of fairseq's scripts/average_checkpoints.py."""
+    parser.add_argument(
+        "--inputs", nargs="+", required=True, type=Path, help="checkpoint files, or one folder of checkpoints"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the averaged checkpoint")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing FILE (never an input)")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--num-epoch-checkpoints", type=int, metavar="N", help="average the last N files checkpointE.pt")
+    add("--num-update-checkpoints", type=int, metavar="N", help="average the last N files checkpoint_E_U.pt")
+    text = "use nothing later than this epoch or update"
+    parser.add_argument("--checkpoint-upper-bound", type=int, metavar="M", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Average and write the result, or nothing."""
+    by_updates = args.num_update_checkpoints is not None
+    number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
+    flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
+    folders = [path for path in args.inputs if path.is_dir()]
+    if number is None and args.checkpoint_upper_bound is not None:
+        raise UserError(f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}.")
+    if number is None and folders:
+        raise UserError(f"--inputs {folders[0]} is a folder: say with {flag} how many of its checkpoints.")
+    if number is not None and number < 2:
+        raise UserError(f"{flag} {number}: an average needs at least two checkpoints.")
+    if number is not None and len(args.inputs) != 1:
+        raise UserError(f"--inputs takes one folder beside {flag}, not {len(args.inputs)}.")
+    paths = args.inputs
+    if number is not None:
+        paths = last_checkpoints(args.inputs[0], number, by_updates, args.checkpoint_upper_bound)
+    trained = [path for folder in folders for path in folder.glob("checkpoint*.pt")]
+    refuse_overwriting(args.output, [*paths, *trained], "--output")
+    refuse_existing(args.output, args.force, "--output")
+    save_checkpoint(average_checkpoints(paths), args.output)
+    print(f"averaged {len(paths)} checkpoints into {args.output}: {', '.join(map(str, paths))}")
+    return 0

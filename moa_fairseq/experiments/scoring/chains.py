@@ -1,0 +1,225 @@
+"""The text processing that papers apply before BLEU: each chain of steps has a name."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from sacrebleu.metrics import BLEU
+from sacrebleu.utils import SACREBLEU_DIR
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.scoring.text_marks import RUNNING, TOKENISED, language_of, writes_no_spaces
+from moa_fairseq.experiments.text import detokenize, replace_unicode_punctuation, tokenize
+
+_HYPHEN = re.compile(rb"(\S)-(\S)")
+
+
+class Chain(NamedTuple):
+    """What is done to a hypothesis and a reference line before multi-bleu counts n-grams; also in words.
+
+    wants: the form that the hypotheses and the references must have.
+    """
+
+    key: str
+    hypothesis: Callable[[str], str]
+    reference: Callable[[str], str]
+    description: str
+    wants: Tuple[str, str] = (TOKENISED, TOKENISED)
+
+
+def split_compounds(line: str) -> str:
+    """`perl -ple 's{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g'`: a-b-c becomes `a ##AT##-##AT## b-c`.
+
+    Matches do not overlap, and work on bytes as in Perl: a no-break space is not a space.
+    """
+    return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", line.encode("utf-8")).decode("utf-8")
+
+
+def _moa_release(line: str) -> str:
+    return split_compounds(replace_unicode_punctuation(line))
+
+
+CHAINS: Dict[str, Chain] = {
+    "multi-bleu": Chain("multi_bleu", str, str, "Moses' multi-bleu.perl on the tokens as given"),
+    "compound-split": Chain(
+        "compound_split_bleu",
+        split_compounds,
+        split_compounds,
+        "hyphens split as by fairseq's compound_split_bleu.sh, multi-bleu (inflated)",
+    ),
+    "get-ende-bleu": Chain(
+        "get_ende_bleu",
+        lambda line: split_compounds(tokenize(replace_unicode_punctuation(line), "de")),
+        split_compounds,
+        "tensor2tensor's get_ende_bleu.sh: punctuation replaced in and Moses tokenizer -l de on the "
+        "hypotheses only, hyphens split, multi-bleu (inflated)",
+        (RUNNING, TOKENISED),
+    ),
+    "moa-release": Chain(
+        "moa_release_bleu",
+        _moa_release,
+        _moa_release,
+        "test.sh of MoA's release: punctuation replaced, hyphens split even where the tokenizer has already "
+        "split them, multi-bleu (doubly inflated; comparable with nothing else)",
+    ),
+}
+SACREBLEU = "sacrebleu"
+DEFAULT_CHAINS = ("multi-bleu", "compound-split", SACREBLEU)
+KEYS = {**{name: chain.key for name, chain in CHAINS.items()}, SACREBLEU: SACREBLEU}  # in JSON
+
+
+TOKENIZERS = tuple(name for name in BLEU.TOKENIZERS if name != "spm")  # an old name of flores101
+_EXTRAS = {"ja-mecab": "ja", "ko-mecab": "ko"}
+# Where sacreBLEU keeps the model of its tokeniser for 200 languages, once somebody has asked for it.
+_FLORES200 = Path(SACREBLEU_DIR, "models", "flores200sacrebleuspm")
+
+
+class Texts(NamedTuple):
+    """What is scored. lang: for Moses' detokenizer; detokenized: that the texts are running text already.
+
+    raw_references: running text, instead of the detokenised references. tokenizer: sacreBLEU's, one of
+    TOKENIZERS (None: what it takes for the language).
+    """
+
+    hypotheses: List[str]
+    references: List[List[str]]
+    lang: str = "de"
+    detokenized: bool = False
+    raw_references: Optional[List[List[str]]] = None
+    tokenizer: Optional[str] = None
+
+
+def score(chain: str, texts: Texts, lowercase: bool = False) -> Dict[str, Any]:
+    """BLEU by a name of CHAINS or SACREBLEU: score, precisions, bp, lengths, `line`, and `chain` in words.
+
+    sacreBLEU's signature is with it. lowercase: of all but sacreBLEU.
+    """
+    if chain == SACREBLEU:
+        text = running_text(texts)
+        metric = BLEU(**text.settings, force=True)
+        result = metric.corpus_score(text.hypotheses, text.references)
+        signature = str(metric.get_signature())
+        scores = {**_plain(result), "signature": signature, "line": str(result), "chain": text.chain}
+        return {**scores, **({"warning": text.warning} if text.warning else {})}
+    _, hypothesis, reference, description, _ = CHAINS[chain]
+    scores = multi_bleu(
+        [*map(hypothesis, texts.hypotheses)],
+        [[*map(reference, lines)] for lines in texts.references],
+        lowercase,
+    )
+    return {**scores, "chain": f"{description}, {'lower-cased' if lowercase else 'cased'}"}
+
+
+def multi_bleu(
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]], lowercase: bool = False
+) -> Dict[str, object]:
+    """BLEU-4 in per cent, as Moses' `multi-bleu.perl` counts it, and the `line` that it would print.
+
+    hypotheses: one tokenised line each. references: one sequence of lines per reference. lowercase: its -lc,
+    which lowers ASCII letters only. Returns score, precisions, bp, hyp_len, ref_len (tokens) and line.
+
+    It differs where the script misleads: unequal numbers of lines raise UserError (the script ignores missing
+    hypotheses), an all-empty output scores 0 (the script divides by zero), and the last line counts in full
+    even without a line end (the script drops a character).
+    """
+    for number, reference in enumerate(references, 1):
+        if len(reference) != len(hypotheses):
+            raise UserError(
+                f"{len(hypotheses)} hypotheses but {len(reference)} lines in reference {number}: BLEU needs "
+                f"the same number of lines. Check that both stem from the same test set and are complete."
+            )
+
+    def words(line: str) -> str:
+        # The script reads bytes: only ASCII white space separates words and only ASCII letters are lowered.
+        # sacreBLEU splits at any white space, such as a no-break space, so it is given each word in hex.
+        data = line.encode("utf-8")
+        return " ".join(word.hex() for word in (data.lower() if lowercase else data).split())
+
+    metric = BLEU(tokenize="none", smooth_method="none", force=True)
+    result = metric.corpus_score([*map(words, hypotheses)], [[*map(words, lines)] for lines in references])
+    if not result.ref_len:
+        line = "BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)"
+        return {**_plain(result), "score": 0.0, "bp": 0.0, "line": line}
+    # rounded as Perl does, which divides first
+    precisions = [100 * (matches / max(total, 1)) for matches, total in zip(result.counts, result.totals)]
+    orders = "/".join(f"{precision:.1f}" for precision in precisions)
+    lengths = f"ratio={result.ratio:.3f}, hyp_len={result.sys_len}, ref_len={result.ref_len}"
+    line = f"BLEU = {result.score:.2f}, {orders} (BP={result.bp:.3f}, {lengths})"
+    return {**_plain(result), "line": line}
+
+
+def _plain(result: Any) -> Dict[str, object]:
+    """sacreBLEU's score as plain data, unrounded."""
+    scores = {name: getattr(result, name) for name in ("score", "precisions", "bp")}
+    return {**scores, "hyp_len": result.sys_len, "ref_len": result.ref_len}
+
+
+@functools.cache
+def _usable(tokenizer: str) -> bool:
+    """Whether sacreBLEU has what the tokeniser needs, or can fetch it."""
+    try:
+        BLEU(tokenize=tokenizer)
+    except (Exception, SystemExit):  # whatever a missing package, model or network ends in
+        return False
+    return True
+
+
+def tokenizer_for(lang: str, wanted: Optional[str] = None) -> Tuple[str, str]:
+    """sacreBLEU's tokeniser for a language by its own rule, and a warning where that one cannot be had.
+
+    Languages without spaces for which it has no rule get flores200 where its model is on this machine, else
+    char. wanted: one of TOKENIZERS in its place. Raises UserError where it cannot be had.
+    """
+    lang = language_of(lang)
+    name = wanted or BLEU._TOKENIZER_MAP.get(lang, BLEU.TOKENIZER_DEFAULT)
+    own_rule = wanted or lang in BLEU._TOKENIZER_MAP or not writes_no_spaces(lang)
+    if own_rule and (name == BLEU.TOKENIZER_DEFAULT or _usable(name)):
+        return name, ""
+    extra = _EXTRAS.get(name)
+    remedy = f"pip install 'sacrebleu[{extra}]'" if extra else "see https://github.com/mjpost/sacrebleu"
+    if wanted:
+        raise UserError(f"--sacrebleu-tokenizer {name}: sacreBLEU cannot load it here ({remedy}).")
+    other = "flores200" if _FLORES200.is_file() and _usable("flores200") else "char"
+    if not own_rule:
+        return other, ""
+    why = f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({remedy})"
+    return other, f"{why}: {other} was taken instead, which is not comparable with it"
+
+
+class RunningText(NamedTuple):
+    """What sacreBLEU is given: hypotheses, references, how it counts; `chain`, the same in words."""
+
+    hypotheses: List[str]
+    references: List[List[str]]
+    settings: Dict[str, Any]
+    chain: str
+    warning: str = ""
+
+
+def running_text(texts: Texts) -> RunningText:
+    """Text for sacreBLEU (cased), by Moses' detokenizer where it is not running text already.
+
+    Lower-cased tokens stay tokens (`case:lc|tok:none`), unless a tokeniser is named: the running text that
+    others are scored on does not come back. Raises UserError for a tokeniser that cannot be had.
+    """
+    tokenizer, warning = tokenizer_for(texts.lang, texts.tokenizer)
+    hypotheses, references = texts.hypotheses, texts.raw_references or texts.references
+    given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
+    lowercase = all("\n".join(lines).islower() for lines in references)
+    lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
+    lowercase = lowercase and not writes_no_spaces(texts.lang)  # a few Latin letters say nothing of the text
+    as_tokens = lowercase and not any(given) and not texts.tokenizer
+    form = "/".join("as given" if already else f"Moses detokenizer -l {texts.lang}" for already in given)
+    form = f"{tokenizer}, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {form}"
+    if not as_tokens and not given[0]:
+        hypotheses = [detokenize(line, texts.lang) for line in hypotheses]
+    if not as_tokens and not given[1]:
+        references = [[detokenize(line, texts.lang) for line in lines] for lines in references]
+    return RunningText(
+        hypotheses,
+        references,
+        {"lowercase": lowercase, "tokenize": "none" if as_tokens else tokenizer},
+        f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else form}",
+        "" if as_tokens else warning,
+    )

@@ -1,0 +1,101 @@
+"""Accuracy of a classifier of sentences: `moa-fairseq score --classifier CHECKPOINT --data DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional
+
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.listops import GROUPS
+from moa_fairseq.experiments.scoring.trained_model import batches, device_for, load_trained
+
+
+@torch.no_grad()
+def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, cpu: bool) -> Dict[str, Any]:
+    """The accuracy in percent, as a whole and by the groups of the data, as `--json` prints it.
+
+    Raises UserError for a model that is not a classifier, a subset that does not exist, sentences that are
+    too long for the model, or a damaged file of groups.
+    """
+    model, task = load_trained(checkpoint, data)
+    heads = getattr(model, "classification_heads", {})
+    if not len(heads) or not hasattr(task, "label_dictionary"):
+        raise UserError(
+            f"{checkpoint} is not a classifier of sentences: it was trained for {type(task).__name__}."
+        )
+    device = device_for(cpu)
+    model, head = model.to(device).eval(), next(iter(heads))
+    by_place: Dict[int, bool] = {}  # of a sentence in the data: whether its class is predicted correctly
+    for sample in batches(task, model, subset, max_tokens, device):
+        logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
+        hits = logits.argmax(1).eq(sample["target"].view(-1))
+        by_place.update(zip(sample["id"].tolist(), hits.tolist()))
+    count = len(task.dataset(subset))
+    if missing := count - len(by_place):
+        raise UserError(
+            f"--subset {subset}: {missing:,} of {count:,} sentences are longer than the model or "
+            f"--max-tokens {max_tokens} allows. Raise the latter (score.flags.max-tokens in a recipe); what "
+            "is longer than the model reads must be taken out of the subset, or the model trained with more "
+            "--max-positions."
+        )
+
+    def accuracy(places: Iterable[int]) -> Dict[str, Any]:
+        hits = [by_place[place] for place in places]
+        return {"score": 100 * sum(hits) / len(hits), "sentences": len(hits)}
+
+    by = {
+        name: {value: accuracy(places) for value, places in sorted(values.items())}
+        for name, values in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items()
+    }
+    evaluation: Dict[str, Any] = {"sentences": count}
+    for name, values in by.items():
+        if len(values) <= _FEW:
+            scores = {str(value): round(found["score"], 2) for value, found in values.items()}
+            evaluation[f"accuracy_by_{name}"] = scores
+    meta = {"checkpoint": str(checkpoint), "data": str(task.cfg.data), "subset": subset}
+    return {"accuracy": {**accuracy(range(count)), "by": by}, "meta": {**meta, "evaluation": evaluation}}
+
+
+_FEW = 10  # values of a group that are kept with the result of a recipe
+
+
+def _groups(path: Path, sentences: int) -> Dict[str, Dict[int, List[int]]]:
+    """Name → value → the sentences that have it; empty if the data has no groups."""
+    if not path.is_file():
+        return {}
+    head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    names = head.split("\t")
+    found: Dict[str, Dict[int, List[int]]] = {name: {} for name in names}
+    for number, line in enumerate(lines):
+        values = line.split("\t")
+        if len(values) != len(names) or not all(value.isdecimal() for value in values):
+            raise UserError(
+                f"{path}, line {number + 2}: {len(names)} whole numbers are expected. Prepare the data again."
+            )
+        for name, value in zip(names, values):
+            found[name].setdefault(int(value), []).append(number)
+    if len(lines) != sentences:
+        raise UserError(
+            f"{path} has {len(lines):,} lines for {sentences:,} sentences: prepare the data again."
+        )
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the accuracy of one model. Raises UserError on bad input."""
+    if args.max_tokens < 1:
+        raise UserError("--max-tokens must be at least 1.")
+    scores = score(args.classifier, args.data, args.subset, args.max_tokens, args.cpu)
+    if args.json:
+        print(json.dumps(scores, indent=2))
+        return 0
+    accuracy = scores["accuracy"]
+    print(f"accuracy {accuracy['score']:.2f} %  [{accuracy['sentences']:,} sentences of {args.subset}]")
+    for name, values in accuracy["by"].items():
+        for value, found in values.items():
+            print(f"  {name} {value:>3}: {found['score']:6.2f} %  [{found['sentences']:,}]")
+    return 0

@@ -1,0 +1,394 @@
+"""The papers' numbers beside ours: paper, ours, difference, or why there is none.
+
+  moa-fairseq compare --paper moa                       the tables of one paper
+  moa-fairseq compare --measured                        only what was run
+  moa-fairseq compare runs/quickstart_moa runs/B        only these runs
+
+Scores come from results/measured/, where `moa-fairseq recipe ... --record` puts them, or from run folders;
+parameters and MACs are counted from the models. results/FORMAT.md describes the files and --json.
+
+MoA's BLEU on WMT14 is compared twice. Its text is tokenised with split hyphens, so (multi-bleu), plain
+multi-bleu.perl, is the score after one compound split, which the paper describes. (moa-release) is the score
+that the script of MoA's release would print for the same output: it splits those hyphens a second time, which
+adds about 0.9 BLEU for German and 0.8 for French.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+from tqdm import tqdm
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.experiments.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
+from moa_fairseq.experiments.tables import Column, Table, page
+from moa_fairseq.files import shipped
+
+SCHEMA = {"name": "moa-fairseq compare", "version": 1}  # of --json: results/FORMAT.md
+# What a run can have instead of a number; "no recipe" marks rows for which there is no recipe here.
+STATUSES = ("not run", "running", "OOM", "diverged")
+MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
+
+# What a run may say about itself: how its number came about, in this order, and more.
+_FACTS = {
+    **dict.fromkeys(("status", "subset"), TEXT),
+    **dict.fromkeys(("epochs", "updates", "checkpoints_averaged", "seed"), NUMBER),
+    **dict.fromkeys(("hardware", "date", "commit"), TEXT),
+}
+_KINDS = {
+    **dict.fromkeys(("experiment", "headline", "command"), TEXT),
+    **dict.fromkeys(("parameters", "train_seconds"), NUMBER),
+    **dict.fromkeys(("metrics", "reproduces", "generation", "evaluation"), MAPPING),
+    **_FACTS,
+}
+_REMEDY = "Restore it, or delete it: results/FORMAT.md describes the format."
+SCORES = {  # metric → heading
+    "multi_bleu": "multi-bleu",
+    "compound_split_bleu": "compound-split",
+    "sacrebleu": "sacreBLEU",
+    "valid_ppl": "Valid ppl",
+    "moa_release_bleu": "moa-release",
+    "get_ende_bleu": "get-ende-bleu",
+    "masked_lm_ppl": "Masked-LM ppl",
+    "masked_lm_word_ppl": "word level",
+    "lm_ppl": "LM ppl",
+    "lm_bits": "bits per token",
+    "accuracy": "Accuracy (%)",
+}
+# What the command of a run says that may differ between seeds.
+_OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")
+
+
+@dataclasses.dataclass
+class Cell:
+    """One printed number beside ours.
+
+    quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
+    metric, or None. printed: the number as it stands in the paper. ours is the mean over the runs; spread
+    their sample standard deviation where there are several. difference is ours minus the paper's. plain: for
+    MACs, every matrix product counted once, in the model or in SwitchHead's layer; attention: those of the
+    attentions alone, for a whole model; cache: bytes of a decoder's cache a token and layer, in 16 bits.
+    """
+
+    column: str
+    quantity: Optional[str]
+    paper: float
+    printed: str
+    ours: Optional[float] = None
+    spread: Optional[float] = None
+    difference: Optional[float] = None
+    status: str = NO_RECIPE
+    runs: int = 0
+    plain: Optional[int] = None
+    attention: Optional[int] = None
+    cache: Optional[int] = None
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of a table. arch: the one that is counted; headline: the task, in README.md's table."""
+
+    row: str
+    arch: Optional[str]
+    cells: List[Cell]
+    runs: List[dict]
+    headline: Optional[str] = None
+
+
+@dataclasses.dataclass
+class PaperTable:
+    """One table of one paper, whose short name is `name`."""
+
+    paper: str
+    name: str
+    title: str
+    citation: str
+    table: str
+    caption: str
+    notes: List[str]
+    rows: List[Row]
+
+
+@dataclasses.dataclass
+class Comparison:
+    """All tables, and the runs that stand for no row."""
+
+    tables: List[PaperTable]
+    other: List[dict]
+
+
+def load_comparison(
+    results: Path, run_files: Sequence[Path] = (), paper: Optional[str] = None, measured: bool = False
+) -> Comparison:
+    """Read `results`/papers and the runs, match them, and count what the papers print of the models' costs.
+
+    run_files: result.json files of run folders, compared instead of all that is in `results`/measured. paper:
+    only this one's tables. measured: only rows for which a run stands, as always with run_files. A run stands
+    for a row when its `reproduces` names paper, table and row, or names another table of the paper and the
+    row lists its experiment. Raises UserError for a missing folder or a file that is not as described.
+    """
+    printed = results / "papers"
+    if not printed.is_dir():
+        raise UserError(f"--results {results}: there is no folder {printed} with the papers' tables.")
+    papers = [_read(path, "paper", "title", "citation", "tables") for path in sorted(printed.glob("*.json"))]
+    if paper is not None:
+        check_choice("--paper", paper, [each["paper"] for each in papers])
+        papers = [each for each in papers if each["paper"] == paper]
+    runs = [_read_run(path) for path in run_files or sorted((results / "measured").glob("*.json"))]
+    tables, counted = [], []
+    for each in papers:
+        about = {key: each.get(key, each["paper"]) for key in ("paper", "name", "title", "citation")}
+        for table in each["tables"]:
+            rows = []
+            for row in table["rows"]:
+                own = [run for run in runs if _stands_for(run, each["paper"], table, row)]
+                if own or not (measured or run_files):
+                    cells = [*_cells(table, row, own)]
+                    counted += [(cell, model) for cell, model in cells if model]
+                    setting = row.get("setting")  # K, E and D where they stand in columns of their own
+                    label = row["row"] + (" {K}K{E}E{D}D".format(**setting) if setting else "")
+                    plain = [cell for cell, _ in cells]
+                    rows.append(Row(label, row.get("arch"), plain, own, row.get("headline")))
+            if rows:
+                names = {
+                    "table": table["table"],
+                    "caption": table["caption"],
+                    "notes": table.get("notes", []),
+                }
+                tables.append(PaperTable(**about, **names, rows=rows))
+    line = "counting parameters and MACs, {n_fmt} of {total_fmt}{postfix}"  # on a terminal only
+    with tqdm(
+        dict.fromkeys(model for _, model in counted), bar_format=line, disable=None, leave=False
+    ) as bar:
+        for model in bar:
+            bar.set_postfix_str(model[0])
+            _count(*model)
+    for cell, model in counted:
+        counts, quantity = _count(*model), cell.quantity or ""
+        cell.ours, cell.status = counts[quantity], COMPUTED
+        cell.difference = counts[quantity] - cell.paper
+        if quantity.startswith("macs"):
+            cell.plain, cell.attention = counts["macs"], counts["attention_macs"]
+            cell.cache = counts["cache_bytes"]
+        elif cell.quantity == "switchhead_layer_macs":
+            cell.plain = counts["switchhead_layer_plain_macs"]
+            cell.cache = counts["cache_bytes"]
+    matched = {id(run) for table in tables for row in table.rows for run in row.runs}
+    return Comparison(tables, [run for run in runs if id(run) not in matched] if paper is None else [])
+
+
+def _read(path: Path, *keys: str) -> dict:
+    try:
+        data = read_json(path, _REMEDY)
+    except FileNotFoundError as error:
+        raise UserError(f"There is no {path}: the run was not scored, or it is another folder.") from error
+    check_kinds(data, {}, str(path), _REMEDY, required=keys)
+    return data
+
+
+def _read_run(path: Path) -> dict:
+    """One result.json, every value of the kind that the tables need.
+
+    "name" is added: an experiment may have been run more than once, and each run has a file or a folder.
+    """
+    data = _read(path, "experiment", "metrics")
+    check_kinds(data, _KINDS, str(path), _REMEDY)
+    kinds = {name: TEXT if name.endswith("_signature") else NUMBER for name in data["metrics"]}
+    check_kinds(data["metrics"], kinds, f"{path}: metrics", _REMEDY)
+    if (data.get("status") or "not run") not in STATUSES:
+        raise UserError(f"{path}: status {data['status'][:40]!r} must be one of {', '.join(STATUSES)}.")
+    return {"name": path.stem if path.stem != "result" else path.absolute().parent.name, **data}
+
+
+def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
+    target = run.get("reproduces") or {}
+    same_table = str(target.get("table")) == table["table"] and "row" in target
+    stands = target.get("row") == row["row"] if same_table else run["experiment"] in row["experiments"]
+    return stands and target.get("paper") == paper
+
+
+def _cells(table: dict, row: dict, runs: List[dict]) -> Iterator[Tuple[Cell, Tuple]]:
+    """The cells of a row, with scores filled in; of those that are counted, the arguments of `_count`."""
+    fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
+    texts = dict(zip(reversed(row["values"]), reversed(fields)))  # before them stand K, E and D, if anything
+    for column, paper in row["values"].items():
+        text = texts.get(column, f"{paper}")
+        # Where our number comes from: the column's description, with the row's changes.
+        about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
+        if quantity := about.get("quantity"):
+            model: Tuple = ()
+            if row.get("arch") is not None:
+                names = ("src_len", "tgt_len", "embeddings")
+                setting = tuple((name, about[name]) for name in names if name in about)
+                model = (row["arch"], about["vocab_size"], tuple(row.get("model_flags", ())), setting)
+            yield Cell(column, quantity, paper, text), model
+            continue
+        prefix = about.get("experiments", "")
+        for metric in (about.get("metric"), *about.get("also", ())):  # compared with the same printed number
+            cell = Cell(column, metric, paper, text)
+            if metric and any(name.startswith(prefix) for name in row["experiments"]):
+                own = [run for run in runs if run["experiment"].startswith(prefix)]
+                cell.status = (own[-1].get("status") if own else None) or "not run"
+                scores = [run["metrics"].get(metric) for run in own]
+                if values := [score for score in scores if score is not None]:
+                    cell.ours, cell.runs, cell.status = statistics.mean(values), len(values), MEASURED
+                    cell.spread = statistics.stdev(values) if len(values) > 1 else None
+                    cell.difference = cell.ours - paper
+            yield cell, ()
+
+
+@functools.cache
+def _count(arch: str, vocab_size: int, flags: Tuple[str, ...], setting: Tuple) -> Dict[str, Any]:
+    from moa_fairseq.experiments.scoring.complexity import as_json, complexity
+
+    return as_json(complexity(arch, vocab_size, model_flags=flags, **dict(setting)))
+
+
+def render(comparison: Comparison, markdown: bool = False) -> str:
+    """Every table, what has no recipe as the paper prints it, then the runs that stand for no row."""
+    blocks: List[Union[str, Table]] = []
+    columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
+    columns += [Column(head.lower(), head, ">") for head in ("Paper", "Ours", "Difference")]
+    for table in comparison.tables:
+        pairs = [(row, cell) for row in table.rows for cell in row.cells if cell.status != NO_RECIPE]
+        if f"### {table.title}" not in blocks:
+            blocks += [f"### {table.title}", f"{table.citation}."]
+        archs: Dict[str, List[str]] = defaultdict(list)
+        for name, arch in dict.fromkeys((row.row, row.arch) for row, _ in pairs if row.arch):
+            archs[arch].append(name)
+        counted = "; ".join(f"`{arch}` ({', '.join(names)})" for arch, names in archs.items())
+        runs = list({id(run): run for row in table.rows for run in row.runs}.values())
+        heads = dict.fromkeys(cell.column for row in table.rows for cell in row.cells)
+        alone = [
+            {
+                "model": row.row,
+                **{cell.column: cell.printed for cell in row.cells if cell.status == NO_RECIPE},
+            }
+            for row in table.rows
+            if NO_RECIPE in [cell.status for cell in row.cells]
+        ]
+        blocks += [
+            f"**Table {table.table}.** {table.caption}.",
+            Table(columns, [line for row, cell in pairs for line in lines_of(row, cell)]),
+            f"Architectures: {counted}." if counted else "",
+            _evidence(runs),
+            "Printed there, without a recipe here:" if alone else "",
+            Table([Column("model", "Model"), *(Column(head, head, ">") for head in heads)], alone),
+            " ".join(table.notes),
+        ]
+    if runs := comparison.other:
+        note = "Runs that differ in their seed alone have one line: mean ± standard deviation."
+        blocks += ["### Other runs", note, *_other(runs), _evidence(runs)]
+    return page(blocks, markdown)
+
+
+def lines_of(row: Row, cell: Cell) -> List[Dict[str, str]]:
+    """A printed number beside ours: the values of Model, Measure, Paper, Ours and Difference.
+
+    Of MACs the plain count, that of the attention and the cache follow. Counts are in millions.
+    """
+    line = {"model": row.row, "measure": cell.column, "paper": cell.printed, "ours": cell.status}
+    if cell.status == COMPUTED and cell.ours is not None and cell.difference is not None:
+        percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
+        decimals = max(1, len(f"{cell.paper / 1e6:g}".partition(".")[2]))
+        line.update(paper=f"{cell.paper / 1e6:g}M", ours=f"{cell.ours / 1e6:.{decimals}f}M")
+        beside = {"plain count": cell.plain, "attention alone": cell.attention}
+        more = [
+            {"model": row.row, "measure": f"{cell.column}, {name}", "ours": f"{count / 1e6:.1f}M"}
+            for name, count in beside.items()
+            if count
+        ]
+        if cell.cache is not None:
+            measure = "cache, bytes a token and layer"
+            more.append({"model": row.row, "measure": measure, "ours": f"{cell.cache:,}"})
+        return [{**line, "difference": f"{percent:+.1f} %"}, *more]
+    if [other.column for other in row.cells].count(cell.column) > 1:
+        # The printed number is compared with several chains.
+        line["measure"] += f" ({SCORES.get(cell.quantity or '', cell.quantity)})"
+    if cell.ours is not None:
+        spread = "" if cell.spread is None else f" ± {cell.spread:.2f} ({cell.runs} runs)"
+        line.update(ours=f"{cell.ours:.2f}{spread}", difference=f"{cell.difference:+.2f}")
+    return [line]
+
+
+def _other(runs: List[dict]) -> List[Table]:
+    """A table for each set of metrics; runs that differ in their seed alone have one line."""
+    alike: Dict[tuple, List[dict]] = defaultdict(list)
+    for run in runs:
+        keys = ("subset", "status", "updates", "parameters", "checkpoints_averaged", "generation")
+        command = _OF_ONE_RUN.sub("", run.get("command") or "")
+        group = alike[(run["experiment"], command, *(str(run.get(key)) for key in keys))]
+        seeds = {None, *(other.get("seed") for other in group)} if group else {}
+        (alike[(id(run),)] if run.get("seed") in seeds else group).append(run)
+    tables: Dict[Tuple[str, ...], List[Dict[str, Any]]] = defaultdict(list)
+    for group in alike.values():
+        first = group[0]
+        line = {"run": first["name"] if len(group) == 1 else f"{first['experiment']} ({len(group)} seeds)"}
+        line["status"], found = first.get("status"), []
+        for metric in SCORES:
+            values = [score for run in group if (score := run["metrics"].get(metric)) is not None]
+            if values:
+                spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+                line[metric] = f"{statistics.mean(values):.2f}{spread}"
+                found.append(metric)
+        if first.get("parameters"):
+            line["size"] = f"{first['parameters'] / 1e6:.1f}M"
+        if first.get("train_seconds") is not None:
+            minutes = statistics.mean(run.get("train_seconds") or 0 for run in group) / 60
+            line["time"] = f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
+        tables[tuple(found)].append(line)
+    columns = [Column("run", "Run"), *(Column(key, head, ">") for key, head in SCORES.items())]
+    columns += [Column("size", "#Params", ">"), Column("time", "Training", ">"), Column("status", "Status")]
+    return [Table(columns, lines) for lines in tables.values()]
+
+
+def _evidence(runs: List[dict]) -> str:
+    """How each number came about: a score never travels alone."""
+    lines = []
+    for run in runs:
+        metrics, headline = run["metrics"], run.get("headline") or ""
+        facts = {key: run.get(key) for key in _FACTS}
+        facts["commit"] = re.sub(r"^(\w{10})\w+", r"\1", run.get("commit") or "")
+        facts.update({**(run.get("generation") or {}), **(run.get("evaluation") or {})})
+        facts["sacreBLEU"] = metrics.get("sacrebleu_signature")
+        said = [f"{SCORES.get(headline, headline)} {metrics[headline]:.2f}"] if metrics.get(headline) else []
+        for key, value in facts.items():
+            if value not in (None, "") and not isinstance(value, dict):  # dicts are of groups of sentences
+                said.append(f"{key.replace('_', ' ')} {value}")
+        lines.append(f"- `{run['name']}`: {', '.join(said) or 'nothing is said of it'}")
+    return "\n".join(lines)
+
+
+def default_results() -> Path:
+    """results/ of this package, else of the working directory."""
+    return shipped("results") if shipped("results").is_dir() else Path("results")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq compare`."""
+    add = parser.add_argument
+    add("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="show only these runs")
+    add("--paper", metavar="NAME", help="only the tables of this paper: moa, mae, switchhead, moh, ...")
+    add("--measured", action="store_true", help="only rows that were measured")
+    add("--results", type=Path, metavar="DIR", help="folder with papers/ and measured/")
+    add("--markdown", action="store_true", help="print Markdown")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, match, and print."""
+    files = [folder / "result.json" for folder in args.run_dirs]
+    comparison = load_comparison(args.results or default_results(), files, args.paper, args.measured)
+    if args.json:
+        print(json.dumps({"schema": SCHEMA, **dataclasses.asdict(comparison)}, indent=2, ensure_ascii=False))
+    else:
+        print(render(comparison, args.markdown), end="")
+    return 0

@@ -1,0 +1,365 @@
+"""Parameters and multiply-accumulate operations (MACs) of an architecture, part by part.
+
+The model is built exactly as fairseq-train would build it, but without weights, so this takes no
+memory and no data. MACs are those of one forward pass over one sentence pair (App. E of the MoA
+paper): every matrix product counts, biases, norms, softmax and embedding look-ups do not. Causal
+attention counts as the full square that a GPU computes.
+
+  plain count          linear layers, expert projections, router, attention scores and values
+  papers' convention   the same without the attention's scores and values: this is what the
+                       printed MACs of MoA's Tables 1 and 3 and of Table 2's dense row contain
+  attention twice      the plain count with scores and values once more: what the MoA rows of Table 2
+                       contain (within 0.7 %; give --vocab-size 50265 --src-len 128)
+  attention in all     projections, routers, scores and values of every attention: half of a small model's
+                       total may be its output layer, which hides what an attention costs
+  cache                what a generated token leaves behind in each layer of a decoder: keys and values of its
+                       self-attention, two bytes a number, and indices of keys' experts where there are any
+  SwitchHead's layer   one attention layer, one chunk of --tgt-len tokens, by the formula that prints the
+                       tables of the SwitchHead paper: MACs, and the numbers that training stores;
+                       with --positions xl a carried chunk is attended to as well
+  --branch             how large attention starts: the norm of its output ÷ that of its input, in the model
+                       before training, on 8 x 20 random tokens; the mean of all attentions and of the
+                       seeds 1 to 4 (--seed changes nothing)
+
+Everything after a lone -- goes to fairseq as model flags:
+
+  moa-fairseq complexity --arch moa_transformer_base -- --encoder-layers 3 --decoder-layers 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Sequence, Set
+
+import torch
+from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
+from fairseq.modules import MultiheadAttention
+from torch import nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.moa import MixtureOfAttention
+from moa_fairseq.layers.positions import RelativePositions
+from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.layers.sigma_moe import SigmaMoE
+from moa_fairseq.layers.switchhead import SwitchHeadAttention
+
+PARTS = {
+    "embedding": "embedding",
+    "encoder_attention": "encoder attention",
+    "decoder_self_attention": "decoder self-attention",
+    "cross_attention": "cross-attention",
+    "feed_forward": "feed-forward",
+    "router": "router and gates",
+    "norms": "norms",
+    "output": "output",
+    "other": "other",
+    "attention_matmul": "attention scores and values",
+}
+_ATTENTIONS = ("encoder_attention", "decoder_self_attention", "cross_attention")
+FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
+
+
+@dataclass
+class Cost:
+    """What a model costs. `parameters` and `macs` map a key of PARTS to a count.
+
+    layer: the cost of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors,
+    and "plain_macs", every matrix product once. attention_parameters, attention_macs: of all attentions, with
+    their routers, scores and values, which are parts of their own above. cache_bytes: a token and layer of a
+    decoder's self-attention, in 16 bits.
+    """
+
+    parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    macs: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    not_counted: List[str] = field(default_factory=list)  # module types whose MACs no rule knows
+    layer: Optional[Dict[str, int]] = None
+    attention_parameters: int = 0
+    attention_macs: int = 0
+    cache_bytes: Optional[int] = None
+    updated: Dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
+
+    @property
+    def total_macs(self) -> int:
+        """All matrix products."""
+        return sum(self.macs.values())
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters; tied ones count once."""
+        return sum(self.parameters.values())
+
+
+def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
+    """Count parameters and MACs of one sentence pair of `src_len` and `tgt_len` tokens.
+
+    model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
+    counts once, under the module that comes first, so a tied output projection has no parameters.
+    Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
+    cross-attention see src_len. A mixture states its own cost. In a language model with Transformer-XL's
+    positions a carried chunk adds its keys.
+    """
+    cost = Cost()
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        cost.parameters[part_of(owner, modules[owner])] += parameter.numel()
+        if {"self_attn", "encoder_attn"} & set(owner.split(".")):
+            cost.attention_parameters += parameter.numel()
+    carries = isinstance(model, FairseqLanguageModel)
+    unknown: Set[str] = set()
+    stated: Set[nn.Module] = set()  # the cost of these is part of what the attention around them states
+    for name, module in modules.items():
+        path, part = name.split("."), part_of(name, module)
+        cross = "encoder_attn" in path
+        of_source = path[0] == "encoder" or (cross and path[-1] in ("k_proj", "v_proj"))
+        queries = src_len if of_source else tgt_len
+        keys = src_len if cross else queries
+        if isinstance(module, (Attention, MultiheadAttention)) and path[0] == "decoder" and not cross:
+            own = isinstance(module, Attention)
+            cost.cache_bytes = module.cache_bytes() if own else 2 * 2 * module.embed_dim
+        if isinstance(module, (Attention, SigmaMoE)):
+            if isinstance(module, SigmaMoE):
+                macs = module.macs(queries)
+            else:
+                chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
+                macs = module.macs(queries, keys * chunks)
+                published = published_cost(module, queries, chunks) if cost.layer is None else None
+                if published is not None:
+                    cost.layer = {**published, "plain_macs": sum(macs.values())}
+            cost.macs["router"] += macs["router"]
+            cost.macs[part] += macs["projections"]
+            cost.macs["attention_matmul"] += macs.get("scores", 0)
+            cost.attention_macs += sum(macs.values()) if isinstance(module, Attention) else 0
+            stated.update(module.modules())
+        elif module in stated:
+            continue
+        elif type(module).__name__ == "MultiheadAttention":
+            cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
+            cost.attention_macs += 2 * queries * keys * module.embed_dim
+        elif isinstance(module, nn.Linear) or type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
+            # The last two multiply by the tied embedding itself. Of an adaptive softmax every band counts.
+            macs_of_all = module.get_parameter("weight").numel() * queries
+            cost.macs[part] += macs_of_all
+            cost.attention_macs += macs_of_all if part in _ATTENTIONS else 0
+        elif not isinstance(module, nn.Embedding):
+            matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+            unknown.update([type(module).__name__] if matrices else [])
+    cost.not_counted = sorted(unknown)
+    if gates_of(model):
+        from moa_fairseq.plugin.coordinate_descent.finetuning import updated_by
+
+        cost.updated = {
+            method: sum(parameter.numel() for parameter in updated_by(model, method))
+            for method in ("ftg", "ftg_plus", "ftall")
+        }
+    return cost
+
+
+def published_cost(attention: Attention, length: int, chunks: int) -> Optional[Dict[str, int]]:
+    """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).
+
+    "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
+    print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
+    attended to, 2 with a carried one. None for a setting for which they have no formula.
+    """
+    n, d, C, T = attention.num_heads, attention.head_dim, chunks, length
+    width, relative = attention.embed_dim, isinstance(attention.positions, RelativePositions)
+    macs, floats = 2 * C * n * d * T**2, 2 * C * n * T**2
+    if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
+        k, experts = 2, attention.num_experts  # their script has k = 2 for every n
+        macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
+        return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
+    if not isinstance(attention, SwitchHeadAttention) or attention.shares_selection:
+        return None
+    if not attention.experts:  # dense: Eq. 11-12
+        macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
+        return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * C * n * d * T}
+    if attention.experts != "vo":
+        return None
+    k, experts = attention.experts_per_token, attention.num_experts
+    macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
+    macs += relative * 2 * n * d * width * T
+    return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + 2 * experts * C * T}
+
+
+def part_of(name: str, module: nn.Module) -> str:
+    """The key of PARTS for the module `name` (dotted, as in named_modules)."""
+    path = name.split(".")
+    if {"router", "source_router", "gate"} & set(path):
+        return "router"
+    if {"output_projection", "lm_head", "adaptive_softmax"} & set(path):
+        return "output"
+    if "Norm" in type(module).__name__:
+        return "norms"
+    if "embed_tokens" in path or "embed_positions" in path:
+        return "embedding"
+    if "encoder_attn" in path:
+        return "cross_attention"
+    if "self_attn" in path:
+        return "encoder_attention" if path[0] == "encoder" else "decoder_self_attention"
+    if {"fc1", "fc2"} & set(path):
+        return "feed_forward"
+    return "other"
+
+
+def complexity(
+    arch: str,
+    vocab_size: int = 32000,
+    src_len: int = 10,
+    tgt_len: int = 10,
+    embeddings: str = "shared",
+    model_flags: Sequence[str] = (),
+) -> Cost:
+    """Build `arch` without weights and count it. Arguments and errors as of build_skeleton."""
+    # Building needs all of fairseq and every registered model; counting does not.
+    from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+
+    for flag, length in (("--src-len", src_len), ("--tgt-len", tgt_len)):
+        if length < 1:
+            raise UserError(f"{flag} {length}: a sentence has at least one token.")
+    return count(build_skeleton(arch, vocab_size, embeddings, model_flags), src_len, tgt_len)
+
+
+def branch_size(
+    arch: str, vocab_size: int = 32000, embeddings: str = "shared", model_flags: Sequence[str] = ()
+) -> float:
+    """How large attention starts: see --branch. Arguments and errors as of build_skeleton.
+
+    Raises UserError where the model has no attention that this could look at, or does not fit into memory.
+    """
+    from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+
+    skeleton = build_skeleton(arch, vocab_size, embeddings, model_flags)
+    needed = 4 * sum(weights.numel() for weights in skeleton.parameters())
+    if needed > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise UserError(
+            f"--branch: the weights of {arch} need {needed / 2**30:.0f} GiB, and this machine has "
+            f"{memory / 2**30:.0f}. Leave the flag out, or give fewer layers after a lone --."
+        )
+    sizes: List[float] = []
+
+    def measure(module: nn.Module, inputs: Any, named: Dict[str, Any], output: Any) -> None:
+        sizes.append((output[0].norm() / named["query"].norm()).item())
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for seed in range(1, 5):  # one draw of a tiny model's weights is off by 3 %
+            torch.manual_seed(seed)
+            model = build_skeleton(arch, vocab_size, embeddings, model_flags, weights=True).eval()
+            for module in model.modules():
+                if isinstance(module, (Attention, MultiheadAttention)):
+                    module.register_forward_hook(measure, with_kwargs=True)
+            tokens = torch.randint(4, vocab_size, (8, 20))
+            pair = (torch.full((8,), 20), tokens) if isinstance(model, FairseqEncoderDecoderModel) else ()
+            try:
+                model(tokens, *pair)
+            except (TypeError, IndexError) as error:
+                raise UserError(
+                    f"--branch: {arch} does not run on 20 random tokens ({error}). Leave the flag out, or "
+                    "allow 20 positions."
+                ) from error
+    if not sizes:
+        raise UserError(f"--branch: {arch} has no multi-head attention. Leave the flag out.")
+    return sum(sizes) / len(sizes)
+
+
+def as_json(cost: Cost) -> Dict[str, Any]:
+    """The report as plain data; all counts are integers."""
+    scores = cost.macs["attention_matmul"]
+    return {
+        "parameters": cost.total_parameters,
+        "macs": cost.total_macs,
+        "macs_paper_convention": cost.total_macs - scores,
+        "macs_attention_twice": cost.total_macs + scores,
+        "attention_parameters": cost.attention_parameters,
+        "attention_macs": cost.attention_macs,
+        "output_macs": cost.macs["output"],
+        "cache_bytes": cost.cache_bytes,
+        "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
+        "macs_by_part": cost.macs,
+        **{f"switchhead_layer_{name}": count for name, count in (cost.layer or {}).items()},
+        **{f"updated_{method}": parameters for method, parameters in cost.updated.items()},
+        "not_counted": cost.not_counted,
+    }
+
+
+def as_text(title: str, cost: Cost) -> str:
+    """The report as a table for people."""
+    report = as_json(cost)
+    rest = (report["parameters"] - cost.parameters["output"], report["macs"] - report["output_macs"])
+    rows = [(label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()]
+    rows += [
+        ("total", report["parameters"], report["macs"]),
+        ("  of it attention in all", report["attention_parameters"], report["attention_macs"]),
+        ("  without the output layer", *rest),
+    ]
+    table = [
+        {"part": label, "parameters": parameters, "macs": macs}
+        for label, parameters, macs in rows
+        if parameters or macs
+    ]
+    notes = {
+        "papers' convention": ("macs_paper_convention", "no attention scores and values"),
+        "attention twice": ("macs_attention_twice", "MoA's Table 2; see --help"),
+        "SwitchHead's layer": ("switchhead_layer_macs", "its paper's formula; see --help"),
+        "  every product once": ("switchhead_layer_plain_macs", ""),
+        "  numbers stored": ("switchhead_layer_floats", ""),
+    }
+    for label, (key, note) in notes.items():
+        table += [{"part": label, "macs": report[key], "note": note}] if key in report else []
+    for method, parameters in cost.updated.items():
+        table.append({"part": f"updated by --finetune {method}", "parameters": parameters})
+    columns = [Column("part", "part"), Column("parameters", "parameters", ","), Column("macs", "MACs", ",")]
+    lines = [title, "", Table([*columns, Column("note", "")], table).text()]
+    if cost.cache_bytes is not None:
+        lines.append(f"cache: {cost.cache_bytes:,} bytes a token and layer, two for each number")
+    if cost.not_counted:
+        lines.append(f"MACs of these modules are not counted: {', '.join(cost.not_counted)}")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq complexity`."""
+    add = parser.add_argument
+    add("--arch", required=True, help="any architecture of fairseq or moa_fairseq")
+    add("--vocab-size", type=int, default=32000, metavar="V", help="dictionary size (32000)")
+    add("--src-len", type=int, default=10, metavar="S", help="source tokens (10)")
+    add("--tgt-len", type=int, default=10, metavar="T", help="target tokens (10)")
+    add(
+        "--embeddings",
+        choices=["shared", "decoder", "separate"],
+        default="shared",
+        help="translation: one matrix for source, target and output as in the paper (shared, the default); "
+        "for target and output only (decoder); three (separate)",
+    )
+    for name in FORWARDED:
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=int, metavar="N", help="overrides the architecture's value")
+    add("--branch", action="store_true", help="how large attention starts; needs memory for the weights")
+    add("--json", action="store_true", help="print JSON")
+    add("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    model_flags = list(args.model_flags)
+    for name in FORWARDED:
+        if (value := getattr(args, name)) is not None:
+            model_flags += ["--" + name.replace("_", "-"), str(value)]
+    cost = complexity(args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags)
+    branch = branch_size(args.arch, args.vocab_size, args.embeddings, model_flags) if args.branch else None
+    if args.json:
+        names = ("arch", "vocab_size", "src_len", "tgt_len", "embeddings")
+        setting = {name: getattr(args, name) for name in names}
+        counts = {**as_json(cost), **({} if branch is None else {"branch": branch})}
+        print(json.dumps({**setting, "model_flags": model_flags, **counts}, indent=2))
+        return 0
+    lengths = f"{args.src_len} source and {args.tgt_len} target tokens"
+    print(as_text(f"{args.arch}, {args.vocab_size:,} symbols, {lengths}", cost))
+    if branch is not None:
+        print(f"Before training attention's output is {branch:.3f} times as large as its input.")
+    return 0

@@ -1,0 +1,54 @@
+"""Let a masked language model with GPT-2's encoding fill a gap; ' cat' in quotes begins a word.
+
+moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save the file."
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+
+from moa_fairseq.errors import UserError, printable
+from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
+from moa_fairseq.experiments.data.text_files import kept_text, same_text, warn_of
+from moa_fairseq.experiments.scoring.trained_model import load_masked_lm
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq fill-mask`."""
+    parser.add_argument("checkpoint", type=Path, help="a masked language model, such as a run's average.pt")
+    parser.add_argument("text", help="a text with one <mask>")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="binarised text (default: that of training)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many tokens (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the most probable tokens; </s> and other symbols are left out."""
+    if args.text.count("<mask>") != 1 or args.top < 1:
+        raise UserError("Give a text with exactly one <mask>, and --top 1 or more.")
+    kept = kept_text(args.checkpoint)
+    model, task = load_masked_lm(args.checkpoint, args.data or kept)
+    data, dictionary = kept or Path(task.cfg.data).resolve(), task.source_dictionary
+    if not kept:
+        warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
+    encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))
+    before, after = (side.rstrip() for side in args.text.split("<mask>"))
+    ids = [*map(str, encoder.encode(before)), "<mask>", *map(str, encoder.encode(after))]
+    tokens = dictionary.encode_line(" ".join(["<s>", *ids]), add_if_not_exist=False).long()
+    if len(tokens) > (limit := model.max_positions()):
+        raise UserError(f"The text has {len(tokens)} subwords, the model positions for {limit}: shorten it.")
+    logits = model.eval()(tokens[None], masked_tokens=tokens[None].eq(task.mask_idx))[0][0]
+    probabilities, order = logits.detach().float().softmax(-1).sort(descending=True)
+    ranked = zip(map(dictionary.symbols.__getitem__, order), probabilities.tolist())
+    texts = [(encoder.decode([int(symbol)]), p) for symbol, p in ranked if symbol.isdigit()][: args.top]
+    rows = [{"token": t, "probability": p, "text": (before + t + after).strip()} for t, p in texts]
+    lines = [f"{row['probability']:7.4f}  {row['token']!r:<16} {row['text']}" for row in rows]
+    if sys.stdout is None:  # `>&-`
+        raise UserError("Standard output is closed: redirect it with `> FILE`.")
+    # the token as `repr` shows it, the text with whatever it holds
+    shown = printable if sys.stdout.isatty() else str
+    print(json.dumps(rows, indent=1, ensure_ascii=False) if args.json else shown("\n".join(lines)))
+    return 0

@@ -1,0 +1,137 @@
+"""Reading what `fairseq-generate` prints: S- source, T- target, H- hypothesis, D- decoded hypothesis."""
+
+import re
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.encodings import encoding_remedy
+from moa_fairseq.experiments.json_files import LIST, MAPPING, TEXT, check_kinds, read_yaml
+
+_ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
+_DICTIONARY = re.compile(r"\[(\w+)\] dictionary: [0-9]+ types")
+# "Generate SUBSET with beam=N: "; old versions log it with a time stamp. Two patterns, one after the other: a
+# single one would search for the second half again after every "| Generate " of a line.
+_LAST_LINE = re.compile(r"(?:^|\| )Generate (?=.)")
+_WITH_BEAM = re.compile(r". with beam=[0-9]+: ")
+
+
+class GenerateLog(NamedTuple):
+    """The sentences of one log, sorted by id; all lists have one entry per sentence.
+
+    hypotheses: the best ones as the model wrote them (H). decoded: the same after fairseq's --bpe and
+    --tokenizer (D; equal to H without these flags or in logs of old versions).
+    """
+
+    ids: List[int]
+    targets: List[str]
+    hypotheses: List[str]
+    decoded: List[str]
+    target_lang: Optional[str]
+    complete: bool
+
+
+def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> GenerateLog:
+    """Parse the standard output (or --results-path file) of fairseq-generate.
+
+    With --nbest only the first hypothesis of a sentence counts, which is the best. allow_partial: accept a
+    log without its closing "Generate ... with beam" line and leave out sentences without target or
+    hypothesis. Raises UserError, naming the file and line, for a missing or incomplete log, bytes that are
+    not UTF-8, a sentence that occurs twice, or a log without targets or translations.
+    """
+    entries: Dict[str, Dict[int, str]] = {kind: {} for kind in "STHD"}  # kind of line → sentence id → text
+    language, complete = None, False
+    for number, line in enumerate(read_lines(path), 1):
+        if match := _ENTRY.match(line):
+            kind, sentence, text = match.group(1), int(match.group(2)), match.group(3) or ""
+            if kind in "HD":
+                # "score<TAB>text"; a further hypothesis of the sentence is one of --nbest.
+                entries[kind].setdefault(sentence, text.partition("\t")[2])
+            elif sentence in entries[kind]:
+                raise UserError(
+                    f"{path}, line {number}: {kind}-{sentence} occurs for the second time, so the file holds "
+                    f"more than one run. Give the log of a single fairseq-generate."
+                )
+            else:
+                entries[kind][sentence] = text
+        elif (generate := _LAST_LINE.search(line)) and _WITH_BEAM.search(line, generate.end()):
+            complete = True
+        elif dictionary := _DICTIONARY.search(line):
+            # The source's dictionary is announced first, the target's last.
+            language = dictionary.group(1)
+    targets, hypotheses = entries["T"], entries["H"]
+    if not hypotheses:
+        raise UserError(
+            f"{path} holds no translation (no line H-...). Give the output of fairseq-generate run "
+            f"without --quiet."
+        )
+    if not targets:
+        raise UserError(
+            f"{path} holds no reference (no line T-...): the data was binarised without its target side. "
+            f"Score the H- lines as a text file with --hypothesis and --reference."
+        )
+    ids, lonely = sorted(targets.keys() & hypotheses.keys()), sorted(targets.keys() ^ hypotheses.keys())
+    if (lonely or not complete) and not (allow_partial and ids):
+        reason = "has no closing line 'Generate ... with beam=...'"
+        if complete:
+            reason = f"has a target or a hypothesis, but not both, for sentence {lonely[0]}"
+        raise UserError(
+            f"{path} {reason}: the generation was cut short, or is still running. Run fairseq-generate to "
+            f"the end, or score what is there with --allow-partial."
+        )
+    return GenerateLog(
+        ids=ids,
+        targets=[targets[i] for i in ids],
+        hypotheses=[hypotheses[i] for i in ids],
+        decoded=[entries["D"].get(i, hypotheses[i]) for i in ids],
+        target_lang=language,
+        complete=complete,
+    )
+
+
+def beside_recipe(path: Union[str, Path]) -> Tuple[Path, Optional[str]]:
+    """A file, or the first log of a run folder; the target language that recipe.yaml beside it names.
+
+    Raises UserError for a folder without a log, and for a damaged recipe.yaml.
+    """
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    file, remedy = folder / "recipe.yaml", "Restore it; or remove it, and say --target-lang."
+    recipe: Any = read_yaml(file, remedy) if file.is_file() else {}
+    check_kinds(recipe, {"data": MAPPING, "generate": MAPPING}, str(file), remedy)
+    data, generate = (recipe.get(section) or {} for section in ("data", "generate"))
+    check_kinds(data, {"target": TEXT}, f"{file}: data", remedy)
+    check_kinds(generate, {"subsets": LIST}, f"{file}: generate", remedy)
+    language = data.get("target")
+    if not given.is_dir():
+        return given, language
+    logs = sorted(folder.glob("generate-*.txt"))
+    first = [f"generate-{subset}.txt" for subset in (generate.get("subsets") or [])[:1]]
+    logs = [log for log in logs if log.name in first] or logs
+    if not logs:
+        raise UserError(f"{path} holds no generate-SUBSET.txt: run its generate stage, or name a log.")
+    return logs[0], language
+
+
+def read_lines(path: Union[str, Path]) -> List[str]:
+    """The lines of a UTF-8 file without their line ends, split at LF only (as Perl and fairseq do).
+
+    Raises UserError for a file that cannot be read and for undecodable bytes (naming the line).
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror or error}.") from error
+    rows = data.split(b"\n")
+    if rows[-1] == b"":
+        rows.pop()
+    lines = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(row.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: byte 0x{row[error.start]:02x} is not UTF-8. "
+                f"{encoding_remedy(Path(path))}"
+            ) from error
+    return lines

@@ -1,0 +1,201 @@
+"""Perplexity of a masked language model: `moa-fairseq score --masked-lm CHECKPOINT --data DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
+from moa_fairseq.experiments.json_files import NUMBER, check_kinds
+from moa_fairseq.experiments.scoring.text_marks import lacks_spaces
+from moa_fairseq.experiments.scoring.trained_model import batches, device_for, load_masked_lm
+
+# Kinds of tokens, told apart because <s> and </s> are nearly always guessed.
+START, LINE_END, TEXT = KINDS = ("start", "line_end", "text")
+
+
+@dataclasses.dataclass
+class Masking:
+    """The result of one masking of a data set, for each of KINDS.
+
+    tokens: how many there are. masked: how many were masked. nll: the negative log-likelihood of the masked
+    ones, in nats.
+    """
+
+    tokens: Dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    masked: Dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    nll: Dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+
+    def perplexity(self) -> float:
+        """Over all masked positions, as in fairseq's validation: e^(mean NLL) = 2^(loss in bits)."""
+        return math.exp(sum(self.nll.values()) / sum(self.masked.values()))
+
+    def text_perplexity(self) -> float:
+        """Over the masked positions that are text: neither <s> nor </s>."""
+        return math.exp(self.nll[TEXT] / self.masked[TEXT])
+
+    def word_perplexity(self, words: int, lines: int) -> float:
+        """Per word: from the mean NLL of a subword, times the number of subwords, over the number of words.
+
+        words: white-space words of the text; lines: its line ends, each counted as one more word, as in
+        WikiText's own perplexities.
+        """
+        means = {kind: self.nll[kind] / max(self.masked[kind], 1) for kind in (TEXT, LINE_END)}
+        return math.exp(sum(mean * self.tokens[kind] for kind, mean in means.items()) / (words + lines))
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, task: Any, subset: str, seed: int, max_tokens: int, device: torch.device
+) -> Masking:
+    """Mask a subset with `seed` and the probabilities of the model's training, and let the model guess.
+
+    Which tokens are masked depends only on the seed and their place in the data, not on the batches.
+    Raises UserError for a subset that does not exist or is empty, and for samples that are too long.
+    """
+    task.cfg.seed = seed
+    result, samples = Masking(), 0
+    dictionary = task.source_dictionary
+
+    def add_up(sums: Dict[str, Any], tokens: Tensor, values: Tensor) -> None:
+        start, end = tokens.eq(dictionary.bos()), tokens.eq(dictionary.eos())
+        for kind, chosen in ((START, start), (LINE_END, end), (TEXT, ~(start | end))):
+            sums[kind] += values[chosen].sum().item()
+
+    for sample in batches(task, model, subset, max_tokens, device):
+        samples += sample["nsentences"]
+        target = sample["target"]
+        masked = target.ne(dictionary.pad())
+        original = torch.where(masked, target, sample["net_input"]["src_tokens"])
+        words = original[original.ne(dictionary.pad())]
+        add_up(result.tokens, words, torch.ones_like(words))
+        if not masked.any():
+            continue
+        logits = model(**sample["net_input"], masked_tokens=masked)[0]
+        guessed = target[masked]
+        nll = F.cross_entropy(logits.float().view(-1, logits.size(-1)), guessed, reduction="none")
+        add_up(result.masked, guessed, torch.ones_like(guessed))
+        add_up(result.nll, guessed, nll.double())
+    if missing := len(task.dataset(subset)) - samples:
+        raise UserError(
+            f"--subset {subset}: {missing:,} of {missing + samples:,} samples are longer than the model "
+            "reads or --max-tokens allows, and the score would be one of the others. Cut them to fit with "
+            "--sample-break-mode none (in a recipe: score.flags.sample-break-mode=none)."
+        )
+    if not result.masked[TEXT]:
+        raise UserError(f"The subset {subset} has too little text: nothing of it was masked.")
+    return result
+
+
+def score(
+    checkpoint: Path,
+    data: Optional[Path],
+    subset: str,
+    seeds: List[int],
+    max_tokens: int,
+    cpu: bool,
+    break_mode: Optional[str] = None,
+    lang: Optional[str] = None,
+) -> Dict[str, Any]:
+    """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored.
+
+    break_mode: how the text is cut, in place of the training's --sample-break-mode. lang: the text's, where
+    it is known.
+    """
+    model, task = load_masked_lm(checkpoint, data)
+    if break_mode:
+        task.cfg.sample_break_mode = break_mode
+    manifest = read_manifest(Path(task.cfg.data))
+    splits = manifest.get("splits") or {}
+    facts: Dict[str, Any] = splits.get(subset, {})
+    if subset in splits:
+        kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
+        where = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
+        check_kinds(facts, kinds, where, "Prepare the data again.", required=("words", "lines"))
+    device = device_for(cpu)
+    model = model.to(device).eval()
+    results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
+    values = {
+        "masked_lm_ppl": ([r.perplexity() for r in results], "all masked tokens"),
+        "masked_lm_text_ppl": ([r.text_perplexity() for r in results], "masked tokens but <s>, </s>"),
+    }
+    spaces = facts and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
+    if spaces:
+        by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
+        values["masked_lm_word_ppl"] = (by_words, "shared out to words and ends of line")
+    tokens, warnings = results[0].tokens, []
+    if not facts:
+        warnings.append(
+            f"{task.cfg.data} has no manifest.json that counts the words of {subset}: without it there is no "
+            "word-level perplexity (moa-fairseq prepare writes one)"
+        )
+    if facts and not spaces:
+        warnings.append(
+            f"{subset} has {facts['words']:,} words between spaces in {facts['filled']:,} lines with text: "
+            "they do not part its words, so there is no word-level perplexity"
+        )
+    if facts and (missing := facts["subwords"] + facts["lines"] - tokens[TEXT] - tokens[LINE_END]):
+        warnings.append(
+            f"{missing:,} of {facts['subwords'] + facts['lines']:,} tokens of {subset} were left out by the "
+            f"training's --shorten-method or --sample-break-mode {task.cfg.sample_break_mode}"
+        )
+    meta = {
+        "checkpoint": str(checkpoint),
+        "data": str(task.cfg.data),
+        "subset": subset,
+        "evaluation": {
+            "maskings": len(seeds),
+            "first_masking_seed": seeds[0],
+            "mask_prob": task.cfg.mask_prob,
+            "tokens_per_sample": task.cfg.tokens_per_sample,
+            "sample_break_mode": str(task.cfg.sample_break_mode),
+        },
+        "tokens": tokens,
+        "masked_tokens": [sum(result.masked.values()) for result in results],
+        "text": facts,
+        "dictionary": manifest.get("dictionary"),
+        "warnings": warnings,
+    }
+    scores: Dict[str, Any] = {
+        name: {
+            "score": statistics.mean(each),
+            "sd": statistics.stdev(each) if len(each) > 1 else None,
+            "values": each,
+            "over": over,
+        }
+        for name, (each, over) in values.items()
+    }
+    return {**scores, "meta": meta}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the perplexities of one model. Raises UserError on bad input."""
+    if args.maskings < 1 or args.max_tokens < 1:
+        flag = "--maskings" if args.maskings < 1 else "--max-tokens"
+        raise UserError(f"{flag} must be at least 1.")
+    seeds = list(range(args.mask_seed, args.mask_seed + args.maskings))
+    how = (args.max_tokens, args.cpu, args.sample_break_mode, args.target_lang)
+    scores = score(args.masked_lm, args.data, args.subset, seeds, *how)
+    for warning in scores["meta"]["warnings"]:
+        print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(scores, indent=2))
+        return 0
+    for name, summary in scores.items():
+        if name != "meta":
+            spread = "" if summary["sd"] is None else f" ± {summary['sd']:.3f}"
+            print(f"{name:<19} {summary['score']:.3f}{spread}  [{summary['over']}]")
+    evaluation = ", ".join(f"{key} {value}" for key, value in scores["meta"]["evaluation"].items())
+    print(f"{args.subset}: {evaluation}; base: e^(nats per token)")
+    return 0

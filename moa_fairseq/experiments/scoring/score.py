@@ -1,0 +1,318 @@
+"""BLEU of a fairseq-generate log, or of plain text files, by every chain that the papers use; perplexity
+of a masked language model; accuracy of a classifier.
+
+  moa-fairseq score generate-test.txt                      # or a run folder
+  moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
+  moa-fairseq score moa-seed1.txt moa-seed2.txt --against dense-seed1.txt dense-seed2.txt
+  moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
+  moa-fairseq score --classifier checkpoint_best.pt --data data/listops/binarised
+
+Without --chain three numbers are printed, each with its chain:
+
+  multi-bleu      Moses' multi-bleu.perl on the tokens: the number of most papers before 2018. Where the
+                  text was tokenised with split hyphens (`tokenizer.perl -a`: MoA's WMT14 recipes), plain
+                  multi-bleu IS the score after one compound split
+  compound-split  the same after splitting hyphens, as fairseq's compound_split_bleu.sh does. It is
+                  INFLATED (by about 0.7 to 1 BLEU for German): compare it only with its like. Text
+                  with hyphens that are split already has its ` @-@ ` split once more
+  sacrebleu       detokenised, cased, with its signature: the number to publish. Its tokeniser is
+                  sacreBLEU's for the language: 13a, zh, ja-mecab, ko-mecab; for Thai, Khmer, Burmese, Lao
+                  and Cantonese flores200 where its model is at hand, else char. A reference word that
+                  stands as <<unk>> in a log counts as one word that never matches. Lower-cased tokens
+                  are scored as they are (case:lc, tok:none): a multi-bleu with a signature
+
+On request (--chain for these alone, --also beside the three; both can be repeated):
+
+  get-ende-bleu   tensor2tensor's script: the hypotheses (only) are tokenised for German once more,
+                  hyphens are split in both. Hypotheses should be running text, references tokenised
+  moa-release     the script of MoA's release: it splits hyphens that are already ` @-@ ` a second time,
+                  which adds about 0.9 BLEU for German and 0.8 for French. For comparison with that
+                  release and nothing else; MoA's WMT14 recipes print it beside multi-bleu
+
+--against compares two systems by sacreBLEU's BLEU and chrF: means over the seeds, their difference, and two
+two-sided p. "p, sentences" is approximate randomisation: in each of 10,000 trials the outputs of every
+sentence are dealt anew to the two systems. It covers the choice of sentences, not the luck of a training.
+"p, seeds" covers that, with an interval: a t test of the pairs of outputs in the order given, the first with
+the first; each system needs two or more, and as many as the other.
+
+fairseq's own fairseq-score uses the formula of multi-bleu.perl; it differs only in counting any
+Unicode white space (a no-break space, say) as a word boundary, an empty line as one token, and in
+never matching <unk>. The scores here are multi-bleu.perl's on both chains.
+
+A masked language model (--masked-lm) guesses the tokens that a masking of the subset hides; --maskings
+maskings, of successive seeds, are averaged and given with their standard deviation. The masking is that of
+training (--mask-prob and so on stand in the checkpoint), fixed by seed and place in the data:
+
+  masked_lm_ppl       e^(mean negative log-likelihood in nats) = 2^(fairseq's loss) of all masked positions,
+                      <s> at the start of a sample and </s> at the ends of lines among them: what fairseq's
+                      own validation prints as ppl, and what is compared with the papers
+  masked_lm_text_ppl  the same without <s> and </s>, which are nearly always guessed
+  masked_lm_word_ppl  word level: the mean of a subword, times the number of subwords (</s> included), over
+                      the number of white-space words plus one end of line each. For a masked model this is
+                      a convention, no likelihood of the text: it makes different subwords comparable, and
+                      it is not comparable with a left-to-right model's perplexity
+
+The text is scored as it stands in the files: WikiText's `@-@`, `@,@` and `@.@` are words like any other.
+The same holds for `<unk>` of its .tokens files (three subwords that are easy to guess: prefer the .raw
+files, which have none). How often both occur is counted when the text is prepared, and stands in --json.
+
+A classifier of sentences (--classifier) is scored by its accuracy in percent, as a whole and for each
+column of DIR/groups/SUBSET.tsv, where the data has such a file: ListOps' tells dependency depth, depth
+and length of each expression.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+from moa_fairseq.errors import UserError, printable
+from moa_fairseq.experiments.data.parallel_text import hyphens
+from moa_fairseq.experiments.scoring import classification, masked_lm
+from moa_fairseq.experiments.scoring.against import against, interval_of
+from moa_fairseq.experiments.scoring.chains import (
+    CHAINS,
+    DEFAULT_CHAINS,
+    KEYS,
+    SACREBLEU,
+    TOKENIZERS,
+    RunningText,
+    Texts,
+    running_text,
+    score,
+)
+from moa_fairseq.experiments.scoring.generate_log import beside_recipe, read_generate_log, read_lines
+from moa_fairseq.experiments.scoring.text_marks import RUNNING, doubts, lacks_spaces, subword_kind
+from moa_fairseq.experiments.tables import Column, Table
+
+_GERMAN = "does not name its language, so German is assumed: say --target-lang"
+SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq score`."""
+    add, chains, repeated = parser.add_argument, list(KEYS), "can be repeated"
+    add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed, or a run folder")
+    text = "instead of a log: one translation per line"
+    add("--hypothesis", nargs="+", default=[], metavar="FILE", help=text)
+    text = "another system's output of the same sentences, a file for each seed: is the difference real?"
+    add("--against", nargs="+", metavar="FILE", help=text)
+    text = f"the hypothesis's reference; {repeated}"
+    add("--reference", metavar="FILE", action="append", default=[], help=text)
+    add("--chain", action="append", choices=chains, help=f"only this chain; {repeated}")
+    add("--also", action="append", default=[], choices=chains, help=f"a further chain; {repeated}")
+    text = "the text's language (default: the log's, or that of recipe.yaml beside it, else de)"
+    add("--target-lang", metavar="LANG", help=text)
+    text = "default: what sacreBLEU takes for the language"
+    add("--sacrebleu-tokenizer", choices=TOKENIZERS, help=text)
+    text = "untokenised reference for sacreBLEU, one line per sentence"
+    add("--raw-reference", metavar="FILE", help=text)
+    text = "the texts are running text: sacreBLEU takes them as given"
+    add("--detokenized", action="store_true", help=text)
+    text = "join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
+    add("--remove-bpe", choices=SUBWORDS, help=text + "for a log, none for files)")
+    add("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
+    add("--allow-partial", action="store_true", help="score a log that was cut short or lacks sentences")
+    add("--json", action="store_true", help="print one JSON object")
+    # Models are scored straight from a checkpoint.
+    add = parser.add_argument_group("models").add_argument
+    add("--masked-lm", type=Path, metavar="CHECKPOINT", help="score this masked language model")
+    add("--classifier", type=Path, metavar="CHECKPOINT", help="score this classifier")
+    add("--data", type=Path, metavar="DIR", help="binarised text (default: what it was trained on)")
+    add("--subset", default="test", help="default: %(default)s")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)")
+    add("--cpu", action="store_true", help="do not use a GPU")
+    text = "of --masked-lm: how the text is cut (default: as in training); none cuts long lines to fit"
+    add("--sample-break-mode", choices=["none", "complete", "complete_doc", "eos"], help=text)
+    text = "of --masked-lm: how many are averaged (default: %(default)s)"
+    add("--maskings", type=int, default=5, metavar="N", help=text)
+    text = "of --masked-lm: seeds S, S+1, ... (default: %(default)s)"
+    add("--mask-seed", type=int, default=1, metavar="S", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the scores asked for. Raises UserError on bad input."""
+    if args.masked_lm or args.classifier:
+        flag = "--masked-lm" if args.masked_lm else "--classifier"
+        if args.log or args.hypothesis or args.reference or (args.masked_lm and args.classifier):
+            raise UserError(
+                f"{flag} scores one checkpoint: leave out GENERATE_OUTPUT, --hypothesis, --reference and "
+                "other models."
+            )
+        return (masked_lm if args.masked_lm else classification).run(args)
+    if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
+        raise UserError(
+            "Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE, or --masked-lm "
+            "CHECKPOINT, or --classifier CHECKPOINT."
+        )
+    paths = args.log or args.hypothesis
+    read = _from_log if args.log else _from_files
+    if args.against:
+        if args.chain or args.also or args.lowercase:
+            raise UserError("--against compares BLEU and chrF: leave --chain, --also and --lowercase out.")
+        systems = [[read(path, args) for path in system] for system in (paths, args.against)]
+        for _, meta in itertools.chain(*systems):
+            _warn(meta)
+        first, second = ([running_text(texts) for texts, _ in system] for system in systems)
+        _warn({"warnings": dict.fromkeys(text.warning for text in (*first, *second) if text.warning)})
+        return _compare(first, second, args.json)
+    if len(paths) > 1:
+        raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
+    texts, meta = read(paths[0], args)
+    chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
+    scores = {KEYS[name]: score(name, texts, args.lowercase) for name in chains}
+    form = RUNNING if texts.detokenized else ""
+    wants = {name: (form, form) if name == SACREBLEU else CHAINS[name].wants for name in chains}
+    references = [line for reference in texts.references for line in reference]
+    meta["warnings"] += doubts(wants, {"hypotheses": texts.hypotheses, "references": references})
+    words = [len(line.split()) for line in references if line.strip()]
+    meta["without_spaces"] = lacks_spaces(meta.pop("known_lang"), sum(words), len(words))
+    by_words = [name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]]
+    if meta["without_spaces"] and by_words:
+        meta["warnings"].append(
+            f"{', '.join(by_words)}: spaces do not part the words of the references, so n-grams of words say "
+            "nothing: use sacrebleu with the target's --target-lang, or --sacrebleu-tokenizer char"
+        )
+    meta["warnings"] += [values["warning"] for values in scores.values() if "warning" in values]
+    meta["hyphens"] = {"hypotheses": hyphens(texts.hypotheses), "references": hyphens(references)}
+    if "compound-split" in chains and any(" @-@ " in line for line in texts.hypotheses):
+        meta["warnings"].append(
+            "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
+            "again, so each counts as three matching tokens"
+        )
+    _warn(meta)
+    if args.json:
+        print(json.dumps({**scores, "meta": meta}, indent=2, ensure_ascii=False))
+    else:
+        for name in chains:
+            result = scores[KEYS[name]]
+            signature = f", {result['signature']}" if "signature" in result else ""
+            print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
+    return 0
+
+
+def _warn(meta: Dict[str, Any]) -> None:
+    for warning in meta["warnings"]:
+        print(printable(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
+
+
+def _compare(first: List[RunningText], second: List[RunningText], as_json: bool) -> int:
+    content = against(first, second)
+    if as_json:
+        print(json.dumps(content, indent=2))
+    else:
+        columns = [Column("metric", "metric"), Column("first", "first", ".2f")]
+        columns += [Column("second", "second", ".2f"), Column("difference", "first − second", "+.2f")]
+        columns += [Column("p", "p, sentences", ".4f"), Column("interval", "95 %, seeds", ">")]
+        columns += [Column("p_seeds", "p, seeds", ".4f")]
+        rows = [{**row, "interval": interval_of(row)} for row in content["metrics"]]
+        print(Table(columns, rows).text())
+        print(*(row["signature"] for row in content["metrics"]), sep="\n")
+        counts = f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs"
+        print(f"{counts}; {first[0].chain}")
+    return 0
+
+
+def join_subwords(line: str, kind: str) -> str:
+    """Undo subwords: "subword_nmt" removes `@@ `, "sentencepiece" joins pieces at ▁; else no change."""
+    if kind == "subword_nmt":
+        return f"{line} ".replace("@@ ", "").rstrip(" ")
+    if kind == "sentencepiece":
+        return line.replace(" ", "").replace("\u2581", " ").strip(" ")
+    return line
+
+
+def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
+    file, language = beside_recipe(path)
+    path, log = str(file), read_generate_log(file, args.allow_partial)
+    language = args.target_lang or log.target_lang or language
+    wanted = args.remove_bpe or "auto"
+    joined, kind = _joined(log.hypotheses, wanted)
+    targets, target_kind = _joined(log.targets, wanted)
+    # fairseq applies --bpe and --tokenizer to T and D, not to H: then D has to be compared with T.
+    decoded = log.decoded != log.hypotheses
+    hypotheses = log.decoded if decoded else joined
+    raw = None
+    if args.raw_reference:
+        lines = read_lines(args.raw_reference)
+        if log.ids[-1] >= len(lines):
+            raise UserError(
+                f"{args.raw_reference} has {len(lines)} lines, but {path} translates sentence number "
+                f"{log.ids[-1]} (from 0): it is not the reference of this test set."
+            )
+        raw = [[lines[i] for i in log.ids]]
+    warnings = []
+    if unknown := sum(line.count("<<unk>>") for line in log.targets):
+        warnings.append(
+            f"{path}: {unknown} reference words are unknown to the dictionary and appear as <<unk>>: each "
+            "counts as one word that never matches; to be exact, score text files with --hypothesis and "
+            "--reference"
+        )
+    if skipped := log.ids[-1] + 1 - len(log.ids):
+        what = "1 sentence of the test set is" if skipped == 1 else f"{skipped} sentences of the test set are"
+        story = (
+            f"{path}: {what} missing. fairseq leaves out "
+            "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
+            "--num-shards, and without this plugin a last batch that is not full"
+        )
+        if not args.allow_partial:
+            raise UserError(f"{story}. Translate all of them, or score these with --allow-partial.")
+        warnings.append(story)
+    if not log.complete:
+        warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
+    if not language:
+        warnings.append(f"{path} {_GERMAN}")
+    meta: Dict[str, Any] = {
+        "input": str(path),
+        "lines": len(log.ids),
+        "hypothesis_lines": "D" if decoded else "H",
+        "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
+        "target_lang": language or "de",
+        "known_lang": language,
+        "complete": log.complete,
+        "warnings": warnings,
+    }
+    running = args.detokenized or (decoded and log.decoded != joined)
+    # fairseq's marks of unknown words become characters without a meaning in Unicode, which nothing splits or
+    # matches: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU would make five of it.
+    hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
+    references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
+    lang, tokenizer = meta["target_lang"], args.sacrebleu_tokenizer
+    return Texts(hypotheses, references, lang, running, raw, tokenizer), meta
+
+
+def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
+    raws = [args.raw_reference] if args.raw_reference else []
+    texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
+    hypotheses, wanted = texts[path], args.remove_bpe or "none"
+    for file, lines in texts.items():
+        if not any(line.strip() for line in lines):
+            raise UserError(f"{file} is empty: there is nothing to score.")
+        if len(lines) != len(hypotheses):
+            raise UserError(
+                f"{path} has {len(hypotheses)} lines, {file} has {len(lines)}: a score needs the same "
+                f"sentences in the same order. Check that both files are complete."
+            )
+    joined, kind = _joined(hypotheses, wanted)
+    language = args.target_lang or beside_recipe(path)[1]
+    references = [_joined(texts[file], wanted) for file in args.reference]
+    meta: Dict[str, Any] = {
+        "input": str(path),
+        "references": [str(file) for file in args.reference],
+        "lines": len(hypotheses),
+        "subwords_joined": {"hypotheses": kind, "references": [other for _, other in references]},
+        "target_lang": language or "de",
+        "known_lang": language,
+        "warnings": [] if language else [f"{path} {_GERMAN}"],
+    }
+    raw, sides = [texts[file] for file in raws] or None, [lines for lines, _ in references]
+    lang, tokenizer = meta["target_lang"], args.sacrebleu_tokenizer
+    return Texts(joined, sides, lang, args.detokenized, raw, tokenizer), meta
+
+
+def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:
+    """One side with its subwords joined, and their kind, which "auto" finds by their marks."""
+    kind = subword_kind(lines) if wanted == "auto" else wanted
+    return [join_subwords(line, kind) for line in lines], kind

@@ -1,0 +1,178 @@
+"""Builds any registered architecture without data and without memory for its weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import functools
+import io
+import logging
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.models import (
+    ARCH_MODEL_REGISTRY,
+    BaseFairseqModel,
+    FairseqEncoderDecoderModel,
+    FairseqLanguageModel,
+)
+from fairseq.models.roberta import model as fairseq_roberta
+from torch.overrides import TorchFunctionMode
+
+import moa_fairseq  # noqa: F401  (registers the architectures)
+from moa_fairseq.errors import UserError
+from moa_fairseq.plugin import masked_lm
+
+EMBEDDINGS = {
+    "shared": ["--share-all-embeddings"],
+    "decoder": ["--share-decoder-input-output-embed"],
+    "separate": [],
+}
+
+
+def task_of(arch: str) -> str:
+    """The fairseq task that trains `arch`: translation, language_modeling or masked_lm.
+
+    Raises UserError for a name that no model registered.
+    """
+    model = ARCH_MODEL_REGISTRY.get(arch)
+    if model is None:
+        close = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=4)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise UserError(f"--arch {arch}: no such architecture.{hint}")
+    if issubclass(model, FairseqEncoderDecoderModel):
+        return "translation"
+    return "language_modeling" if issubclass(model, FairseqLanguageModel) else "masked_lm"
+
+
+def build_skeleton(
+    arch: str,
+    vocab_size: int,
+    embeddings: str = "shared",
+    model_flags: Sequence[str] = (),
+    weights: bool = False,
+) -> BaseFairseqModel:
+    """The model that fairseq-train would build, on the meta device: shapes, but no weights.
+
+    arch: name as after --arch. vocab_size: symbols of the (joined) dictionary, its four special ones
+    included. embeddings: a key of EMBEDDINGS; it concerns translation only. model_flags: more
+    fairseq flags, such as ["--encoder-layers", "3"]. weights: on the CPU instead, with weights. Raises
+    UserError for an unknown architecture, flags that fairseq does not take, or a combination that the model
+    refuses.
+    """
+    task_name = task_of(arch)
+    dictionary = dictionary_of(vocab_size)
+    if vocab_size <= (special := dictionary.nspecial):
+        raise UserError(
+            f"--vocab-size {vocab_size}: a fairseq dictionary holds {special} special symbols before the "
+            f"first word; give the number of lines of dict.txt plus {special}."
+        )
+    flags = ["no-data", "--arch", arch, "--task", task_name, *model_flags]
+    if task_name == "translation":
+        flags += EMBEDDINGS[embeddings]
+    args = parse_training_flags(flags, "fairseq does not accept these model flags")
+    task = SimpleNamespace(
+        source_dictionary=dictionary,
+        target_dictionary=dictionary,
+        dictionary=dictionary,
+        output_dictionary=dictionary,
+        args=args,
+    )
+    build = ARCH_MODEL_REGISTRY[args.arch].build_model
+    with quiet():
+        try:
+            if not weights:
+                # Where an initialisation copies values, real weights are needed.
+                with (
+                    contextlib.suppress(NotImplementedError),
+                    torch.device("meta"),
+                    _WithoutValues(),
+                    _without_bert_initialisation(),
+                ):
+                    return build(args, task)
+            return build(args, task)
+        # Models of fairseq that need other data, or packages that are not here, fail in many ways.
+        except (ValueError, AssertionError, AttributeError, NameError, ImportError) as error:
+            setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
+            reason = str(error) or type(error).__name__
+            raise UserError(f"fairseq cannot build {arch} with {setting}: {reason}") from error
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Skips what only fills tensors on the meta device, which torch does there by many steps in Python."""
+
+    FILLING = frozenset({"constant_", "fill_", "mul_", "normal_", "uniform_", "zero_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.FILLING:
+            tensor = args[0] if args else kwargs["tensor"]  # of torch.nn.init
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_bert_initialisation() -> Iterator[None]:
+    """Skip RoBERTa's initialisation: it copies weights from the CPU, which the meta device cannot do."""
+    modules: Tuple[Any, ...] = (fairseq_roberta, masked_lm)
+    real = fairseq_roberta.init_bert_params
+    for module in modules:
+        module.init_bert_params = lambda weights: None
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.init_bert_params = real
+
+
+def parse_training_flags(
+    flags: List[str], refusal: str, parser: Optional[argparse.ArgumentParser] = None
+) -> argparse.Namespace:
+    """The flags of fairseq-train as fairseq parses them, with the architecture's values.
+
+    refusal: how the UserError begins where fairseq does not take them; fairseq's own complaint follows.
+    parser: of another program; afterwards it has the flags of the task, the model and the criterion.
+    """
+    complaint = io.StringIO()
+    # fairseq looks for --user-dir in sys.argv while it builds the parser.
+    argv, sys.argv = sys.argv, ["fairseq-train"]
+    try:
+        # Its usage text is hundreds of lines long: only the last one says what is wrong.
+        with quiet(), contextlib.redirect_stderr(complaint):
+            return options.parse_args_and_arch(parser or options.get_training_parser(), flags)
+    except SystemExit as error:
+        lines = complaint.getvalue().strip().splitlines() or ["unknown flag"]
+        reason = re.sub(
+            r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", lines[-1].split("error: ")[-1]
+        )
+        raise UserError(f"{refusal}: {reason}") from error
+    except (ValueError, KeyError, AssertionError) as error:
+        raise UserError(f"{refusal}: {error}") from error
+    finally:
+        sys.argv = argv
+
+
+@functools.lru_cache(maxsize=8)
+def dictionary_of(symbols: int) -> Dictionary:
+    """A dictionary of so many symbols, with fairseq's special ones among them; to be read only."""
+    dictionary = Dictionary()
+    for index in range(symbols - len(dictionary)):
+        dictionary.add_symbol(f"symbol{index}")
+    return dictionary
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Model constructors log at INFO; a report on stdout needs none of it."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

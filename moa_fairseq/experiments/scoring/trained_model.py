@@ -1,0 +1,85 @@
+"""Loads a trained model and the data to measure it on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Dict, Iterable, Optional, Tuple
+
+import torch
+from fairseq import checkpoint_utils, utils
+from torch import nn
+
+import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.text_files import same_text
+
+
+def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any]:
+    """The model and the task of a checkpoint, the task reading the binarised `data`.
+
+    data: None for the folder that it was trained on. Raises UserError if the checkpoint or the folder is not
+    there, or if they do not fit together: where a run keeps its dictionaries, by content.
+    """
+    if not checkpoint.is_file():
+        why = "is a folder" if checkpoint.is_dir() else "does not exist"
+        raise UserError(f"{checkpoint} {why}: name a checkpoint, such as a run's average.pt.")
+    if data is not None and not data.is_dir():
+        raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
+    overrides = {} if data is None else {"data": str(data)}
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
+    settings = getattr(state.get("cfg"), "task", None) or state.get("args")  # an old checkpoint has "args"
+    folder = str(getattr(settings, "data", None) or "").split(os.pathsep)[0]
+    if data is None and folder and not os.path.isdir(folder):
+        raise UserError(
+            f"{checkpoint} was trained on the binarised data in {folder}, which is not there"
+            f"{'' if os.path.isabs(folder) else ' as seen from this folder'}: name that data, or other data "
+            "with the same dictionaries, with --data DATA_BIN. All other settings are in the checkpoint."
+        )
+    if folder:
+        same_text(checkpoint, (data or Path(folder)).resolve(), named=data is not None)
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], state=state)
+    return models[0], task
+
+
+def load_masked_lm(checkpoint: Path, data: Optional[Path]) -> Tuple[Any, Any]:
+    """As `load_trained`; raises UserError for any other model than a masked language model."""
+    model, task = load_trained(checkpoint, data)
+    if not hasattr(task, "mask_idx"):
+        raise UserError(
+            f"{checkpoint} is not a masked language model: it was trained for {type(task).__name__}."
+        )
+    return model, task
+
+
+def device_for(cpu: bool) -> torch.device:
+    """The GPU if there is one, unless the CPU is asked for."""
+    return torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+
+
+def load_subset(task: Any, subset: str) -> Any:
+    """fairseq's data set of a subset. Raises UserError if there is no such subset."""
+    try:
+        task.load_dataset(subset)
+    except (OSError, RuntimeError, KeyError, AssertionError) as error:
+        raise UserError(f"--subset {subset}: {shortened(error)}") from error
+    return task.dataset(subset)
+
+
+def batches(
+    task: Any, model: Any, subset: str, max_tokens: int, device: torch.device
+) -> Iterable[Dict[str, Any]]:
+    """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
+    dataset = load_subset(task, subset)
+    limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)
+    iterator = task.get_batch_iterator(
+        dataset, max_tokens=max_tokens, max_positions=limits, ignore_invalid_inputs=True
+    )
+    for sample in iterator.next_epoch_itr(shuffle=False):
+        if sample:
+            yield utils.move_to_cuda(sample) if device.type == "cuda" else sample
+
+
+def shortened(error: Exception) -> str:
+    """The beginning of an error message: fairseq's and torch's can list hundreds of parameter names."""
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,117 @@
+"""Train several systems with several seeds, and say what their differences allow to say.
+
+  moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512 --tune     first, where it tunes
+  moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512
+  moa-fairseq study configs/studies/language.yaml --data DIR --jobs 2        two runs at a time
+  sbatch --array=1-8 --wrap "moa-fairseq study configs/studies/language.yaml --data DIR"       of a cluster
+  moa-fairseq study configs/studies/language.yaml --report
+  moa-fairseq study configs/studies/translation.yaml --report --references DIR/tokens/test.de
+
+All systems of one seed run back to back, then those of the next seed. Each run is a run folder below
+--runs and leaves a record below results/studies/. A run that has a record is never made again, so an
+interrupted study goes on where it stopped; a training that diverged counts as the worst. Several workers
+may share one study, on one machine or on several with a common file system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import List
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.plots import save
+from moa_fairseq.experiments.json_files import write_json
+from moa_fairseq.experiments.study.design import load_study, runs_of
+from moa_fairseq.experiments.study.report import as_text, draw, report
+from moa_fairseq.experiments.study.running import Place, open_runs, work
+from moa_fairseq.files import atomic_write
+from moa_fairseq.process import terminate_as_interrupt, to_argv
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq study`."""
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="systems, seeds and contrasts")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="--data of every recipe")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="run folders (runs)")
+    parser.add_argument(
+        "--records", type=Path, metavar="DIR", help="where records lie (results/studies beside configs/)"
+    )
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each run (0: the CPU)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on this machine (1)")
+    parser.add_argument("--tune", action="store_true", help="the runs of its tuning, which must come first")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
+    parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
+    parser.add_argument("--seeds", type=int, metavar="N", help="with --report: of the first N seeds alone")
+    parser.add_argument(
+        "--references",
+        type=Path,
+        metavar="FILE",
+        help="with --report: BLEU and chrF, too; the test set's target side in words, without subwords",
+    )
+    parser.add_argument("--json", action="store_true", help="with --report: print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out a study, or report it. Returns the exit status."""
+    above = args.study.resolve().parents  # of configs/studies/NAME.yaml, or of a file near the root
+    root = args.records or above[min(2, len(above) - 1)] / "results" / "studies"
+    study, name = load_study(args.study, root, args.tune), "report"
+    if args.seeds is not None:
+        if not args.report or not 0 < args.seeds <= study.seeds:
+            raise UserError(f"--seeds {args.seeds} goes with --report, and the study has {study.seeds}.")
+        study, name = dataclasses.replace(study, seeds=args.seeds), f"report-{args.seeds}-seeds"
+    if args.references and not args.report:
+        raise UserError("--references goes with --report.")
+    runs = runs_of(study, args.study.parent, root)
+    if args.report:
+        content = report(study, runs, args.references)
+        folder = root / study.study
+        write_json(folder / f"{name}.json", content)
+        with atomic_write(folder / f"{name}.md") as stream:
+            stream.write(as_text(study, content, markdown=True))
+        for picture, figure in draw(study, content).items() if args.seeds is None else ():
+            save(figure, folder / f"{picture}.png")
+        print(json.dumps(content, indent=1) if args.json else as_text(study, content))
+        return 0
+    if args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs} says how many workers there are: give at least 1.")
+    place = Place(study, args.runs / study.study, args.data, args.gpus)
+    left = open_runs(runs, place)
+    log.info("%s: %d of %d runs are left", study.study, len(left), len(runs))
+    if args.dry_run:
+        for one in left:
+            log.info("%s", one.record.stem)
+    elif args.jobs > 1:
+        _work_together(args.jobs)
+    else:
+        work(left, place)
+    return 0
+
+
+def _work_together(jobs: int) -> None:
+    """Workers on this machine; one that fails, or Ctrl-C, ends all of them."""
+    workers: List[subprocess.Popen[bytes]] = []
+    with terminate_as_interrupt():
+        try:
+            for _ in range(jobs):
+                workers.append(subprocess.Popen(to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1"])))
+            while any(worker.poll() is None for worker in workers):
+                if any(worker.returncode for worker in workers):
+                    break
+                time.sleep(0.2)
+        finally:
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.wait()
+    if any(worker.returncode for worker in workers):
+        raise UserError("A run failed, for the reason above. What is done is kept: mend it, run this again.")

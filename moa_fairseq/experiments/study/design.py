@@ -1,0 +1,360 @@
+"""A study file: systems, seeds and contrasts; the runs that follow from them, and what they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.json_files import LIST, MAPPING, NUMBER, TEXT, check_kinds, is_number, read_json
+from moa_fairseq.experiments.make import changes
+from moa_fairseq.experiments.recipes.loading import build, fail, load_recipe, read_mapping
+from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
+
+DIVERGED = "diverged"
+STAGES = ("train", "all")
+MOST_RUNS = 100_000
+# The numbers of a study file, and of its tuning: lowest and highest.
+_LIMITS = {
+    "seeds": (1, MOST_RUNS),
+    "first_seed": (0, 2**31),
+    "threads": (1, 1024),
+    "last": (1, 10_000),
+    "margin": (0, 100),
+    "levels": (0, 10_000),
+}
+_NAME = re.compile(r"\w[\w.+-]{0,63}")  # of folders and files
+_RECORD = {
+    **dict.fromkeys(("study", "system", "end", "commit", "hardware", "precision", "command"), TEXT),
+    **dict.fromkeys(("seed", "parameters", "tokens_per_second"), NUMBER),
+    **{"curve": LIST, "settings": MAPPING},
+}
+_REMEDY = "Delete it, or bring the committed one back with git checkout."
+_ANEW = "Take the change back, or give the study another name: it is run anew under that."
+# What is no part of a record's settings: the seed and the precision, which it says beside them, and how a
+# training is carried out.
+_FREE = (
+    *("train.seed", "train.precision", "train.keep_last_epochs"),
+    *(f"{section}.flags.{flag}" for section in ("model", "train") for flag in EXECUTION_FLAGS),
+)
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One line of the tables. set: `section.key: value` over the recipe, as --set takes them."""
+
+    label: str
+    recipe: str
+    family: str = "dense"
+    set: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrast:
+    """first − second, and the question that the difference answers."""
+
+    first: str
+    second: str
+    question: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The runs that choose values for each system: those of the lowest mean loss, of all points of a grid.
+
+    They have seeds of their own, which are then not counted, and their records lie in a folder NAME_tuning.
+    set: over what the systems have, such as a smaller budget.
+    """
+
+    grid: Dict[str, List[Any]]
+    seeds: int = 1
+    first_seed: int = 101
+    set: Dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What a study file says; recipes are named from the file's folder.
+
+    set: for every system, under its own. stage: "train", or "all" to score, too. Measured is the validation
+    loss in bits, mean of the `last` validations; differences within ± margin are called equivalent. The first
+    system is the baseline. levels: the losses are compared at so many equal training losses, too (0: not).
+    """
+
+    study: str
+    question: str
+    seeds: int
+    systems: Dict[str, Any]
+    contrasts: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    set: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    tuning: Optional[Dict[str, Any]] = None
+    first_seed: int = 1
+    stage: str = "train"
+    threads: int = 1
+    last: int = 5
+    margin: float = 0.01
+    levels: int = 0
+
+
+class Run(NamedTuple):
+    """One training. record: the file that says how it went; its name is that of the run folder, too."""
+
+    system: str
+    seed: int
+    recipe: Path
+    overrides: Dict[str, Any]
+    record: Path
+
+    @property
+    def block(self) -> Tuple[int, str]:
+        """Runs of one block are compared with each other: those of a seed, in tuning of a system alone."""
+        system, is_trial, _ = self.system.partition(" ")
+        return self.seed, system if is_trial else ""
+
+    def load(self) -> Recipe:
+        """Its recipe with the system's values, still without the seed."""
+        overrides = [f"{key}={json.dumps(value)}" for key, value in self.overrides.items()]
+        return load_recipe(self.recipe, overrides)
+
+
+def load_study(path: Path, records: Path, tune: bool = False) -> Study:
+    """Read and check a study file. tune: its tuning runs, a system for each point of the grid.
+
+    Without it the systems have the values that the tuning chose. records: the folder of all studies' records.
+    Raises UserError that names file and key, and where the tuning is not complete.
+    """
+    file = str(path)
+    study = build(Study, read_mapping(path, "study"), file)
+    tuning = None if study.tuning is None else build(Tuning, study.tuning, file, "tuning")
+    _check(study, tuning, file)
+    if tune and not tuning:
+        fail(file, "tuning", "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.")
+    rows = {key: build(System, row, file, f"systems.{key}") for key, row in study.systems.items()}
+    rows = {key: dataclasses.replace(row, set={**study.set, **row.set}) for key, row in rows.items()}
+    grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()} if tuning else {}
+    if tuning:
+        trials = {name: system for grid in grids.values() for name, (system, _) in grid.items()}
+        trial = dataclasses.replace(
+            study,
+            study=f"{study.study}_tuning",
+            seeds=tuning.seeds,
+            first_seed=tuning.first_seed,
+            systems=trials,
+            contrasts={},
+            stage="train",
+        )
+        if tune:
+            return trial
+        runs = runs_of(trial, path.parent, records)
+        found = fitting_records(trial, runs)
+        if missing := len(runs) - len(found):
+            raise UserError(
+                f"{path}: {missing} of {len(runs)} tuning runs are left. Run it with --tune first."
+            )
+        losses = losses_of(trial, runs, found)
+        for key, grid in grids.items():
+            best = min(grid, key=lambda name: sum(losses[name].values()))
+            rows[key] = dataclasses.replace(rows[key], set={**rows[key].set, **grid[best][1]})
+    contrasts = {}
+    for key, row in study.contrasts.items():
+        contrasts[key] = contrast = build(Contrast, row, file, f"contrasts.{key}")
+        if unknown := {contrast.first, contrast.second} - rows.keys():
+            fail(file, f"contrasts.{key}", f"there is no system {min(unknown)!r}.")
+        if contrast.first == contrast.second:
+            fail(file, f"contrasts.{key}", f"first and second are both {contrast.first!r}.")
+    return dataclasses.replace(study, systems=rows, contrasts=contrasts)
+
+
+def _check(study: Study, tuning: Optional[Tuning], file: str) -> None:
+    """Raise UserError for a name, number or stage that a study cannot have, and for too many runs."""
+    for key, values in {"": study, **({"tuning.": tuning} if tuning else {})}.items():
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(values, name, low)
+            if not (is_number(value) and low <= value <= high):
+                fail(file, key + name, f"must lie between {low} and {high:,}, not {value}.")
+    if study.stage not in STAGES:
+        fail(file, "stage", f"{study.stage[:80]!r} is not one of {', '.join(STAGES)}.")
+    names = {"study": study.study, **{f"systems.{key}": key for key in study.systems}}
+    if bad := next((key for key, name in names.items() if not _NAME.fullmatch(name)), None):
+        why = "names files: begin with a letter or digit, and use at most 64 letters, digits, and ._+- only."
+        fail(file, bad, why)
+    if not study.systems:
+        fail(file, "systems", "is empty: name at least one.")
+    runs = {"seeds": study.seeds * len(study.systems)}
+    if tuning:
+        points = math.prod(map(len, tuning.grid.values()))
+        if not points or not tuning.grid:
+            fail(file, "tuning.grid", "has no point: give each key at least one value.")
+        runs["tuning.grid"] = points * tuning.seeds * len(study.systems)
+    for key, number in runs.items():
+        if number > MOST_RUNS:
+            fail(file, key, f"makes {number:,} runs, and a study has at most {MOST_RUNS:,}: name fewer.")
+
+
+def _grid(key: str, row: System, tuning: Tuning, file: str) -> Dict[str, Tuple[System, Dict[str, Any]]]:
+    """Name → system and its point, for every point of the grid."""
+    found: Dict[str, Tuple[System, Dict[str, Any]]] = {}
+    for values in itertools.product(*tuning.grid.values()):
+        point = dict(zip(tuning.grid, values))
+        texts = [(name.rpartition(".")[2], str(value)) for name, value in point.items()]
+        name = key + "".join(f" {_file_name(flag)}={_file_name(text)}" for flag, text in texts)
+        if name in found:
+            fail(file, "tuning.grid", f"has {name.partition(' ')[2]} twice: its runs would share a record.")
+        label = row.label + "".join(f" {flag}={text}" for flag, text in texts)
+        values_of_trial = {**row.set, **tuning.set, **point}
+        found[name] = dataclasses.replace(row, label=label, set=values_of_trial), point
+    return found
+
+
+def _file_name(text: str) -> str:
+    """The text where it can stand in a file's name, else its letters and digits with a hash of the whole."""
+    if re.fullmatch(r"[\w.+-]{1,40}", text):
+        return text
+    return re.sub(r"[^\w.+-]+", "_", text)[:30] + hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def runs_of(study: Study, folder: Path, records: Path) -> List[Run]:
+    """Every run in its order: all systems of one seed, then those of the next. folder: of the study file."""
+    seeds = range(study.first_seed, study.first_seed + study.seeds)
+    return [
+        Run(
+            key,
+            seed,
+            folder / row.recipe,
+            row.set,
+            records / study.study / f"{key.replace(' ', '-')}-seed{seed}.json",
+        )
+        for seed, (key, row) in itertools.product(seeds, study.systems.items())
+    ]
+
+
+def settings_of(run: Run, stage: str) -> Dict[str, Any]:
+    """What a result follows from beside the seed: the stage, and what the recipe says that is no default."""
+
+    def said(section: Any, dot: str = "") -> Iterator[Tuple[str, Any]]:
+        for field in dataclasses.fields(section):
+            value, key = getattr(section, field.name), f"{dot}{field.name}"
+            if dataclasses.is_dataclass(value):
+                yield from said(value, f"{key}.")
+            elif field.name == "flags":
+                yield from ((f"{key}.{flag}", item) for flag, item in value.items() if item is not None)
+            elif value != field.default:
+                yield key, value
+
+    recipe = dataclasses.replace(run.load(), reproduces=None)
+    if stage == "train":
+        recipe = dataclasses.replace(recipe, average=None, generate=None, score=None)
+    found = {key: value for key, value in said(recipe) if key not in ("experiment", "summary", *_FREE)}
+    return {"stage": stage, **found}
+
+
+def fitting_records(study: Study, runs: List[Run], strict: bool = False) -> Dict[Path, Dict[str, Any]]:
+    """File → record, of the runs that have a record that fits them.
+
+    A record fits that is of the study, system and seed, and whose settings are those that the study and its
+    recipes say now; those without settings have a command with the study's part of them. The others are named
+    in a warning; strict: in a UserError. Raises UserError for a damaged record.
+    """
+    found: Dict[Path, Dict[str, Any]] = {}
+    others: Dict[str, Tuple[str, str]] = {}
+    settings: Dict[str, Dict[str, Any]] = {}
+    for run in runs:
+        try:
+            record = read_json(run.record, _REMEDY)
+        except FileNotFoundError:
+            continue
+        where = str(run.record)
+        check_kinds(record, _RECORD, where, _REMEDY, required=("study", "system", "seed", "end", "curve"))
+        for row in record["curve"]:
+            check_kinds(row, dict.fromkeys(("valid", "train"), NUMBER), f"{where}: curve", _REMEDY)
+        now = {"study": study.study, "system": run.system, "seed": run.seed}
+        made = {key: record[key] for key in now}
+        remedy = _ANEW if made == now else _REMEDY  # that of another run was copied here
+        if made == now and record.get("settings"):
+            made = record["settings"]
+            now = settings[run.system] = settings.get(run.system) or settings_of(run, study.stage)
+        elif made == now:
+            now = {"recipe": run.recipe.name, "stage": study.stage, **run.overrides}
+            made = _settings_in(record.get("command") or "")
+        before, after = ({k: v for k, v in said.items() if k not in _FREE} for said in (made, now))
+        if different := changes(before, after):
+            why = "; ".join(": ".join(each)[:200] for each in list(different.items())[:5])
+            others[where] = why, remedy
+        else:
+            found[run.record] = record
+    if others and strict:
+        first, (why, remedy) = next(iter(others.items()))
+        raise UserError(
+            f"{len(others)} of {len(found) + len(others)} records are of other settings than the study says "
+            f"now, such as {first} ({why}). {remedy}"
+        )
+    for where, (why, _) in others.items():
+        log.warning("%s does not count, for it is of other settings (%s)", where, why)
+    return found
+
+
+def _settings_in(command: str) -> Dict[str, Any]:
+    """Recipe, stage and values that the command of a run names."""
+    found: Dict[str, Any] = {}
+    with contextlib.suppress(ValueError):  # a command that was edited
+        words = shlex.split(command)
+        for flag, word in zip(words, words[1:]):
+            key, _, value = word.partition("=")
+            if flag == "--set":
+                found[key] = json.loads(value)
+            elif flag in ("recipe", "--stage"):
+                found[flag.lstrip("-")] = Path(word).name
+    return found
+
+
+def losses_of(
+    study: Study,
+    runs: List[Run],
+    records: Dict[Path, Dict[str, Any]],
+    levels: Optional[NDArray[np.float64]] = None,
+) -> Dict[str, Dict[int, float]]:
+    """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all.
+
+    levels: training losses at which the validation loss is read, in place of the last validations.
+    """
+    found: Dict[str, Dict[int, float]] = {key: {} for key in study.systems}
+    diverged = []
+    for run in runs:
+        if record := records.get(run.record):
+            last = [row.get("valid") for row in record["curve"]][-study.last :]
+            if record["end"] == DIVERGED or not last or None in last:
+                diverged.append(run)
+            elif levels is None:
+                found[run.system][run.seed] = sum(last) / len(last)
+            elif pairs := _pairs(record):  # on the straight line between the validations beside each level
+                train, valid = np.transpose(sorted(pairs))
+                found[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
+    worst = max((loss for row in found.values() for loss in row.values()), default=float("nan"))
+    for run in diverged:
+        found[run.system][run.seed] = worst
+    return found
+
+
+def common_levels(study: Study, records: List[Dict[str, Any]]) -> NDArray[np.float64]:
+    """study.levels training losses, spread evenly over one bit from the lowest that all records reached."""
+    trained = [_pairs(record) for record in records if record["end"] != DIVERGED]
+    lowest = max((min(pairs)[0] for pairs in trained if pairs), default=0.0)
+    return np.linspace(lowest, lowest + 1, study.levels)
+
+
+def _pairs(record: Dict[str, Any]) -> List[Tuple[float, float]]:
+    """(training, validation) loss at each validation before which a training loss was logged."""
+    return [(row["train"], row["valid"]) for row in record["curve"] if "train" in row]

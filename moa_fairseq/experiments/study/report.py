@@ -1,0 +1,378 @@
+"""What the records of a study say: tables of systems, contrasts and translations, and pictures."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple, Union
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, label_points, style
+from moa_fairseq.experiments.recipes.loading import check_flags
+from moa_fairseq.experiments.scoring.against import against, interval_of
+from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
+from moa_fairseq.experiments.scoring.complexity import branch_size, complexity
+from moa_fairseq.experiments.scoring.generate_log import read_lines
+from moa_fairseq.experiments.scoring.significance import (
+    EQUIVALENT,
+    GAIN,
+    LOSS,
+    UNDECIDED,
+    holm,
+    paired,
+    verdict,
+)
+from moa_fairseq.experiments.study.design import (
+    DIVERGED,
+    Run,
+    Study,
+    common_levels,
+    fitting_records,
+    losses_of,
+)
+from moa_fairseq.experiments.tables import Column, Table, page
+from moa_fairseq.process import flags
+
+log = logging.getLogger(__name__)
+# Label, colour, differences of single seeds, and their mean with its interval, of one row of a picture.
+Mark = Tuple[str, str, List[float], Optional[Dict[str, Any]]]
+
+
+SYSTEM_COLUMNS = (
+    Column("system", ""),
+    Column("label", "system"),
+    Column("n", "n", "d"),
+    Column("loss", "bits", ".4f"),
+    Column("deviation", "deviation", ".4f"),
+    Column("diverged", "diverged", "d"),
+    Column("parameters", "parameters", ","),
+    Column("cost", "× attention MACs", ".2f"),
+    Column("start", "× branch", ".2f"),
+    Column("speed", "× tokens/s", ".2f"),
+)
+CONTRAST_COLUMNS = (
+    Column("contrast", "contrast"),
+    Column("first", "first"),
+    Column("second", "second"),
+    Column("n", "n", "d"),
+    Column("mean", "first − second", "+.4f"),
+    Column("interval", "95 %", ">"),
+    Column("p_holm", "p (Holm)", ".3g"),
+    Column("visible", "visible", ".4f"),
+    Column("verdict", "verdict"),
+)
+CONTRAST_TABLES = {
+    "contrasts": "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± {margin} "
+    "bits. Visible: what this many seeds find in 80 % of studies.",
+    "at_equal_training_loss": "The same at equal training loss: mean over levels of it, from the lowest that "
+    "all runs of the two systems reached to one bit above. Training losses are those with dropout, so "
+    "contrasts of unequal dropout are left out.",
+}
+# What losses are drawn against, and what it is called.
+COSTS = {"attention_macs": "attention's multiplications", "speed": "tokens a second"}
+START = {"branch": "size of attention's output before training"}
+TRANSLATION_COLUMNS = (
+    Column("metric", "metric"),
+    Column("contrast", "contrast"),
+    Column("n", "n", "d"),
+    Column("first", "first", ".2f"),
+    Column("second", "second", ".2f"),
+    Column("difference", "first − second", "+.2f"),
+    Column("interval", "95 %", ">"),
+    Column("p_seeds_holm", "p, seeds (Holm)", ".3g"),
+    Column("p_holm", "p, sentences (Holm)", ".3g"),
+)
+
+
+def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> Dict[str, Any]:
+    """The tables as data: systems, contrasts, and what made the records, of the seeds that are complete.
+
+    references: the test set's target side in words, to score the recorded translations with.
+    Raises UserError where no seed is complete.
+    """
+    records = fitting_records(study, runs)
+    planned, left = runs, Counter(run.block for run in runs if run.record not in records)
+    runs = [run for run in planned if run.block not in left]
+    for block, number in left.items():
+        if number < sum(run.block == block for run in planned):
+            log.warning("seed %d %s does not count: %d of its runs are left", *block, number)
+    found = [records[run.record] for run in runs]
+    if not found:
+        folder = planned[0].record.parent
+        raise UserError(f"{folder} has no complete seed of this study: run it without --report.")
+    losses = losses_of(study, runs, records)
+    systems = [
+        {
+            "system": name,
+            "label": study.systems[name].label,
+            "family": study.systems[name].family,
+            "n": len(rows),
+            "loss": float(np.mean(list(losses[name].values()))),
+            "deviation": float(np.std(list(losses[name].values()), ddof=1)) if len(rows) > 1 else None,
+            "diverged": sum(row["end"] == DIVERGED for row in rows),
+            "parameters": rows[0]["parameters"],
+            **_attention(one := next(run for run in runs if run.system == name)),
+            "speed": _speed(rows, next(iter(study.systems)), found),
+            "by_seed": losses[name],
+            **({"curve": _mean_curve(rows), "dropout": _dropout(one)} if study.levels else {}),
+        }
+        for name in study.systems
+        if (rows := [row for row in found if row["system"] == name])
+    ]
+    kinds = ("commit", "hardware", "precision", "versions")
+    made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
+    counts = {"runs": len(found), "planned": len(planned)}
+    tables = {"systems": systems, "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses))}
+    if study.levels:
+        dropout = {row["system"]: row["dropout"] for row in systems}
+        at_equal = {}
+        for name, contrast in study.contrasts.items():
+            both = [run for run in runs if run.system in (contrast.first, contrast.second)]
+            if dropout[contrast.first] == dropout[contrast.second]:
+                levels = common_levels(study, [records[run.record] for run in both])
+                at_equal[name] = losses_of(study, both, records, levels)
+        tables["at_equal_training_loss"] = _contrasts(study, at_equal)
+    if references:
+        tables["translations"] = _translations(study, runs, references)
+    return {"study": study.study, **counts, **tables, "made_by": made_by}
+
+
+def _speed(rows: List[Dict[str, Any]], first: str, found: List[Dict[str, Any]]) -> Optional[float]:
+    """Tokens a second ÷ those of the first system with the same seed, and so machine: median of the seeds.
+
+    The median, because some runs go beside other work.
+    """
+    base = {row["seed"]: row["tokens_per_second"] for row in found if row["system"] == first}
+    pairs = [(row["tokens_per_second"], base.get(row["seed"])) for row in rows]
+    ratios = [speed / other for speed, other in pairs if speed and other]
+    return float(np.median(ratios)) if ratios else None
+
+
+def _mean_curve(records: List[Dict[str, Any]]) -> List[List[float]]:
+    """Training and validation loss at each validation, means over the seeds that did not diverge."""
+    curves = [record["curve"] for record in records if record["end"] != DIVERGED]
+    pairs = [[(row["train"], row["valid"]) for row in curve if "train" in row] for curve in curves]
+    return np.mean(pairs, axis=0).tolist() if pairs else []
+
+
+def _dropout(run: Run) -> Dict[str, Any]:
+    """Its model's rates of dropout."""
+    return {key: value for key, value in run.load().model.as_flags().items() if "dropout" in key}
+
+
+def _contrasts(study: Study, losses: Dict[str, Dict[str, Dict[int, float]]]) -> List[Dict[str, Any]]:
+    """Contrasts with tests. losses: contrast → system → seed → bits; of the seeds that both sides have."""
+    judged = {}
+    for name, of_system in losses.items():
+        first, second = of_system[study.contrasts[name].first], of_system[study.contrasts[name].second]
+        if len(seeds := first.keys() & second.keys()) > 1:
+            judged[name] = paired([first[seed] - second[seed] for seed in sorted(seeds)], study.margin)
+    p = holm({name: difference.p for name, difference in judged.items()})
+    p_equivalent = holm({name: difference.p_equivalent for name, difference in judged.items()})
+    return [
+        {
+            "contrast": name,
+            **vars(study.contrasts[name]),
+            **difference._asdict(),
+            "p_holm": p[name],
+            "p_equivalent_holm": p_equivalent[name],
+            "verdict": verdict(difference, p[name], p_equivalent[name]),
+        }
+        for name, difference in judged.items()
+    ]
+
+
+def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[str, Any]]:
+    """BLEU and chrF of each contrast over the seeds that both have translated, tested as `against` does."""
+    texts: Dict[str, Dict[int, RunningText]] = {name: {} for name in study.systems}
+    target = read_lines(references)
+    for run in runs:
+        recipe = run.load()
+        if not recipe.generate:
+            raise UserError(f"{run.recipe} translates nothing: leave --references out.")
+        path = run.record.parent / "outputs" / f"{run.record.stem}.{recipe.subsets[0]}.txt"
+        if not path.is_file():  # not run, or diverged
+            continue
+        if len(lines := read_lines(path)) != len(target):
+            problem = f"--references {references} has {len(target)} lines, {path} has {len(lines)}"
+            raise UserError(f"{problem}: give the target side of subset {recipe.subsets[0]}.")
+        texts[run.system][run.seed] = running_text(Texts(lines, [target], recipe.data.target or "de"))
+    rows = []
+    for name, contrast in study.contrasts.items():
+        first, second = texts[contrast.first], texts[contrast.second]
+        if seeds := sorted(first.keys() & second.keys()):
+            log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
+            found = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])["metrics"]
+            rows += [{"contrast": name, "n": len(seeds), **row} for row in found]
+    rows.sort(key=lambda row: row["metric"])  # each metric's contrasts in their order
+    for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
+        judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
+        for name, adjusted in holm({name: row[p] for name, row in judged.items()}).items():
+            judged[name][f"{p}_holm"] = adjusted
+    return rows
+
+
+def _attention(run: Run) -> Dict[str, float]:
+    """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts."""
+    recipe = run.load()
+    check_flags(recipe)  # before they build a model
+    model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
+    words = flags({key: value for key, value in model.items() if key != "arch"})
+    return dict(_attention_of(recipe.model.arch, length, tuple(words)))
+
+
+@functools.lru_cache(maxsize=64)
+def _attention_of(arch: str, length: int, words: Tuple[str, ...]) -> Dict[str, float]:
+    """Systems that differ in their training alone have one model, which is built once."""
+    macs = complexity(arch, 1000, length, length, "shared", list(words)).attention_macs
+    branch = round(branch_size(arch, 1000, "shared", list(words)), 6)  # beyond that processors differ
+    return {"attention_macs": macs, "branch": branch}
+
+
+def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> str:
+    """The report as tables, for a terminal or as Markdown."""
+    base = content["systems"][0]
+    systems = [
+        {
+            **row,
+            "cost": row["attention_macs"] / base["attention_macs"],
+            "start": row["branch"] / base["branch"],
+            "diverged": row["diverged"] or None,
+        }
+        for row in content["systems"]
+    ]
+    blocks: List[Union[str, Table]] = [
+        f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, "
+        f"{f'mean of the last {study.last} validations' if study.last > 1 else 'of the last validation'}. "
+        "× branch: size of attention's output before training, ÷ the first system's. "
+        "× tokens/s: ÷ those of the first system with the same seed, median of the seeds.",
+        Table(SYSTEM_COLUMNS, systems),
+    ]
+    for key, heading in CONTRAST_TABLES.items():
+        if rows := content.get(key):
+            lines = [
+                {
+                    **row,
+                    **{side: study.systems[row[side]].label for side in ("first", "second")},
+                    "interval": f"{row['low']:+.4f} … {row['high']:+.4f}",
+                }
+                for row in rows
+            ]
+            blocks += [heading.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
+    if rows := content.get("translations"):
+        blocks += [
+            "Translations, positive: the first is better. p, seeds, and the interval: paired t test. p, "
+            "sentences: approximate randomisation, which covers the choice of sentences, not the luck of a "
+            f"training. {rows[0]['signature']}, {rows[-1]['signature']}",
+            Table(TRANSLATION_COLUMNS, [{**row, "interval": interval_of(row)} for row in rows]),
+        ]
+    return page(blocks, markdown)
+
+
+def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
+    """The pictures by their names."""
+    families = list(dict.fromkeys(row["family"] for row in content["systems"]))
+    colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
+    figures = {
+        "differences": _differences(study, content, colours),
+        "cost": _against(study, content, colours, COSTS),
+        "branch": _against(study, content, colours, START),
+    }
+    if study.levels:
+        figures["generalisation"] = _generalisation(study, content)
+    if rows := content["contrasts"]:
+        of_verdict = {GAIN: COLOURS[2], LOSS: COLOURS[1], EQUIVALENT: COLOURS[0], UNDECIDED: GREY}
+        marks: List[Mark] = [
+            (f"{row['contrast']}: {row['verdict']}", of_verdict[row["verdict"]], [], row) for row in rows
+        ]
+        axis = "difference of validation losses (bits; left is better)"
+        axis += "\nintervals of one test, corrected verdicts"
+        figures["contrasts"] = _intervals(study, marks, study.margin, axis)
+    return figures
+
+
+def _differences(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Figure:
+    """To the first system: a dot for each seed, means with intervals, a band of the first one's own seeds."""
+    base, *others = content["systems"]
+    marks: List[Mark] = []
+    for row in others:
+        seeds = row["by_seed"].keys() & base["by_seed"].keys()
+        dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
+        interval = paired(dots, study.margin)._asdict() if len(dots) > 1 else None
+        marks.append((row["label"], colours[row["family"]], dots, interval))
+    axis = f"validation loss − that of “{base['label']}” (bits; left is better)"
+    axis += "\ngrey: ± 2 deviations of its seeds"
+    return _intervals(study, marks, 2 * (base["deviation"] or 0), axis)
+
+
+def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figure:
+    """A row for each mark, from the top: its dots, and its mean with the interval. band: ± around 0, grey."""
+    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(marks)), layout="constrained")
+    panel = figure.subplots()
+    style(panel)
+    panel.axvline(0, color=GREY, linewidth=0.8)
+    figure.suptitle(textwrap.fill(study.question, 90), x=0.01, ha="left", fontsize=10)
+    panel.axvspan(-band, band, color="#eeeeee", zorder=0)
+    for place, (_, colour, dots, interval) in enumerate(marks):
+        panel.plot(dots, [place] * len(dots), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
+        if interval:
+            panel.plot([interval["low"], interval["high"]], [place, place], color=colour, linewidth=2)
+            panel.plot([interval["mean"]], [place], "o", color=colour, markersize=6)
+    panel.set_yticks(range(len(marks)), [label for label, *_ in marks])
+    panel.set_ylim(len(marks) - 0.5, -0.5)  # the first on top
+    panel.set_xlabel(axis)
+    return figure
+
+
+def _against(study: Study, content: Dict[str, Any], colours: Dict[str, str], names: Dict[str, str]) -> Figure:
+    """Loss against each of names, ÷ that of the first system."""
+    base = content["systems"][0]
+    figure = Figure(figsize=(9.5, 5.5 if len(names) == 1 else 4.2), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    key_of_name = "label" if len(names) == 1 else "system"  # where there is space
+    labels: Dict[str, List[Tuple[float, float, str]]] = {key: [] for key in names}
+    for panel, (key, name) in zip(panels, names.items()):
+        style(panel)
+        for family, colour in colours.items():
+            points = [row for row in content["systems"] if row["family"] == family]
+            ratios = [(row[key] or math.nan) / base[key] if base[key] else math.nan for row in points]
+            panel.plot(ratios, [row["loss"] for row in points], "o", color=colour, label=family)
+            labels[key] += [(x, row["loss"], row[key_of_name]) for x, row in zip(ratios, points)]
+        panel.set_xlabel(f"{name} ÷ that of “{base['label']}”")
+        if names is START:  # factors from 1/10 to 1: most are small
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter("{x:g}")
+        panel.margins(0.18 if len(names) == 1 else 0.05, 0.1)
+        low, high = panel.get_xlim()
+        panel.set_xlim(min(low, 0.9), max(high, 1.1))  # no axis of a few per cent
+    panels[0].set_ylabel("validation loss (bits)")
+    panels[0].legend(fontsize=8, frameon=False)
+    figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
+    for panel, points in zip(panels, labels.values()):
+        label_points(panel, points)
+    return figure
+
+
+def _generalisation(study: Study, content: Dict[str, Any]) -> Figure:
+    """Validation loss against training loss, a line for each system: the mean of its seeds."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    panel = figure.subplots()
+    style(panel)
+    base = content["systems"][0]
+    for number, row in enumerate(content["systems"]):
+        curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
+        look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 3, "label": row["label"]}
+        panel.plot(*curve.T, "o-" if row["dropout"] == base["dropout"] else "o:", **look)
+    panel.set_xlabel("training loss, with dropout (bits)\ndotted: other dropout; compare dotted with dotted")
+    panel.set_ylabel("validation loss (bits)")
+    panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
+    panel.legend(fontsize=8, frameon=False)
+    return figure

@@ -1,0 +1,152 @@
+"""Moses' `tokenizer.perl` for the languages of the papers and most others.
+
+The lists of abbreviations come from sacremoses. The rules are applied here, because sacremoses'
+character classes date from an old Unicode (it cuts Chinese words into characters, Perl does not) and
+it treats the last full stop of a line as Moses did until 2017.
+"""
+
+import re
+from functools import cache
+from typing import Dict, List, Tuple
+
+import regex
+from sacremoses import MosesDetokenizer
+from sacremoses.corpus import NonbreakingPrefixes
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.text.normalize import EDITIONS, MULTI30K_EDITION
+
+# Languages whose special rules (colons, middle dots, glottal stops) are not restated here.
+UNSUPPORTED_LANGUAGES = ("ca", "fi", "so", "sv", "tdt")
+
+_ALPHA, _ALNUM, _NUMBER = r"\p{Alphabetic}", r"\p{Alphabetic}\p{Nd}", r"\p{N}"
+_CONTROLS = dict.fromkeys([*range(0x09), *range(0x0E, 0x20)])
+_SPECIAL = regex.compile(rf"([^{_ALNUM}\s.'`,\-])")
+_HYPHEN = regex.compile(rf"([{_ALNUM}])-(?=[{_ALNUM}])")
+_DOTS = re.compile(r"\.\.+(?=(.)?)")
+_COMMAS = [
+    (regex.compile(rf"([^{_NUMBER}]),"), r"\1 , "),
+    (regex.compile(rf",([^{_NUMBER}])"), r" , \1"),
+]
+_LAST_COMMA = regex.compile(rf"({_NUMBER}),$")
+_LAST_FULL_STOP_AND_QUOTE = re.compile(r"\.' ?$")
+_HAS_ALPHA = regex.compile(_ALPHA)
+_STARTS_LOWER = regex.compile(r"\p{Lowercase}")
+_STARTS_WITH_DIGIT = re.compile(r"[0-9]")
+_SPACES = re.compile(r" +")
+# Replaced in this order: & must be first, since it occurs in the other entities.
+_ESCAPES = (
+    *(("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&apos;"), ('"', "&quot;")),
+    *(("|", "&#124;"), ("[", "&#91;"), ("]", "&#93;")),
+)
+# Stands for one dot of a run: control characters are gone by then, so no text can hold it.
+_DOT = "\x00"
+
+
+def _apostrophe_rules(between_letters: str, after_other: str) -> List[Tuple[regex.Pattern, str]]:
+    """What becomes of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
+    other, letter = rf"([^{_ALPHA}])", rf"([{_ALPHA}])"
+    return [
+        (regex.compile(f"{other}'{other}"), r"\1 ' \2"),
+        (regex.compile(f"([^{after_other}])'{letter}"), r"\1 ' \2"),
+        (regex.compile(f"{letter}'{other}"), r"\1 ' \2"),
+        (regex.compile(f"{letter}'{letter}"), between_letters),
+    ]
+
+
+_APOSTROPHES = {
+    "en": [
+        *_apostrophe_rules(r"\1 '\2", _ALPHA + _NUMBER),
+        (regex.compile(rf"({_NUMBER})'s"), r"\1 's"),
+    ],
+    **dict.fromkeys(("fr", "it", "ga"), _apostrophe_rules(r"\1' \2", _ALPHA)),
+}
+_ANY_APOSTROPHE = [(regex.compile("'"), " ' ")]
+
+
+def tokenize(
+    line: str, lang: str, aggressive_hyphens: bool = False, escape: bool = True, edition: str = "current"
+) -> str:
+    """`tokenizer.perl -l LANG [-a] [-no-escape]`: tokens separated by spaces.
+
+    line: text without its line end; a blank line comes back as it is. aggressive_hyphens: write a
+    hyphen between letters as ` @-@ `. escape: write & | < > ' " [ ] as entities. edition: "2017-12"
+    leaves a last full stop at an abbreviation or number unsplit, as the Moses that made Multi30k's
+    published files did. Spaces are single, except in a line that ends in a full stop and a quote: there Moses
+    may leave two before the full stop, and leaves one at the end. Raises UserError for UNSUPPORTED_LANGUAGES
+    and for an unknown edition.
+    """
+    if lang in UNSUPPORTED_LANGUAGES or edition not in EDITIONS:
+        raise UserError(
+            f"Moses' tokenizer for language {lang!r}, edition {edition!r} is not available: choose an "
+            f"edition of {', '.join(EDITIONS)} and a language other than {', '.join(UNSUPPORTED_LANGUAGES)}."
+        )
+    text = line if line.isprintable() else line.translate(_CONTROLS)
+    if not text.strip():
+        return line if text == line else ""
+    text = " ".join(text.split())
+    text = _SPECIAL.sub(r" \1 ", text)
+    if aggressive_hyphens:
+        text = _HYPHEN.sub(r"\1 @-@ ", text)
+    if ".." in text:
+        # A run of dots is set apart, under a sign that the full stop rules do not see.
+        text = _DOTS.sub(lambda run: f" {_DOT * len(run[0])}{' ' if run[1] else ''}", text)
+    if "," in text:
+        for pattern, replacement in _COMMAS:
+            text = pattern.sub(replacement, text)
+        text = _LAST_COMMA.sub(r"\1 ,", text)
+    if "'" in text:
+        for pattern, replacement in _APOSTROPHES.get(lang, _ANY_APOSTROPHE):
+            text = pattern.sub(replacement, text)
+    text = _SPACES.sub(" ", " ".join(_split_full_stops(text, lang, edition))).strip(" ")
+    text = _LAST_FULL_STOP_AND_QUOTE.sub(" . ' ", text)
+    text = text.replace(_DOT, ".")
+    for sign, entity in _ESCAPES if escape else ():
+        text = text.replace(sign, entity)
+    return text
+
+
+def _split_full_stops(text: str, lang: str, edition: str) -> List[str]:
+    """The words of `text` with a space before each full stop that ends a sentence."""
+    always, before_digit = nonbreaking_prefixes(lang)
+    # Empty words (from two spaces) stay: Moses looks at the next one, even if it is empty.
+    words = text.rstrip(" ").split(" ")
+    last = len(words) - 1
+    for i, word in enumerate(words):
+        if len(word) < 2 or word[-1] != ".":
+            continue
+        stem, following = word[:-1], words[i + 1] if i < last else ""
+        keep = (
+            ("." in stem and _HAS_ALPHA.search(stem))
+            or stem in always
+            or _STARTS_LOWER.match(following)
+            or (stem in before_digit and _STARTS_WITH_DIGIT.match(following))
+        )
+        if not keep or (i == last and edition != MULTI30K_EDITION):
+            words[i] = stem + " ."
+    return words
+
+
+@cache
+def nonbreaking_prefixes(lang: str) -> Tuple[frozenset, frozenset]:
+    """Abbreviations of `lang` (English for a language without a list).
+
+    Returns two sets: those never followed by a sentence end, and those that are safe before digits.
+    """
+    known = NonbreakingPrefixes()
+    kinds: Dict[bool, set] = {False: set(), True: set()}
+    for entry in known.words(lang if lang in known.available_langs.values() else "en"):
+        word, _, marker = entry.strip().partition(" ")
+        kinds["#NUMERIC_ONLY#" in marker].add(word)
+    return frozenset(kinds[False]), frozenset(kinds[True])
+
+
+_detokenizer = cache(MosesDetokenizer)
+
+
+def detokenize(line: str, lang: str) -> str:
+    """`detokenizer.perl` as in sacremoses: the tokens of a line, separated by spaces, as running text.
+
+    Undoes ` @-@ ` and the entities (&quot; &apos; &amp; &#124; &lt; &gt; &#91; &#93;).
+    """
+    return _detokenizer(lang).detokenize(line.split())

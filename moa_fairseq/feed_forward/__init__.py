@@ -1,1 +1,0 @@
-"""Mixtures of experts in place of a Transformer's feed-forward."""

@@ -1,0 +1,33 @@
+"""The science: routers, losses, one module per paper, one shared attention. It needs torch alone."""
+
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.dense import DenseAttention
+from moa_fairseq.layers.expert_draw import ExpertDraw
+from moa_fairseq.layers.gqe import GroupedQueryExperts
+from moa_fairseq.layers.kv_cache import KVCache
+from moa_fairseq.layers.losses import load_balance_loss, z_loss
+from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
+from moa_fairseq.layers.moa import MixtureOfAttention
+from moa_fairseq.layers.moh import MixtureOfHeads
+from moa_fairseq.layers.namoh import NativeMixtureOfHeads
+from moa_fairseq.layers.observers import observers_of, update_observers
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.switchhead import SwitchHeadAttention
+
+__all__ = [
+    "Attention",
+    "DenseAttention",
+    "ExpertDraw",
+    "GroupedQueryExperts",
+    "KVCache",
+    "MixtureOfAttention",
+    "MixtureOfAttentiveExperts",
+    "MixtureOfHeads",
+    "NativeMixtureOfHeads",
+    "Routing",
+    "SwitchHeadAttention",
+    "load_balance_loss",
+    "observers_of",
+    "update_observers",
+    "z_loss",
+]

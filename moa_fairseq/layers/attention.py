@@ -1,0 +1,562 @@
+"""The call of every attention here: batch first, one signature, nothing that it does not read."""
+
+import abc
+import itertools
+from dataclasses import dataclass, field, fields
+from typing import (
+    Any,
+    ClassVar,
+    Collection,
+    Dict,
+    FrozenSet,
+    Literal,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    overload,
+)
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.head_gate import HEAD_GATES, HeadGate
+from moa_fairseq.layers.kv_cache import KVCache
+from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION, Positions
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.sdpa import Masks, attend, attend_with_weights
+from moa_fairseq.layers.torch_compat import autocast_dtype
+
+_instances = itertools.count()
+Settings = TypeVar("Settings", bound="FamilySettings")
+_EMBEDDED_POSITIONS = ("learned", "sinusoidal")  # added to the words: nothing to do in an attention
+# What the call of torch's and fairseq's attention has, and what it is here
+_ELSEWHERE = {
+    "key": "memory",
+    "value": "memory",
+    "key_padding_mask": "padding, True = padding",
+    "attn_mask": "mask, True = blocked",
+    "attention_mask": "padding, True = padding, or mask, True = blocked",
+    "is_causal": "causal",
+    "incremental_state": "cache=attention.new_cache()",
+    "need_weights": "the method `with_weights`",
+    "need_head_weights": "the method `with_weights`",
+    "query_padding_mask": "query_padding",
+}
+
+
+def flag(default: Any, help: str, choices: Optional[Collection[str]] = None) -> Any:
+    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices."""
+    return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
+
+
+@dataclass
+class FamilySettings:
+    """The base of a family's settings: its fields are the family's flags, and its attention's keywords."""
+
+    attention: ClassVar[Type["Attention"]]
+
+    @classmethod
+    def of(cls: Type[Settings], settings: Optional[Settings], options: Dict[str, Any]) -> Settings:
+        """`settings`, or those that options name, which are then taken out of options.
+
+        Raises:
+            TypeError: where both are given, or something else.
+        """
+        own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
+        if settings is None:
+            return cls(**own)
+        if not isinstance(settings, cls):
+            raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
+        if own:
+            raise TypeError(f"{', '.join(own)} would not be read beside the settings that are given")
+        return settings
+
+    def check(self, attentions: Sequence["Attention"]) -> None:
+        """Check all attentions of a model. Raises UserError for settings that do not fit it."""
+
+
+@dataclass
+class Call:
+    """One pass through an attention, as a family's `compute` sees it. Inputs are zero at padding."""
+
+    x: Tensor  # of the queries, [B, T, C]
+    memory: Optional[Tensor]  # what keys are made of, [B, S, kdim]; None: the cache has them
+    values: Optional[Tensor]  # what values are made of, [B, S, vdim]: the same object where it is the same
+    masks: Masks
+    query_padding: Optional[Tensor] = None  # [B, T] bool
+    same_tokens: bool = False  # keys are made of the queries' tokens and of no others
+    cache: Optional[KVCache] = None
+    need_weights: bool = False
+    token_ids: Optional[Tensor] = None  # of the queries, [B, T] int64
+    draw: Any = None  # of experts: `expert_draw.ExpertDraw`
+
+
+Computed = Tuple[Tensor, Optional[Tensor], Tuple[Routing, ...]]
+
+
+class Attention(nn.Module, abc.ABC):
+    """Attention whose heads may be chosen or weighted token by token, as a plain module.
+
+    A family supplies `compute` and its cost, `projection_macs`.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads, head_dim: H and D of the attention itself.
+        key_heads: heads of keys and values, G, if not H.
+        own_heads: how many heads have parameters of their own, if not H.
+        self_attention: keys and values are made of x, and of nothing else; needed for positions.
+        dropout: probability with which attention weights are dropped, or a module that has it as `p`.
+        positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings.
+        head_gate: a sigmoid gate on each head's output, one of HEAD_GATES.
+
+    Raises:
+        UserError: for impossible settings.
+    """
+
+    keys_by_expert = False  # whether `compute` has to know which experts made keys, those of a cache included
+    reads: FrozenSet[str] = frozenset()  # further keywords of the call
+    can_trim_cache = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        key_heads: Optional[int] = None,
+        own_heads: Optional[int] = None,
+        self_attention: bool = False,
+        dropout: Union[float, nn.Module] = 0.0,
+        positions: Optional[str] = None,
+        head_gate: str = "none",
+    ):
+        super().__init__()
+        check_choice("--head-gate", head_gate, HEAD_GATES)
+        self._path: Optional[str] = None
+        self._instance = next(_instances)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.key_heads = key_heads or num_heads
+        self.self_attention = self_attention
+        self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
+        self.head_gate: Optional[HeadGate] = None
+        if head_gate != "none":
+            self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
+        self.positions: Optional[Positions] = None
+        if positions is not None:
+            check_choice("--positions", positions, (*_EMBEDDED_POSITIONS, *POSITIONS_IN_ATTENTION))
+        if positions in POSITIONS_IN_ATTENTION:
+            if not self_attention:
+                raise UserError(
+                    f"positions={positions!r} is for self-attention: build the layer with "
+                    "self_attention=True, or leave positions out."
+                )
+            kind = POSITIONS_IN_ATTENTION[positions]
+            self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        """A copy (copy.deepcopy, pickle) is another instance, which caches and names without a path show."""
+        super().__setstate__(state)
+        self._instance = next(_instances)
+
+    @property
+    def name(self) -> str:
+        """The path in the model, such as "encoder.layers.0.self_attn", once that has given one."""
+        return self._path or f"{type(self).__name__}.{self._instance}"
+
+    @name.setter
+    def name(self, path: str) -> None:
+        self._path = path
+
+    @classmethod
+    def from_settings(
+        cls, embed_dim: int, settings: FamilySettings, *, num_heads: int, causal: bool, **options: Any
+    ) -> "Attention":
+        """The attention of a model's layer.
+
+        Args:
+            embed_dim: the model's width.
+            settings: of the family.
+            num_heads: the number of heads in the model's flags, for families that have no flag of their own.
+            causal: whether it stands in a decoder, for families that have to know.
+            options: further arguments of the class.
+        """
+        return cls(embed_dim, settings=settings, **options)  # type: ignore[call-arg]
+
+    @abc.abstractmethod
+    def compute(self, call: Call) -> Computed:
+        """The output [B, T, C], weights [B, H, T, S] where `call.need_weights`, and the routings."""
+
+    @abc.abstractmethod
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        """Multiply-accumulates of one sequence with so many tokens, by part: "router" and "projections"."""
+
+    @property
+    def dropout_now(self) -> float:
+        """The probability with which attention weights are dropped in this pass."""
+        module = self.dropout_module
+        drops = self.training or getattr(module, "apply_during_inference", False)
+        return float(getattr(module, "p", 0.0)) if drops else 0.0
+
+    @property
+    def is_non_causal(self) -> bool:
+        """Whether what is computed at a position follows from later ones, which no mask hides."""
+        return False
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        with_routing: Literal[False] = False,
+        **inputs: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        with_routing: Literal[True],
+        **inputs: Any,
+    ) -> Tuple[Tensor, Tuple[Routing, ...]]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        with_routing: bool = False,
+        **inputs: Any,
+    ) -> Union[Tensor, Tuple[Tensor, Tuple[Routing, ...]]]:
+        """Attend from x to itself, or to a memory.
+
+        Args:
+            x: [B, T, C].
+            memory: [B, S, kdim], for cross-attention. With a cache its keys are made at the first call.
+            padding: of what keys are made of, True = padding: [B, T], with a memory [B, S]. With a cache also
+                of all positions so far. The output at padding is unspecified.
+            mask: [T, S] or [B, T, S], S the number of keys with those of the cache: additive float, or bool,
+                True = blocked.
+            causal: no query sees a later position.
+            cache: of `new_cache`: x continues what it holds, which is extended.
+            query_padding: of cross-attention's queries, [B, T]: keeps them out of statistics and losses.
+            with_routing: return the routings, too. A flag, and no method, because it works through wrappers
+                (torch.compile, DistributedDataParallel, checkpointing), which forward calls alone.
+            inputs: token_ids [B, T] where a router chooses by a hash; draw where MAE draws experts.
+
+        Returns:
+            [B, T, C]; with_routing: a pair of it and a tuple of `Routing`: none of dense attention, one of
+            most, two where keys are routed by themselves (SwitchHead; NAMOH's cross-attention).
+
+        Raises:
+            ValueError, TypeError: for what does not fit, or would not be read.
+        """
+        out, _, routings = self.compute(
+            self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
+        )
+        return (out, routings) if with_routing else out
+
+    def with_weights(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor] = None,
+        *,
+        padding: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
+        causal: bool = False,
+        cache: Optional[KVCache] = None,
+        query_padding: Optional[Tensor] = None,
+        **inputs: Any,
+    ) -> Tuple[Tensor, Tensor]:
+        """As `forward`, and the attention weights [B, H, T, S] in float32, from before the dropout."""
+        call = self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
+        call.need_weights = True
+        out, weights, _ = self.compute(call)
+        assert weights is not None
+        return out, weights
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for one generation by this attention."""
+        return KVCache(owner=self._instance, can_trim=self.can_trim_cache)
+
+    def attend(
+        self,
+        call: Call,
+        q: Tensor,
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        masks: Optional[Masks] = None,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """Results of the heads [B, H, T, D], and weights [B, H, T, S] where the call needs them.
+
+        Args:
+            call: the pass.
+            q: [B, H, T, D].
+            k, v: [B, G, S, D], G dividing H; None where the cache has them.
+            masks: those of keys and values that `place` returned already; else they are placed here.
+        """
+        bias = None
+        if masks is None:
+            masks = call.masks
+            if call.cache is not None or self.positions is not None:
+                q, k, v, masks, bias = self.place(call, q, k, v)
+        assert k is not None and v is not None  # they were projected, or the cache has them
+        if call.need_weights:
+            return attend_with_weights(q, k, v, masks, self.dropout_now, bias)
+        return attend(q, k, v, masks, self.dropout_now, bias), None
+
+    def place(
+        self,
+        call: Call,
+        q: Tensor,
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        key_experts: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Tensor, Tensor, Masks, Optional[Tensor]]:
+        """Queries, keys and values at their positions, the cache's included, masks, and the scores' bias.
+
+        Args:
+            key_experts: [B, S, K], which experts made the new keys, where `keys_by_expert`.
+        """
+        bias = None
+        cache = call.cache
+        held = 0 if cache is None else cache.length
+        if self.positions is not None and k is not None:
+            key_length = held + k.size(2)
+            first_query = key_length - q.size(2)
+            bias = self.positions.bias(q, key_length, first_query)
+            q, k = self.positions.rotate(q, k, first_query)
+        masks = call.masks
+        if cache is not None:
+            if k is not None and v is not None:
+                cache.extend(k, v, key_experts)
+                masks = masks._replace(padding=cache.extend_padding(masks.padding))
+            elif masks.padding is None:
+                masks = masks._replace(padding=cache.padding)
+            k = cache.keys
+            v = cache.values
+        assert k is not None and v is not None
+        return q, k, v, masks, bias
+
+    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+        """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
+        macs = {
+            **self.projection_macs(queries, keys),
+            "scores": 2 * queries * keys * self.num_heads * self.head_dim,
+        }
+        if self.head_gate is not None:
+            macs["projections"] += queries * self.head_gate.projection.weight.numel()
+        if self.positions is not None:
+            for part, count in self.positions.macs(queries, keys, self.num_heads).items():
+                macs[part] += count
+        return macs
+
+    def cache_bytes(self, number_bytes: int = 2) -> int:
+        """Bytes that a token leaves in the cache of a generation, number_bytes for each number.
+
+        Keys and values of G heads: G = 1 in MoA, whose experts share one (Eq. 10-11; Eq. 18-20 count the
+        projections that follow), the heads in dense attention and in SwitchHead (its App. A.2). Where
+        `keys_by_expert`, the experts' indices, too, of eight bytes each.
+        """
+        indices = 8 * self.key_heads if self.keys_by_expert else 0
+        return 2 * self.key_heads * self.head_dim * number_bytes + indices
+
+    @torch.no_grad()
+    def scale_branch(self, factor: float) -> None:
+        """Multiply the output projection, bias included: the residual branch then starts at that size."""
+        for name in ("out_proj", "out_experts"):
+            if hasattr(self, name):
+                for parameter in getattr(self, name).parameters():
+                    parameter.mul_(factor)
+                return
+        raise UserError(
+            f"--attention-branch-scale: {type(self).__name__} has no output projection named out_proj or "
+            "out_experts: leave the flag out."
+        )
+
+    def restore_initialization(self) -> None:
+        """Draw routers and experts anew, after a model has initialised every nn.Linear (as BERT does)."""
+        for child in self.children():
+            reset = getattr(child, "reset_parameters", None)
+            if reset is not None and not isinstance(child, nn.Linear):
+                reset()
+
+    def _call(
+        self,
+        x: Tensor,
+        memory: Optional[Tensor],
+        padding: Optional[Tensor],
+        mask: Optional[Tensor],
+        causal: bool,
+        cache: Optional[KVCache],
+        query_padding: Optional[Tensor],
+        inputs: Dict[str, Any],
+    ) -> Call:
+        """What was given, checked, with zeros at padding: what stands there may be NaN."""
+        for name in inputs:
+            if name not in self.reads:
+                raise TypeError(self._unread(name))
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: make one with new_cache()")
+        is_self = memory is None and not (cache is not None and cache.holds_memory)
+        if memory is not None and self.self_attention:
+            raise ValueError("this attention was built with self_attention=True, which reads no memory")
+        self._check_inputs(x, memory, is_self)
+        batch, tgt_len, _ = x.shape
+        if query_padding is not None and is_self:
+            raise ValueError("query_padding is for cross-attention: give padding, which is that of x here")
+        if cache is not None:
+            self._check_cache(cache, x, memory, mask, causal)
+            if memory is not None and cache.length:
+                memory = None  # its keys are there
+        held = 0 if cache is None else cache.length
+        if is_self:
+            src_len = held + tgt_len
+            lengths = [(batch, tgt_len), (batch, src_len)]
+        else:
+            src_len = held if memory is None else memory.size(1)
+            lengths = [(batch, src_len)]
+        if padding is not None:
+            _check_mask("padding", padding, lengths, False)
+        if query_padding is not None:
+            _check_mask("query_padding", query_padding, [(batch, tgt_len)], False)
+        token_ids = inputs.get("token_ids")
+        if token_ids is not None and token_ids.shape != (batch, tgt_len):
+            raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {[batch, tgt_len]}")
+        if mask is not None:
+            _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
+        if causal and self.is_non_causal:
+            raise ValueError("this attention decides by the whole sequence: build it with causal=True")
+        is_causal = causal and mask is None and is_self and not held
+        if causal and not (is_self and tgt_len == 1):
+            first = held if is_self else 0
+            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=x.device).triu(1 + first)
+            if mask is None:
+                mask = later
+            else:
+                mask = mask.masked_fill(later, -torch.inf) if mask.is_floating_point() else mask | later
+        if is_self and padding is not None:
+            query_padding = padding[:, padding.size(1) - tgt_len :]
+        if query_padding is not None:
+            x = without_padding(x, query_padding)
+        if is_self:
+            memory = x
+        elif memory is not None:
+            memory = without_padding(memory, padding)
+        return Call(
+            x,
+            memory,
+            memory,
+            Masks(mask, padding, is_causal),
+            query_padding,
+            same_tokens=is_self,
+            cache=cache,
+            **inputs,
+        )
+
+    def _check_inputs(self, x: Tensor, memory: Optional[Tensor], is_self: bool) -> None:
+        k_proj = getattr(self, "k_proj", None)
+        v_proj = getattr(self, "v_proj", None)
+        default = self.embed_dim if memory is None else memory.size(-1)
+        kdim = getattr(k_proj, "in_features", getattr(k_proj, "d_in", default))
+        vdim = getattr(v_proj, "in_features", getattr(v_proj, "d_in", default))
+        if kdim != vdim and (is_self or memory is not None):
+            raise ValueError(
+                f"keys of width {kdim} and values of width {vdim} are two inputs, and this call reads one "
+                "memory: build it with equal kdim and vdim"
+            )
+        weight = getattr(k_proj, "weight", None)
+        expected = weight.dtype if isinstance(weight, Tensor) else None  # quantised: a method
+        if expected is not None and not expected.is_floating_point:
+            expected = None
+        for name, given, width in (("x", x, self.embed_dim), ("memory", memory, kdim)):
+            if given is None:
+                continue
+            if given.dim() != 3 or given.size(2) != width:
+                letters = "[B, T, C] with C" if name == "x" else "[B, S, kdim] with kdim"
+                raise ValueError(f"{name} is {list(given.shape)}, not {letters} = {width}")
+            if given.dtype == expected:
+                continue
+            follows = expected is None or autocast_dtype(given.device.type) is not None
+            if not (given.is_floating_point() and follows):
+                raise ValueError(
+                    f"{name} is {given.dtype}, but the attention {expected or 'floating point'}: convert one "
+                    "of them"
+                )
+        if memory is not None and memory.size(0) != x.size(0):
+            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0)}")
+        if is_self and kdim != self.embed_dim:
+            raise ValueError("this attention was built with a kdim or vdim of a memory: give memory, too")
+
+    def _check_cache(
+        self, cache: KVCache, x: Tensor, memory: Optional[Tensor], mask: Optional[Tensor], causal: bool
+    ) -> None:
+        if cache.owner != self._instance:
+            raise ValueError("cache was not made by this attention: each layer has its own (new_cache())")
+        if self.is_non_causal:
+            raise ValueError("this attention decides by the whole sequence: build it with causal=True")
+        rows = None if cache.keys is None else cache.keys.size(0) * cache.beam_size
+        if rows not in (None, x.size(0)):
+            raise ValueError(
+                f"cache holds {rows} sequences, x is {list(x.shape)}: reorder it, or make a new one"
+            )
+        if memory is None:
+            if not (causal or cache.holds_memory or mask is not None or x.size(1) < 2):
+                raise ValueError(
+                    "earlier positions do not see later ones in a generation: several positions at once need "
+                    "causal=True, or a mask"
+                )
+        elif not cache.length:
+            cache.of_memory(memory)
+        elif not cache.is_of(memory):
+            raise ValueError(
+                "the cache holds keys of another memory, or of x: make a new one for this memory"
+            )
+
+    def _unread(self, name: str) -> str:
+        takes = ["x", "memory", "padding", "mask", "causal", "cache", "query_padding", "with_routing"]
+        here = f" It is {_ELSEWHERE[name]} here." if name in _ELSEWHERE else ""
+        names = ", ".join([*takes, *sorted(self.reads)])
+        return f"{type(self).__name__}'s call does not read {name}.{here} It takes {names}."
+
+
+def _check_mask(name: str, mask: Tensor, shapes: Sequence[Tuple[int, ...]], additive: bool) -> None:
+    if tuple(mask.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise ValueError(f"{name} is {list(mask.shape)}, not {expected}")
+    if mask.dtype != torch.bool and not (additive and mask.is_floating_point()):
+        meaning = "True = blocked, or additive float" if additive else "True = padding"
+        raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
+
+
+def without_padding(x: Tensor, padding: Optional[Tensor]) -> Tensor:
+    """Zeros for padding: x [B, T, C], padding [B, T] or longer, of which the last T count.
+
+    What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.
+    """
+    if padding is None:
+        return x
+    return x.masked_fill(padding[:, padding.size(1) - x.size(1) :].unsqueeze(-1), 0.0)

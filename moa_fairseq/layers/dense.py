@@ -1,0 +1,176 @@
+"""Dense multi-head attention, which every mixture is compared with: fairseq's, with a few settings more."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
+
+
+@dataclass
+class DenseSettings(FamilySettings):
+    """The flags of `DenseAttention`."""
+
+    attention_head_dim: Optional[int] = flag(
+        None,
+        "width of a head (default: the model's width over its heads): a dense model with the "
+        "multiply-accumulates, or the parameters, of a mixture",
+    )
+    key_heads: Optional[int] = flag(
+        None,
+        "heads of keys and values that the query heads share (default: each has its own): 1 is multi-query "
+        "attention (arXiv 1911.02150), fewer than the query heads grouped-query attention (arXiv 2305.13245)",
+    )
+    dropped_heads: int = flag(
+        0,
+        "DropHead: in training each sequence does without N random heads in every attention, and the others "
+        "are multiplied by h/(h - N); all heads work in evaluation",
+    )
+
+
+class DenseHeadsAttention(Attention):
+    """The heads of fairseq's attention, with its parameters and their names: for MAE, MoH, dense attention.
+
+    A subclass calls `reset_parameters` after it has built its router.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads: H.
+        kdim, vdim: widths of what keys and values are made of, if not C.
+        bias: whether the projections have biases.
+        head_dim: D, if it is not embed_dim / num_heads.
+        options: those of `Attention`; key_heads only where `shares_keys`.
+
+    Raises:
+        UserError: for heads that cannot share the width, and key heads where each head has its own.
+    """
+
+    shares_keys = False
+    needs_causal = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        bias: bool = True,
+        head_dim: Optional[int] = None,
+        **options: Any,
+    ):
+        if not self.shares_keys and options.get("key_heads") not in (None, num_heads):
+            raise UserError(
+                f"key_heads={options['key_heads']}: here each of the {num_heads} heads has keys of its own."
+            )
+        if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
+            raise UserError(
+                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
+                "multiple of the heads. (--attention-head-dim says how wide a head of dense attention is.)"
+            )
+        super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **options)
+        width = num_heads * self.head_dim
+        key_width = self.key_heads * self.head_dim
+        self.k_proj = nn.Linear(kdim or embed_dim, key_width, bias=bias)
+        self.v_proj = nn.Linear(vdim or embed_dim, key_width, bias=bias)
+        self.q_proj = nn.Linear(embed_dim, width, bias=bias)
+        self.out_proj = nn.Linear(width, embed_dim, bias=bias)
+
+    @classmethod
+    def from_settings(
+        cls, embed_dim: int, settings: FamilySettings, *, num_heads: int, causal: bool, **options: Any
+    ) -> "DenseHeadsAttention":
+        if cls.needs_causal:
+            options["causal"] = causal
+        return cls(embed_dim, num_heads, settings=settings, **options)
+
+    def reset_parameters(self) -> None:
+        """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""
+        same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
+        for projection in (self.k_proj, self.v_proj, self.q_proj):
+            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)
+        nn.init.xavier_uniform_(self.out_proj.weight)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def keys_values(self, call: Call) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+        """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
+        if call.memory is None or call.values is None:
+            return None, None
+        return self.split(self.k_proj(call.memory)), self.split(self.v_proj(call.values))
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, T, H·D] → [B, H, T, D]; of keys and values G for H."""
+        return x.view(*x.shape[:2], x.size(2) // self.head_dim, self.head_dim).transpose(1, 2)
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        of_queries = 2 * queries * self.embed_dim * self.num_heads
+        of_keys = keys * (self.k_proj.in_features + self.v_proj.in_features) * self.key_heads
+        return {"router": 0, "projections": (of_queries + of_keys) * self.head_dim}
+
+
+class DenseAttention(DenseHeadsAttention):
+    """fairseq's attention: its parameters, their names and their first values; nothing is decided.
+
+    Query head h reads key head h mod G, as `sdpa.attend` has it. Others, LLaMA among them, let h read key
+    head h // (H / G): weights from there need their query heads reordered, rows of `q_proj` and columns of
+    `out_proj`, so that theirs g·H/G + j becomes ours j·G + g.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads: H.
+        settings: or its fields as keywords.
+            attention_head_dim: D, if it is not embed_dim / num_heads.
+            key_heads: G heads of keys and values, which the H query heads share: 1 for multi-query, H / n for
+                grouped-query attention.
+            dropped_heads: in training t of the h heads, drawn for each sequence, are left out and the others
+                multiplied by h/(h−t), as in an F step of MAE with a uniform gate (DropHead, arXiv 2004.13342,
+                with a fixed number of heads).
+        options: those of `DenseHeadsAttention`.
+
+    Raises:
+        UserError: for impossible sizes.
+    """
+
+    shares_keys = True
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, settings: Optional[DenseSettings] = None, **options: Any
+    ):
+        settings = DenseSettings.of(settings, options)
+        key_heads, head_dim = settings.key_heads, settings.attention_head_dim
+        if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
+            raise UserError(
+                f"--key-heads {key_heads} must divide the {num_heads} attention heads, which share them "
+                "evenly."
+            )
+        if head_dim is not None and head_dim < 1:
+            raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
+        if not 0 <= settings.dropped_heads < num_heads:
+            raise UserError(
+                f"--dropped-heads {settings.dropped_heads} must lie between 0 and {num_heads - 1}: "
+                f"one of the {num_heads} attention heads must be left."
+            )
+        super().__init__(embed_dim, num_heads, head_dim=head_dim, key_heads=key_heads, **options)
+        self.dropped_heads = settings.dropped_heads
+        self.reset_parameters()
+
+    def compute(self, call: Call) -> Computed:
+        q = self.split(self.q_proj(call.x))
+        k, v = self.keys_values(call)
+        heads, weights = self.attend(call, q, k, v)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x)
+        if self.training and self.dropped_heads:
+            batch, num_heads = heads.shape[:2]
+            dropped = torch.rand(batch, num_heads, device=heads.device).topk(self.dropped_heads).indices
+            scale = heads.new_full((batch, num_heads), num_heads / (num_heads - self.dropped_heads))
+            heads = heads * scale.scatter(1, dropped, 0.0)[:, :, None, None]
+        return self.out_proj(heads.transpose(1, 2).flatten(2)), weights, ()  # [B, H, T, D] → [B, T, H·D]
+
+
+DenseSettings.attention = DenseAttention

@@ -1,0 +1,145 @@
+"""One expert after the other: gather its rows, multiply them, write or add the products to their places.
+
+Each step gathers a piece of one expert's share of the batch, small enough for the processor's cache: nothing
+as large as all slots is ever stored. An expert's slots belong to different rows, so adding them never
+collides. Each iteration needs the expert's row count on the host, so this is for the CPU.
+"""
+
+from typing import Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.layers.experts.slot_order import SlotOrder
+
+# An expert's rows are processed in pieces of about this size, so that gathered rows take little memory.
+# Shorter pieces cost time (512: 2 % of a layer of 16K32E256D on two CPU cores), longer ones gain nothing.
+_PIECE = 1024
+
+
+class ExpertLoop:
+    """A plan of the products of one routing (`SlotOrder.plan`): every expert's slots, in pieces.
+
+    experts: the expert of each piece; a large share makes several pieces, none is empty. wide_rows,
+    narrow_rows: the rows of each piece's slots. unchosen: the experts without a piece. Making it is the one
+    place that waits for a GPU.
+    """
+
+    def __init__(self, order: SlotOrder, fan: int):
+        self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
+        self.order = order.order
+        self.experts: List[int] = []
+        self.unchosen: List[int] = []
+        self.lengths: List[int] = []
+        start = 0
+        for expert, end in enumerate(order.offsets.tolist()):
+            if end == start:
+                self.unchosen.append(expert)
+            else:  # even shares: a short remainder would cost the calls of a long piece
+                pieces = max(1, round((end - start) / _PIECE))
+                least, longer = divmod(end - start, pieces)
+                self.experts += [expert] * pieces
+                self.lengths += [least + 1] * longer + [least] * (pieces - longer)
+            start = end
+        self.wide_rows, self.narrow_rows = (
+            torch.split(self.order if per_row == 1 else self.order // per_row, self.lengths)
+            for per_row in (self.per_wide, self.per_narrow)
+        )
+
+    def _pieces(
+        self, gate: Optional[Tensor], is_up: bool
+    ) -> Iterator[Tuple[int, Tensor, Tensor, Optional[Tensor]]]:
+        """(expert, its rows, its sums, their gates [rows of the piece, 1] or None) of each piece."""
+        sides = (self.wide_rows, self.narrow_rows)
+        gates: Sequence[Optional[Tensor]] = [None] * len(self.experts)
+        if gate is not None:
+            gates = torch.split(gate.index_select(0, self.order).unsqueeze(1), self.lengths)
+        return zip(self.experts, *(sides if is_up else sides[::-1]), gates)
+
+    def forward(
+        self, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], is_up: bool
+    ) -> Tensor:
+        """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
+        matrices = weight.transpose(1, 2) if is_up else weight
+        per_sum = self.per_narrow if is_up else self.per_wide
+        out = _target(rows, self.slots // per_sum, matrices.size(2), per_sum)
+        for expert, source, target, share in self._pieces(gate, is_up):
+            inputs, matrix = rows.index_select(0, source), matrices[expert]
+            if share is not None and not is_up:  # the gate is applied on the narrow side
+                inputs.mul_(share)
+            # [rows of the piece, C or D] · [C or D, D or C]
+            product = inputs @ matrix if bias is None else torch.addmm(bias[expert], inputs, matrix)
+            if share is not None and is_up:
+                product.mul_(share)
+            _put(out, target, product, per_sum)
+        return out.to(rows.dtype)
+
+    def backward(
+        self,
+        grad: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        gate: Optional[Tensor],
+        is_up: bool,
+        needs: Sequence[bool],
+    ) -> List[Optional[Tensor]]:
+        """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
+        matrices = weight if is_up else weight.transpose(1, 2)
+        per_row = self.per_wide if is_up else self.per_narrow
+        grad_rows = _target(rows, rows.size(0), rows.size(1), per_row) if needs[0] else None
+        grad_weight = torch.empty_like(weight) if needs[1] else None
+        grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
+        grad_shares: List[Tensor] = []
+        for expert in self.unchosen:  # its gradient is zero, not missing
+            for each in (grad_weight, grad_bias):
+                if each is not None:
+                    each[expert].zero_()
+        previous = -1
+        for expert, source, target, share in self._pieces(gate, is_up):
+            upstream = grad.index_select(0, target)
+            inputs = rows.index_select(0, source) if needs[3] else None
+            if needs[0] or needs[3]:
+                product = upstream @ matrices[expert]  # [rows of the piece, D or C] · [D or C, C or D]
+                if inputs is not None:
+                    shares = (product * inputs).sum(1)
+                    grad_shares.append(shares if bias is None else shares + upstream @ bias[expert])
+                if grad_rows is not None:
+                    product = product if share is None else product.mul_(share)
+                    _put(grad_rows, source, product, per_row)
+            if needs[1] and inputs is None:  # not earlier: the cache has room for two such buffers
+                inputs = rows.index_select(0, source)
+            narrow, wide = (upstream, inputs) if is_up else (inputs, upstream)
+            if share is not None and narrow is not None:
+                narrow.mul_(share)
+            is_first, previous = expert != previous, expert
+            if grad_weight is not None and narrow is not None and wide is not None:
+                if is_first:  # [D, rows of the piece] · [rows of the piece, C]
+                    torch.mm(narrow.t(), wide, out=grad_weight[expert])
+                else:
+                    grad_weight[expert].addmm_(narrow.t(), wide)
+            if grad_bias is not None and narrow is not None:
+                if is_first:
+                    torch.sum(narrow, 0, out=grad_bias[expert])
+                else:
+                    grad_bias[expert] += narrow.sum(0)
+        grad_gate = None
+        if needs[3] and gate is not None:
+            grad_gate = torch.empty_like(gate)
+            if grad_shares:
+                grad_gate.index_copy_(0, self.order, torch.cat(grad_shares))
+        return [None if grad_rows is None else grad_rows.to(rows.dtype), grad_weight, grad_bias, grad_gate]
+
+
+def _target(like: Tensor, rows: int, columns: int, slots_each: int) -> Tensor:
+    """[rows, columns] to write to, or zeros to add to, in float32 at least: sums would lose bits."""
+    if slots_each == 1:
+        return like.new_empty(rows, columns)
+    return like.new_zeros(rows, columns, dtype=like.dtype if like.dtype == torch.float64 else torch.float32)
+
+
+def _put(target: Tensor, row: Tensor, values: Tensor, slots_each: int) -> None:
+    if slots_each == 1:
+        target.index_copy_(0, row, values)
+    else:
+        target.index_add_(0, row, values if values.dtype == target.dtype else values.to(target.dtype))

@@ -1,0 +1,39 @@
+"""Every expert on every token in one product, then those that were chosen, for few tokens or small experts.
+
+As `kernels.every_expert`, with gradients of its own: nothing is kept but what the product was given.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.layers.experts.grouped.sorted_rows import SortedRows
+from moa_fairseq.layers.experts.slot_order import SlotOrder
+
+
+class PlacedRows(SortedRows):
+    """As `SortedRows`, but slots stand at their experts' places, [N, E·D], with zeros elsewhere."""
+
+    def __init__(self, order: SlotOrder, fan: int):
+        self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
+        self.tokens, self.num_experts, self.cell = order.tokens, order.num_experts, order.cell
+
+    def _up(self, wide: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        matrix = weight.flatten(0, 1).t()  # [E, D, C] → [C, E·D]
+        every = wide @ matrix if bias is None else torch.addmm(bias.flatten(), wide, matrix)
+        return every.view(-1, weight.size(1)).index_select(0, self.cell)  # [N, E·D] → [N·E, D] → [S, D]
+
+    def _arrange(self, slots: Tensor) -> Tensor:
+        dim = slots.size(1)
+        cells = slots.new_zeros(self.tokens * self.num_experts, dim)
+        return cells.index_copy_(0, self.cell, slots).view(self.tokens, self.num_experts * dim)
+
+    def _down(self, arranged: Tensor, weight: Tensor) -> Tensor:
+        return arranged @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]
+
+    def _weight_grad(self, arranged: Tensor, wide: Tensor, weight: Tensor) -> Tensor:
+        return (arranged.t() @ wide).view_as(weight)  # [E·D, C] → [E, D, C]
+
+    def _bias_grad(self, arranged: Tensor, weight: Tensor) -> Tensor:
+        return arranged.sum(0).view(weight.shape[:2])  # [E·D] → [E, D]

@@ -1,0 +1,267 @@
+"""Products with the chosen experts, up to their width and down from it, and what computes them."""
+
+import logging
+from functools import cache
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.experts import every_expert, grouped, triton, validation
+from moa_fairseq.layers.experts.grouped import dense, expert_loop, placed_rows, sorted_rows
+from moa_fairseq.layers.experts.slot_order import SlotOrder
+
+logger = logging.getLogger(__name__)
+
+_GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
+_KEPT_RESULTS = 2**13  # numbers that plain operations may keep for the backward pass; it saves calls
+BACKENDS = ("auto", "reference", "grouped", "triton")
+# The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
+_checked: Tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
+
+
+def resolve_backend(name: str) -> str:
+    """The backend that `--expert-backend NAME` stands for on this machine; logged once, with the reason.
+
+    "auto" stays "auto" where Triton's kernels may be used beside the others; else it becomes "grouped".
+    Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
+    """
+    check_choice("--expert-backend", name, BACKENDS)
+    if name == "triton" and triton.why_not():
+        raise UserError(
+            f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
+            """a checkpoint that was trained with it: --model-overrides "{'expert_backend': 'auto'}"."""
+        )
+    chosen, reason = _automatic() if name == "auto" else (name, "")
+    return _announce(name, chosen, reason)
+
+
+@cache
+def _automatic() -> Tuple[str, str]:
+    """(backend, why) of `auto` on this machine: Triton on a GPU where its kernels passed their checks."""
+    global _checked
+    if not torch.cuda.is_available():
+        return "grouped", ""
+    reason = triton.why_not()
+    if reason:
+        return "grouped", f"not triton: {reason}"
+    trusted, reason = validation.verdict()
+    if not trusted:
+        return "grouped", f"not triton: {reason}"
+    _checked = tuple(getattr(torch, name) for name in trusted)
+    return "auto", f"triton for {', '.join(trusted)}: {reason}"
+
+
+def automatic(dtype: torch.dtype) -> Tuple[str, str]:
+    """("triton" or "grouped", why): what `auto` takes for experts of K < E in a dtype on this machine."""
+    chosen, reason = _automatic()
+    if chosen == "auto" and dtype not in _checked:
+        return "grouped", f"not triton: not checked in {dtype}; {validation.COMMAND} does"
+    return "triton" if chosen == "auto" else chosen, reason
+
+
+@cache
+def _announce(asked: str, chosen: str, reason: str) -> str:
+    details = {
+        "grouped": f"{_GROUPED_BY}; one dense GEMM when K = E",
+        "auto": "and every expert at once for few tokens; one dense GEMM when K = E",
+    }
+    named = "triton" if chosen == "auto" else chosen
+    text = "; ".join(filter(None, [details.get(chosen), reason]))
+    logger.info(f"expert backend: {named}{f' ({text})' if text else ''} (--expert-backend {asked})")
+    return chosen
+
+
+class Product(NamedTuple):
+    """One product of tokens with the experts that a routing chose for them.
+
+    Its narrow side has the experts' width D, its wide side the model's width C and a row for each of N
+    tokens. Up, with slot s = t·K + k, expert e(s) and its gate g(s) (1 without gates):
+
+        narrow[m] = Σ_{s : s // fan = m} g(s) · (W_e(s) x[t(s)] + b_e(s))
+
+    and down:
+
+        wide[t] = Σ_{s of t} g(s) · W_e(s)ᵀ h[s // fan]
+
+    Its uses, with K experts for each token, or H heads with k experts each (K = H·k, slots head by head):
+
+        direction  fan  gates  use
+        up         1    -      MoA's queries (Eq. 10), MoH's, NAMOH's; σ-MoE's first layer
+        down       1    g      their outputs (MoA Eq. 6, 12); σ-MoE's second layer
+        up         k    σ      SwitchHead's values, keys and queries (Eq. 9)
+        down       k    σ      SwitchHead's outputs (Eq. 10)
+
+    No backend ever stores S rows of width C, so memory does not grow with k.
+    """
+
+    rows: Tensor  # up: [N, C]; down: [S / fan, D]
+    weight: Tensor  # [E, D, C]
+    bias: Optional[Tensor]  # up: [E, D]; down: [E, C]
+    gates: Optional[Tensor]  # [S]
+    order: SlotOrder
+    is_up: bool
+    fan: int
+
+
+def project(
+    rows: Tensor,
+    weight: Tensor,
+    order: SlotOrder,
+    *,
+    is_up: bool,
+    gates: Optional[Tensor] = None,
+    fan: int = 1,
+    bias: Optional[Tensor] = None,
+    backend: str = "grouped",
+) -> Tensor:
+    """A `Product`, by the first backend of `_WAYS` that supports it.
+
+    Rows and weight follow autocast; the result has the dtype of the product. A row whose gates are all zero
+    (padding) becomes zero.
+
+    Args:
+        rows: up: [N, C]; down: [N·K / fan, D].
+        weight: [E, D, C].
+        order: the experts of the N·K slots.
+        is_up: the direction.
+        gates: [N, K] or [N·K], or None for ones.
+        fan: how many neighbouring slots share a row of the experts' width.
+        bias: up: [E, D]; down: [E, C].
+        backend: a name that `resolve_backend` returned.
+
+    Returns:
+        Up: [N·K / fan, D]; down: [N, C].
+
+    Raises:
+        ValueError: where the sizes do not fit each other.
+    """
+    experts, dim, model_dim = weight.shape
+    expected = (order.tokens, model_dim) if is_up else (order.slots // fan, dim)
+    if rows.shape != expected or experts != order.num_experts or order.per_token % fan:
+        raise ValueError(
+            f"rows {list(rows.shape)}, weight [E, D, C] = {list(weight.shape)} and fan {fan} do not fit "
+            f"{order.per_token} of {order.num_experts} experts for each of {order.tokens} tokens"
+        )
+    if gates is not None:
+        if gates.numel() != order.slots:
+            raise ValueError(f"{gates.numel()} gates for {order.slots} slots")
+        gates = gates.reshape(-1)  # [N, K] → [S]
+    device = rows.device.type
+    # as for a matmul: torch does not cast for a custom Function
+    if device != "meta" and torch.is_autocast_enabled(device):
+        rows = rows.to(torch.get_autocast_dtype(device))
+        weight = weight.to(rows.dtype)
+    if bias is not None:
+        bias = bias.to(rows.dtype)
+    product = Product(rows, weight, bias, gates, order, is_up, fan)
+    ways = _IN_ORDER if order.in_order and fan == 1 and not (is_up and gates is not None) else _WAYS
+    sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
+    way: Optional[Way] = order.ways.get(sizes)
+    if way is None:  # asked once for the products of a routing
+        for way in ways[backend]:  # the last supports everything
+            if not way.unsupported_reason(product):
+                break
+        assert way is not None
+        order.ways[sizes] = way
+    run = way.run
+    # last of all the numbers, which an exported length must not be compared with
+    keeps_less = way.keeps_less if torch.is_grad_enabled() and not _no_function(product) else None
+    if keeps_less is not None and order.tokens * experts * dim > _KEPT_RESULTS:
+        run = keeps_less
+    out = run(product)
+    if bias is None or is_up or way.adds_biases:
+        return out
+    # The biases of a token's slots in one small product, [N, E] · [E, C].
+    chosen = order.expert.view(order.tokens, order.per_token)
+    share = out.new_ones(chosen.shape) if gates is None else gates.view(chosen.shape).to(out.dtype)
+    return out + out.new_zeros(order.tokens, experts).scatter_add(1, chosen, share) @ bias
+
+
+class Way(NamedTuple):
+    """A way to compute a product."""
+
+    unsupported_reason: Callable[[Product], str]  # why it is not the one for a product, or ""
+    run: Callable[[Product], Tensor]
+    adds_biases: bool = False  # those of a product down, too
+    keeps_less: Optional[Callable[[Product], Tensor]] = None  # the same with a gradient of its own, for more
+
+
+def _always(product: Product) -> str:
+    return ""
+
+
+def _no_function(product: Product) -> str:
+    """Our autograd functions are not for torch.func, and what they do not for a trace of a loop."""
+    if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func knows no gradient of it"
+    return ""
+
+
+def _no_loop(product: Product) -> str:
+    if is_compiling() or product.rows.is_meta:
+        return "its loop asks the device for sizes"
+    return _no_function(product)
+
+
+def _no_grouped_mm(product: Product) -> str:
+    return _no_function(product) or sorted_rows.unsupported_reason(product.rows, product.weight)
+
+
+def _no_triton(product: Product) -> str:
+    if not triton.takes(product.rows, product.weight):
+        return "Triton's kernels are for GPUs and other dtypes"
+    return _no_function(product)
+
+
+def _not_checked(product: Product) -> str:
+    return _no_triton(product) if product.rows.dtype in _checked else f"not checked in {product.rows.dtype}"
+
+
+def _by_triton(product: Product) -> Tensor:
+    rows, weight, bias, gates, order, is_up, fan = product
+    per_row, per_sum = (order.per_token, fan) if is_up else (fan, order.per_token)
+    out: Tensor = triton.project(rows, weight, bias, gates, order, (is_up, per_row, per_sum))
+    return out
+
+
+def _by_placed_rows(product: Product) -> Tensor:
+    return grouped.run(product, placed_rows.PlacedRows)
+
+
+def _by_one_product(product: Product, uses_triton: bool = False) -> Tensor:
+    if product.is_up:
+        return dense.up(product.rows, product.weight, product.bias)
+    return dense.down(product.rows, product.weight, product.gates, uses_triton)
+
+
+def _by_one_product_and_triton(product: Product) -> Tensor:
+    return _by_one_product(product, not _no_triton(product))
+
+
+def _by_one_product_and_checked_triton(product: Product) -> Tensor:
+    return _by_one_product(product, not _not_checked(product))
+
+
+_EVERY = Way(_always, every_expert.run)
+_FEW = Way(every_expert.unsupported_reason, every_expert.run, keeps_less=_by_placed_rows)
+_SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
+_LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
+_GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)
+# Backend → its ways, the best first
+_WAYS = {
+    "reference": (_EVERY,),
+    "grouped": _GROUPED,
+    "auto": (_FEW, Way(_not_checked, _by_triton, adds_biases=True), *_GROUPED),
+    "triton": (Way(_no_triton, _by_triton, adds_biases=True), *_GROUPED),
+}
+# The same where every token has every expert, in order: one dense product
+_IN_ORDER = {
+    "reference": (_EVERY,),
+    "grouped": (Way(_no_function, _by_one_product), _EVERY),
+    "auto": (Way(_no_function, _by_one_product_and_checked_triton), _EVERY),
+    "triton": (Way(_no_function, _by_one_product_and_triton), _EVERY),
+}

@@ -1,0 +1,124 @@
+"""What a router computes: float32 logits without a float32 copy of the input, or all of it in one kernel."""
+
+from typing import Any, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_compiling
+
+from moa_fairseq.layers.experts import triton
+
+_HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
+_MOST_EXPERTS = 128  # one program holds their logits for 64 tokens
+# The renormalisations that the kernel computes: whether it divides by the sum, and whether that is a constant
+FUSED = {"detached": (True, True), "full": (True, False), "none": (False, False)}
+
+
+class _WideProduct(Function):
+    """x [N, C], weight [E, C] → x · weightᵀ in float32. Only x and weight are kept, as they are.
+
+    The product of two half-precision numbers is exact in float32, so nothing is lost in the forward pass.
+    The gradient of the logits is rounded to the dtype of x, as every other gradient of a model in half
+    precision is; with weights in float32 (autocast) it is not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if _HAS_WIDE_MM and x.is_cuda and x.dtype == weight.dtype and torch.version.hip is None:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+        x, weight = ctx.saved_tensors
+        return _product_grads(ctx, grad.to(x.dtype) if x.dtype == weight.dtype else grad, x, weight)
+
+
+def _product_grads(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
+) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    """Gradients of x and weight from the logits' `grad` [N, E]."""
+    grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+    grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_weight
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, C] · weight [E, C]ᵀ in float32, of two tensors in half precision, or of one: no copy is kept."""
+    logits: Tensor = _WideProduct.apply(x, weight)
+    return logits
+
+
+class _Route(Function):
+    """x, weight → (logits, probs, gate, index), as `top_k_routing`; gate None where it is probs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
+    ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+        normalizes, detached = FUSED[renormalize]
+        found = triton.loaded("launch_routing").route(x, weight, per_token, normalizes, padding)
+        logits, probs, gate, index = found
+        ctx.save_for_backward(x, weight, probs, index, padding)
+        ctx.options = per_token, normalizes, detached
+        ctx.set_materialize_grads(False)
+        if index is not None:
+            ctx.mark_non_differentiable(index)
+        return logits, probs, gate if gate is not probs else None, index
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "The fused router's gradient cannot be differentiated again: build the layer with "
+                'expert_backend="reference".'
+            )
+        grad_logits, grad_probs, grad_gate, _ = grads
+        if grad_logits is None and grad_probs is None and grad_gate is None:
+            return (None,) * 5
+        x, weight, probs, index, padding = ctx.saved_tensors
+        per_token, normalizes, detached = ctx.options
+        grad = triton.loaded("launch_routing").route_grad(
+            probs,
+            grad_logits,
+            grad_probs,
+            grad_gate,
+            index,
+            padding,
+            per_token,
+            normalizes,
+            detached,
+            x.dtype,
+        )
+        return (*_product_grads(ctx, grad, x, weight), None, None, None)
+
+
+def top_k_routing(
+    x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor], backend: str
+) -> Optional[Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]]:
+    """MoA Eq. 7-9 in one kernel: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E).
+
+    x [N, C], weight [E, C]; renormalize: "detached", "full" or "none"; padding [N] bool: gates to set to
+    zero. Ties go to the expert with the lower number. Returns None, and the caller has to do it, where the
+    backend is not Triton's or its kernel does not take x.
+    """
+    if unsupported_reason(x, weight, renormalize, backend):
+        return None
+    logits, probs, gate, index = _Route.apply(x, weight, per_token, renormalize, padding)
+    return logits, probs, probs if gate is None else gate, index
+
+
+def unsupported_reason(x: Tensor, weight: Tensor, renormalize: str, backend: str) -> str:
+    """Why `top_k_routing` leaves a routing to its caller, or ""."""
+    if backend not in ("auto", "triton") or not triton.takes(x, weight):
+        return "the backend, the device or the dtype is not Triton's"
+    if is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.compile and torch.func do not enter it"
+    if renormalize not in FUSED:
+        return f"its renormalisations are {', '.join(FUSED)}, not {renormalize}"
+    if weight.size(0) > _MOST_EXPERTS:
+        return f"{weight.size(0)} experts are more than {_MOST_EXPERTS}"
+    return ""

@@ -1,0 +1,136 @@
+"""Launches of the routing kernels: output tensors, grids and tile sizes. Nothing here is tuned."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.layers.experts.triton import routing
+from moa_fairseq.layers.experts.triton.launch import experts_pow2, on_its_device
+
+_TILE = 4096  # tokens × experts that a program holds
+_ROUTE_TILE = (64, 64)  # tokens × columns of a product
+_SCAN_BLOCKS = 64
+_GATE_TILE = (32, 128)  # slots × columns
+
+
+def _tokens_per_block(num_experts: int) -> int:
+    return max(16, min(128, _TILE // experts_pow2(num_experts)))
+
+
+@on_its_device
+def route(
+    x: Tensor, weight: Tensor, per_token: int, normalizes: bool, padding: Optional[Tensor]
+) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """As `route_kernel`: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E)."""
+    x, weight = x.contiguous(), weight.contiguous()
+    tokens, experts = x.size(0), weight.size(0)
+    logits = x.new_empty(tokens, experts, dtype=torch.float32)
+    probs = torch.empty_like(logits)
+    chooses = per_token < experts
+    index = x.new_empty(tokens, per_token, dtype=torch.int64) if chooses else None
+    writes_gate = chooses or padding is not None
+    gate = probs.new_empty(tokens, per_token) if writes_gate else probs
+    if tokens == 0:
+        return logits, probs, gate, index
+    block, columns = _ROUTE_TILE
+    routing.route_kernel[(-(-tokens // block),)](
+        x,
+        weight,
+        None if padding is None else padding.view(torch.uint8),
+        logits,
+        probs,
+        gate if writes_gate else None,
+        index,
+        num_tokens=tokens,
+        MODEL_DIM=x.size(1),
+        EXPERTS=experts,
+        PER_TOKEN=per_token,
+        NORMALIZES=normalizes and chooses,
+        EXPERTS_POW2=experts_pow2(experts),
+        BLOCK_M=block,
+        BLOCK_K=columns,
+        num_warps=4,
+        num_stages=3,
+    )
+    return logits, probs, gate, index
+
+
+@on_its_device
+def route_grad(
+    probs: Tensor,
+    grad_logits: Optional[Tensor],
+    grad_probs: Optional[Tensor],
+    grad_gate: Optional[Tensor],
+    index: Optional[Tensor],
+    padding: Optional[Tensor],
+    per_token: int,
+    normalizes: bool,
+    detached: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient of the logits, [N, E] in `dtype`; an absent gradient is zero."""
+    tokens, experts = probs.shape
+    out = torch.empty_like(probs, dtype=dtype)
+    if tokens == 0:
+        return out
+    block = _tokens_per_block(experts)
+    routing.route_grad_kernel[(-(-tokens // block),)](
+        None if grad_logits is None else grad_logits.contiguous(),
+        None if grad_probs is None else grad_probs.contiguous(),
+        None if grad_gate is None else grad_gate.contiguous(),
+        probs,
+        index,
+        None if padding is None else padding.view(torch.uint8),
+        out,
+        num_tokens=tokens,
+        EXPERTS=experts,
+        PER_TOKEN=per_token,
+        NORMALIZES=normalizes and index is not None,
+        DETACHED=detached,
+        EXPERTS_POW2=experts_pow2(experts),
+        BLOCK_M=block,
+    )
+    return out
+
+
+@on_its_device
+def sort(index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor]:
+    """index [N, K], different experts in a row → (order [N·K] int64, offsets [E] int32), as SlotOrder's."""
+    index = index.contiguous()
+    tokens, per_token = index.shape
+    block = _tokens_per_block(num_experts)
+    blocks = -(-tokens // block)
+    order = index.new_empty(tokens * per_token)
+    counts = index.new_empty(blocks, num_experts, dtype=torch.int32)
+    offsets = index.new_empty(num_experts, dtype=torch.int32)
+    sizes = {"EXPERTS": num_experts, "EXPERTS_POW2": experts_pow2(num_experts)}
+    tiles = {**sizes, "PER_TOKEN": per_token, "BLOCK_T": block, "num_tokens": tokens}
+    if blocks:
+        routing.count_kernel[(blocks,)](index, counts, **tiles)
+    routing.scan_kernel[(1,)](counts, offsets, num_blocks=blocks, BLOCK_B=_SCAN_BLOCKS, **sizes)
+    if blocks:
+        routing.place_kernel[(blocks,)](index, counts, order, **tiles)
+    return order, offsets
+
+
+@on_its_device
+def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> Tuple[Tensor, Tensor]:
+    """As `gate_slots_kernel`: (gate · slots, grad_gate [S] in the gate's dtype); `product` is overwritten."""
+    slots, gate = slots.contiguous(), gate.contiguous()
+    gated = torch.empty_like(slots)
+    grad_gate = torch.empty_like(gate, dtype=torch.float32)
+    rows, columns = _GATE_TILE
+    if slots.numel():
+        routing.gate_slots_kernel[(-(-slots.size(0) // rows),)](
+            slots,
+            gate,
+            product,
+            gated,
+            grad_gate,
+            num_slots=slots.size(0),
+            WIDTH=slots.size(1),
+            BLOCK_S=rows,
+            BLOCK_C=columns,
+        )
+    return gated, grad_gate.to(gate.dtype)

@@ -1,0 +1,138 @@
+"""Whether the Triton kernels were checked on this machine: a file that `validate` writes, `auto` reads.
+
+A compiler's mistake is silent, and affects one kind of GPU with one version of Triton. So the file is valid
+for one GPU, one torch, one Triton and one source text of the kernels. It lies in the user's cache folder;
+those of results/kernels, which come with this package, count as well. It is written while the check goes on:
+a dtype may be trusted from the moment when all its cases have passed.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+
+from moa_fairseq.files import atomic_write, shipped
+
+COMMAND = "python -m moa_fairseq.layers.experts.validate"
+DTYPES = ("bfloat16", "float16", "float32")  # that the kernels take
+
+
+@cache
+def machine() -> Dict[str, str]:
+    """What a validation is valid for."""
+    import triton
+
+    digest = hashlib.sha256()
+    for source in sorted((Path(__file__).parent / "triton").glob("*.py")):
+        digest.update(source.read_bytes())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, interpreted"
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return {"gpu": gpu, **versions, "kernels": digest.hexdigest()[:12]}
+
+
+def path() -> Path:
+    """The file of this machine, under $XDG_CACHE_HOME or ~/.cache."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = "-".join(machine().values())
+    name = "".join(letter if letter.isalnum() or letter in ".-+" else "_" for letter in name)
+    return root / "moa_fairseq" / f"triton-{name}.json"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a check has found so far.
+
+    groups: name of each group of cases that was gone through → how many there are. failed: those in which
+    something is wrong → what. dtypes: those of which every group was gone through. refused: those that the
+    kernels do not take on this GPU.
+    """
+
+    groups: Dict[str, int] = dataclasses.field(default_factory=dict)
+    failed: Dict[str, List[str]] = dataclasses.field(default_factory=dict)
+    dtypes: List[str] = dataclasses.field(default_factory=list)
+    refused: List[str] = dataclasses.field(default_factory=list)
+
+
+def write(outcome: Outcome) -> Path:
+    """Record what is known."""
+    found = {**machine(), "date": datetime.date.today().isoformat(), **dataclasses.asdict(outcome)}
+    with atomic_write(path()) as stream:
+        stream.write(json.dumps(found, indent=1) + "\n")
+    return path()
+
+
+def read(file: Optional[Path] = None) -> Tuple[Outcome, str]:
+    """(what is known of this machine, where and since when or why nothing is)
+
+    file: another than `path()`.
+    """
+    file, where = file or path(), "another machine of this kind" if file else "this machine"
+    try:
+        found: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        same = all(found[key] == value for key, value in machine().items())
+        outcome = Outcome(
+            dict(found["groups"]),
+            dict(found["failed"]),
+            list(found["dtypes"]),
+            list(found.get("refused", [])),
+        )
+        since, _ = f"on {where} on {found['date']}", sum(outcome.groups.values())
+    except FileNotFoundError:
+        return Outcome(), (
+            f"its kernels were not checked on this machine; the first training, or {COMMAND}, does so"
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Outcome(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
+    if not same:
+        return Outcome(), f"{file} is about something else; {COMMAND} writes it anew"
+    return outcome, since
+
+
+def shipped_path() -> Path:
+    """Where a record of this kind of machine lies that came with the package, if there is one."""
+    return shipped("results/kernels") / path().name
+
+
+def known() -> Tuple[Outcome, str]:
+    """As `read`, completed by what comes with the package: the check of another machine of this kind."""
+    own, since = read()
+    theirs, since_theirs = read(shipped_path())
+    if not theirs.groups:
+        return own, since
+    failed = {group: wrong for group, wrong in theirs.failed.items() if group not in own.groups}
+    dtypes = list(dict.fromkeys([*own.dtypes, *theirs.dtypes]))
+    both = Outcome({**theirs.groups, **own.groups}, {**failed, **own.failed}, dtypes, own.refused)
+    return both, f"{since}, and {since_theirs}" if own.groups or own.failed else since_theirs
+
+
+def _distrusted(outcome: Outcome) -> Tuple[str, ...]:
+    """The dtypes in which something failed; all of them where it was no dtype's own group."""
+    failed = tuple(group.partition(",")[0] for group in outcome.failed)
+    return failed if set(failed) <= set(DTYPES) else DTYPES
+
+
+def is_open(dtype: str) -> bool:
+    """Whether a check of a dtype would tell anything: it was not done to its end, and nothing has failed."""
+    outcome, _ = known()
+    return dtype not in (*outcome.dtypes, *outcome.refused, *_distrusted(outcome))
+
+
+def verdict() -> Tuple[Tuple[str, ...], str]:
+    """(the dtypes in which the kernels may be trusted here, why)"""
+    outcome, since = known()
+    checked, failed = sum(outcome.groups.values()), sum(map(len, outcome.failed.values()))
+    trusted = tuple(dtype for dtype in outcome.dtypes if dtype not in _distrusted(outcome))
+    if failed:
+        file = path() if path().is_file() else shipped_path()
+        return trusted, f"{failed} of {checked} checks failed {since}, see {file}"
+    if not checked:
+        return (), since
+    if not trusted:
+        return (), f"their check was stopped after {checked} cases; {COMMAND} goes on with it"
+    return trusted, f"{checked} checks passed {since}"

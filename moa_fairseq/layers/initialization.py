@@ -1,0 +1,49 @@
+"""How the matrices of a mixture start: each by the number of its inputs."""
+
+import contextlib
+import math
+from typing import Iterator
+
+import torch
+from torch import nn
+
+from moa_fairseq.layers.expert_linear import ExpertLinear
+from moa_fairseq.layers.head_gate import HeadGate
+from moa_fairseq.layers.routers import TopKRouter
+from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter, draw_rows_of_one_length
+
+
+@contextlib.contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """What is built inside takes one number of the generator's, however many it draws.
+
+    What is built after it then starts alike in models that differ in nothing but this part. (CPU only, as
+    fairseq builds models.)
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))  # also where a model is built on "meta"
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@torch.no_grad()
+def draw_by_fan_in(root: nn.Module, scale: float = 1.0) -> None:
+    """Draw every matrix inside `root` from a normal of deviation scale / √fan-in; biases become zero.
+
+    The initialisation of SwitchHead and sigma-MoE; the pre-norm models of n layers have scale = √(2/n). The
+    fan-in of experts is `ExpertLinear.fan_in`. The rows of a router are then made equally long, and gates of
+    heads even.
+    """
+    for module in root.modules():
+        if isinstance(module, (nn.Linear, ExpertLinear)):
+            fan_in = module.fan_in if isinstance(module, ExpertLinear) else module.in_features
+            module.weight.normal_(std=scale / math.sqrt(fan_in))
+            if module.bias is not None:
+                module.bias.zero_()
+    for module in root.modules():
+        if isinstance(module, (TopKRouter, SigmoidTopKRouter)):
+            draw_rows_of_one_length(module.projection.weight, scale)
+        if isinstance(module, TopKRouter) and module.noise_projection is not None:
+            module.noise_projection.weight.zero_()
+        if isinstance(module, HeadGate):
+            module.reset_parameters()

@@ -1,0 +1,99 @@
+"""Auxiliary losses of routers: pure functions, float32, 0 if all tokens are padding.
+
+Each takes a Routing and returns a scalar, or RoutingSums of M decisions and returns [M].
+"""
+
+import functools
+from typing import Callable, Dict, Union
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.layers.routing import Routing, RoutingSums, entropies
+
+Loss = Callable[[Union[Routing, RoutingSums]], Tensor]
+
+
+def _also_of_one_decision(loss: Callable[[RoutingSums], Tensor]) -> Loss:
+    """Let a loss of RoutingSums take a single decision as well."""
+
+    @functools.wraps(loss)
+    def either(routed: Union[Routing, RoutingSums]) -> Tensor:
+        return loss(routed) if isinstance(routed, RoutingSums) else loss(RoutingSums([routed])).squeeze(0)
+
+    return either
+
+
+@_also_of_one_decision
+def load_balance_loss(routed: RoutingSums) -> Tensor:
+    """L_a = E · Σ_i f_i · P_i, f and P normalised to sum 1 (MoA Eq. 13-15); with groups, their mean.
+
+    1 when the load is even, E when one expert gets everything, 0 when all tokens are padding. Only P
+    carries a gradient.
+    """
+    experts, groups = routed.load.size(-1), routed.groups
+    return (routed.load * routed.shares(routed.sums.mass)).sum((1, 2)) * (experts / groups)
+
+
+@_also_of_one_decision
+def head_balance_loss(routed: RoutingSums) -> Tensor:
+    """L_b = Σ_i P_i · f_i over the routed heads (MoH Eq. 7-8), f_i being the share of tokens that choose i.
+
+    K / E when the load is even, for K of E routed heads. Only P carries a gradient.
+    """
+    tokens = routed.sums.tokens.clamp_min(1.0).unsqueeze(1)
+    return ((routed.sums.counts / tokens) * (routed.sums.mass / tokens)).sum(1)
+
+
+@_also_of_one_decision
+def released_head_balance_loss(routed: RoutingSums) -> Tensor:
+    """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even."""
+    return routed.sums.counts.size(1) * head_balance_loss(routed)
+
+
+@_also_of_one_decision
+def mutual_information_loss(routed: RoutingSums) -> Tensor:
+    """−I(E; X) = H(E|X) − H(E) in nats (SUT, arXiv 2310.07096, Eq. 8); with groups, their mean.
+
+    H(E) is the entropy of the mean probabilities over tokens, H(E|X) the mean entropy of a token's. From
+    −log E, when each token is sure of its expert and all experts get equally many, to 0, when all tokens
+    are routed alike. (SUT's released code adds H(E) instead of subtracting it, which rewards a collapse.)
+    """
+    entropy, probs = routed.entropy_and_probs()
+    return entropy - entropies(probs) / routed.groups
+
+
+@_also_of_one_decision
+def entropy_loss(routed: RoutingSums) -> Tensor:
+    """−H(E) in nats, of the mean softmax over tokens (σ-MoE, arXiv 2310.10837, §5); with groups, their mean.
+
+    From −log E, when on average all experts are equally likely, to 0. The gates may be sigmoids of the
+    logits.
+    """
+    return -entropies(routed.mean_softmax()) / routed.groups
+
+
+@_also_of_one_decision
+def z_loss(routed: RoutingSums) -> Tensor:
+    """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
+
+    It stays finite where a sum of exponentials would overflow, and for any logits of padding.
+    """
+    return routed.sums.squared_lse / routed.sums.tokens.clamp_min(1.0)
+
+
+@_also_of_one_decision
+def no_loss(routed: RoutingSums) -> Tensor:
+    """Zeros: nothing evens out the loads."""
+    return torch.zeros_like(routed.sums.tokens)
+
+
+# What --balance-loss names.
+BALANCE_LOSSES: Dict[str, Loss] = {
+    "moa": load_balance_loss,
+    "moh": head_balance_loss,
+    "moh-released": released_head_balance_loss,
+    "mutual-information": mutual_information_loss,
+    "entropy": entropy_loss,
+    "none": no_loss,
+}

@@ -1,0 +1,238 @@
+"""MAE, a mixture of attentive experts (arXiv 2005.06537): a gate weights experts that lack t heads each."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.constants import constant, every_index
+from moa_fairseq.layers.dense import DenseHeadsAttention
+from moa_fairseq.layers.expert_draw import random_expert
+from moa_fairseq.layers.input_mean import running_mean, sequence_mean
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.sequence_gate import NORMS, SequenceGate
+
+GATES = ("learned", "uniform")
+MIXTURE, TOP_EXPERT, RANDOM_EXPERT = EVALUATIONS = ("mixture", "top-expert", "random-expert")
+
+
+@dataclass
+class MAESettings(FamilySettings):
+    """The flags of `MixtureOfAttentiveExperts`."""
+
+    mae_dropped_heads: int = flag(
+        1, "heads that each expert leaves out (of 8 heads, 1 makes MAE-7 and 2 makes MAE-6)"
+    )
+    mae_gate: str = flag(
+        "learned", "how experts are weighted: by a gate that sees the input, or all equally (UNI-MAE)", GATES
+    )
+    gate_hidden_dim: int = flag(256, "hidden size of the gate's MLP")
+    gate_dropout: float = flag(0.1, "dropout after the first layer of the gate's MLP")
+    gate_window: Optional[int] = flag(
+        None, "how many of the latest inputs a decoder's gate averages (translation: all so far)"
+    )
+    gate_norm: str = flag(
+        "earlier",
+        "which statistics normalise a gate's input while the gate is updated. earlier: those of earlier "
+        "updates, which is not what the paper does. batch: those of the batch, as in the paper. Gates of "
+        "decoders always use earlier, because a batch's statistics would tell them about later tokens. In F "
+        "steps and in evaluation all gates use earlier",
+        NORMS,
+    )
+    mae_evaluate_with: str = flag(
+        MIXTURE,
+        "in evaluation (never in training): mix the experts, use only each gate's favourite, or use one "
+        "random expert in each module; give it to trained models by --model-overrides",
+        EVALUATIONS,
+    )
+    mae_evaluate_seed: int = flag(1, "seed of --mae-evaluate-with random-expert")
+
+    def check(self, attentions: Sequence[Attention]) -> None:
+        mixtures = [one for one in attentions if isinstance(one, MixtureOfAttentiveExperts)]
+        gates = [mixture.gate for mixture in mixtures if mixture.gate is not None]
+        if self.gate_norm == "batch" and gates and all(gate.norm.statistics != "batch" for gate in gates):
+            raise UserError(
+                "--gate-norm batch has no meaning for this model: all of its gates are causal, and a "
+                "batch's own statistics would tell them about later tokens. Leave it out (--gate-norm "
+                "earlier); it is for models with an encoder, whose gates see whole sentences."
+            )
+
+
+class MixtureOfAttentiveExperts(DenseHeadsAttention):
+    """Σ_i g_i(X; φ) · f_i(X; θ) (MAE Eq. 6), with the parameters of dense attention and a gate.
+
+    Expert i leaves out a set D_i of t = mae_dropped_heads of the h heads: f_i = h/(h−t) · Σ_{j ∉ D_i} H_j
+    (Eq. 5 for t = 1: MAE-7 of 8 heads; t = 2: the 28 pairs of MAE-6). No expert is ever built: the sum
+    over experts is a rescaling of head j by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) before the output
+    projection, whose bias belongs to no expert. With a draw (an F step) g is the one-hot vector of an expert
+    drawn from it, and t heads are zeroed: one expert per sequence where one gate sees the sequence, and one
+    that can change along it where the gate is causal (see `ExpertDraw.choose`). Weights are not rescaled.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads: h.
+        settings: or its fields as keywords.
+            mae_gate: "learned" (a SequenceGate over the mean of the queries' inputs), or "uniform" (g = 1/E;
+                mixing is then plain dense attention).
+            gate_norm: the statistics that normalise the gate's input while the gate learns (see GateNorm); a
+                causal gate always uses "earlier".
+            mae_evaluate_with: outside training, a single expert instead of the mixture (Table 5): the gate's
+                favourite, which can differ between sequences or positions, or a random one (of
+                mae_evaluate_seed), the same throughout.
+        causal: the gate at a position sees only the inputs up to it, the latest gate_window of them; for
+            decoders, in self- and cross-attention, where queries are a translation's tokens. Otherwise one
+            gate per sequence sees all of its tokens.
+        options: those of `DenseHeadsAttention`.
+
+    Raises:
+        UserError: for an impossible number of heads or dropped heads.
+    """
+
+    needs_causal = True
+    reads = frozenset({"draw"})
+    can_trim_cache = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        settings: Optional[MAESettings] = None,
+        *,
+        causal: bool = False,
+        **options: Any,
+    ):
+        settings = MAESettings.of(settings, options)
+        dropped_heads = settings.mae_dropped_heads
+        if not 1 <= dropped_heads < num_heads:
+            raise UserError(
+                f"--mae-dropped-heads {dropped_heads} must lie between 1 and {num_heads - 1}: "
+                f"an expert leaves out some of the {num_heads} attention heads, but not all."
+            )
+        if settings.gate_window is not None and settings.gate_window < 1:
+            raise UserError(
+                f"--gate-window {settings.gate_window} must be at least 1: the gate sees the current input."
+            )
+        check_choice("--mae-gate", settings.mae_gate, GATES)
+        check_choice("--gate-norm", settings.gate_norm, NORMS)
+        check_choice("--mae-evaluate-with", settings.mae_evaluate_with, EVALUATIONS)
+        if settings.mae_evaluate_with == TOP_EXPERT and settings.mae_gate == "uniform":
+            raise UserError(
+                f"--mae-evaluate-with {TOP_EXPERT} needs a gate that prefers experts, but a uniform one "
+                "weights all equally: choose random-expert."
+            )
+        super().__init__(embed_dim, num_heads, **options)
+        self.causal = causal
+        self.gate_window = settings.gate_window
+        self.evaluate_with = settings.mae_evaluate_with
+        self.evaluate_seed = settings.mae_evaluate_seed
+        self.dropped_heads = dropped_heads
+        self.num_experts = math.comb(num_heads, dropped_heads)
+        self.scale = num_heads / (num_heads - dropped_heads)
+        self.gate: Optional[SequenceGate] = None
+        if settings.mae_gate == "learned":
+            norm = "earlier" if causal else settings.gate_norm  # a causal gate must not see later positions
+            sizes = (self.num_experts, settings.gate_hidden_dim, settings.gate_dropout)
+            self.gate = SequenceGate(embed_dim, *sizes, norm)
+        self.reset_parameters()
+
+    @property
+    def is_non_causal(self) -> bool:
+        return self.gate is not None and not self.causal
+
+    def compute(self, call: Call) -> Computed:
+        draw = call.draw if self.training else None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and draw is None):
+            probs, logits, real = self.responsibilities(call)
+        chosen = self.select(probs, draw)
+        routing = self._routing(probs, logits, chosen, real)
+        q = self.split(self.q_proj(call.x))
+        k, v = self.keys_values(call)
+        heads, weights = self.attend(call, q, k, v)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x)
+        heads = heads.transpose(1, 2) * self._head_weights(routing, probs.shape).to(heads.dtype)
+        return self.out_proj(heads.flatten(2)), weights, (routing,)  # [B, T, H, D] → [B, T, C]
+
+    def responsibilities(self, call: Call) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+        """g and its logits, [B, T, E] of a causal gate, else [B, 1, E]; which rows are real, or None."""
+        x, padding = call.x, call.query_padding
+        batch, tgt_len, width = x.shape
+        if padding is None and not tgt_len:  # a sequence without tokens is not a row of a gate's statistics
+            padding = x.new_zeros(batch, 0, dtype=torch.bool)
+        if self.gate is None:
+            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            logits = x.new_zeros(batch, 1, self.num_experts, dtype=wide)
+            return torch.softmax(logits, -1), logits, None if padding is None else ~padding.all(1)
+        if self.causal:
+            mean = running_mean(x, padding, self.gate_window, None if call.cache is None else call.cache.sums)
+            length = tgt_len
+            real = None if padding is None else ~padding.reshape(-1)
+        else:
+            mean = sequence_mean(x, padding)
+            length = 1
+            real = None if padding is None else ~padding.all(1)
+        probs, logits = self.gate(mean.reshape(-1, width), real)
+        shape = (batch, length, self.num_experts)
+        return probs.view(shape), logits.view(shape), real
+
+    def select(self, probs: Tensor, draw: Any) -> Optional[Tensor]:
+        """One expert for each row of probs [B, T or 1, E], [B, T or 1]; None: they are mixed."""
+        if draw is not None:
+            chosen: Tensor = draw.choose(self.name, probs)
+            return chosen
+        if self.training or self.evaluate_with == MIXTURE:
+            return None
+        favourite = probs.argmax(-1)
+        if self.evaluate_with == RANDOM_EXPERT:
+            favourite.fill_(random_expert(self.name, self.evaluate_seed, self.num_experts))
+        return favourite
+
+    def _routing(
+        self, probs: Tensor, logits: Tensor, chosen: Optional[Tensor], real: Optional[Tensor]
+    ) -> Routing:
+        scope = "tokens" if self.causal and self.gate is not None else "sequences"
+        probs = probs.flatten(0, 1)  # [B, T or 1, E] → [N, E]
+        if chosen is None:
+            expert_ids = every_index(self.num_experts, device=probs.device).expand(probs.size(0), -1)
+            gates = probs
+        else:
+            expert_ids = chosen.reshape(-1, 1)
+            gates = torch.ones_like(expert_ids, dtype=probs.dtype)
+        no_row = None if real is None else ~real
+        if no_row is not None:
+            gates = gates.masked_fill(no_row.unsqueeze(-1), 0.0)
+        flat = logits.flatten(0, 1)
+        return Routing(expert_ids, gates, probs, flat, self.num_experts, scope=scope, padding=no_row)
+
+    def _head_weights(self, routing: Routing, shape: Sequence[int]) -> Tensor:
+        """h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) of each head j: [B, T or 1, H, 1]."""
+        probs = routing.probs
+        dropped = _dropped(self.num_heads, self.dropped_heads, device=probs.device).to(probs.dtype)
+        # [N, E] · [E, H]
+        left_out = probs @ dropped if routing.chooses_all else dropped[routing.expert_ids[:, 0]]
+        return self.scale * (1.0 - left_out).view(shape[0], shape[1], self.num_heads, 1)
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        gate = 0
+        if self.gate is not None:  # it sees one mean of a sequence, or one for each position
+            hidden = self.gate.fc1.out_features
+            gate = (queries if self.causal else 1) * hidden * (self.embed_dim + self.num_experts)
+        return {**super().projection_macs(queries, keys), "router": gate}
+
+
+@constant
+def _dropped(num_heads: int, dropped_heads: int, device: torch.device) -> Tensor:
+    """1 where an expert leaves out a head, [E, h] float32: row i is D_i, all sets of so many heads."""
+    subsets = list(itertools.combinations(range(num_heads), dropped_heads))
+    dropped = torch.zeros(len(subsets), num_heads)
+    for expert, heads in enumerate(subsets):
+        dropped[expert, list(heads)] = 1.0
+    return dropped.to(device)
+
+
+MAESettings.attention = MixtureOfAttentiveExperts

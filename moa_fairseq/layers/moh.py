@@ -1,0 +1,279 @@
+"""MoH, mixture-of-head attention (arXiv 2410.11842): shared heads, and K of the others for each token."""
+
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.dense import DenseHeadsAttention
+from moa_fairseq.layers.experts import BACKENDS, SlotOrder, project, resolve_backend
+from moa_fairseq.layers.moa import token_ids_of
+from moa_fairseq.layers.moh_routers import CHOICES, SCALINGS, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.layers.positions import RotaryPositions
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.selected import attend_selected, skipping_pays
+from moa_fairseq.layers.torch_compat import is_plain, is_readable
+
+ROUTERS = ("learned", "query-norm")
+SKIPPING = ("auto", "always", "never")
+
+
+@dataclass
+class MoHSettings(FamilySettings):
+    """The flags of `MixtureOfHeads`."""
+
+    moh_shared_heads: int = flag(2, "heads that work for every token (h_s)")
+    experts_per_token: int = flag(4, "how many of the other heads each token chooses (K)")
+    moh_scaling: str = flag(
+        "paper",
+        "paper: gates as in MoH Eq. 5-6, which add up to at most 1; released: as in the authors' code, where "
+        "even gates are 1 each (use it with --balance-loss moh-released and --aux-loss-reduce mean)",
+        SCALINGS,
+    )
+    moh_router: str = flag(
+        "learned",
+        "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' queries, "
+        "without parameters and with gates of 1, to continue trained models (MoH 4.4)",
+        ROUTERS,
+    )
+    router_choice: str = flag(
+        "learned",
+        "what --moh-router learned chooses routed heads by: its learned weights; frozen: weights that stay "
+        "random; hash: a hash of the token's id, with learned gates",
+        CHOICES,
+    )
+    moh_skip: str = flag(
+        "auto",
+        "leave heads that a token did not choose out of all computation (always), compute them and weight "
+        "them by zero (never), or whichever is faster at the batch's size (auto)",
+        SKIPPING,
+    )
+    expert_backend: str = flag(
+        "auto",
+        "what computes the projections where heads are left out; auto picks by device and dtype",
+        BACKENDS,
+    )
+
+
+class MixtureOfHeads(DenseHeadsAttention):
+    """Σ_i g_i · H^i · W_O^i (MoH Eq. 4), with the parameters of dense attention and a router.
+
+    Of the h heads, h_s = moh_shared_heads work for every token. A router chooses K = experts_per_token of the
+    others (Eq. 5-6). The output's bias belongs to no head. Keys and values are computed for all heads: a
+    later token may choose any of them. Weights stand slot by slot: the shared heads, then those chosen, the
+    most probable first.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads: h.
+        settings: or its fields as keywords. moh_skip: a head that a token did not choose has no query, no row
+            of attention and no product with W_O there ("always"), or all of that with a weight of zero
+            ("never"); "auto" takes what is faster, which may be to leave them out of the attention only. The
+            results are the same.
+        router: a module to use instead of the one that settings name.
+        causal: whether the masks of this self-attention hide the future; only moh_skip "auto" uses it.
+        options: those of `DenseHeadsAttention`.
+
+    Raises:
+        UserError: for impossible numbers of heads.
+    """
+
+    needs_causal = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        settings: Optional[MoHSettings] = None,
+        *,
+        router: Optional[nn.Module] = None,
+        causal: bool = False,
+        **options: Any,
+    ):
+        settings = MoHSettings.of(settings, options)
+        check_choice("--moh-skip", settings.moh_skip, SKIPPING)
+        check_choice("--moh-router", settings.moh_router, ROUTERS)
+        shared_heads, per_token = settings.moh_shared_heads, settings.experts_per_token
+        if settings.moh_router == "query-norm" and settings.router_choice != "learned":
+            raise UserError(
+                f"--router-choice {settings.router_choice} is for routers with weights, which --moh-router "
+                "query-norm lacks: leave one of the two out."
+            )
+        super().__init__(embed_dim, num_heads, **options)
+        self.router: Any
+        if router is not None:
+            self.router = router
+        elif settings.moh_router == "learned":
+            self.router = SharedAndRoutedRouter(embed_dim, num_heads, settings)
+        else:
+            self.router = QueryNormRouter(num_heads, shared_heads, per_token)
+        self.reads = token_ids_of(self.router)
+        self.skip = settings.moh_skip
+        self.causal = causal and self.self_attention
+        self.shared_heads = shared_heads
+        self.experts_per_token = per_token
+        self.active_heads = shared_heads + per_token
+        self.backend = resolve_backend(settings.expert_backend)
+        self.reset_parameters()
+
+    def compute(self, call: Call) -> Computed:
+        rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
+        queries = self.q_proj(rows) if self.router.reads_queries else None  # of every head, [N, H·D]
+        routed_by = rows if queries is None else queries
+        routing: Routing = self.router(routed_by, call.query_padding, call.token_ids)
+        k, v = self.keys_values(call)
+        skips, skips_projections = self._skips(call)
+        if skips:
+            out = self._only_chosen(call, rows, queries, k, v, routing, skips_projections)
+            return out, None, (routing,)
+        out, weights = self._all_heads(call, rows, queries, k, v, routing)
+        return out, weights, (routing,)
+
+    def _all_heads(
+        self,
+        call: Call,
+        rows: Tensor,
+        queries: Optional[Tensor],
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        routing: Routing,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """Every head for every token, weighted by zero where it was not chosen; weights of the slots."""
+        batch, tgt_len, _ = call.x.shape
+        queries = self.q_proj(rows) if queries is None else queries
+        heads, weights = self.attend(
+            call, self.split(queries.view(batch, tgt_len, self.num_heads * self.head_dim)), k, v
+        )
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x)
+        # the gates by head, zero for heads that were not chosen
+        gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
+        gates = gates.to(heads.dtype).view(batch, tgt_len, self.num_heads, 1)
+        out = self.out_proj((heads.transpose(1, 2) * gates).flatten(2))
+        if weights is not None:
+            index = routing.expert_ids.view(batch, tgt_len, self.active_heads, 1).transpose(1, 2)
+            weights = weights.gather(1, index.expand(-1, -1, -1, weights.size(-1)))
+        return out, weights
+
+    def _only_chosen(
+        self,
+        call: Call,
+        rows: Tensor,
+        queries: Optional[Tensor],
+        k: Optional[Tensor],
+        v: Optional[Tensor],
+        routing: Routing,
+        skips_projections: bool,
+    ) -> Tensor:
+        """The shared heads and a token's chosen ones; skips_projections: of queries and outputs, too."""
+        batch, tgt_len, _ = call.x.shape
+        shared, dim, active = self.shared_heads, self.head_dim, self.active_heads
+        order = SlotOrder(
+            routing.expert_ids[:, shared:] - shared,  # head 0 is the first routed one
+            self.num_heads - shared,
+            routing.chooses_all,
+        )
+        if skips_projections and queries is None:
+            slots = self._chosen_queries(rows, order)
+        else:
+            queries = self.q_proj(rows) if queries is None else queries
+            index = routing.expert_ids.unsqueeze(-1).expand(-1, -1, dim)
+            slots = queries.view(-1, self.num_heads, dim).gather(1, index)  # [N, H, D] → [N, h_s + K, D]
+        q = slots.view(batch, tgt_len, active, dim).transpose(1, 2)  # [B, h_s + K, T, D]
+        q, k, v, masks, _ = self.place(call, q, k, v)  # no bias: `_may_skip`
+        routed = attend_selected(q, order, k[:, shared:], v[:, shared:], masks, self.dropout_now)
+        heads = routed.view(batch, tgt_len, -1, dim).transpose(1, 2)
+        if shared:
+            always, _ = self.attend(call, q[:, :shared], k[:, :shared], v[:, :shared], masks)
+            heads = torch.cat([always, heads], 1)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x, routing.expert_ids)
+        heads = heads.transpose(1, 2)  # [B, T, h_s + K, D]
+        gates = routing.gates.view(batch, tgt_len, active, 1).to(heads.dtype)
+        if not skips_projections:
+            slots = (heads * gates).reshape(-1, active, dim)
+            index = routing.expert_ids.unsqueeze(-1).expand_as(slots)
+            every = slots.new_zeros(slots.size(0), self.num_heads, dim).scatter(1, index, slots)
+            result: Tensor = self.out_proj(every.view(batch, tgt_len, self.num_heads * dim))
+            return result
+        width = shared * dim
+        always = (heads[:, :, :shared] * gates[:, :, :shared]).reshape(batch, tgt_len, width)
+        out = F.linear(always, self.out_proj.weight[:, :width], self.out_proj.bias)
+        chosen = project(
+            heads[:, :, shared:].reshape(-1, dim),  # [B, T, K, D] → [N·K, D]
+            self._by_head(self.out_proj.weight.t()),
+            order,
+            is_up=False,
+            gates=routing.gates[:, shared:],
+            backend=self.backend,
+        )
+        return out + chosen.view_as(out)
+
+    def _chosen_queries(self, rows: Tensor, order: SlotOrder) -> Tensor:
+        """Queries of the shared heads and of the chosen ones alone, [N, (h_s + K)·D]."""
+        width, bias = self.shared_heads * self.head_dim, self.q_proj.bias
+        routed = project(
+            rows,
+            self._by_head(self.q_proj.weight),
+            order,
+            is_up=True,
+            bias=None if bias is None else self._by_head(bias),
+            backend=self.backend,
+        )
+        shared = F.linear(rows, self.q_proj.weight[:width], None if bias is None else bias[:width])
+        return torch.cat([shared, routed.view(rows.size(0), -1)], 1)  # [N·K, D] → [N, K·D]
+
+    @property
+    def _may_skip(self) -> bool:
+        bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
+        return self.skip != "never" and not bias_by_head
+
+    def _skips(self, call: Call) -> Tuple[bool, bool]:
+        """Whether unchosen heads are left out of the attention, and of the projections.
+
+        Weights, and keys that a beam shares, need all heads. Then there are few tokens.
+        """
+        unchosen = self.num_heads - self.active_heads
+        if not unchosen or not self._may_skip or not call.x.numel() or call.need_weights:
+            return False, False
+        if call.cache is not None and call.cache.beam_size > 1:
+            return False, False
+        if not is_readable(call.x):  # the lengths of heads' blocks would have to be asked for
+            return False, False
+        pays = saves_rows = True
+        if self.skip == "auto":
+            ratio = unchosen / self.experts_per_token
+            pays, saves_rows = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
+        # a product of some rows of a weight passes over what stands in for a projection, or hooks into it
+        cuts = saves_rows and is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
+        return pays, cuts
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        learned = not self.router.reads_queries
+        inputs = self.k_proj.in_features + self.v_proj.in_features
+        working = self.active_heads if self._may_skip else self.num_heads
+        asked = working if learned else self.num_heads
+        return {
+            "router": queries * self.router.projection.weight.numel() if learned else 0,
+            "projections": queries * self.embed_dim * self.head_dim * (asked + working)
+            + keys * inputs * self.num_heads * self.head_dim,
+        }
+
+    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+        """As the base class counts, but scores only of the heads that work if the others may be left out."""
+        if not self._may_skip:
+            return super().macs(queries, keys)
+        scores = 2 * queries * keys * self.active_heads * self.head_dim
+        return {**super().macs(queries, keys), "scores": scores}
+
+    def _by_head(self, weight: Tensor) -> Tensor:
+        """[H·D] or [H·D, C] → the routed heads', [h − h_s, D] or [h − h_s, D, C]."""
+        heads = weight.view(self.num_heads, self.head_dim, *weight.shape[1:])
+        return heads[self.shared_heads :]
+
+
+MoHSettings.attention = MixtureOfHeads

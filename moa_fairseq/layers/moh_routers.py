@@ -1,0 +1,191 @@
+"""MoH's routers: some heads always work, K of the others are chosen (arXiv 2410.11842)."""
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.constants import every_index
+from moa_fairseq.layers.routers import WideLinear
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.token_hash import TokenHash
+from moa_fairseq.layers.torch_compat import full_precision
+
+CHOICES = ("learned", "frozen", "hash")
+SCALINGS = ("paper", "released")
+_INIT_STD = 0.02
+
+
+class _Router(nn.Module):
+    """What both routers have: sizes, the choice of the K most probable heads, and the decision.
+
+    Raises UserError unless every head can work for some token, and each token has a head.
+    """
+
+    reads_queries = False  # True: `forward` takes the queries of every head, not the attention's input
+
+    def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
+        super().__init__()
+        if not 0 <= shared_heads <= num_heads:
+            raise UserError(
+                f"--moh-shared-heads {shared_heads} must lie between 0 and the number of attention heads, "
+                f"{num_heads}."
+            )
+        routed = num_heads - shared_heads
+        if not (1 <= routed_per_token <= routed or routed_per_token == routed == 0):
+            raise UserError(
+                f"--experts-per-token {routed_per_token} must lie between {min(1, routed)} and {routed}: of "
+                f"{num_heads} attention heads --moh-shared-heads {shared_heads} always work, and a token "
+                f"chooses among the other {routed}."
+            )
+        self.token_hash: Optional[TokenHash] = None  # chooses in place of the probabilities
+        self.num_heads, self.shared_heads = num_heads, shared_heads
+        self.routed_heads, self.routed_per_token = routed, routed_per_token
+
+    def _top_heads(self, probs: Tensor, token_ids: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
+
+        They are the K largest, or what the hash says; in order of heads if K is all.
+        """
+        if self.routed_per_token == self.routed_heads:
+            return probs, every_index(self.routed_heads, device=probs.device).expand(probs.size(0), -1)
+        if self.token_hash is None:
+            return probs.topk(self.routed_per_token, dim=-1)
+        index = self.token_hash(token_ids)
+        return probs.gather(-1, index), index
+
+    def _routing(
+        self,
+        gates: List[Tensor],
+        routed_index: Tensor,
+        probs: List[Tensor],
+        logits: List[Tensor],
+        padding: Optional[Tensor],
+    ) -> Routing:
+        """The routing made of its parts; each list has the shared heads' part, then the routed heads'."""
+        every = every_index(self.shared_heads, device=routed_index.device)
+        shared_index = every.expand(routed_index.size(0), -1)
+        gate = torch.cat(gates, 1)
+        if padding is not None:
+            padding = padding.reshape(-1)
+            gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
+        return Routing(
+            torch.cat([shared_index, routed_index + self.shared_heads], 1),
+            gate,
+            torch.cat(probs, 1),
+            torch.cat(logits, 1),
+            self.num_heads,
+            # Without routed heads all count as routed: losses and statistics then see an even load.
+            shared=self.shared_heads if self.routed_heads else 0,
+            padding=padding,
+        )
+
+
+class SharedAndRoutedRouter(_Router):
+    """Two-stage routing (MoH Eq. 5-6): gates α1·softmax(W_s x) of shared heads, α2·softmax(W_r x) of routed.
+
+    [α1, α2] = softmax(W_h x). Of the h − h_s routed heads the K with the largest W_r x are chosen.
+    moh_scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": their code
+    divides the chosen routed gates by their sum and multiplies them by K, and uses h_s·softmax(W_s x) and
+    2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared heads, or
+    without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). router_choice: "frozen"
+    leaves all of W as it was drawn; "hash" chooses routed heads by the token's id (`TokenHash`), with learned
+    gates. All of it runs in float32, whatever the model's dtype or autocast. Raises UserError for impossible
+    sizes.
+    """
+
+    def __init__(self, model_dim: int, num_heads: int, settings: Any):
+        shared_heads, choice = settings.moh_shared_heads, settings.router_choice
+        super().__init__(num_heads, shared_heads, settings.experts_per_token)
+        check_choice("--router-choice", choice, CHOICES)
+        check_choice("--moh-scaling", settings.moh_scaling, SCALINGS)
+        self.scaling = settings.moh_scaling
+        self.two_stages = shared_heads > 0 and self.routed_heads > 0
+        # the rows of W_r, W_s and W_h
+        self.rows = (self.routed_heads, shared_heads if shared_heads > 1 else 0, 2 * self.two_stages)
+        self.projection = WideLinear(model_dim, sum(self.rows), copies=True)
+        if choice == "frozen":
+            self.projection.requires_grad_(False)
+        elif choice == "hash":
+            self.token_hash = TokenHash(self.routed_heads, self.routed_per_token)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small random logits: with all-zero ones every token would choose the same heads."""
+        nn.init.normal_(self.projection.weight, std=_INIT_STD)
+        if self.token_hash is not None:
+            self.token_hash.reset_parameters()
+
+    def forward(
+        self, x: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
+    ) -> Routing:
+        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates are set to zero.
+
+        token_ids [N]: for a choice by hash.
+        """
+        x = x.reshape(-1, x.size(-1))
+        released = self.scaling == "released"
+        logits = self.projection(x)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(dtype)  # an adapter's may be half
+        routed, shared, stage = logits.split(self.rows, dim=-1)
+        if self.shared_heads == 1:
+            shared = logits.new_zeros(logits.size(0), 1)
+        shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
+        shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs, token_ids)
+        if released:
+            shared_gate = self.shared_heads * shared_gate
+            total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
+            routed_gate = self.routed_per_token * routed_gate / total
+        if self.two_stages:
+            alpha = torch.softmax(stage, -1) * (2 if released else 1)
+            shared_gate, routed_gate = alpha[:, :1] * shared_gate, alpha[:, 1:] * routed_gate
+        return self._routing(
+            [shared_gate, routed_gate],
+            routed_index,
+            [shared_probs, routed_probs],
+            [shared, routed],
+            padding,
+        )
+
+
+class QueryNormRouter(_Router):
+    """A router without parameters for trained models (MoH §4.4): it compares the l2 norms of the queries.
+
+    A routed head's logit is the norm of its query, divided by the standard deviation of the norms over the
+    routed heads, as in the released code (which does not train). The divisor is a temperature. It has no
+    gradient, which would cancel the one of two routed heads, and is at least 0.01 of the mean norm, for heads
+    whose norms are equal. The K largest are chosen. Gates are 1(chosen) in the forward pass and have the
+    gradient of the softmax probability (straight-through: ∂L/∂g = ∂L/∂g^q). Shared heads have the gate 1.
+    """
+
+    reads_queries = True
+
+    def forward(
+        self, queries: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
+    ) -> Routing:
+        """Route by the queries of every head, [N, H·D] or [B, T, H·D], before positions rotate them.
+
+        token_ids are not used.
+        """
+        queries = queries.reshape(-1, queries.size(-1))
+        with full_precision(queries.device.type):
+            dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+            heads = queries.to(dtype).unflatten(1, (self.num_heads, -1))
+            logits = torch.linalg.vector_norm(heads[:, self.shared_heads :], dim=-1)
+            if self.routed_heads > 1 and logits.numel():
+                norms = logits.detach()
+                least = (0.01 * norms.mean(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny)
+                logits = logits / norms.std(-1, keepdim=True).maximum(least)
+            probs = torch.softmax(logits, -1)
+            routed_gate, routed_index = self._top_heads(probs)
+            routed_gate = 1.0 + (routed_gate - routed_gate.detach())
+            ones = logits.new_ones(logits.size(0), self.shared_heads)
+            return self._routing(
+                [ones, routed_gate],
+                routed_index,
+                [ones, probs],
+                [torch.zeros_like(ones), logits],
+                padding,
+            )

@@ -1,0 +1,216 @@
+"""NAMOH (2026): tokens choose heads before any projection; a head sees only the tokens that chose it."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Dict, Optional, Tuple
+
+from torch import Tensor
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.expert_linear import ExpertLinear
+from moa_fairseq.layers.experts import BACKENDS
+from moa_fairseq.layers.moa import MixtureOfAttention, MoASettings
+from moa_fairseq.layers.routers import RENORMALIZATIONS, RouterSettings, TopKRouter
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.sdpa import Masks
+from moa_fairseq.layers.selected import HeadBlocks
+from moa_fairseq.layers.torch_compat import is_readable
+
+CHOICES = ("learned", "frozen")
+
+
+@dataclass
+class NAMOHSettings(FamilySettings, RouterSettings):
+    """The flags of `NativeMixtureOfHeads`."""
+
+    num_experts: int = flag(16, "heads (E), each with queries, keys, values and an output of its own")
+    experts_per_token: int = flag(8, "heads each token chooses (K), as a query and as a key")
+    expert_dim: int = flag(64, "head dimension (D)")
+    expert_bias: bool = flag(False, "biases in queries, keys, values and outputs")
+    router_renormalize: str = flag(
+        "detached",
+        "divide the chosen gates by their sum: without a gradient through it (detached), with one (full), or "
+        "not at all (none)",
+        RENORMALIZATIONS,
+    )
+    router_choice: str = flag(
+        "learned", "what chooses heads: the learned router; frozen: a router that stays random", CHOICES
+    )
+    routing_bias_rate: float = flag(
+        0.0,
+        "balance loads without a gradient: after each update a head's selection bias moves by this much "
+        "towards an even load (arXiv 2408.15664: 0.001; 0: off)",
+    )
+    expert_backend: str = flag(
+        "auto", "what computes the projections; auto picks by device and dtype", BACKENDS
+    )
+
+
+class NativeMixtureOfHeads(MixtureOfAttention):
+    """Attention inside the set of tokens that chose a head.
+
+    A token t chooses the heads S(t): the K = experts_per_token largest of softmax(x_t·W_r), E = num_experts.
+    Head i has the ordered set T_i of tokens that chose it, and matrices W_Q^i, W_K^i, W_V^i, W_O^i:
+
+        y_t = Σ_{i ∈ S(t)} g_{t,i} · Attention(x_t·W_Q^i; {x_s·W_K^i, x_s·W_V^i : s ∈ T_i}) · W_O^i
+
+    Masks hide keys inside T_i. Cross-attention has a second router, for the memory's tokens; a head that none
+    of them chose gives zeros. A cache holds a token's keys and values for its K heads. With K = E this is
+    `MixtureOfAttention` with expert_keys_values="own".
+
+    Args:
+        embed_dim: the model's width, C.
+        settings: or its fields as keywords.
+        kdim, vdim: widths of what keys and values are made of, if not C.
+        options: those of `MixtureOfAttention`.
+
+    Raises:
+        UserError: for impossible sizes, and for --positions xl: a head lacks keys for most distances.
+    """
+
+    keys_by_expert = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        settings: Optional[NAMOHSettings] = None,
+        *,
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        **options: Any,
+    ):
+        settings = NAMOHSettings.of(settings, options)
+        check_choice("--router-choice", settings.router_choice, CHOICES)
+        if options.get("positions") == "xl":
+            raise UserError(
+                "--positions xl needs every key in every head, and NAMOH's heads see only the tokens that "
+                "chose them: choose --positions rope or sinusoidal."
+            )
+        num_experts, dim = settings.num_experts, settings.expert_dim
+        bias, backend = settings.expert_bias, settings.expert_backend
+        super().__init__(
+            embed_dim,
+            MoASettings(
+                num_experts=num_experts,
+                experts_per_token=settings.experts_per_token,
+                expert_dim=dim,
+                expert_bias=bias,
+                router_renormalize=settings.router_renormalize,
+                router_choice=settings.router_choice,
+                routing_bias_rate=settings.routing_bias_rate,
+                expert_backend=backend,
+            ),
+            groups=settings.experts_per_token,
+            **options,
+        )
+        self.key_widths = {"k_proj": kdim or embed_dim, "v_proj": vdim or embed_dim}
+        for name, width in self.key_widths.items():
+            setattr(self, name, ExpertLinear(num_experts, width, dim, True, bias, backend))
+        self.source_router: Optional[TopKRouter] = None
+        if not self.self_attention:
+            self.source_router = TopKRouter(self.key_widths["k_proj"], settings)
+
+    def reset_parameters(self) -> None:
+        """Nothing: routers and experts initialise themselves."""
+
+    def compute(self, call: Call) -> Computed:
+        rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
+        routing: Routing = self.router(rows, call.query_padding)
+        order = routing.order()
+        q = self._heads(self.q_experts(rows, order), call.x)
+        routings: Tuple[Routing, ...] = (routing,)
+        k = v = key_experts = None
+        if call.memory is not None and call.values is not None:
+            source = self._route_keys(call, routing)
+            if source.side == "keys":
+                routings = (routing, source)
+            own = order if source is routing else source.order()
+            k = self._heads(self.k_proj(call.memory.reshape(-1, call.memory.size(2)), own), call.memory)
+            v = self._heads(self.v_proj(call.values.reshape(-1, call.values.size(2)), own), call.values)
+            key_experts = source.expert_ids.unflatten(0, call.memory.shape[:2])  # [B·S, K] → [B, S, K]
+        q, k, v, masks, _ = self.place(call, q, k, v, key_experts)
+        if call.cache is not None:
+            key_experts = call.cache.key_experts
+        assert key_experts is not None
+        heads, weights = self._attend_by_head(call, q, k, v, masks, routing, key_experts)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x, self.head_index(routing))
+        slots = heads.transpose(1, 2).reshape(-1, self.expert_dim)  # [B, K, T, D] → [N·K, D]
+        return self.out_experts(slots, order, routing.gates).view_as(call.x), weights, routings
+
+    def _heads(self, slots: Tensor, x: Tensor) -> Tensor:
+        """[B·T·K, D] → [B, K, T, D]"""
+        return slots.view(*x.shape[:2], self.experts_per_token, self.head_dim).transpose(1, 2)
+
+    def _route_keys(self, call: Call, routing: Routing) -> Routing:
+        """The routing of keys: in self-attention the queries' own, unless a context was carried."""
+        own, memory = self.source_router, call.memory
+        assert memory is not None
+        if own is None and call.same_tokens:
+            return routing
+        padding = call.masks.padding
+        if padding is not None:
+            padding = padding[:, padding.size(1) - memory.size(1) :]
+        rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
+        # without a router of its own it is the text again, behind its context: its tokens are counted already
+        found: Routing = (own or self.router)(rows, padding, observed=own is not None)
+        return found if own is None else replace(found, side="keys")
+
+    def _attend_by_head(
+        self,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: Masks,
+        routing: Routing,
+        key_experts: Tensor,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """Each slot with the keys of its own head.
+
+        Args:
+            q: slots, [B, K, T, D], whose heads are the routing's.
+            k, v: slots, [B, K, S, D]; B / n rows where a beam's n hypotheses share keys, as in `sdpa.attend`:
+                they are then more queries of one row.
+            key_experts: the heads of the keys' slots, [B, S, K].
+        """
+        rows, compact = k.size(0), is_readable(k)
+        beam = q.size(0) // rows if rows else 1
+        index = routing.expert_ids.view(rows, beam * q.size(2), self.experts_per_token)
+        of_queries = HeadBlocks(index, routing.padding, self.num_experts, compact)
+        of_keys = HeadBlocks(key_experts, masks.padding, self.num_experts, compact)
+        mask = masks.mask
+        if mask is not None:  # [T, S] or [B, T, S] → [B·E, M, M']
+            queries, keys = of_queries.position, of_keys.position
+            if mask.dim() == 2:
+                mask = mask.repeat(beam, 1)[queries[:, :, None], keys[:, None, :]]
+            else:
+                mask = mask.reshape(rows, beam * q.size(2), -1).repeat_interleave(self.num_experts, 0)
+                mask = mask.gather(1, queries[:, :, None].expand(-1, -1, mask.size(2)))
+                mask = mask.gather(2, keys[:, None, :].expand(-1, queries.size(1), -1))
+        # [n·B, K, T, D] → [B, K, n·T, D]
+        folded = q.unflatten(0, (rows, beam)).transpose(1, 2).flatten(2, 3)
+        blocks = (of_queries.gather(folded), of_keys.gather(k), of_keys.gather(v))
+        found, weights = self.attend(call, *blocks, Masks(mask, of_keys.empty))
+
+        def unfolded(x: Tensor) -> Tensor:
+            slots: Tensor = of_queries.scatter(x).unflatten(2, (beam, q.size(2)))
+            return slots.transpose(1, 2).flatten(0, 1)
+
+        return unfolded(found), None if weights is None else unfolded(of_keys.spread(weights))
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        inputs = sum(self.key_widths.values())
+        of_keys = 0 if self.source_router is None else keys * self.source_router.projection.weight.numel()
+        return {
+            "router": queries * self.embed_dim * self.num_experts + of_keys,
+            "projections": (2 * queries * self.embed_dim + keys * inputs) * self.num_heads * self.head_dim,
+        }
+
+    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+        """As the base class counts; scores if each head has K / E of the queries and of the keys."""
+        scores = 2 * queries * keys * self.num_heads**2 * self.head_dim // self.num_experts
+        return {**super().macs(queries, keys), "scores": scores}
+
+
+NAMOHSettings.attention = NativeMixtureOfHeads

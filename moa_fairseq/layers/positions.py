@@ -1,0 +1,194 @@
+"""Positions inside attention, for every family: how far apart a query and a key are."""
+
+import functools
+import math
+from typing import Any, Dict, Optional, Tuple, Type
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.constants import constant
+
+
+class Positions(nn.Module):
+    """The positions of a self-attention; this base class adds none.
+
+    Queries stand at first_query, first_query + 1, …; keys at 0, 1, …, counted from the first cached or
+    carried one.
+    """
+
+    @classmethod
+    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "Positions":
+        """The positions of an attention of width embed_dim whose keys have key_heads heads."""
+        return cls(head_dim)
+
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+        """Queries [B, H, T, D] and new keys [B, G, T + M, D], before keys are cached.
+
+        The last T keys stand where the queries stand, and M keys of a carried context before them.
+        """
+        return q, k
+
+    def bias(self, q: Tensor, key_length: int, first_query: int) -> Optional[Tensor]:
+        """Added to the scaled scores: [B or 1, H or 1, T, S], S = key_length, or None; q is as projected."""
+        return None
+
+    def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
+        """Multiply-accumulates of one sequence, in "projections" and in "scores"."""
+        return {"projections": 0, "scores": 0}
+
+
+class RotaryPositions(Positions):
+    """RoPE (Su et al., arXiv 2104.09864, Eq. 34): scores then depend on distances only.
+
+    The pair (x_j, x_{j + D/2}) of a head's D numbers is rotated by the angle p · base^(−2j/D) at position p.
+    Raises UserError for an odd D.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0):
+        super().__init__()
+        if head_dim % 2:
+            raise UserError(
+                f"--positions rope rotates pairs of numbers, but the head dimension {head_dim} is odd: "
+                "choose an even head dimension."
+            )
+        self.rotary_dim = head_dim
+        self.base = base
+
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+        carried = k.size(2) - q.size(2)
+        if carried:
+            before, own = k.split([carried, q.size(2)], dim=2)
+            before, _ = self.rotate(before, before, first_query - carried)
+            q, own = self.rotate(q, own, first_query)
+            return q, torch.cat([before, own], dim=2)
+        position = torch.arange(first_query, first_query + q.size(2), device=q.device, dtype=torch.float64)
+        angle = position[:, None] * _speed(self.rotary_dim, self.base, device=q.device)
+        cos, sin = angle.cos(), angle.sin()
+        return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
+
+
+@constant
+def _speed(dim: int, base: float, device: torch.device) -> Tensor:
+    """The angle per position of each pair of numbers, [dim / 2] float64."""
+    speed: Tensor = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    return speed
+
+
+class HalfRotaryPositions(RotaryPositions):
+    """RoPE on the first half of a head's numbers (rounded down to an even count); the rest stay as they are.
+
+    The setting of SwitchHead's released code. Raises UserError where no pair is left to rotate.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0):
+        rotary_dim = 2 * (head_dim // 4)
+        if not rotary_dim:
+            raise UserError(
+                "--positions rope-half rotates pairs of numbers in half of a head, but half of the head "
+                f"dimension {head_dim} holds no pair: choose a head dimension of 4 or more, or --positions "
+                "rope."
+            )
+        super().__init__(rotary_dim, base)
+
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+        half = self.rotary_dim
+        first_q, first_k = super().rotate(q[..., :half], k[..., :half], first_query)
+        return torch.cat([first_q, q[..., half:]], dim=-1), torch.cat([first_k, k[..., half:]], dim=-1)
+
+
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, T, D]; cos and sin [T, D / 2]. In float32 or wider: half precision loses far positions."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class RelativePositions(Positions):
+    """Transformer-XL's relative positions (Dai et al., arXiv 1901.02860, §3.3), for G key heads of size D.
+
+    A_ij = q_i·k_j (a) + q_i·W_R R_{i−j} (b) + u·k_j (c) + v·W_R R_{i−j} (d), over √D. R is the sinusoid of
+    the distance i − j; W_R [G·D, C], u and v [G, D] are learned, and query head h takes those of key
+    head h mod G. `rotate` adds u to the queries, which gives (a) and (c); `bias` is (b) and (d).
+    """
+
+    def __init__(self, embed_dim: int, key_heads: int, head_dim: int):
+        super().__init__()
+        self.embed_dim, self.key_heads, self.head_dim = embed_dim, key_heads, head_dim
+        self.projection = nn.Linear(embed_dim, key_heads * head_dim, bias=False)
+        self.content_bias = nn.Parameter(torch.empty(key_heads, head_dim))  # u
+        self.position_bias = nn.Parameter(torch.empty(key_heads, head_dim))  # v
+        self.reset_parameters()
+
+    @classmethod
+    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "RelativePositions":
+        return cls(embed_dim, key_heads, head_dim)
+
+    def reset_parameters(self) -> None:
+        """W_R starts like a matrix of the attention, u and v at zero: no position or key is preferred."""
+        nn.init.xavier_uniform_(self.projection.weight)
+        nn.init.zeros_(self.content_bias)
+        nn.init.zeros_(self.position_bias)
+
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+        return (self._by_key_head(q) + self.content_bias.to(q.dtype)[:, None]).view_as(q), k
+
+    def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor:
+        tgt_len = q.size(2)
+        if not tgt_len:
+            return q.new_zeros(q.size(0), q.size(1), 0, key_length)
+        # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
+        largest, smallest = first_query + tgt_len - 1, first_query - key_length + 1
+        columns = largest, smallest, self.embed_dim, q.device, self.content_bias.dtype
+        if is_compiling():  # which looks into no cache, and knows no inference mode
+            encoded = _sinusoids(*columns)
+        else:
+            encoded = _kept_sinusoids(*columns, inference=torch.is_inference_mode_enabled())
+        r = self.projection(encoded).view(-1, self.key_heads, self.head_dim).to(q.dtype)  # [L, G, D]
+        q = (self._by_key_head(q) + self.position_bias.to(q.dtype)[:, None]) / math.sqrt(self.head_dim)
+        scores = torch.einsum("bpgtd,lgd->bpgtl", q, r).flatten(1, 2)  # by distance, [B, H, T, L]
+        # Query i's distances to keys 0, 1, … begin at column T − 1 − i: one further left in each row. Read as
+        # rows that are one shorter, all of them begin in the same column.
+        if tgt_len == 1:
+            return scores
+        length = scores.size(3)
+        rows = scores.flatten(2).narrow(2, tgt_len - 1, tgt_len * (length - 1))
+        by_query: Tensor = rows.unflatten(2, (tgt_len, length - 1))
+        return by_query[..., :key_length]
+
+    def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
+        distances = queries + keys - 1
+        return {
+            "projections": distances * self.embed_dim * self.key_heads * self.head_dim,
+            "scores": num_heads * queries * distances * self.head_dim,
+        }
+
+    def _by_key_head(self, q: Tensor) -> Tensor:
+        """[B, H, T, D] → [B, H / G, G, T, D]: query head h reads key head h mod G."""
+        by_key_head: Tensor = q.unflatten(1, (-1, self.key_heads))
+        return by_key_head
+
+
+def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """R of the distances from the largest down to the smallest, [L, dim]."""
+    distance = torch.arange(largest, smallest - 1, -1, device=device, dtype=torch.float64)
+    speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
+    angle = distance[:, None] * speed
+    return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim].to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_sinusoids(*columns: Any, inference: bool) -> Tensor:
+    """The same, kept for all layers. inference: torch's mode, whose tensors cannot be used outside of it."""
+    return _sinusoids(*columns)
+
+
+# The choices of --positions that are not embeddings.
+POSITIONS_IN_ATTENTION: Dict[str, Type[Positions]] = {
+    "rope": RotaryPositions,
+    "rope-half": HalfRotaryPositions,
+    "xl": RelativePositions,
+}

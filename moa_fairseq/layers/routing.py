@@ -1,0 +1,262 @@
+"""What a router decided about a batch of tokens, and the sums of it that losses and statistics need."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from moa_fairseq.layers.experts import SlotOrder
+from moa_fairseq.layers.experts.twice import differentiable_gradients
+from moa_fairseq.layers.torch_compat import full_precision
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts chosen for N = B·T tokens (batch first), or N = B sequences, and how sure the router was.
+
+    Args:
+        expert_ids: the chosen experts (MoA Eq. 8), [N, K] int64; 0 … E − 1 in every row when K = E.
+        gates: their weights (MoA Eq. 9), [N, K] float32; zero on padding.
+        probs: routing probabilities (MoA Eq. 7), [N, E] float32.
+        logits: before the softmax, [N, E] float32.
+        num_experts: E, all groups together.
+        groups: into how many equal parts experts and slots fall that are routed independently (SwitchHead:
+            one for each head); slots of group g hold experts of group g.
+        shared: how many experts are always chosen (MoH): they are the first ones, they stand in the first
+            slots, and losses and statistics leave them out.
+        side: "queries", or "keys" where the tokens are those that keys and values are made of.
+        scope: "tokens", or "sequences" where a sequence is routed as one.
+        padding: [N] bool, True = padding; None when there is none.
+        auxiliary: whether losses may act on it; if not (SwitchHead's attention), it only has statistics.
+    """
+
+    expert_ids: Tensor
+    gates: Tensor
+    probs: Tensor
+    logits: Tensor
+    num_experts: int
+    groups: int = 1
+    shared: int = 0
+    side: str = "queries"
+    scope: str = "tokens"
+    padding: Optional[Tensor] = None
+    auxiliary: bool = True
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take an output's item 0."""
+        return (self.gates,)[index]
+
+    def order(self) -> SlotOrder:
+        """The permutation of its slots for the products with the chosen experts; nothing is sorted yet."""
+        chooses_all = self.expert_ids.size(1) == self.num_experts
+        return SlotOrder(self.expert_ids, self.num_experts, chooses_all)
+
+    @property
+    def chooses_all(self) -> bool:
+        """Whether K = E: slot k is expert k, nothing needs sorting."""
+        return self.expert_ids.size(1) == self.num_experts
+
+    @property
+    def expert_counts(self) -> Tensor:
+        """f_i of MoA Eq. 14: how many real tokens chose each routed expert, [E − shared] like probs."""
+        real = _real_tokens([self], self.padding)
+        if self.chooses_all:
+            return real.sum().repeat(self.num_experts - self.shared)
+        with full_precision(real.device.type):
+            return real @ _choices([self])
+
+
+torch.export.register_dataclass(Routing)
+
+
+class Sums(NamedTuple):
+    """Sums over the real tokens of M decisions about E experts."""
+
+    counts: Tensor  # how many tokens chose each expert (f of MoA Eq. 14), [M, E]; no gradient
+    mass: Tensor  # Σ of the probabilities (P of MoA Eq. 15), [M, E]
+    squared_lse: Tensor  # Σ of (log Σ_i exp x_i)², a token's being the mean over its groups, [M]
+    tokens: Tensor  # how many tokens are not padding, [M]
+
+
+class RoutingSums:
+    """Sums over the real tokens of M decisions: all that losses and statistics need to know of them.
+
+    The decisions are alike in number of experts, slots, groups and shared experts, and in whether losses may
+    act on them (`by_kind`); they may be about different numbers of tokens. Their rows are processed together,
+    so that a GPU starts as many kernels for 18 routers as for one. E is the number of routed experts here,
+    shared ones left out, and G the number of groups.
+
+    order: row m of every sum is decision order[m] of those given.
+    """
+
+    def __init__(self, decisions: Sequence[Routing]):
+        places: Dict[int, List[int]] = defaultdict(list)
+        for place, decision in enumerate(decisions):
+            places[decision.probs.size(0)].append(place)
+        self.order = [place for same in places.values() for place in same]
+        self.groups, self.auxiliary = decisions[0].groups, decisions[0].auxiliary
+        self._decisions = [decisions[place] for place in self.order]
+        self._runs = [(len(same), tokens) for tokens, same in places.items()]  # (decisions, tokens of each)
+        self._padding = self._joint_padding()
+        self._real = _real_tokens(self._decisions, self._padding)
+        # no cached_property: torch.compile cannot enter its lock
+        self._sums: Optional[Sums] = None
+        self._load: Optional[Tensor] = None
+
+    @classmethod
+    def by_kind(cls, decisions: Sequence[Routing]) -> List["RoutingSums"]:
+        """One object for each kind of decision; `order` then holds places in all of `decisions`."""
+        kinds: Dict[Tuple[object, ...], List[int]] = defaultdict(list)
+        for place, d in enumerate(decisions):
+            sizes = (d.probs.size(1), d.expert_ids.size(1), d.groups, d.shared)
+            kind = (*sizes, d.probs.dtype, d.auxiliary)
+            kinds[kind].append(place)
+        result = []
+        for places in kinds.values():
+            sums = cls([decisions[place] for place in places])
+            sums.order = [places[place] for place in sums.order]
+            result.append(sums)
+        return result
+
+    @property
+    def load(self) -> Tensor:
+        """The counts as shares of their group, [M, G, E / G]; zeros for padding only."""
+        if self._load is None:
+            self._load = self.shares(self.sums.counts)
+        return self._load
+
+    def mean_softmax(self) -> Tensor:
+        """The mean over tokens of the softmax of each group's logits, [M, E]."""
+        logits = self._real_rows("logits")
+        probs = torch.softmax(logits.unflatten(1, (self.groups, -1)), dim=-1)
+        total, tokens = self._over_tokens([probs.flatten(1)])
+        return total / tokens.clamp_min(1.0)
+
+    def shares(self, x: Tensor) -> Tensor:
+        """x [M, E] ≥ 0 → [M, G, E / G], each group divided by its sum; zeros stay zeros."""
+        x = x.reshape(x.size(0), self.groups, -1)
+        return x / (x.sum(-1, keepdim=True) + torch.finfo(x.dtype).tiny)
+
+    @property
+    def sums(self) -> Sums:
+        """Computed when it is first asked for."""
+        if self._sums is None:
+            self._sums = self._add_up()
+        return self._sums
+
+    def _add_up(self) -> Sums:
+        logits = self._rows("logits").unflatten(1, (self.groups, -1))
+        columns = [self._real_rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
+        if self._decisions[0].chooses_all:
+            mass, squares, tokens = self._over_tokens(columns)
+            counts = tokens.expand_as(mass)
+        else:
+            mass, squares, counts, tokens = self._over_tokens([*columns, _choices(self._decisions)])
+        return Sums(counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1))
+
+    def entropy_and_probs(self) -> Tuple[Tensor, Tensor]:
+        """Means over tokens: of the probabilities' entropy in nats, [M], and of the probabilities, [M, E].
+
+        They are normalised to add up to 1 in each group (sigmoids do not by themselves).
+        """
+        probs = self._real_rows("probs").unflatten(1, (self.groups, -1))
+        probs = probs / (probs.sum(-1, keepdim=True) + torch.finfo(probs.dtype).tiny)
+        entropy = entropies(probs).mean(-1, keepdim=True)
+        *totals, tokens = self._over_tokens([entropy, probs.flatten(1)])
+        entropy, probs = (total / tokens.clamp_min(1.0) for total in totals)
+        return entropy.squeeze(1), probs
+
+    def _joint_padding(self) -> Optional[Tensor]:
+        """The padding of all decisions: [ΣN] bool, or None where there is none."""
+        if all(d.padding is None for d in self._decisions):
+            return None
+        masks = [
+            d.probs.new_zeros(d.probs.size(0), dtype=torch.bool) if d.padding is None else d.padding
+            for d in self._decisions
+        ]
+        return _cat(masks)
+
+    def _rows(self, name: str) -> Tensor:
+        """The rows of all decisions, routed experts only: [ΣN, E]."""
+        rows = _cat([getattr(d, name) for d in self._decisions])
+        return rows[:, self._decisions[0].shared :]
+
+    def _real_rows(self, name: str) -> Tensor:
+        """`_rows`, with zeros for padding: a NaN there would stay a NaN in a sum, even times zero."""
+        rows = self._rows(name)
+        return rows if self._padding is None else rows.masked_fill(self._padding.unsqueeze(1), 0.0)
+
+    def _over_tokens(self, columns: List[Tensor]) -> Tuple[Tensor, ...]:
+        """Each [ΣN, W] summed over the real tokens of each decision, [M, W], and how many these are, [M, 1].
+
+        One matrix product serves all columns, and all decisions about the same number of tokens.
+        """
+        columns = [*columns, self._real.unsqueeze(1)]  # Σ real² = Σ real
+        sizes = [decisions * tokens for decisions, tokens in self._runs]
+        with full_precision(self._real.device.type):
+            pairs = zip(self._runs, self._real.split(sizes), torch.cat(columns, 1).split(sizes))
+            sums = [real.view(*run, 1).mT @ rows.view(*run, rows.size(1)) for run, real, rows in pairs]
+        return torch.split(_cat(sums).squeeze(1), [column.size(1) for column in columns], 1)
+
+
+def entropies(probs: Tensor) -> Tensor:
+    """In nats: probs [..., E] → [...]. The gradient at a probability of 0 is large, but finite."""
+    terms: Tensor = torch.special.xlogy(probs, probs.clamp_min(torch.finfo(probs.dtype).tiny))
+    return -terms.sum(-1)
+
+
+class _SquaredLogSumExp(Function):
+    """Mean over the groups of (log Σ_i exp x_i)² for x [R, G, E], [R].
+
+    Rows of padding [R] bool count as x = 0: replaced, not multiplied away, as 0 · inf would be NaN.
+    They get a gradient unless none is asked for. (torch.logsumexp is nine kernels on a GPU.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+        filled = x if padding is None else x.masked_fill(padding[:, None, None], 0.0)
+        log_probs = torch.log_softmax(filled, -1)
+        lse = filled.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
+        ctx.save_for_backward(x, padding, log_probs, lse)
+        squares = lse.square()
+        return squares.mean(-1) if squares.size(1) > 1 else squares.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], None]:
+        x, padding, log_probs, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def plain(x: Tensor) -> Tensor:
+                filled = x if padding is None else x.masked_fill(padding[:, None, None], 0.0)
+                return torch.logsumexp(filled, -1).square().mean(-1)
+
+            (found,) = differentiable_gradients(plain, (x,), (True,), grad)
+            return found, None
+        scale = lse * (grad * (2.0 / lse.size(1))).unsqueeze(1)
+        return log_probs.exp() * scale.unsqueeze(-1), None
+
+
+def _cat(tensors: List[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _real_tokens(decisions: Sequence[Routing], padding: Optional[Tensor]) -> Tensor:
+    """1 for real tokens, 0 for padding [ΣN], of all decisions: [ΣN] in the probabilities' dtype."""
+    probs = decisions[0].probs
+    if padding is None:
+        return probs.new_ones(sum(d.probs.size(0) for d in decisions))
+    return torch.logical_not(padding, out=probs.new_empty(padding.shape))
+
+
+def _choices(decisions: Sequence[Routing]) -> Tensor:
+    """1 where a token chose an expert, of all decisions: [ΣN, E − shared] in the probabilities' dtype.
+
+    The sums over tokens are then a product: no thousands of atomic additions to a few addresses.
+    """
+    shared = decisions[0].shared
+    index = _cat([d.expert_ids for d in decisions])[:, shared:]
+    chosen = decisions[0].probs.new_zeros(index.size(0), decisions[0].num_experts - shared)
+    return chosen.scatter_(1, index - shared if shared else index, 1.0)

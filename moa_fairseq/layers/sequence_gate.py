@@ -1,0 +1,150 @@
+"""MAE's gate: how responsible each expert is for an input (arXiv 2005.06537, §2.3 and Appendix A)."""
+
+from typing import Callable, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.layers.observers import Observer
+from moa_fairseq.layers.torch_compat import full_precision
+
+# Choices of --gate-norm: the statistics by which a gate that learns normalises its inputs.
+NORMS = ("earlier", "batch")
+# Weight of an update in the running statistics, which miss drift rather than noise (docs/mae.md).
+MOMENTUM = 0.3
+
+
+class GateNorm(nn.BatchNorm1d, Observer):
+    """Batch normalisation of a gate's inputs (MAE Appendix A), by default a departure from the paper's.
+
+    statistics "earlier": the running statistics of earlier updates, in training as in evaluation. A batch's
+    own would tell a causal gate about later positions and other sentences. A forward pass only adds up what
+    it sees (`pending`); `update` lets those sums in, so that a batch acts on later updates alone, and an
+    output does not depend on how batches are spread over workers and accumulation steps.
+
+    statistics "batch": the paper's (Ioffe & Szegedy 2015), for gates that see a whole sequence at once. A
+    forward pass that trains the gate (`own`: a G step, a joint update) normalises by mean and variance over
+    the real rows of its micro-batch, with gradients through them; with fewer than two rows, in evaluation and
+    for the draw of an F step, the running ones serve.
+
+    Every training forward pass is observed, F steps too; otherwise gates would draw experts with the initial
+    statistics, 0 and 1, until the first G epoch. These count like one update in the running mean, which
+    becomes a moving average once there are many updates.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, num_features: int, statistics: str = "earlier"):
+        super().__init__(num_features, momentum=MOMENTUM)
+        self.statistics = statistics
+        # Σ x̂ [C], Σ x̂² [C] and the count, x̂ being normalised already: sums of unit size lose no digits
+        self.register_buffer("pending", torch.zeros(2 * num_features + 1), persistent=False)
+
+    def forward(
+        self, x: Tensor, real: Optional[Tensor] = None, observe: bool = False, own: bool = False
+    ) -> Tensor:
+        """Normalise x [N, C]. observe: count the rows in, or those where real [N] bool is true.
+
+        own: this pass trains the gate, so "batch" takes the statistics of x.
+        """
+        if observe:
+            self._add_up(x.detach(), real)
+        if not own or self.statistics != "batch":
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        no_row = x.new_zeros(x.size(0), 1, dtype=torch.bool) if real is None else ~real.unsqueeze(-1)
+        count = (~no_row).sum().to(x.dtype)
+        mean = x.masked_fill(no_row, 0.0).sum(0) / count.clamp_min(1.0)
+        variance = (x - mean).masked_fill(no_row, 0.0).square().sum(0) / count.clamp_min(1.0)
+        mean = torch.where(count > 1, mean, self.running_mean)
+        variance = torch.where(count > 1, variance, self.running_var)
+        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+    @torch.no_grad()
+    def _add_up(self, x: Tensor, real: Optional[Tensor]) -> None:
+        unit = (x - self.running_mean) / torch.sqrt(self.running_var + self.eps)
+        count = unit.new_full((1,), unit.size(0))
+        if real is not None:
+            unit = unit.masked_fill(~real.unsqueeze(-1), 0.0)
+            count = real.sum().to(unit.dtype).reshape(1)
+        self.observe(torch.cat([unit.sum(0), unit.square().sum(0), count]))
+
+    @torch.no_grad()
+    def update(self, sums: Tensor) -> None:
+        """Let sums (as `pending`, over all workers) into the running statistics.
+
+        Sums that overflowed (a batch in half precision) are ignored.
+        """
+        sums = torch.where(sums.isfinite().all(), sums, torch.zeros_like(sums))
+        count = sums[-1]
+        mean, square = (sums[:-1] / count.clamp_min(1.0)).chunk(2)
+        spread = torch.sqrt(self.running_var + self.eps)
+        self.num_batches_tracked += (count > 0).long()
+        weight = (1.0 / (self.num_batches_tracked + 1)).clamp_min(MOMENTUM) * (count > 0)
+        variance = (square - mean.square()).clamp_min(0.0) * spread.square()
+        self.running_mean += weight * mean * spread
+        self.running_var += weight * (variance - self.running_var)
+
+
+class SequenceGate(nn.Module):
+    """g(x̄; φ): batch norm → linear → tanh → dropout → linear → softmax over the experts.
+
+    norm: one of NORMS, see GateNorm. While the gate is frozen (its parameters do not require gradients: an
+    F step) it is the function that evaluation uses: it drops nothing out, and normalises by the running
+    statistics. It observes throughout training. It and its parameters stay in float32 whatever the model is
+    cast to: steps of plain SGD are lost in half precision.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        hidden_dim: int = 256,
+        dropout: float = 0.1,
+        norm: str = "earlier",
+    ):
+        super().__init__()
+        self.norm = GateNorm(model_dim, norm)
+        self.fc1 = nn.Linear(model_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, num_experts)
+        self.dropout = dropout
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, as a new gate's; the running statistics stay."""
+        nn.init.ones_(self.norm.weight)
+        nn.init.zeros_(self.norm.bias)
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    @property
+    def learns(self) -> bool:
+        """Whether this forward pass trains the gate."""
+        if not self.training or self.norm.weight.requires_grad:
+            return self.training
+        return any([parameter.requires_grad for parameter in self.parameters()])  # an adapter
+
+    def forward(self, mean: Tensor, real: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+        """mean [N, C] of the inputs → (probabilities [N, E], logits [N, E]); real [N]: rows that count."""
+        learns = self.learns
+        with full_precision(mean.device.type):
+            x = self.norm(mean.to(self.norm.weight.dtype), real, self.training, learns)
+            hidden = F.dropout(torch.tanh(self.fc1(x)), self.dropout, learns)
+            logits = self.fc2(hidden)
+            return torch.softmax(logits, dim=-1), logits
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> "SequenceGate":
+        def keeping_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(moved.device)
+            return moved
+
+        super()._apply(keeping_precision, *args, **kwargs)
+        return self
+
+
+def gates_of(model: nn.Module) -> List[SequenceGate]:
+    """Every learned gate of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, SequenceGate)]

@@ -1,0 +1,113 @@
+"""sigma-MoE (arXiv 2310.10837): a feed-forward of experts with sigmoid gates, SwitchAll's second half."""
+
+from dataclasses import dataclass
+from typing import Callable, Dict, Optional, Tuple, Union
+
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import flag
+from moa_fairseq.layers.expert_linear import ExpertLinear
+from moa_fairseq.layers.initialization import draw_by_fan_in
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
+
+
+@dataclass
+class SigmaMoESettings:
+    """The flags of `SigmaMoE`."""
+
+    sigma_moe_num_experts: int = flag(
+        0, "experts of every feed-forward (sigma-MoE); 0: an ordinary feed-forward"
+    )
+    sigma_moe_experts_per_token: int = flag(4, "feed-forward experts that a token chooses")
+    sigma_moe_expert_dim: int = flag(128, "inner units of a feed-forward expert")
+    sigma_moe_expert_dropout: float = flag(
+        0.0, "probability with which each feed-forward expert is unavailable to a token in training"
+    )
+
+
+class SigmaMoE(nn.Module):
+    """y = Σ_{e ∈ E_x} s[e] · W_2^e · act(W_1^e x), E_x = argtopk(s, K), s = σ(W_3 x) (σ-MoE §5).
+
+    The balance loss is the one that training chose (in the paper: "entropy"). No biases. Inner units of all K
+    experts are kept for the backward pass, [N·K, D], and nothing of width C per expert.
+
+    Args:
+        embed_dim: the model's width, C.
+        settings: of the experts.
+        activation: of the inner units.
+        expert_backend: a choice of `--expert-backend`.
+
+    Raises:
+        UserError: for impossible sizes.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        settings: SigmaMoESettings,
+        activation: Callable[[Tensor], Tensor] = nn.functional.relu,
+        expert_backend: str = "auto",
+    ):
+        super().__init__()
+        num_experts = settings.sigma_moe_num_experts
+        expert_dim = settings.sigma_moe_expert_dim
+        if num_experts < 1:
+            raise UserError(
+                f"--sigma-moe-num-experts {num_experts} must be a positive number, or 0 for an ordinary "
+                "feed-forward."
+            )
+        if expert_dim < 1:
+            raise UserError(f"--sigma-moe-expert-dim must be a positive number, not {expert_dim}.")
+        self.name = type(self).__name__  # the path in a model, where that gives one
+        self.embed_dim = embed_dim
+        self.activation = activation
+        self.experts_per_token = settings.sigma_moe_experts_per_token
+        self.router = SigmoidTopKRouter(
+            embed_dim,
+            num_experts,
+            self.experts_per_token,
+            expert_dropout=settings.sigma_moe_expert_dropout,
+            flags="sigma-moe-",
+        )
+        inner = num_experts * expert_dim
+        self.up = ExpertLinear(num_experts, embed_dim, expert_dim, True, False, expert_backend)
+        self.down = ExpertLinear(num_experts, expert_dim, embed_dim, False, False, expert_backend, inner)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights, as for one feed-forward of E·D inner units."""
+        draw_by_fan_in(self)
+
+    def restore_initialization(self) -> None:
+        """As `reset_parameters`, for models that initialise every nn.Linear anew, as BERT does."""
+        self.reset_parameters()
+
+    def forward(
+        self, x: Tensor, padding: Optional[Tensor] = None, with_routing: bool = False
+    ) -> Union[Tensor, Tuple[Tensor, Tuple[Routing, ...]]]:
+        """Apply the experts token by token.
+
+        Args:
+            x: [B, T, C], or any other two dimensions before C.
+            padding: [B, T] bool, True = padding: gets zeros, and is left out of losses and statistics.
+            with_routing: return the routing, too, as an attention does.
+        """
+        rows = x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
+        if padding is not None:
+            padding = padding.reshape(-1)
+            rows = rows.masked_fill(padding.unsqueeze(-1), 0.0)  # NaN would reach every weight's gradient
+        routing = self.router(rows, padding)
+        order = routing.order()
+        inner = self.activation(self.up(rows, order))
+        out = self.down(inner, order, routing.gates).view(x.shape)
+        return (out, (routing,)) if with_routing else out
+
+    def macs(self, tokens: int) -> Dict[str, int]:
+        """Multiply-accumulates of so many tokens, by part: "router" and "projections"."""
+        chosen = self.experts_per_token * (self.up.d_out + self.down.d_in)
+        return {
+            "router": tokens * self.router.projection.weight.numel(),
+            "projections": tokens * self.embed_dim * chosen,
+        }

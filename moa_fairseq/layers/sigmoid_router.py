@@ -1,0 +1,97 @@
+"""The router of SwitchHead and of sigma-MoE: a sigmoid for each expert, the largest of each group."""
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.constants import every_index
+from moa_fairseq.layers.routers import WideLinear
+from moa_fairseq.layers.routing import Routing
+
+
+@torch.no_grad()
+def draw_rows_of_one_length(weight: Tensor, scale: float = 1.0) -> None:
+    """Rows [E, C] of random directions, all `scale` long: at first only a token's direction matters."""
+    weight.normal_()
+    weight.mul_(scale / weight.norm(dim=1, keepdim=True))
+
+
+class SigmoidTopKRouter(nn.Module):
+    """s^h = σ(x·W^h), and the k largest of each head h (SwitchHead Eq. 7-8; σ-MoE, arXiv 2310.10837).
+
+    groups: the H heads, each with E = num_experts experts of its own and k = experts_per_token choices.
+    Expert e of head h has the number h·E + e, and slots stand head by head. Gates are the chosen s,
+    neither normalised nor noisy. expert_dropout: δ of σ-MoE: in training a token does without each expert
+    with this probability. side, auxiliary: of the
+    decisions; flags: how the names of flags begin in errors. Runs in float32, whatever the model's dtype or
+    autocast. Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        experts_per_token: int,
+        groups: int = 1,
+        expert_dropout: float = 0.0,
+        side: str = "queries",
+        auxiliary: bool = True,
+        flags: str = "",
+    ):
+        super().__init__()
+        prefix = f"--{flags}"
+        if not 1 <= experts_per_token <= num_experts:
+            raise UserError(
+                f"{prefix}experts-per-token {experts_per_token} must lie between 1 and {prefix}num-experts "
+                f"{num_experts}: a token cannot choose more experts than there are."
+            )
+        if not 0 <= expert_dropout < 1:
+            raise UserError(f"{prefix}expert-dropout {expert_dropout} must be at least 0 and below 1.")
+        self.num_experts, self.experts_per_token, self.groups = num_experts, experts_per_token, groups
+        self.expert_dropout = expert_dropout
+        self.side, self.auxiliary = side, auxiliary
+        self.projection = WideLinear(model_dim, groups * num_experts, copies=True)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        draw_rows_of_one_length(self.projection.weight)
+
+    def forward(self, x: Tensor, padding: Optional[Tensor] = None) -> Routing:
+        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates become zero."""
+        x = x.reshape(-1, x.size(-1))
+        tokens = x.size(0)
+        logits = self.projection(x)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # an adapter's may be half
+        probs = torch.sigmoid(logits)
+        gate = probs.view(tokens, self.groups, self.num_experts)  # [N, H·E] → [N, H, E]
+        choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
+        if self.training and self.expert_dropout:
+            dropped = torch.rand_like(choice) < self.expert_dropout
+            gate, choice = gate.masked_fill(dropped, 0.0), choice.masked_fill(dropped, -math.inf)
+        if self.experts_per_token < self.num_experts:
+            chosen = choice.topk(self.experts_per_token, dim=-1).indices
+            gate = gate.gather(-1, chosen)
+        else:
+            chosen = every_index(self.num_experts, device=x.device).expand_as(gate)
+        if self.groups > 1:
+            first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [H, 1]
+            chosen = chosen + first
+        expert_ids = chosen.flatten(1)  # [N, H, k] → [N, H·k]
+        gate = gate.flatten(1)
+        if padding is not None:
+            padding = padding.reshape(-1)
+            gate = gate.masked_fill(padding.unsqueeze(1), 0.0)
+        return Routing(
+            expert_ids,
+            gate,
+            probs,
+            logits,
+            self.groups * self.num_experts,
+            groups=self.groups,
+            side=self.side,
+            padding=padding,
+            auxiliary=self.auxiliary,
+        )

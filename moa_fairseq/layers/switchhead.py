@@ -1,0 +1,231 @@
+"""SwitchHead (arXiv 2312.07987): few attention maps, whose projections are mixtures of experts."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Dict, Optional, Tuple, Union
+
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.expert_linear import ExpertLinear
+from moa_fairseq.layers.experts import BACKENDS, SlotOrder
+from moa_fairseq.layers.initialization import draw_by_fan_in
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
+
+PROJECTIONS = "vkqo"
+CHOICES = ("learned", "frozen")
+Projection = Union[ExpertLinear, nn.Linear]
+
+
+@dataclass
+class SwitchHeadSettings(FamilySettings):
+    """The flags of `SwitchHeadAttention`."""
+
+    switchhead_heads: int = flag(2, "attention maps per layer (n_heads); fairseq's attention-heads is unused")
+    switchhead_experts: str = flag(
+        "vo",
+        "which projections are mixtures of experts: letters of v, k, q, o (Table 6; vo is the paper's), or "
+        "none: dense attention with --switchhead-heads heads of --expert-dim",
+    )
+    num_experts: int = flag(5, "experts of each projection and head (E)")
+    experts_per_token: int = flag(2, "experts that a token chooses for each projection and head (k)")
+    expert_dim: int = flag(76, "head dimension (d_head)")
+    expert_dropout: float = flag(
+        0.0, "probability with which each expert of a projection is unavailable to a token in training"
+    )
+    router_choice: str = flag(
+        "learned",
+        "what chooses experts: the learned routers; frozen: routers that stay random",
+        CHOICES,
+    )
+    switchhead_shared_selection: bool = flag(
+        False, "self-attention chooses the same experts as query and as key (section 3.6)"
+    )
+    expert_backend: str = flag(
+        "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
+    )
+
+
+class SwitchHeadAttention(Attention):
+    """Attention with one map per head h and mixtures of experts around it (SwitchHead §2.2).
+
+    The source side decides about keys and values, the destination side about queries and outputs:
+    s_S^h = σ(x W_S^h), s_D^h = σ(x W_D^h), and the k largest of E each (Eq. 7-8). Then
+    V^h = Σ_{e ∈ E_S^h} s_S^h[e] · x W_V^{h,e} (Eq. 9), keys and queries likewise, and
+    y = Σ_h Σ_{e ∈ E_D^h} s_D^h[e] · A^h V^h W_O^{h,e} (Eq. 10).
+
+    E = 1 is dense attention with gates. No auxiliary loss, no biases. Matrices into the heads start normal
+    with deviation 1 / √C, those out of them with 1 / √(H·D).
+
+    Args:
+        embed_dim: the model's width, C.
+        settings: or its fields as keywords. switchhead_experts: which of v, k, q, o are mixtures; the others
+            have one matrix per head, and "none" is dense multi-head attention. switchhead_shared_selection:
+            one router for both sides of a self-attention (§3.6). router_choice: "frozen" leaves the routers'
+            weights as they were drawn.
+        kdim, vdim: widths of what keys and values are made of, if not C.
+        options: those of `Attention`.
+
+    Raises:
+        UserError: for impossible sizes or letters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        settings: Optional[SwitchHeadSettings] = None,
+        *,
+        kdim: Optional[int] = None,
+        vdim: Optional[int] = None,
+        **options: Any,
+    ):
+        settings = SwitchHeadSettings.of(settings, options)
+        for name in ("switchhead_heads", "expert_dim"):
+            size = getattr(settings, name)
+            if size is None or size < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {size}.")
+        check_choice("--router-choice", settings.router_choice, CHOICES)
+        experts = settings.switchhead_experts
+        letters = "" if experts == "none" else experts
+        if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
+            raise UserError(
+                f"--switchhead-experts {experts!r} must be some of the letters v, k, q, o (values, keys, "
+                "queries, output), each at most once, or none."
+            )
+        super().__init__(embed_dim, settings.switchhead_heads, settings.expert_dim, **options)
+        self.experts = letters
+        self.num_experts = settings.num_experts
+        self.experts_per_token = settings.experts_per_token
+        self.expert_dropout = settings.expert_dropout
+        self._backend = settings.expert_backend
+        kdim, vdim = kdim or embed_dim, vdim or embed_dim
+        if kdim != vdim and set("vk") & set(letters):
+            raise UserError(
+                f"SwitchHead's source side decides about keys and values together, and keys of width {kdim} "
+                f"with values of width {vdim} are two inputs: choose --switchhead-experts without v and k."
+            )
+        self.q_proj = self._projection("q", embed_dim)
+        self.k_proj = self._projection("k", kdim)
+        self.v_proj = self._projection("v", vdim)
+        self.out_proj = self._projection("o", embed_dim)
+        routes_keys = bool(set("vk") & set(letters))
+        routes_queries = bool(set("qo") & set(letters))
+        shares = settings.switchhead_shared_selection
+        if shares and not (routes_keys and routes_queries):
+            raise UserError(
+                f"--switchhead-shared-selection shares one choice of experts between keys and values (v, k) "
+                f"and queries and outputs (q, o), but --switchhead-experts {experts} has experts on one side "
+                f"at most: leave the flag out, or name experts of both sides, such as vo."
+            )
+        self.shares_selection = shares and self.self_attention
+        self.router = self._router(embed_dim, "queries") if routes_queries else None
+        has_own = routes_keys and not self.shares_selection
+        self.source_router = self._router(kdim, "keys") if has_own else None
+        if settings.router_choice == "frozen":
+            for router in (self.router, self.source_router):
+                if router is not None:
+                    router.requires_grad_(False)
+        self.reset_parameters()
+
+    def _projection(self, letter: str, model_dim: int) -> Projection:
+        is_up, width = letter != "o", self.num_heads * self.head_dim
+        if letter in self.experts:
+            sizes = (model_dim, self.head_dim) if is_up else (self.head_dim, model_dim)
+            fan_in = None if is_up else width
+            return ExpertLinear(
+                self.num_heads * self.num_experts, *sizes, is_up, expert_backend=self._backend, fan_in=fan_in
+            )
+        sizes = (model_dim, width) if is_up else (width, model_dim)
+        return nn.Linear(*sizes, bias=False)
+
+    def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
+        sizes = (model_dim, self.num_experts, self.experts_per_token, self.num_heads)
+        return SigmoidTopKRouter(*sizes, self.expert_dropout, side=side, auxiliary=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the projections and routers anew."""
+        draw_by_fan_in(self)
+
+    def restore_initialization(self) -> None:
+        super().restore_initialization()
+        self.reset_parameters()
+
+    def compute(self, call: Call) -> Computed:
+        routing = order = None
+        routings = []
+        if self.router is not None:
+            routing = self.router(call.x, call.query_padding)
+            order = routing.order()
+            routings.append(routing)
+        q = self._into_heads("q", self.q_proj, call.x, routing, order)
+        k = v = None
+        if call.memory is not None and call.values is not None:
+            source, of_keys = routing, order
+            if not (self.shares_selection and call.same_tokens):
+                source, of_keys = self._route_keys(call.memory, call.masks.padding)
+                routings += [] if source is None else [source]
+            k = self._into_heads("k", self.k_proj, call.memory, source, of_keys)
+            v = self._into_heads("v", self.v_proj, call.values, source, of_keys)
+        heads, weights = self.attend(call, q, k, v)
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x)
+        heads = heads.transpose(1, 2)  # [B, H, T, D] → [B, T, H, D]
+        if routing is not None and "o" in self.experts:
+            rows = heads.reshape(-1, self.head_dim)  # [N·H, D]
+            out = self.out_proj(rows, order, routing.gates, self.experts_per_token).view_as(call.x)
+        else:
+            out = self.out_proj(heads.flatten(2))  # [B, T, H·D] · [H·D, C]
+        return out, weights, tuple(routings)
+
+    def _route_keys(
+        self, memory: Tensor, padding: Optional[Tensor]
+    ) -> Tuple[Optional[Routing], Optional[SlotOrder]]:
+        """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
+        router = self.router if self.shares_selection else self.source_router
+        if router is None:
+            return None, None
+        if padding is not None:
+            padding = padding[:, padding.size(1) - memory.size(1) :]
+        found: Routing = router(memory, padding)
+        source = replace(found, side="keys")
+        return source, source.order()
+
+    def _into_heads(
+        self,
+        letter: str,
+        projection: Projection,
+        x: Tensor,
+        routing: Optional[Routing],
+        order: Optional[SlotOrder],
+    ) -> Tensor:
+        """x [B, T, C] → [B, H, T, D]"""
+        if letter in self.experts and routing is not None:
+            rows = x.reshape(-1, x.size(2))  # [B, T, C] → [N, C]
+            heads: Tensor = projection(rows, order, routing.gates, self.experts_per_token)
+        else:
+            heads = projection(x)
+        heads = heads.view(*x.shape[:2], self.num_heads, self.head_dim)
+        return heads.transpose(1, 2)
+
+    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+        projections = 0
+        for letter, module, tokens in (
+            ("q", self.q_proj, queries),
+            ("k", self.k_proj, keys),
+            ("v", self.v_proj, keys),
+            ("o", self.out_proj, queries),
+        ):
+            model_dim = module.weight.size(
+                0 if module is self.out_proj and letter not in self.experts else -1
+            )
+            used = self.experts_per_token if letter in self.experts else 1
+            projections += tokens * model_dim * self.num_heads * self.head_dim * used
+        routers = ((self.router, queries), (self.source_router, keys))
+        macs = sum(
+            tokens * router.projection.weight.numel() for router, tokens in routers if router is not None
+        )
+        return {"router": macs, "projections": projections}
+
+
+SwitchHeadSettings.attention = SwitchHeadAttention

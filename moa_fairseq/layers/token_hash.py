@@ -1,0 +1,46 @@
+"""Experts chosen by a hash of the token, which nothing can learn (Roller et al., arXiv 2106.04426)."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.constants import every_index
+from moa_fairseq.layers.expert_draw import scramble
+
+
+class TokenHash(nn.Module):
+    """K different experts of E for each token id; every set is equally likely, and each module has its own.
+
+    It is a function of the id and of `salt`, which is drawn at initialisation and saved with the weights: the
+    same in training, evaluation and step-by-step generation, for any batch. Raises UserError if K = E.
+    """
+
+    salt: Tensor  # a buffer [1] int64, below 2^31: means of checkpoints keep it exactly
+
+    def __init__(self, num_experts: int, experts_per_token: int):
+        super().__init__()
+        if experts_per_token == num_experts:
+            raise UserError(
+                f"--router-choice hash chooses --experts-per-token {experts_per_token} of {num_experts}: "
+                "there is nothing to choose. Give fewer, or leave the flag out."
+            )
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.register_buffer("salt", torch.zeros(1, dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.salt.random_(2**31)
+
+    def forward(self, token_ids: Optional[Tensor]) -> Tensor:
+        """The experts of N tokens, [N] or [B, T] int64: [N, K] int64. Raises UserError for no ids."""
+        if token_ids is None:
+            raise UserError(
+                "--router-choice hash needs the ids of the tokens: call the attention with token_ids=ids "
+                "[B, T], or choose another --router-choice."
+            )
+        every = every_index(self.num_experts, device=token_ids.device)
+        scores = scramble(scramble(token_ids.reshape(-1, 1) + self.salt) + every)  # [N, E]
+        return scores.topk(self.experts_per_token, dim=-1).indices

@@ -1,0 +1,58 @@
+"""Named architectures: a row of a paper's table is a set of values for one of fairseq's architectures."""
+
+from typing import Any, Callable, Mapping, Optional
+
+from fairseq.models import MODEL_REGISTRY, register_model, register_model_architecture
+from fairseq.models.roberta.model import base_architecture as roberta_architecture
+from fairseq.models.transformer.transformer_legacy import base_architecture
+from fairseq.models.transformer_lm import base_lm_architecture
+
+from moa_fairseq.plugin.causal_lm import MixtureLanguageModel
+from moa_fairseq.plugin.families import set_defaults, set_family_defaults
+from moa_fairseq.plugin.masked_lm import MixtureRobertaModel
+from moa_fairseq.plugin.translation import MixtureTransformerModel
+
+Body = Callable[[Any], None]
+Values = Mapping[str, Any]
+
+# How a model's name ends → the class that it extends, and fairseq's function that sets every other flag
+JOBS = {
+    "transformer": (MixtureTransformerModel, base_architecture),
+    "roberta": (MixtureRobertaModel, roberta_architecture),
+    "lm": (MixtureLanguageModel, base_lm_architecture),
+}
+
+
+def register_models(
+    family: str, model: str, archs: Mapping[str, Values], bodies: Optional[Mapping[str, Body]] = None
+) -> None:
+    """Register a model whose attentions are of `family`, and its architectures; the first is the default.
+
+    model: a name that ends in one of JOBS. archs: `--arch` → values of flags (as in the args namespace),
+    unless the user gives others. bodies: of architectures that are not fairseq's base.
+    """
+    base, body = JOBS[model.rpartition("_")[2]]
+    names = {"attention_family": family, "default_arch": next(iter(archs)), "__doc__": base.__doc__}
+    register_model(model)(type(f"{model.title().replace('_', '')}Model", (base,), names))
+    for arch, values in archs.items():
+        register_arch(model, arch, (bodies or {}).get(arch, body), values)
+
+
+def register_arch(model: str, arch: str, body: Body, values: Values) -> None:
+    """Register `--arch arch` of a registered model; body: fairseq's function that sets every other flag."""
+
+    def architecture(args: Any) -> None:
+        if hasattr(args, "no_scale_embedding") and not hasattr(args, "initialization"):
+            args.initialization = "own"  # complete settings, of a checkpoint from before there was a choice
+        set_defaults(args, values)
+        pre_norm = getattr(args, "decoder_normalize_before", None)
+        body(args)
+        if pre_norm is not None:  # fairseq's function for language models overwrites it
+            args.decoder_normalize_before = pre_norm
+        family = getattr(MODEL_REGISTRY[model], "attention_family", None)  # none: a dense counterpart
+        if family is not None:
+            set_defaults(args, {"positions": None, "initialization": "own"})
+            set_family_defaults(args, family)
+
+    architecture.__name__ = arch
+    register_model_architecture(model, arch)(architecture)

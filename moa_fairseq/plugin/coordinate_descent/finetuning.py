@@ -1,0 +1,37 @@
+"""Which parameters a fine-tuned mixture of attentive experts updates (MAE §5.2)."""
+
+from typing import List
+
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
+from moa_fairseq.layers.sequence_gate import gates_of
+
+# Choices of --finetune. all: every parameter, as without fine-tuning.
+METHODS = ("all", "ftg", "ftg_plus", "ftall")
+
+
+def updated_by(model: nn.Module, method: str) -> List[Tensor]:
+    """The parameters a method updates: gates φ (ftg); gates and the weights W of Eq. 4 (ftg_plus); all."""
+    if method in ("all", "ftall"):
+        return [*model.parameters()]
+    gates: List[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+    if method == "ftg":
+        return gates
+    modules = (module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts))
+    return gates + [module.out_proj.weight for module in modules]
+
+
+def freeze_rest(model: nn.Module, method: str) -> None:
+    """Freeze all that a method does not update. Raises UserError for a model without gates to fine-tune."""
+    if method in ("all", "ftall"):
+        return
+    if not gates_of(model):
+        raise UserError(
+            f"--finetune {method} updates gates, and this model has none (--mae-gate uniform): use "
+            "--finetune ftall, or fine-tune a model with learned gates."
+        )
+    moving = {id(parameter) for parameter in updated_by(model, method)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in moving)

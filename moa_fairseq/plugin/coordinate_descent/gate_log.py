@@ -1,0 +1,46 @@
+"""The entropy of every gate, for the training log."""
+
+from typing import Any, Callable, Dict, List
+
+import torch
+from fairseq.logging import metrics
+
+from moa_fairseq.layers.routing import RoutingSums
+from moa_fairseq.plugin.forward_context import collect_routings
+from moa_fairseq.plugin.logged_values import logged, mean_values
+
+_NAME = "gate_entropy"
+_PREFIX = f"{_NAME}/"
+
+
+class GateEntropyLog:
+    """A criterion that also reports each gate's entropy H(g) = −Σ g_i log g_i in nats (MAE §5.1).
+
+    Called like the criterion it wraps. An entropy is the mean over the gate's rows without padding.
+
+    Decisions are collected around the forward pass only: activation checkpointing makes them again in
+    the backward pass.
+    """
+
+    def __init__(self, criterion: Callable):
+        self.criterion = criterion
+
+    def __call__(self, model: torch.nn.Module, sample: Dict[str, Any], **options: Any):
+        with collect_routings() as routings:
+            loss, sample_size, logging_output = self.criterion(model, sample, **options)
+        if routings:
+            kinds = RoutingSums.by_kind([routing for _, routing in routings])
+            names = [f"{_NAME}.{routings[place][0]}" for sums in kinds for place in sums.order]
+            with torch.no_grad():
+                entropies = torch.cat([sums.entropy_and_probs()[0] for sums in kinds])
+            logging_output.update(logged(_PREFIX, names, entropies))
+        return loss, sample_size, logging_output
+
+    @staticmethod
+    def reduce_metrics(logging_outputs: List[Dict[str, Any]]) -> None:
+        """Log `gate_entropy`, the mean over modules and passes, and `gate_entropy.<module>` of each."""
+        means, passes = mean_values(_PREFIX, logging_outputs)
+        if means:
+            metrics.log_scalar(_NAME, sum(means.values()) / len(means), passes, round=4)
+        for name, mean in means.items():
+            metrics.log_scalar(name, mean, passes, round=4)

@@ -1,0 +1,120 @@
+"""Plain SGD for MAE's gates: no momentum, no weight decay, no schedule, hence no state (MAE Appendix A).
+
+The paper keeps gates away from momentum-based optimisers, which let the rich get richer. So only the
+parameters have to be stored in a checkpoint and agreed upon between workers.
+"""
+
+import logging
+from typing import List, Optional, Sequence
+
+import torch
+from fairseq.logging import metrics
+from torch import Tensor
+from torch.nn import Parameter
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.plugin.model import sum_over_workers
+
+logger = logging.getLogger(__name__)
+
+
+class GateGradients:
+    """Gradients of the gates, summed over micro-batches and workers: Σ ∂loss/∂φ, not yet a mean.
+
+    fairseq's losses are sums over sample_size tokens; the total is divided at the end. flat: the gradients,
+    then loss and sample size, in float32.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.parameters = list(parameters)
+        count = sum(parameter.numel() for parameter in self.parameters)
+        self.flat = torch.zeros(count + 2, dtype=torch.float32, device=self.parameters[0].device)
+
+    def add(self, loss: Tensor, sample_size: float, scale: float = 1.0) -> None:
+        """Differentiate one micro-batch's loss by the gates only; experts get no gradient at all.
+
+        scale: a loss scale against underflow in half precision, undone in the sum.
+        """
+        loss = loss.sum()  # adaptive_loss has a vector of one
+        self.take(torch.autograd.grad(loss * scale, self.parameters, allow_unused=True), sample_size, scale)
+        self.flat[-2] += loss.detach()
+
+    def take(self, gradients: Sequence[Optional[Tensor]], sample_size: float, scale: float = 1.0) -> None:
+        """Add gradients of losses times scale, one for each parameter; None: it has none."""
+        flat = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
+        self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale
+        self.flat[-1] += sample_size
+
+    def meet(self) -> bool:
+        """Add up all workers' sums; returns whether the gradients are finite."""
+        all_reduce = sum_over_workers()
+        if all_reduce is not None:
+            all_reduce(self.flat)
+        return bool(torch.isfinite(self.flat).all())
+
+    def mean(self) -> List[Tensor]:
+        """The gradient of the mean loss, one tensor per parameter."""
+        flat = self.flat[:-2] / self.flat[-1].clamp_min(1e-8)
+        parts = flat.split([parameter.numel() for parameter in self.parameters])
+        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters)]
+
+
+class GateSGD:
+    """The steps of a training's gates along their gradients; both are logged.
+
+    lr, clip_norm: see `sgd_step`. A step is skipped if its gradients are not finite and the training scales
+    its loss: in half precision a batch may overflow.
+    """
+
+    MOST_SKIPPED = 20  # in a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
+
+    def __init__(self, lr: float, clip_norm: float):
+        self.lr, self.clip_norm, self.skipped = lr, clip_norm, 0
+
+    def step(self, gradients: GateGradients, finite: bool, may_overflow: bool) -> None:
+        """Update the gates, or skip that.
+
+        Args:
+            gradients: of all workers.
+            finite: whether they are.
+            may_overflow: whether the training scales its loss.
+
+        Raises:
+            UserError: the gates have diverged. Their weights are not finite, or no step can be taken.
+        """
+        self.skipped = 0 if finite else self.skipped + 1
+        metrics.log_scalar("g_skipped", int(not finite), round=3)
+        if finite:
+            norm = sgd_step(gradients.parameters, gradients.mean(), self.lr, self.clip_norm)
+            metrics.log_scalar("gate_gnorm", float(norm), round=4)
+        may_go_on = finite or (may_overflow and self.skipped < self.MOST_SKIPPED)
+        if not may_go_on or not all_finite(gradients.parameters):
+            raise UserError(
+                "The gates have diverged: their gradients or weights are NaN or infinite. The checkpoints of "
+                "this training hold the gates from before: go on from one of them into another --save-dir "
+                "(--finetune-from-model FILE; in a recipe train.flags.finetune-from-model), with a lower "
+                f"--gate-lr (now {self.lr:g}) or with --gate-clip-norm (now {self.clip_norm:g}; 0: no "
+                "clipping). If that ends so, too, take an older one."
+            )
+        if not finite:
+            logger.warning("the gradients of the gates overflowed: their step is skipped")
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no number in them is NaN or infinite; asks the device once."""
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+
+@torch.no_grad()
+def sgd_step(
+    parameters: Sequence[Parameter], gradients: Sequence[Tensor], lr: float, clip_norm: Optional[float] = None
+) -> Tensor:
+    """φ ← φ − lr · ∇φ, with the gradients' norm over all gates clipped to clip_norm if that is positive.
+
+    Returns the norm before clipping.
+    """
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    factor = (clip_norm / (norm + 1e-6)).clamp_max(1.0) if clip_norm else 1.0
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.sub_(lr * factor * gradient)
+    return norm

@@ -1,0 +1,140 @@
+"""The gates' steps: one before an update (MAE Algorithm 1), or one of its own along with it (NOBCD)."""
+
+import contextlib
+import math
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import torch
+from fairseq.logging import metrics
+from fairseq.optim.amp_optimizer import AMPOptimizer
+from torch import nn
+from torch.nn import Parameter
+
+from moa_fairseq.layers.observers import observers_of, update_observers
+from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.plugin.coordinate_descent.gate_sgd import GateGradients, GateSGD
+from moa_fairseq.plugin.model import sum_over_workers
+
+
+class GStep:
+    """Takes G steps with a fairseq trainer's model and criterion, whose optimizer it leaves alone.
+
+    trainer: fairseq's. lr, clip_norm: of the gates' SGD (no clipping if clip_norm is 0). In fp16 the
+    loss is scaled as fairseq scales it in that update; if the gates' gradients still overflow, the step is
+    tried again at half the scale. That scale is not kept, so that a restart from a checkpoint takes the same
+    steps. The gates and their gradients are always in float32.
+    """
+
+    def __init__(self, trainer: Any, lr: float, clip_norm: float):
+        self.trainer, self.sgd = trainer, GateSGD(lr, clip_norm)
+        self._done: Optional[List[Dict[str, Any]]] = None
+
+    def __call__(self, samples: List[Dict[str, Any]]) -> None:
+        """Update the gates once with the micro-batches `samples` of this worker and those of the others."""
+        if samples is self._done:  # with --amp fairseq tries the F step again after an overflow
+            return
+        self._done = samples
+        model = self.trainer.get_model()
+        parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+        scale = loss_scale(self.trainer.optimizer)
+        while True:
+            gradients = self._gradients(samples, parameters, scale)
+            finite = gradients.meet()
+            if finite or scale <= 1.0:
+                break
+            scale /= 2
+        update_observers(observers_of(model), sum_over_workers())
+        self.sgd.step(gradients, finite, scales_loss(self.trainer.optimizer))
+        if finite:
+            loss, sample_size = gradients.flat[-2:].tolist()
+            metrics.log_scalar("g_loss", loss / max(sample_size, 1.0) / math.log(2), sample_size, round=3)
+
+    def _gradients(
+        self, samples: Sequence[Dict[str, Any]], parameters: Sequence[Parameter], scale: float
+    ) -> GateGradients:
+        """Forward and backward passes of all micro-batches, all with the same state of the gates."""
+        trainer = self.trainer
+        model, criterion = trainer.get_model(), trainer.get_criterion()
+        trainer._set_seed()
+        model.train()
+        criterion.train()
+        model.set_num_updates(trainer.get_num_updates())
+        for observer in observers_of(model):
+            observer.forget()
+        with requiring_gradients(parameters):
+            sums = GateGradients(parameters)
+            for sample in samples:
+                sample, is_dummy = trainer._prepare_sample(sample)
+                if is_dummy:  # a worker that has no micro-batch left
+                    continue
+                with torch.autocast(trainer.device.type, enabled=bool(trainer.cfg.common.amp)):
+                    loss, sample_size, _ = criterion(model, sample)
+                sums.add(loss, float(sample_size), scale)
+        return sums
+
+
+class JointStep:
+    """Takes one plain SGD step on the gates per update, along the gradient of the update's own backward.
+
+    To fairseq the gates are frozen: its optimizer, gradient all-reduce, clipping and schedule never see
+    them. They require gradients only inside `passing`, which surrounds the forward and backward pass of a
+    micro-batch; the pass leaves its share in their `.grad`, scaled as fairseq scales the loss. After
+    fairseq's own step `stepping` adds up all workers' shares, divides by the update's sample size, and
+    updates the gates, without a second pass. If fairseq skips an update for an overflow, the gates skip it,
+    too. Between updates nothing is kept.
+
+    model: one with gates. lr, clip_norm: as in GStep.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, clip_norm: float):
+        self.parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+        self.sgd, self.sample_size = GateSGD(lr, clip_norm), 0.0
+
+    def begin(self) -> None:
+        """Drop what an incomplete update has left."""
+        self.sample_size = 0.0
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def passing(self) -> contextlib.AbstractContextManager:
+        """A block in which the gates take part in a backward pass."""
+        return requiring_gradients(self.parameters)
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """Around the step of fairseq's optimizer. All workers meet here."""
+        scale = loss_scale(optimizer)
+        yield
+        if isinstance(optimizer, AMPOptimizer) and loss_scale(optimizer) < scale:
+            return  # torch's scaler skipped the step and lowered the scale; fairseq tries again
+        gradients = GateGradients(self.parameters)
+        gradients.take([parameter.grad for parameter in self.parameters], self.sample_size, scale)
+        self.begin()
+        self.sgd.step(gradients, gradients.meet(), scales_loss(optimizer))
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether fairseq multiplies the loss before backward, and skips updates that overflow."""
+    if isinstance(optimizer, AMPOptimizer):
+        return bool(getattr(optimizer.scaler, "is_enabled", lambda: True)())  # not on a CPU
+    return getattr(optimizer, "scaler", None) is not None
+
+
+def loss_scale(optimizer: Any) -> float:
+    """What a fairseq optimizer multiplies the loss by before backward: 1 but in fp16 and --amp."""
+    if not scales_loss(optimizer):
+        return 1.0
+    scaler = optimizer.scaler
+    return float(scaler.get_scale() if isinstance(optimizer, AMPOptimizer) else scaler.loss_scale)
+
+
+@contextlib.contextmanager
+def requiring_gradients(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """A block in which these parameters, frozen elsewhere, require gradients."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)

@@ -1,0 +1,248 @@
+"""MAE's block coordinate descent: gates in G steps, everything else in F steps (MAE §3, Algorithms 1-3).
+
+* An F step is fairseq's own update with a draw of experts. The gates do not require gradients in it, so
+  fairseq's optimizer, all-reduce, schedule and clipping do not touch them, and a restart finds the same
+  optimizer again.
+* A G step comes before it (`GStep`). fairseq hands a task one micro-batch at a time, but the first one must
+  draw from gates that all of them have updated: so the plugin has the trainer announce each update
+  (`before_update`).
+* Only the parameters and the gates' running statistics have to be saved: SGD has no state, epochs are
+  fairseq's, and a draw is a function of seed, update number, sentence, module and gate.
+
+Joint training (NOBCD) takes the gates' step along with fairseq's (`JointStep`). FTG (§5.2) has no F steps:
+its G steps are ordinary updates by fairseq's optimizer.
+"""
+
+import contextlib
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
+
+from fairseq.dataclass import ChoiceEnum
+from fairseq.logging import metrics
+from torch import nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import flag
+from moa_fairseq.layers.expert_draw import ExpertDraw
+from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
+from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.plugin.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
+from moa_fairseq.plugin.coordinate_descent.gate_log import GateEntropyLog
+from moa_fairseq.plugin.coordinate_descent.gate_steps import GStep, JointStep
+from moa_fairseq.plugin.forward_context import forward_context
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
+    from fairseq.tasks import FairseqTask as Extended
+
+    Steps = str
+    GateOptimizer = str
+    Method = str
+else:
+    Extended = object
+    Steps = ChoiceEnum(["alternate", "none"])
+    GateOptimizer = ChoiceEnum(["sgd", "fairseq"])
+    Method = ChoiceEnum(METHODS)
+
+
+@dataclass
+class BlockCoordinateDescentConfig:
+    """Flags of every task with block coordinate descent; mixed into the config of a fairseq task."""
+
+    bcd: Steps = flag(
+        "alternate",
+        "alternate: update gates and experts in turn, with drawn experts (MAE Algorithm 3); none: update all "
+        "together, with mixed experts (the paper's NOBCD)",
+    )
+    bcd_g_every: int = flag(5, "take G steps in every Nth epoch; F steps are always taken")
+    gate_optimizer: GateOptimizer = flag(
+        "sgd",
+        "what updates the gates in joint training (--bcd none). sgd: plain SGD with --gate-lr, without "
+        "momentum, weight decay or schedule, as in the paper's NOBCD; fairseq: --optimizer, with the rest of "
+        "the model. G steps are always plain SGD",
+    )
+    gate_lr: float = flag(1.0, "fixed learning rate of the gates' SGD")
+    gate_clip_norm: float = flag(
+        0.0,
+        "clip the gradient norm of all gates in their SGD; 0: no clipping (--clip-norm is for the parameters "
+        "of --optimizer)",
+    )
+    finetune: Method = flag(
+        "all",
+        "what is updated: all or ftall: everything; ftg_plus: gates and output projections; ftg: gates only, "
+        "in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). All other parameters keep "
+        "their values from --finetune-from-model",
+    )
+
+
+class BlockCoordinateDescent(Extended):
+    """The two kinds of steps. Precedes the fairseq task it extends.
+
+    It trains every `mae_*` architecture. Models with uniform gates (UNI-MAE) have no G steps.
+    """
+
+    _epoch = 0
+    _g_step: Optional[GStep] = None
+    _joint_step: Optional[JointStep] = None
+
+    @property
+    def alternates(self) -> bool:
+        """Whether gates and experts are updated in turn."""
+        return str(self.cfg_of_bcd.bcd) == "alternate" and self.finetune != "ftg"
+
+    @property
+    def steps_jointly(self) -> bool:
+        """Whether gates take a step of plain SGD along with fairseq's update."""
+        wanted = str(getattr(self.cfg_of_bcd, "gate_optimizer", None) or "sgd")
+        return wanted == "sgd" and not self.alternates and self.finetune != "ftg"
+
+    @property
+    def optimizer_remedy(self) -> str:
+        """For an error: the flag with which to resume if the optimizer had other parameters."""
+        if str(self.cfg_of_bcd.bcd) != "none":
+            return ""
+        if self.steps_jointly:
+            return " (--gate-optimizer fairseq if its optimizer had the gates, as before the flag existed)"
+        return " (--gate-optimizer sgd if the gates had steps of their own)"
+
+    @property
+    def finetune(self) -> str:
+        """One of METHODS; older checkpoints have no such setting."""
+        return str(getattr(self.cfg_of_bcd, "finetune", None) or "all")
+
+    @property
+    def cfg_of_bcd(self) -> Any:
+        """The task's configuration, which fairseq's older tasks call `args`."""
+        return self.cfg if getattr(self, "cfg", None) is not None else self.args
+
+    def build_model(self, cfg: Any, from_checkpoint: bool = False) -> nn.Module:
+        """Build the model and freeze its gates, so that fairseq's optimizer does not get them.
+
+        Raises UserError for a model without mixtures of attentive experts, or impossible flags.
+        """
+        own = self.cfg_of_bcd
+        if own.bcd_g_every < 1:
+            raise UserError(
+                f"--bcd-g-every {own.bcd_g_every} must be at least 1: G steps are taken in every Nth epoch."
+            )
+        model = super().build_model(cfg, from_checkpoint)
+        if not any(isinstance(module, MixtureOfAttentiveExperts) for module in model.modules()):
+            raise UserError(
+                f"{type(self).__name__} trains mixtures of attentive experts: choose an --arch whose name "
+                f"begins with mae_, or fairseq's own task."
+            )
+        freeze_rest(model, self.finetune)
+        if self.alternates or self.steps_jointly:
+            for gate in gates_of(model):
+                gate.requires_grad_(False)
+        return model
+
+    def takes_g_steps(self, epoch: int) -> bool:
+        """Whether a G step precedes every F step of an epoch (Algorithm 3; epochs count from 1)."""
+        return self.alternates and epoch % self.cfg_of_bcd.bcd_g_every == 0
+
+    def begin_epoch(self, epoch: int, model: nn.Module) -> None:
+        """fairseq's hook; logs which steps the epoch takes."""
+        super().begin_epoch(epoch, model)
+        if not self._epoch:
+            total = sum(parameter.numel() for parameter in model.parameters())
+            updated = sum(parameter.numel() for parameter in updated_by(model, self.finetune))
+            logger.info(f"{updated:,} of {total:,} parameters are updated")
+        self._epoch = epoch
+        parameters = sum(p.numel() for gate in gates_of(model) for p in gate.parameters())
+        if self.finetune == "ftg":
+            steps = "G steps by fairseq's optimizer (FTG)"
+        elif not self.alternates:
+            by = "plain SGD" if self.steps_jointly else "fairseq's optimizer"
+            steps = f"joint updates of gates and experts (NOBCD), gates by {by}"
+        elif not parameters:
+            steps = "F steps (uniform gates)"
+        else:
+            steps = "G and F steps" if self.takes_g_steps(epoch) else "F steps"
+        logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
+
+    def before_update(self, trainer: Any, samples: List[Dict[str, Any]]) -> None:
+        """The plugin's hook; samples: all micro-batches of the update that the trainer is about to make."""
+        gates = gates_of(trainer.get_model())
+        if self.steps_jointly and gates:
+            if self._joint_step is None:
+                own = self.cfg_of_bcd
+                self._joint_step = JointStep(trainer.get_model(), own.gate_lr, own.gate_clip_norm)
+            self._joint_step.begin()
+        if not self.alternates or not gates:
+            return
+        if self._g_step is None:
+            warning = too_short_for_a_g_epoch(trainer, self.cfg_of_bcd.bcd_g_every)
+            if warning:
+                logger.warning(warning)
+            self._g_step = GStep(trainer, self.cfg_of_bcd.gate_lr, self.cfg_of_bcd.gate_clip_norm)
+        takes_g = self.takes_g_steps(self._epoch)
+        with metrics.aggregate("train"):
+            metrics.log_scalar("g_step", int(takes_g), round=3)
+            metrics.log_derived("bcd_step", lambda meters: "GF" if meters["g_step"].val else "F")
+            if takes_g:
+                metrics.log_start_time("train_wall", priority=800, round=0)
+                self._g_step(samples)
+                metrics.log_stop_time("train_wall")
+
+    def train_step(
+        self,
+        sample: Dict[str, Any],
+        model: nn.Module,
+        criterion: Callable,
+        optimizer: Any,
+        update_num: int,
+        ignore_grad: bool = False,
+        **kwargs: Any,
+    ):
+        """fairseq's forward and backward pass of one micro-batch, as an F step if steps alternate."""
+        rest = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
+        with contextlib.ExitStack() as stack:
+            if self.alternates:
+                draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
+                stack.enter_context(forward_context(draw=draw))
+            if self._joint_step is not None:
+                stack.enter_context(self._joint_step.passing())
+            loss, sample_size, logging_output = super().train_step(sample, *rest, **kwargs)
+        if self._joint_step is not None and not ignore_grad:
+            self._joint_step.sample_size += float(sample_size)
+        return loss, sample_size, logging_output
+
+    def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
+        """fairseq's step and, in joint training, the gates' own step."""
+        step = self._joint_step
+        with contextlib.nullcontext() if step is None else step.stepping(optimizer):
+            super().optimizer_step(optimizer, model=model, update_num=update_num)
+
+    def valid_step(self, sample: Dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any):
+        """fairseq's step, which also logs the gates' entropies: experts are mixed, as in a G step."""
+        return super().valid_step(sample, model, GateEntropyLog(criterion), **kwargs)
+
+    def reduce_metrics(self, logging_outputs: List[Dict[str, Any]], criterion: Any) -> None:
+        """Log fairseq's metrics and the gates' entropies."""
+        super().reduce_metrics(logging_outputs, criterion)
+        GateEntropyLog.reduce_metrics(logging_outputs)
+
+
+def too_short_for_a_g_epoch(trainer: Any, every: int) -> Optional[str]:
+    """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None."""
+    limits = trainer.cfg.optimization
+    ends = []
+    if limits.max_epoch:
+        ends.append((limits.max_epoch, f"--max-epoch {limits.max_epoch}"))
+    task = trainer.task
+    iterator = task.dataset_to_epoch_iter.get(task.dataset(trainer.cfg.dataset.train_subset))
+    if limits.max_update and iterator is not None:
+        updates = math.ceil(len(iterator) / limits.update_freq[-1])
+        ends.append((math.ceil(limits.max_update / updates), f"--max-update {limits.max_update}"))
+    last, flag = min(ends, default=(every, ""))
+    if last >= every:
+        return None
+    return (
+        f"this run takes no G step: {flag} ends in epoch {last}, and --bcd-g-every {every} takes the first "
+        f"ones in epoch {every}. Its gates stay as they were initialised, and experts are drawn almost "
+        f"uniformly: train longer, or lower --bcd-g-every."
+    )

@@ -1,0 +1,146 @@
+"""Adds the routers' auxiliary losses to any fairseq criterion (MoA Eq. 17)."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Dict, List, Tuple
+
+import torch
+from fairseq.dataclass import ChoiceEnum
+from fairseq.logging import metrics
+from torch import Tensor
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import flag
+from moa_fairseq.layers.load_statistics import load_statistics
+from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, z_loss
+from moa_fairseq.layers.routing import RoutingSums
+from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
+from moa_fairseq.plugin.logged_values import logged, mean_values
+
+_PREFIX = "router/"
+_ROUND = 4
+
+if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
+    from fairseq.criterions import FairseqCriterion as Extended
+
+    BalanceLoss = str
+    Reduction = str
+    Scale = str
+    Detail = str
+else:
+    Extended = object
+    BalanceLoss = ChoiceEnum(list(BALANCE_LOSSES))
+    Reduction = ChoiceEnum(["sum", "mean"])
+    Scale = ChoiceEnum(["sample-size", "none"])
+    Detail = ChoiceEnum(["summary", "modules"])
+
+
+@dataclass
+class RoutingLossConfig:
+    """Flags of every criterion with routing; mixed into the config of a fairseq criterion."""
+
+    balance_loss: BalanceLoss = flag(
+        "moa",
+        "the loss that balances the experts' loads. moa: L_a of MoA's Eq. 13. moh: L_b of MoH's Eq. 7-8. "
+        "moh-released: E times L_b, as in MoH's code. mutual-information: that of tokens and experts (SUT, "
+        "arXiv 2310.07096). entropy: that of the mean softmax (sigma-MoE, arXiv 2310.10837). SwitchHead's "
+        "attention has no balance loss. Loads are logged with every choice",
+    )
+    load_balance_coef: float = flag(0.01, "coefficient α of the balance loss (MoA Eq. 13, 17)")
+    z_loss_coef: float = flag(0.001, "coefficient β of the router z-loss (MoA Eq. 16, 17)")
+    aux_loss_reduce: Reduction = flag(
+        "sum", "add up the auxiliary losses of all modules (MoA Eq. 17), or take their mean"
+    )
+    aux_loss_scale: Scale = flag(
+        "sample-size",
+        "the model's loss is a sum over sample_size tokens: 'sample-size' multiplies the auxiliary term by "
+        "it (Eq. 17); 'none' adds it as it is, as MoA's released code does",
+    )
+    router_log: Detail = flag(
+        "summary", "log router statistics averaged over all modules, or of each module as well"
+    )
+
+
+class RoutingLossMixin(Extended):
+    """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion it extends.
+
+    The auxiliary term is added in training only: validation loss and perplexity are the model's.
+    Every router's losses and load statistics are logged in both. `load_balance_loss` is always MoA's L_a; if
+    another balance loss was chosen, it is logged as `balance_loss`.
+    """
+
+    routing = RoutingLossConfig()
+
+    @classmethod
+    def build_criterion(cls, cfg: Any, task: Any) -> "RoutingLossMixin":
+        """Build fairseq's criterion, which knows nothing of routing, and give it the flags.
+
+        Raises UserError for a coefficient that is negative or not a number.
+        """
+        for name in ("load_balance_coef", "z_loss_coef"):
+            if not 0 <= getattr(cfg, name) < math.inf:
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{flag} {getattr(cfg, name)} must be 0 or a positive number.")
+        criterion = super().build_criterion(cfg, task)
+        names = RoutingLossConfig.__dataclass_fields__
+        criterion.routing = RoutingLossConfig(**{name: getattr(cfg, name) for name in names})
+        return criterion
+
+    def forward(self, model: torch.nn.Module, sample: Dict[str, Any], reduce: bool = True):
+        with collect_routings() as routings:
+            loss, sample_size, logging_output = super().forward(model, sample, reduce=reduce)
+        if not routings:
+            return loss, sample_size, logging_output
+        auxiliary, entries = self.terms(routings)
+        if model.training:
+            loss = loss + auxiliary * (
+                sample_size if str(self.routing.aux_loss_scale) == "sample-size" else 1
+            )
+        logging_output.update(entries)
+        return loss, sample_size, logging_output
+
+    def terms(self, routings: NamedRoutings) -> Tuple[Tensor, Dict[str, Any]]:
+        """The scalar Σ α·L_balance + β·L_z over the modules of one forward pass, and what is to be logged.
+
+        The values to log stay on the device: means over modules ("dead_experts": the sum over the model), and
+        each module's own on request.
+        """
+        name = str(self.routing.balance_loss)
+        kinds = RoutingSums.by_kind([routing for _, routing in routings])
+        balance = [BALANCE_LOSSES[name](sums) for sums in kinds]
+        z = [z_loss(sums) for sums in kinds]
+        held = [place for place, sums in enumerate(kinds) if sums.auxiliary]
+        if held:
+            auxiliary = self.routing.load_balance_coef * _row([balance[place] for place in held])
+            auxiliary = auxiliary.add(_row([z[place] for place in held]), alpha=self.routing.z_loss_coef)
+            auxiliary = auxiliary.mean() if str(self.routing.aux_loss_reduce) == "mean" else auxiliary.sum()
+        else:
+            auxiliary = z[0].new_zeros(())
+        with torch.no_grad():
+            rows: Dict[str, List[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
+            if name != "moa":
+                rows["balance_loss"] = balance
+                rows["load_balance_loss"] = [load_balance_loss(sums) for sums in kinds]
+            statistics = [load_statistics(sums) for sums in kinds]
+            rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
+            values = torch.stack([_row(parts) for parts in rows.values()])  # [statistics, modules]
+            names, means = list(rows), values.mean(1)
+            means[names.index("dead_experts")].mul_(len(routings))
+            if str(self.routing.router_log) == "modules":
+                modules = [routings[place][0] for sums in kinds for place in sums.order]
+                names += [f"{key}.{module}" for key in rows for module in modules]
+                means = torch.cat([means, values.flatten()])
+        return auxiliary, logged(_PREFIX, names, means)
+
+    @classmethod
+    def reduce_metrics(cls, logging_outputs: List[Dict[str, Any]]) -> None:
+        """Log fairseq's metrics, then the mean over forward passes of every router statistic."""
+        super().reduce_metrics(logging_outputs)
+        values, passes = mean_values(_PREFIX, logging_outputs)
+        for name, value in values.items():
+            metrics.log_scalar(name, value, passes, round=_ROUND)
+
+
+def _row(parts: List[Tensor]) -> Tensor:
+    """Values of the modules of each kind, one row of all modules: [M]."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

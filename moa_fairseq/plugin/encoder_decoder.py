@@ -1,0 +1,368 @@
+"""fairseq's encoder and decoder with another attention, through their `build_*` hooks."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from fairseq.distributed import fsdp_wrap
+from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
+from fairseq.modules import FairseqDropout, LayerDropModuleList
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.initialization import own_random_numbers
+from moa_fairseq.layers.sigma_moe import SigmaMoE
+from moa_fairseq.plugin.admin import Shortcut
+from moa_fairseq.plugin.carried_context import CarriedContext
+from moa_fairseq.plugin.families import build_attention, build_sigma_moe, initialize
+from moa_fairseq.plugin.forward_context import ForwardContext, current_context, forward_context, restored
+from moa_fairseq.plugin.patches import host_tokens
+
+logger = logging.getLogger(__name__)
+_DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
+_BEAM = "beam"  # a key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
+
+
+if TYPE_CHECKING:
+    from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Extended
+else:
+    Extended = object
+
+
+def swiglu(inner: Tensor) -> Tensor:
+    """silu(x W_1) ⊙ (x W_3) of both side by side (arXiv 2002.05202): [..., 2·F] → [..., F]."""
+    gate, value = inner.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def use_rms_norms(module: nn.Module, cfg: Any) -> None:
+    """--rms-norm: put RMSNorm (arXiv 1910.07467) in the place of the layer norms of `module` itself."""
+    parts: Dict[str, Any] = dict(module.named_children()) if getattr(cfg, "rms_norm", False) else {}
+    for name, norm in parts.items():
+        if name.endswith("layer_norm"):  # torch's, or apex's
+            setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
+
+
+class MixtureFeedForward(Extended):
+    """A layer whose feed-forward may be gated, or a mixture of experts. Precedes a layer of fairseq's.
+
+    shortcuts: its residual sums in their order, where they have ω of their own (`_finish_layer` sets them).
+    A mixture takes the place of fc1; fc2, and what fairseq's layer does between the two, then do nothing.
+    A gated feed-forward has an fc1 of twice the width, whose halves the activation multiplies, and no biases.
+    """
+
+    activation_fn: Any
+    _sums = 0  # residual sums of this pass so far
+
+    def residual_connection(self, x: Tensor, residual: Tensor) -> Tensor:
+        if not hasattr(self, "shortcuts"):
+            return super().residual_connection(x, residual)
+        self._sums += 1
+        return self.shortcuts[self._sums - 1](x, residual)
+
+    def compiled(self, run: Callable[..., Any], mask: Any, x: Tensor, options: Dict[str, Any]) -> Any:
+        """This layer's forward by the compiled `whole`.
+
+        Args:
+            run: calls `whole` of a layer with a context, x and options.
+            mask: that of the self-attention as the decoder made it, which options have in another layout.
+            x, options: what `forward` takes.
+        """
+        context = current_context()
+        is_causal = mask is not None and mask is context.causal_mask
+        # whether there is padding would make two graphs, and a mask costs little in one
+        own = dataclasses.replace(
+            context, causal_mask=options["self_attn_mask"] if is_causal else None, unpadded=False, routings=()
+        )
+        out, routings = run(self, own, x, options)
+        for module, routing in routings:
+            context.record(module, routing)
+        return out
+
+    def whole(self, context: ForwardContext, x: Tensor, **options: Any) -> Any:
+        """forward with nothing but what is given: its output, and the routings with their modules."""
+        routings: List[Any] = []
+        with forward_context(**{**vars(context), "routings": (routings,)}):
+            out = type(self).forward(self, x, **options)
+        return out, routings
+
+    @own_random_numbers()
+    def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
+        mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
+        if getattr(self.mixture_cfg, "gated_feed_forward", False):
+            if mixture is not None:
+                raise UserError(
+                    "--gated-feed-forward and --sigma-moe-num-experts both replace the feed-forward: leave "
+                    "one of the two out."
+                )
+            self.activation_fn = swiglu
+            return nn.Linear(input_dim, 2 * output_dim, bias=False)
+        if mixture is None:
+            return super().build_fc1(input_dim, output_dim, *quant_noise)
+        if getattr(self, "ffn_layernorm", None) is not None:
+            raise UserError(
+                "--scale-fc normalises the inside of a feed-forward that --sigma-moe-num-experts replaces."
+            )
+        self.activation_fn, self.activation_dropout_module = nn.Identity(), nn.Identity()
+        return mixture
+
+    @own_random_numbers()
+    def build_fc2(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
+        if isinstance(self.fc1, SigmaMoE):
+            return nn.Identity()
+        if self.activation_fn is swiglu:
+            return nn.Linear(input_dim, output_dim, bias=False)
+        return super().build_fc2(input_dim, output_dim, *quant_noise)
+
+
+class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
+    """An encoder layer whose self-attention is a mixture."""
+
+    def build_self_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        self.mixture_cfg = cfg  # fairseq builds the feed-forward later, and without it
+        return build_attention(cfg, embed_dim, self_attention=True)
+
+    def forward(self, x: Tensor, encoder_padding_mask: Optional[Tensor], attn_mask: Optional[Tensor] = None):
+        self._sums = 0
+        with forward_context(padding=encoder_padding_mask):
+            return super().forward(x, encoder_padding_mask, attn_mask)
+
+
+class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
+    """A decoder layer whose self- and cross-attention are mixtures."""
+
+    def build_self_attention(
+        self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
+    ) -> nn.Module:
+        self.mixture_cfg = cfg
+        return build_attention(cfg, embed_dim, decoder=True, self_attention=not cfg.cross_self_attention)
+
+    def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
+        return build_attention(
+            cfg,
+            embed_dim,
+            decoder=True,
+            encoder_decoder_attention=True,
+            kdim=cfg.encoder.embed_dim,
+            vdim=cfg.encoder.embed_dim,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        *args: Any,
+        self_attn_padding_mask: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+        **kwargs: Any,
+    ):
+        """context [M, B, C]: this layer's inputs before x, to which its self-attention attends, too."""
+        if current_context().unpadded:
+            self_attn_padding_mask = None
+        if context is not None and self.normalize_before:
+            context = self.self_attn_layer_norm(context)
+        self._sums = 0
+        # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
+        with forward_context(padding=self_attn_padding_mask, carried=context):
+            return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
+
+
+def _same_context() -> Tuple[Any, Any]:
+    """Contexts of a checkpointed layer's two runs: the second has no encoder or decoder around it."""
+    return contextlib.nullcontext(), restored(current_context())
+
+
+def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
+    """--initialization, activation checkpointing and FSDP; the latter as fairseq's `build_*_layer` adds them.
+
+    Checkpointing is torch's non-reentrant one: fairseq's runs the first forward pass without a graph,
+    and the auxiliary losses of that pass would reach no router.
+    """
+    use_rms_norms(layer, cfg)
+    initialize(layer, cfg, layers)
+    if getattr(cfg, "initialization", None) == "admin":
+        norms: List[Any] = [norm for name, norm in layer.named_children() if name.endswith("layer_norm")]
+        layer.shortcuts = nn.ModuleList(Shortcut(norm.normalized_shape[0]) for norm in norms)
+    if cfg.checkpoint_activations:
+        layer.forward = functools.partial(
+            torch.utils.checkpoint.checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            context_fn=_same_context,
+        )
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+class MixtureEncoder(TransformerEncoderBase):
+    """fairseq's Transformer encoder over `MixtureEncoderLayer`s."""
+
+    def forward_scriptable(
+        self,
+        src_tokens: Tensor,
+        src_lengths: Optional[Tensor] = None,
+        return_all_hiddens: bool = False,
+        token_embeddings: Optional[Tensor] = None,
+    ) -> Dict[str, List[Any]]:
+        """As fairseq's, without its question to the device in every layer: is there padding?
+
+        Where nothing is, "encoder_padding_mask" is empty, which means None to fairseq: no cross-attention
+        has to ask again.
+        """
+        padding = src_tokens.eq(self.padding_idx)
+        is_padded = host_tokens.is_padded(src_tokens, self.padding_idx)
+        x, embedding = self.forward_embedding(src_tokens, token_embeddings)
+        if is_padded:
+            x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+        x = x.transpose(0, 1)  # [B, T, C] → [T, B, C]
+        states = [x] if return_all_hiddens else []
+        fc_results = []
+        with forward_context(token_ids=src_tokens):
+            for layer in self.layers:
+                found = layer(x, encoder_padding_mask=padding if is_padded else None)
+                x, fc_result = found if isinstance(found, tuple) else (found, None)
+                if return_all_hiddens:
+                    states.append(x)
+                    fc_results.append(fc_result)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        lengths = padding.size(1) - padding.sum(dim=1, dtype=torch.int32)
+        return {
+            "encoder_out": [x],
+            "encoder_padding_mask": [padding] if is_padded else [],
+            "encoder_embedding": [embedding],
+            "encoder_states": states,
+            "fc_results": fc_results,
+            "src_tokens": [],
+            "src_lengths": [lengths.reshape(-1, 1)],
+        }
+
+    def build_encoder_layer(self, cfg: Any) -> nn.Module:
+        return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg, cfg.encoder.layers)
+
+    def reorder_encoder_out(
+        self, encoder_out: Dict[str, List[Tensor]], new_order: Tensor
+    ) -> Dict[str, List[Tensor]]:
+        """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
+
+        fairseq's generator does not tell the model the size of the beam; only this order shows it. Later
+        orders exchange the hypotheses of a sentence, which read the same: on a CPU, where asking costs no
+        wait, nothing is copied then.
+        """
+        rows, kept = encoder_out["encoder_out"][0].size(1), _BEAM in encoder_out
+        beam = encoder_out[_BEAM][0].size(0) if kept else new_order.numel() // max(rows, 1)
+        if beam < 2 or (kept and new_order.is_cuda):
+            return super().reorder_encoder_out(encoder_out, new_order)
+        numbers = torch.arange(new_order.numel(), device=new_order.device)
+        if not kept:
+            result = super().reorder_encoder_out(encoder_out, new_order)
+            is_beam = torch.equal(new_order, numbers // beam) and new_order.numel() == rows * beam
+            return {**result, _BEAM: [new_order.new_empty(beam, 0)]} if is_beam else result
+        sentence = new_order // beam
+        if new_order.numel() == rows and torch.equal(sentence, numbers // beam):
+            return encoder_out
+        result = super().reorder_encoder_out(encoder_out, new_order)
+        # a sentence that is finished leaves with all of its hypotheses
+        together = new_order.numel() % beam == 0 and torch.equal(sentence, sentence[numbers // beam * beam])
+        return {**result, _BEAM: encoder_out[_BEAM]} if together else result
+
+
+class MixtureDecoder(TransformerDecoderBase):
+    """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
+
+    context: Optional[CarriedContext] = None
+    cross_self_attention: bool
+
+    def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
+        use_rms_norms(self, cfg)
+        dropout = getattr(cfg, "output_dropout", None) or 0.0
+        self.output_dropout_module = FairseqDropout(dropout, module_name=type(self).__name__)
+        self._draws_by_depth = getattr(cfg, "initialization", None) == "depth-scaled"
+        if self._draws_by_depth:
+            self.version.fill_(_DRAWN_BY_DEPTH)
+
+    def upgrade_state_dict_named(self, state_dict: Dict[str, Tensor], name: str) -> Dict[str, Tensor]:
+        """fairseq's; weights trained before architectures left --no-scale-embedding compute as they did."""
+        version = state_dict.get(f"{name}.version")
+        if self._draws_by_depth and version is not None and version.item() < _DRAWN_BY_DEPTH:
+            self.embed_scale = math.sqrt(self.embed_dim)
+            logger.warning(
+                "These weights are of a model whose embeddings enter the first layer %.1f times larger than "
+                "this architecture's do now: they are scaled as they were.",
+                self.embed_scale,
+            )
+        return super().upgrade_state_dict_named(state_dict, name)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        return super().output_layer(self.output_dropout_module(features))
+
+    def carry_context(self, chunks: int) -> None:
+        """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
+
+        0: to none. Raises UserError if positions are embeddings, which begin anew with each chunk, and if
+        layers are dropped.
+        """
+        if chunks and self.embed_positions is not None:
+            raise UserError(
+                "A context that is carried from chunk to chunk needs relative positions: give "
+                "--positions xl or --positions rope."
+            )
+        if chunks and isinstance(self.layers, LayerDropModuleList):
+            raise UserError(
+                "--carried-chunks keeps a context for each layer, and --decoder-layerdrop leaves layers out "
+                "at random: leave one of the two flags out."
+            )
+        self.context = CarriedContext(self.layers, chunks) if chunks else None
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        *args: Any,
+        chunk: Optional[int] = None,
+        part: int = 0,
+        **kwargs: Any,
+    ):
+        """chunk: the number of this chunk [B, T] of B texts that are read in order; part: which texts."""
+        if chunk is None or self.context is None:
+            return super().forward(prev_output_tokens, *args, **kwargs)
+        with self.context.reading(chunk, self.training, prev_output_tokens.size(0), part):
+            return super().forward(prev_output_tokens, *args, **kwargs)
+
+    def buffered_future_mask(self, tensor: Tensor) -> Tensor:
+        mask: Tensor = super().buffered_future_mask(tensor)
+        current_context().causal_mask = mask
+        return mask
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Optional[Dict[str, List[Tensor]]] = None,
+        incremental_state: Optional[Dict[str, Any]] = None,
+        *args,
+        **kwargs,
+    ):
+        beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
+        changes: Dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
+        whole = incremental_state is None
+        if whole and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
+            changes["right_padded"] = host_tokens.is_right_padded(prev_output_tokens, self.padding_idx)
+        asks = self.cross_self_attention
+        if whole and host_tokens.on_host(prev_output_tokens) is not None:
+            changes["unpadded"] = not host_tokens.is_padded(prev_output_tokens, self.padding_idx)
+            self.cross_self_attention = True  # fairseq makes a mask then, and asks nothing of the device
+        try:
+            with forward_context(**changes):
+                return super().extract_features(
+                    prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
+                )
+        finally:
+            self.cross_self_attention = asks
+
+    def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
+        return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg, cfg.decoder.layers)

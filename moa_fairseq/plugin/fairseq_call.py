@@ -1,0 +1,192 @@
+"""fairseq's calls, time first, of the attentions and the mixture of feed-forwards here."""
+
+from typing import Any, Dict, Optional, Tuple, Type
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moa_fairseq.layers.attention import Attention, Call, without_padding
+from moa_fairseq.layers.kv_cache import KVCache
+from moa_fairseq.layers.sdpa import Masks
+from moa_fairseq.layers.sigma_moe import SigmaMoE
+from moa_fairseq.plugin.forward_context import current_context
+
+IncrementalState = Dict[str, Any]
+
+
+class FairseqCall(Attention):
+    """`MultiheadAttention.forward` and the incremental state, for an attention that follows in the bases.
+
+    The module keeps the attention's parameters and their names. `with_fairseq_call` makes the class.
+
+    Args:
+        encoder_decoder_attention: keys and values are made of an encoder's output, which a beam's hypotheses
+            share.
+    """
+
+    def __init__(self, *args: Any, encoder_decoder_attention: bool = False, **options: Any):
+        super().__init__(*args, **options)
+        self.encoder_decoder_attention = encoder_decoder_attention
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Optional[Tensor] = None,
+        value: Optional[Tensor] = None,
+        key_padding_mask: Optional[Tensor] = None,
+        incremental_state: Optional[IncrementalState] = None,
+        need_weights: bool = True,
+        static_kv: bool = False,
+        attn_mask: Optional[Tensor] = None,
+        need_head_weights: bool = False,
+        query_padding_mask: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """As fairseq's. Self-attention also attends to the `carried` inputs of the context, before its own.
+
+        Args:
+            query: [T, B, C].
+            key, value: [S, B, kdim / vdim]; ignored in self-attention; may be None once static_kv keys are
+                cached.
+            key_padding_mask: [B, S], True = padding.
+            incremental_state: of a generation.
+            need_weights: return the weights' mean over the heads.
+            static_kv: keys and values are those of the first step.
+            attn_mask: [T, S], additive, or bool or integers, True = blocked.
+            need_head_weights: return the weights of each head.
+            query_padding_mask: [B, T], keeps padding out of routings and statistics; it defaults to the
+                context's, or to key_padding_mask in self-attention.
+
+        Returns:
+            The output [T, B, C], unspecified at padding; weights [B, T, S], or [H, B, T, S], or None.
+        """
+        context = current_context()
+        tgt_len, batch, _ = query.shape
+        if attn_mask is not None and not attn_mask.is_floating_point():
+            attn_mask = attn_mask.bool()
+        padding = None if key_padding_mask is None else key_padding_mask.bool()
+        own = padding if self.self_attention else None
+        query_padding = self._query_padding(query_padding_mask, context.padding, own, batch, tgt_len)
+        # Batch first from here on: queries and attention results then change shape without a copy.
+        rows = query.transpose(0, 1).contiguous()
+        x = without_padding(rows, query_padding)
+        cache = self.cache_in(incremental_state)
+        memory = values = None
+        is_carried = self.self_attention and context.carried is not None
+        if cache is not None and static_kv and cache.length:
+            padding = None  # the cache has it
+        elif self.self_attention:
+            memory = values = x if query_padding is own else without_padding(rows, own)
+            if context.carried is not None:
+                carried = context.carried.transpose(0, 1).to(x.dtype)
+                memory = values = torch.cat([carried, memory], dim=1)
+                before = (carried.size(1), 0)  # all of it may be seen, none of it is padding
+                attn_mask = None if attn_mask is None else F.pad(attn_mask, before)
+                padding = None if padding is None else F.pad(padding, before)
+        else:
+            assert key is not None, "no keys are given, and none are cached"
+            memory = key.transpose(0, 1)
+            if self.encoder_decoder_attention and cache is not None and static_kv and context.beam_size > 1:
+                cache.beam_size = context.beam_size
+                memory = memory[:: cache.beam_size]
+                padding = None if padding is None else padding[:: cache.beam_size]
+            memory = values = without_padding(memory, padding)
+            if not self.encoder_decoder_attention:
+                assert value is not None, "keys are given without values"
+                values = without_padding(value.transpose(0, 1), padding)
+        masks = Masks(
+            attn_mask,
+            padding,
+            is_causal=attn_mask is not None and attn_mask is context.causal_mask,
+            right_padded=context.right_padded,
+        )
+        token_ids = None if context.token_ids is None else context.token_ids[:, -tgt_len:]
+        if token_ids is not None and token_ids.shape != (batch, tgt_len):
+            token_ids = None  # of another pass
+        out, weights, routings = self.compute(
+            Call(
+                x,
+                memory,
+                values,
+                masks,
+                query_padding,
+                same_tokens=self.self_attention and not is_carried,
+                cache=cache,
+                need_weights=need_weights or need_head_weights,
+                token_ids=token_ids,
+                draw=context.draw,
+            )
+        )
+        for routing in routings:
+            context.record(self, routing)
+        if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
+            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
+        return out.transpose(0, 1), weights  # no copy: the residual sum reads any layout
+
+    def _query_padding(
+        self,
+        given: Optional[Tensor],
+        of_context: Optional[Tensor],
+        of_keys: Optional[Tensor],
+        batch: int,
+        tgt_len: int,
+    ) -> Optional[Tensor]:
+        """The first of the three that there is, [B, T] bool; one of another shape is of another pass."""
+        if given is not None and given.shape != (batch, tgt_len):
+            raise ValueError(
+                f"query_padding_mask is {list(given.shape)}, the queries are [B, T] = {[batch, tgt_len]}"
+            )
+        found = next((mask for mask in (given, of_context, of_keys) if mask is not None), None)
+        if found is None or found.shape != (batch, tgt_len):
+            return None
+        return found.bool()
+
+    def cache_in(self, incremental_state: Optional[IncrementalState]) -> Optional[KVCache]:
+        """This module's cache, empty before the first step; None when nothing is generated."""
+        if incremental_state is None:
+            return None
+        key = f"mixture_attention.{self._instance}"
+        if key not in incremental_state:
+            incremental_state[key] = self.new_cache()
+        cache: KVCache = incremental_state[key]
+        return cache
+
+    def _get_input_buffer(self, incremental_state: Optional[IncrementalState]) -> Dict[str, Tensor]:
+        """fairseq's decoder layer calls this to see whether keys are cached."""
+        cache = self.cache_in(incremental_state)
+        return {} if cache is None or cache.keys is None else {"prev_key": cache.keys}
+
+    def reorder_incremental_state(
+        self, incremental_state: Optional[IncrementalState], new_order: Tensor
+    ) -> Optional[IncrementalState]:
+        """Follow the beams: row i of everything cached becomes row new_order[i] ([B] of int64)."""
+        cache = self.cache_in(incremental_state)
+        if cache is not None:
+            cache.reorder(new_order)
+        return incremental_state
+
+
+def with_fairseq_call(attention: Type[Attention]) -> Type[FairseqCall]:
+    """The class of an attention with fairseq's call in place of the plain one; the same one each time."""
+    name = attention.__name__
+    found: Optional[Type[FairseqCall]] = globals().get(name)
+    if found is None or attention not in found.__bases__:
+        found = type(name, (FairseqCall, attention), {"__module__": __name__, "__doc__": attention.__doc__})
+        globals()[name] = found  # so that modules can be pickled
+    return found
+
+
+class FairseqSigmaMoE(SigmaMoE):
+    """`SigmaMoE` in the place of a layer's first feed-forward matrix: [T, B, C] → [T, B, C]."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        context = current_context()
+        tgt_len, batch, _ = x.shape
+        padding = context.padding
+        if padding is not None and padding.shape == (batch, tgt_len):
+            padding = padding.bool().t()
+        else:
+            padding = None
+        out, (routing,) = super().forward(x, padding, with_routing=True)
+        context.record(self, routing)
+        return out

@@ -1,0 +1,50 @@
+"""The one place that knows fairseq's versions: `PATCHES` is the table of all that is changed in fairseq.
+
+Each thing changed is broken or unsafe with today's Python, torch and NumPy, or lacks a hook. `install()` runs
+when the plugin is imported.
+"""
+
+import functools
+
+try:
+    from moa_fairseq.plugin.patches import (
+        adaptive_loss,
+        batches,
+        checkpoint_files,
+        collectives,
+        compiled_layers,
+        cpu_autocast,
+        foreign_settings,
+        generation,
+        host_tokens,
+        kernel_check,
+        lengths,
+        literals,
+        malformed_checkpoints,
+        save_on_sigterm,
+        saved_numbers,
+        table,
+        training,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"moa_fairseq is a plugin of fairseq, which cannot be imported ({error}). `bash scripts/setup.sh` "
+        "installs one that runs on Python 3.11 and 3.12 (PyPI's own fairseq 0.12.2 does not)."
+    ) from error
+
+load_checkpoint = checkpoint_files.load_checkpoint
+
+# Of two changes to one function the later one is the outer one.
+_IN_ORDER = (
+    *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
+    *(saved_numbers, lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
+    *(kernel_check, host_tokens, compiled_layers),
+)
+PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
+
+
+@functools.cache
+def install() -> None:
+    """Prepare fairseq, once per process."""
+    for row in PATCHES:
+        row.install()

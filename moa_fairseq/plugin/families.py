@@ -1,0 +1,130 @@
+"""The families of mixtures: the flags of each one, and how an attention is built from them."""
+
+import argparse
+import dataclasses
+import math
+import typing
+from typing import Any, Callable, Dict, Mapping, Optional, Type
+
+from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from torch import Tensor, nn
+
+from moa_fairseq.layers.attention import FamilySettings
+from moa_fairseq.layers.dense import DenseSettings
+from moa_fairseq.layers.gqe import GQESettings
+from moa_fairseq.layers.initialization import draw_by_fan_in, own_random_numbers
+from moa_fairseq.layers.mae import MAESettings
+from moa_fairseq.layers.moa import MoASettings
+from moa_fairseq.layers.moh import MoHSettings
+from moa_fairseq.layers.namoh import NAMOHSettings
+from moa_fairseq.layers.sigma_moe import SigmaMoESettings
+from moa_fairseq.layers.switchhead import SwitchHeadSettings
+from moa_fairseq.plugin.fairseq_call import FairseqCall, FairseqSigmaMoE, with_fairseq_call
+
+# Family → the class of its settings. No family is the default.
+FAMILIES: Dict[str, Type[FamilySettings]] = {}
+
+
+def register_family(name: str, settings: Type[FamilySettings]) -> None:
+    """Make a family known to models: `attention_family` of a model class names it."""
+    FAMILIES[name] = settings
+
+
+register_family("moa", MoASettings)
+register_family("mae", MAESettings)
+register_family("moh", MoHSettings)
+register_family("switchhead", SwitchHeadSettings)
+register_family("gqe", GQESettings)
+register_family("namoh", NAMOHSettings)
+register_family("dense", DenseSettings)
+
+
+def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
+    """Add a family's flags; they have no defaults here, so that an architecture may set them."""
+    settings = FAMILIES[family]
+    gen_parser_from_dataclass(parser, _as_fairseq(settings), delete_default=True)
+    gen_parser_from_dataclass(parser, _as_fairseq(SigmaMoESettings), delete_default=True)
+    for field in dataclasses.fields(settings):
+        if field.default is False:  # an architecture may switch it on
+            flag = "--no-" + field.name.replace("_", "-")
+            parser.add_argument(flag, action="store_false", dest=field.name, help=argparse.SUPPRESS)
+
+
+def _as_fairseq(settings: Type) -> FairseqDataclass:
+    """The settings as a dataclass for fairseq, where choices are an enum."""
+    types = typing.get_type_hints(settings)
+    fields = []
+    for field in dataclasses.fields(settings):
+        choices = field.metadata.get("choices")
+        copy = dataclasses.field(default=field.default, metadata=field.metadata)
+        fields.append((field.name, ChoiceEnum(list(choices)) if choices else types[field.name], copy))
+    return dataclasses.make_dataclass(settings.__name__, fields, bases=(FairseqDataclass,))()
+
+
+def set_defaults(args: Any, values: Mapping[str, Any]) -> None:
+    """Set each value in args unless the user, or an earlier architecture, has set it."""
+    for name, value in values.items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+
+
+def set_family_defaults(args: Any, family: str) -> None:
+    """Give every flag of a family that has no value its default."""
+    for settings in (FAMILIES[family], SigmaMoESettings):
+        set_defaults(args, {field.name: field.default for field in dataclasses.fields(settings)})
+
+
+def settings_of(cfg: Any) -> FamilySettings:
+    """The settings of a model's family, taken from its arguments or config."""
+    return _settings_from(FAMILIES[cfg.attention_family], cfg)
+
+
+def _settings_from(settings: Type, cfg: Any) -> Any:
+    return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
+
+
+@own_random_numbers()
+def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: Any) -> FairseqCall:
+    """The attention of the family that `cfg.attention_family` names, with fairseq's call.
+
+    Args:
+        cfg: a model's config.
+        embed_dim: the layer's width.
+        decoder: whether it stands in a decoder, where a query must not see later positions.
+        options: whether it is self- or cross-attention, as fairseq's attention takes it.
+    """
+    side = cfg.decoder if decoder else cfg.encoder
+    settings = settings_of(cfg)
+    dropout = FairseqDropout(cfg.attention_dropout, module_name=settings.attention.__name__)
+    attention = with_fairseq_call(settings.attention).from_settings(
+        embed_dim,
+        settings,
+        num_heads=side.attention_heads,
+        causal=decoder,
+        dropout=dropout,  # its name is for --retain-dropout-modules
+        positions=getattr(cfg, "positions", None) if options.get("self_attention") else None,
+        head_gate=getattr(cfg, "head_gate", None) or "none",
+        **options,
+    )
+    assert isinstance(attention, FairseqCall)
+    return attention
+
+
+def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
+    """Draw a part of a model of so many layers anew where its --initialization says so."""
+    if getattr(cfg, "initialization", None) == "depth-scaled":
+        for part in module.children():
+            with own_random_numbers():
+                draw_by_fan_in(part, math.sqrt(2 / layers))
+
+
+def build_sigma_moe(
+    cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]
+) -> Optional[FairseqSigmaMoE]:
+    """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own."""
+    settings = _settings_from(SigmaMoESettings, cfg)
+    if settings.sigma_moe_num_experts == 0:
+        return None
+    return FairseqSigmaMoE(embed_dim, settings, activation, getattr(cfg, "expert_backend", "auto"))

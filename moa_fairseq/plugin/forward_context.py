@@ -1,0 +1,111 @@
+"""What an encoder or decoder knows about a pass, and fairseq's attention call has no argument for.
+
+One object for a pass. `FairseqCall` reads it, and hands on what an attention takes as arguments.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from dataclasses import dataclass
+from typing import Any, Iterator, List, Optional, Tuple
+
+from torch import Tensor
+
+from moa_fairseq.layers.expert_draw import ExpertDraw
+from moa_fairseq.layers.routing import Routing
+
+NamedRoutings = List[Tuple[str, Routing]]
+
+
+@dataclass
+class ForwardContext:
+    """The pass that this thread is in.
+
+    Args:
+        padding: of the queries, [B, T] bool, True = padding.
+        token_ids: of the queries, [B, T] int64. A step of generation has the queries of the last ids alone.
+        beam_size: how many times in a row an encoder's output repeats each sentence.
+        carried: inputs [M, B, C] of earlier segments of a text, whose keys and values every self-attention
+            puts before its own. They are projected anew, so that the projections learn from them (Dai et al.,
+            arXiv 1901.02860, section 3.2).
+        causal_mask: an attention mask that blocks the future and nothing else.
+        right_padded: whether padding only follows real tokens.
+        unpadded: whether a decoder's padding mask, which is made all the same, is known to be empty.
+        draw: of experts, in an F step (MAE Algorithm 2).
+        routings: where (module, routing) goes, each to every list.
+    """
+
+    padding: Optional[Tensor] = None
+    token_ids: Optional[Tensor] = None
+    beam_size: int = 1
+    carried: Optional[Tensor] = None
+    causal_mask: Optional[Tensor] = None
+    right_padded: bool = False
+    unpadded: bool = False
+    draw: Optional[ExpertDraw] = None
+    routings: Tuple[Any, ...] = ()
+
+    def record(self, module: Any, routing: Routing) -> None:
+        """Hand a routing of a module to all who collect them."""
+        for collected in self.routings:
+            collected.append((module, routing))
+
+
+class _Named(List[Tuple[str, Routing]]):
+    """Collected routings with the names of their modules. One about keys is named `<name>.keys`.
+
+    A compiled layer, which is the same for many names, collects the modules themselves.
+    """
+
+    def append(self, found: Tuple[Any, Routing]) -> None:
+        module, routing = found
+        side = "" if routing.side == "queries" else f".{routing.side}"
+        super().append((f"{module.name}{side}", routing))
+
+
+class _Thread(threading.local):
+    context = ForwardContext()
+
+
+_thread = _Thread()
+
+
+def current_context() -> ForwardContext:
+    """The innermost block's."""
+    return _thread.context
+
+
+@contextlib.contextmanager
+def forward_context(**changes: Any) -> Iterator[ForwardContext]:
+    """Inside the block the context is the one around it with these changes."""
+    before = _thread.context
+    _thread.context = dataclasses.replace(before, **changes)
+    try:
+        yield _thread.context
+    finally:
+        _thread.context = before
+
+
+@contextlib.contextmanager
+def restored(context: ForwardContext) -> Iterator[None]:
+    """Inside the block the context is this one, but nothing is collected: a pass that is made again.
+
+    Activation checkpointing runs a layer a second time, in the backward pass and on a GPU in another thread.
+    """
+    before = _thread.context
+    _thread.context = dataclasses.replace(context, routings=())
+    try:
+        yield
+    finally:
+        _thread.context = before
+
+
+@contextlib.contextmanager
+def collect_routings() -> Iterator[NamedRoutings]:
+    """Collect (module name, Routing) of every router of a model that runs inside the block, in order.
+
+    Blocks may be nested: each one collects every routing made inside it.
+    """
+    collected: NamedRoutings = _Named()
+    with forward_context(routings=(*current_context().routings, collected)):
+        yield collected

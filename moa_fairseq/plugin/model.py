@@ -1,0 +1,185 @@
+"""What is common to all models with mixtures: steps before fairseq builds one, and after each update."""
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, TypeVar
+
+import torch
+from fairseq.distributed import utils as distributed
+from fairseq.models import ARCH_CONFIG_REGISTRY, FairseqEncoderDecoderModel
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.head_gate import HEAD_GATES
+from moa_fairseq.layers.observers import observers_of, update_observers
+from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION
+from moa_fairseq.layers.sigma_moe import SigmaMoE
+from moa_fairseq.plugin.families import add_family_args, settings_of
+
+INITIALIZATIONS = ("own", "depth-scaled", "admin")
+POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
+INITIALIZATION = (
+    "how the matrices of the layers start: as each module's paper or fairseq has it (own), or all normal "
+    "with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: SwitchHead's pre-norm "
+    "models), or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets "
+    "(admin: dense translation models, arXiv 2004.08249)"
+)
+BRANCH = (
+    "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
+    "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
+)
+HEAD_GATE = (
+    "multiply the output of every attention head by a sigmoid gate of the query's input (arXiv 2505.06708): "
+    "one gate a head, or one an element of it"
+)
+KERNEL_CHECK = (
+    "do not check the Triton kernels before the first training on a new kind of GPU; where they were not "
+    "checked they stay off"
+)
+_HINTS = {"offload_activations": " (--checkpoint-activations works)"}
+
+
+if TYPE_CHECKING:
+    from fairseq.models import BaseFairseqModel as Extended
+else:
+    Extended = object
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class MixtureModel(Extended):
+    """Precedes the fairseq model that it extends.
+
+    attention_family: a name of FAMILIES. default_arch: the architecture whose values are used where neither
+    the user nor another architecture gave one. refused: options of fairseq that change or read the inside of
+    its own attention, which a mixture lacks, each with the value that means off.
+    """
+
+    attention_family: ClassVar[str]
+    default_arch: ClassVar[str]
+    refused: ClassVar[Dict[str, Any]] = {
+        "quant_noise_pq": 0,
+        "scale_heads": False,
+        "offload_activations": False,
+    }
+    _updates_seen: Optional[int] = None
+
+    @classmethod
+    def hub_models(cls) -> dict:
+        return {}  # the parent's are dense checkpoints
+
+    @classmethod
+    def add_args(cls, parser: argparse.ArgumentParser) -> None:
+        super().add_args(parser)
+        cls.add_mixture_args(parser)
+
+    @classmethod
+    def add_mixture_args(cls, parser: argparse.ArgumentParser) -> None:
+        """The family's flags, and those of every family."""
+        add_family_args(parser, cls.attention_family)
+        parser.add_argument(
+            "--initialization",
+            choices=INITIALIZATIONS,
+            help=f"{INITIALIZATION}; default: the architecture's",
+        )
+        parser.add_argument(
+            "--positions",
+            choices=POSITIONS,
+            default=argparse.SUPPRESS,
+            help="how positions are encoded: learned or sinusoidal embeddings, rotated queries and keys in "
+            "every self-attention (rope; rope-half rotates half of their numbers), or Transformer-XL's "
+            "learned function of the distance in every self-attention (xl); default: the architecture's",
+        )
+        parser.add_argument("--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE)
+        parser.add_argument("--attention-branch-scale", type=float, default=argparse.SUPPRESS, help=BRANCH)
+        parser.add_argument("--no-kernel-check", action="store_true", help=KERNEL_CHECK)
+
+    @classmethod
+    def completed(cls, args: Any) -> argparse.Namespace:
+        """Command-line arguments (or the config of fairseq-hydra-train as such) with every default.
+
+        Raises UserError for a refused option.
+        """
+        if isinstance(args, DictConfig):
+            settings: Any = OmegaConf.to_container(args, resolve=True)
+            args = argparse.Namespace(**settings)
+        ARCH_CONFIG_REGISTRY[cls.default_arch](args)
+        args.attention_family = cls.attention_family
+        _set_positions(args)
+        if args.initialization == "admin":
+            other = ("normalize-before", "layerdrop")
+            names = [f"--{side}-{name}" for name in other for side in ("encoder", "decoder")]
+            given = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
+            translates = issubclass(cls, FairseqEncoderDecoderModel)
+            if given or not translates or cls.attention_family != "dense":
+                arch = getattr(args, "arch", cls.default_arch)
+                found = " and ".join(given) or f"the model of --arch {arch}"
+                raise UserError(
+                    "--initialization admin is for dense translation models (dense_transformer_base) whose "
+                    f"norms follow their layers, all of which work; it does not fit {found}."
+                )
+        for name, off in cls.refused.items():
+            if getattr(args, name, None) not in (off, None):
+                flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")
+                raise UserError(f"{flag} has no meaning for mixtures of attention heads: leave it out.")
+        return args
+
+    @classmethod
+    def finished(cls, model: Model, args: argparse.Namespace) -> Model:
+        """Name the attentions of a model that has just been built, check them, and scale their outputs."""
+        attentions = []
+        for name, module in model.named_modules():
+            if isinstance(module, (Attention, SigmaMoE)):
+                module.name = name
+            if isinstance(module, Attention):
+                attentions.append(module)
+        settings_of(args).check(attentions)
+        scale = getattr(args, "attention_branch_scale", None)
+        if scale is not None:
+            if not 0 < scale < math.inf:
+                raise UserError(f"--attention-branch-scale {scale} must be a positive number.")
+            for attention in attentions:
+                attention.scale_branch(scale)
+        return model
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """fairseq's hook: after each update, what the modules observed enters their statistics.
+
+        The model is told the number of updates after every update, and once more before every micro-batch;
+        only a new number ends an update. In each update either all workers observe something or none does, so
+        all call all_reduce here, or none.
+        """
+        super().set_num_updates(num_updates)
+        if num_updates != self._updates_seen:
+            self._updates_seen = num_updates
+            observers = observers_of(self)
+            if any(observer.has_pending for observer in observers):
+                update_observers(observers, sum_over_workers())
+
+
+def sum_over_workers() -> Optional[Callable[[Tensor], None]]:
+    """A function that adds up a tensor over the data-parallel workers in place; None where there is one."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    group = distributed.get_data_parallel_group()
+    if distributed.get_world_size(group) == 1:
+        return None
+    return lambda tensor: distributed.all_reduce(tensor, group)
+
+
+def _set_positions(args: argparse.Namespace) -> None:
+    args.positions = getattr(args, "positions", None)
+    if args.positions is None:
+        return
+    check_choice("--positions", args.positions, POSITIONS)
+    if args.positions in POSITIONS_IN_ATTENTION:
+        if getattr(args, "cross_self_attention", False):
+            raise UserError(
+                f"--positions {args.positions} is for self-attention, and with --cross-self-attention the "
+                "decoder has none, so it would know nothing of the order of its tokens: choose another "
+                "--positions, or leave --cross-self-attention out."
+            )
+        args.no_token_positional_embeddings = True
+    else:
+        args.encoder_learned_pos = args.decoder_learned_pos = args.positions == "learned"

@@ -1,0 +1,80 @@
+"""The loss of an adaptive softmax, over all words."""
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, Tuple
+
+import torch.nn.functional as F
+from fairseq.criterions import CRITERION_REGISTRY, register_criterion
+from fairseq.criterions.adaptive_loss import AdaptiveLoss, AdaptiveLossConfig
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import flag
+from moa_fairseq.plugin.patches.table import patch
+
+
+@dataclass
+class WholeAdaptiveLossConfig(AdaptiveLossConfig):
+    """fairseq's flags, and one for its own loss."""
+
+    fairseq_adaptive_loss: bool = flag(
+        False,
+        "with an adaptive softmax: fairseq's own loss, for a comparison with its numbers. It leaves out the "
+        "second word of each cluster, which the model then never learns to predict",
+    )
+
+
+class WholeAdaptiveLoss(AdaptiveLoss):
+    """fairseq's loss, and that of the words that it takes for padding.
+
+    A target is its word's number in the dictionary in the first cluster, in another one its number there.
+    Padding has number 1 in the dictionary, and fairseq ignores 1 in all clusters.
+    """
+
+    as_fairseq = False
+
+    @classmethod
+    def build_criterion(cls, cfg: Any, task: Any) -> "WholeAdaptiveLoss":
+        criterion: WholeAdaptiveLoss = super().build_criterion(cfg, task)
+        criterion.as_fairseq = cfg.fairseq_adaptive_loss
+        return criterion
+
+    def forward(
+        self, model: nn.Module, sample: Dict[str, Any], reduce: bool = True
+    ) -> Tuple[Tensor, int, Dict[str, Any]]:
+        """As fairseq's. Raises UserError where padding has no place in the first cluster."""
+        decoder: Any = model.decoder
+        softmax = decoder.adaptive_softmax
+        if self.as_fairseq or softmax is None:  # fairseq complains
+            return super().forward(model, sample, reduce)
+        if softmax.cutoff[0] <= self.padding_idx:
+            raise UserError(
+                f"--adaptive-softmax-cutoff {softmax.cutoff[0]},…: the first cluster must hold the special "
+                f"symbols: let it begin with {self.padding_idx + 1} or more."
+            )
+        results: List[Any] = []
+        hook = softmax.register_forward_hook(lambda *call: results.append(call[-1]))
+        try:
+            loss, sample_size, entries = super().forward(model, sample, reduce)
+        finally:
+            hook.remove()
+        for logits, target in list(zip(*results[0]))[1:]:
+            if target is not None:
+                ignored = target.eq(self.padding_idx)
+                loss = loss + F.cross_entropy(logits[ignored], target[ignored], reduction="sum")
+        return loss, sample_size, {**entries, "loss": loss.data}
+
+
+@patch(
+    "fairseq.criterions:CRITERION_REGISTRY",
+    "plugin/criterions/test_adaptive_loss.py::test_the_loss_is_that_of_the_full_softmax",
+    None,
+)
+def install() -> None:
+    """--criterion adaptive_loss has no loss for the second word of each cluster of an adaptive softmax but
+    the first, in training and validation: it takes the word for padding.
+
+    --fairseq-adaptive-loss leaves it so.
+    """
+    del CRITERION_REGISTRY["adaptive_loss"]
+    register_criterion("adaptive_loss", dataclass=WholeAdaptiveLossConfig)(WholeAdaptiveLoss)

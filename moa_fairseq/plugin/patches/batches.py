@@ -1,0 +1,172 @@
+"""Batches, their order, and the place in an epoch: none is lost, and a restart goes on where it stopped."""
+
+from __future__ import annotations
+
+import logging
+import math
+import types
+from typing import Any, Callable, Dict
+
+import numpy
+from fairseq.data import LRUCacheDataset
+
+from moa_fairseq.plugin.patches.table import made_of, patch
+
+logger = logging.getLogger(__name__)
+
+_COMPAT, _EPOCHS = "plugin/test_fairseq_compat.py::", "plugin/patches/test_epochs.py::"
+_ITERATOR = "fairseq.data.iterators:EpochBatchIterator"
+
+
+@patch("fairseq.data.data_utils:batch_by_size", _COMPAT + "test_the_last_batch_is_kept")
+def keep_the_last_batch(batch_by_size: Callable, indices: Any, *args: Any, **options: Any) -> Any:
+    """fairseq's main branch drops the last batch of a data set whenever its size is not a multiple of
+    --required-batch-size-multiple (8), in validation and generation too.
+    """
+    if not hasattr(indices, "__len__"):
+        indices = list(indices)
+    batches = batch_by_size(indices, *args, **options)
+    batched = sum(len(batch) for batch in batches)
+    if options.get("fixed_shapes") is None and batched < len(indices):
+        batches = [*batches, indices[batched:]]
+    return batches
+
+
+@patch(
+    "fairseq.tasks.fairseq_task:FairseqTask.get_batch_iterator",
+    "test_resume.py::test_killed_and_resumed_equals_uninterrupted",
+)
+def group_as_in_the_first_epoch(
+    get_batch_iterator: Callable,
+    task: Any,
+    dataset: Any,
+    *args: Any,
+    seed: int = 1,
+    epoch: int = 1,
+    **options: Any,
+) -> Any:
+    """Sentences are grouped into batches once, with the seed of the first epoch that a process runs: a
+    restart in a later epoch groups them anew, repeats some and skips others.
+    """
+    fresh = options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache")
+    if fresh or not task.can_reuse_epoch_itr(dataset):
+        return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
+    # Sentences are grouped with seed + 1 in any epoch; the iterator shuffles the batches with its own seed.
+    iterator = get_batch_iterator(task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options)
+    iterator.seed = seed
+    return iterator
+
+
+@patch("fairseq.trainer:Trainer.get_valid_iterator", _EPOCHS + "test_a_training_set_is_validated_on_apart")
+def validate_on_a_copy_of_the_training_set(
+    get_valid_iterator: Callable, trainer: Any, subset: str, *args: Any, **options: Any
+) -> Any:
+    """With --valid-subset valid,train, training and validation share an iterator: a validation takes an epoch
+    from the training, in silence.
+
+    The validation reads the same files as a data set of its own, which keeps its masks, too.
+    """
+    task = trainer.task
+    trained = trainer.cfg.dataset.train_subset
+    if subset == trained:
+        subset = f"{trained} (validation)"
+        if subset not in task.datasets:
+            training = task.dataset(trained)
+            task.load_dataset(trained, combine=False, epoch=1)
+            task.datasets.update({subset: task.datasets[trained], trained: training})
+    return get_valid_iterator(trainer, subset, *args, **options)
+
+
+@patch("fairseq.data.bucket_pad_length_dataset:get_buckets", _COMPAT + "test_batches_in_buckets")
+def bucket_sizes(get_buckets: Callable, sizes: Any, num_buckets: int) -> Any:
+    """--num-batch-buckets asks NumPy for percentiles by a keyword, `interpolation`, that it no longer has."""
+    percentages = numpy.linspace(0, 100, num_buckets + 1)[1:]
+    return numpy.unique(numpy.percentile(sizes, percentages, method="lower"))
+
+
+@patch("numpy:compat", _COMPAT + "test_a_sentence_is_a_block_of_a_language_model", made_of)
+def old_names_of_numpy(compat: Any) -> Any:
+    """--sample-break-mode eos asks for numpy.compat.long, which NumPy 2 no longer has."""
+    return compat or types.SimpleNamespace(long=int)
+
+
+@patch(_ITERATOR + ".state_dict", _EPOCHS + "test_converted_place")
+def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> Dict[str, Any]:
+    """The place in an epoch is a number of batches of one process: a restart on half as many GPUs would see
+    part of the epoch twice, and one on more GPUs would skip part of it.
+    """
+    numbers = {"num_shards": iterator.num_shards, "batches_in_epoch": len(iterator.frozen_batches)}
+    return {**state_dict(iterator), **numbers}
+
+
+@patch(_ITERATOR + ".load_state_dict", _EPOCHS + "test_converted_place")
+def restore_the_place_of_all_processes(
+    load_state_dict: Callable, iterator: Any, state: Dict[str, Any]
+) -> None:
+    """The same, where it is read: the place is converted to this number of processes."""
+    place, shards = state.get("iterations_in_epoch", 0), state.get("num_shards")
+    if place and shards:
+        batches = len(iterator.frozen_batches)
+        now = converted_place(place, shards, state["batches_in_epoch"], iterator.num_shards, batches)
+        if now * iterator.num_shards != place * shards:
+            logger.warning(
+                f"going on in the middle of epoch {state['epoch']} with other processes or batches: "
+                f"{place * shards:,} of {state['batches_in_epoch']:,} batches were seen, training goes "
+                f"on behind {now * iterator.num_shards:,} of {batches:,}; some sentences of this one "
+                "epoch are seen twice, or not at all where the batches were cut anew"
+            )
+        state = {**state, "iterations_in_epoch": now}
+    load_state_dict(iterator, state)
+
+
+def converted_place(place: int, shards: int, batches: int, new_shards: int, new_batches: int) -> int:
+    """Batches of each of `new_shards` processes that come before the place in an epoch.
+
+    place: batches that each of `shards` processes has seen, of `batches` in all. The same batches keep
+    their order, so the place is exact when the new number of processes divides the seen batches, else
+    a few batches earlier; batches cut anew (other --max-tokens) keep the place as a fraction.
+    """
+    seen = min(place * shards, batches)
+    if new_batches != batches:
+        seen = seen * new_batches // batches
+    return seen // new_shards
+
+
+@patch("fairseq.data.iterators:GroupedIterator.__init__", _EPOCHS + "test_groups_go_on_from_any_place")
+def group_from_any_place(
+    init: Callable, groups: Any, iterable: Any, chunk_size: int, *args: Any, **options: Any
+) -> None:
+    """--update-freq counts groups from the epoch's beginning, and finds one fewer than there are in an epoch
+    that goes on inside a former group.
+    """
+    place = getattr(iterable, "n", 0)
+    init(groups, iterable, chunk_size, *args, **options)
+    if place % chunk_size:
+        groups.total = groups.n + math.ceil((len(iterable) - place) / chunk_size)
+
+
+@patch(_ITERATOR + ".next_epoch_itr", _EPOCHS + "test_workers_load_the_epoch_that_is_trained")
+def start_new_data_workers(
+    next_epoch_itr: Callable,
+    iterator: Any,
+    shuffle: bool = True,
+    fix_batches_to_gpus: bool = False,
+    set_dataset_epoch: bool = True,
+) -> Any:
+    """Data workers keep the data set of the epoch in which they were started: masks, noise and crops stay as
+    in the first one.
+
+    Starting new ones costs about a tenth of a second of processor time per epoch; validation, whose data set
+    never changes, keeps its workers. A new loader also follows the order that is asked for: the old one would
+    keep the order of the first epoch, and --curriculum would never end.
+    """
+    if set_dataset_epoch:
+        iterator.dataloader = None
+    return next_epoch_itr(iterator, shuffle, fix_batches_to_gpus, set_dataset_epoch)
+
+
+@patch("fairseq.data:LRUCacheDataset.set_epoch", _EPOCHS + "test_no_masks_of_the_last_epoch_are_remembered")
+def forget_the_last_epoch(set_epoch: Callable, dataset: Any, epoch: int) -> None:
+    """A caching data set hands out items of the epoch before."""
+    set_epoch(dataset, epoch)
+    LRUCacheDataset.__getitem__.cache_clear()  # one cache serves all of them

@@ -1,0 +1,272 @@
+"""Checkpoint files: read as data and only when they are whole, written whole or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import pickle
+import re
+import shutil
+import time
+import zipfile
+from pathlib import Path
+from typing import IO, Any, Callable, Optional, Union
+
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import atomic_write, refuse_irregular, remove_leftovers
+from moa_fairseq.plugin.patches.foreign_settings import forget_outputs
+from moa_fairseq.plugin.patches.malformed_checkpoints import check_checkpoint, check_weights
+from moa_fairseq.plugin.patches.saved_numbers import numpy_stand_ins, plain
+from moa_fairseq.plugin.patches.table import StandIn, made_of, patch
+
+logger = logging.getLogger(__name__)
+
+ALLOWED_TYPES = (argparse.Namespace,)
+ATTEMPTS = 3
+SECONDS_BETWEEN = 2.5  # fairseq's own patience with a disk
+CRASH = "crash.pt"  # what fairseq saves of a training that ends in an error, to be looked into
+AFTER_DIVERGENCE = (
+    "Start in another --save-dir, anew or from a checkpoint of before (--finetune-from-model FILE; in a "
+    "recipe train.flags.finetune-from-model), with a lower learning rate (--lr; of MAE's gates --gate-lr) or "
+    "clipped gradients (--clip-norm; of MAE's gates --gate-clip-norm). If that ends so, too, take an older "
+    f"one; {CRASH} is what failed."
+)
+_CHUNK = 1 << 20  # bytes
+_BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
+_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
+_HERE = "plugin/patches/test_checkpoint_files.py::"
+
+
+def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
+    """Load a fairseq checkpoint; only tensors, plain containers and ALLOWED_TYPES may be in it.
+
+    Raises UserError if the file is missing, not a regular file, truncated or changed since it was written. If
+    it holds anything else, the error names the offending type, and none of its code was run.
+    """
+    if not os.path.lexists(path):
+        raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
+    refuse_irregular(path)
+    return CheckpointTorch(torch).load(path, map_location)
+
+
+def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
+    options.pop("weights_only", None)
+    try:
+        check_sums(stream)
+        # torch's own reader takes a `bytearray` for data, and makes it as large as ten bytes of a file say.
+        start, end = stream.tell(), b""
+        while chunk := stream.read(_CHUNK):
+            if _BYTEARRAY in end + chunk:
+                raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
+            end = chunk[-len(_BYTEARRAY) :]
+        stream.seek(start)
+        return forget_outputs(_load_plain(stream, **options))
+    except pickle.UnpicklingError as error:
+        if "GLOBAL" in str(error):
+            raise UserError(
+                f"Checkpoint {name} was refused: it holds {_offender(error)}, and a fairseq checkpoint needs "
+                "only tensors, plain containers and argparse.Namespace. Loading it could run the code of "
+                "whoever wrote it; nothing was run. Use a checkpoint from a source that you trust and that "
+                "was saved by fairseq."
+            ) from error
+        raise _damaged(name, "torch.save did not write it") from error
+    except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
+        raise _damaged(name, _first_sentence(error)) from error
+
+
+def _load_plain(source: Any, **options: Any) -> Any:
+    with torch.serialization.safe_globals([*ALLOWED_TYPES, *numpy_stand_ins()]):
+        return torch.load(source, weights_only=True, **options)
+
+
+def _offender(error: pickle.UnpicklingError) -> str:
+    """The name of what torch's reader refused."""
+    found = _GLOBAL_PATTERN.search(str(error))
+    return found.group(1) if found else str(error).splitlines()[0]
+
+
+def check_sums(stream: IO[bytes]) -> None:
+    """Read a checkpoint once and compare what it holds with the checksums that torch wrote with it.
+
+    torch itself does not compare them, so a byte that changed on the disk would become a wrong weight. Leaves
+    the stream where it was. Files older than torch 1.6 have no checksums and pass. Raises BadZipFile, and
+    before anything is unpacked if parts are compressed or together larger than the file: torch writes none
+    of these, and they could fill the memory.
+    """
+    start = stream.tell()
+    if zipfile.is_zipfile(stream):
+        with zipfile.ZipFile(stream) as archive:
+            parts = archive.infolist()
+            packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts)
+            if packed or sum(part.file_size for part in parts) > stream.seek(0, os.SEEK_END):
+                raise zipfile.BadZipFile("its parts are compressed or overlap, which torch.save never does")
+            for part in parts:
+                if part.CRC == 0:  # torch.serialization.set_crc32_options(False): none was written
+                    continue
+                with archive.open(part) as content:
+                    while content.read(_CHUNK):
+                        pass
+    stream.seek(start)
+
+
+def _first_sentence(error: Exception) -> str:
+    """What happened, without the advice that torch adds, such as to switch safety off."""
+    message = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))  # a place in torch's source
+    return re.split(r"[.\n]", message)[0] or type(error).__name__
+
+
+def _damaged(name: str, reason: str) -> UserError:
+    return UserError(
+        f"Checkpoint {name} cannot be read ({reason}): the file is truncated, was changed on the disk, or is "
+        "not a checkpoint. Copy it again, or resume from an older one (for example with --restore-file "
+        "checkpointN.pt)."
+    )
+
+
+@patch(
+    "fairseq.data.codedataset, fairseq.models.speech_to_text.xm_transformer, "
+    "fairseq.models.text_to_speech.vocoder, fairseq.modules.quantization.pq.em:torch",
+    "plugin/patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing",
+    made_of,
+)
+class SafeTorch(StandIn):
+    """These load a further file with torch, which a checkpoint's settings name."""
+
+    def check(self, state: Any, name: str, size: int) -> None:
+        """Raise where what was loaded from a file of `size` bytes is not what it should be."""
+
+    def load(self, source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
+        """torch.load, of data alone: see `load_checkpoint`."""
+        if isinstance(source, (str, os.PathLike)):
+            refuse_irregular(Path(source))
+            with open(source, "rb") as stream:
+                return self.load(stream, map_location, **options)
+        name = str(getattr(source, "name", source))
+        state = _safe_load(source, name, map_location=map_location, **options)
+        self.check(state, name, source.seek(0, os.SEEK_END))
+        return state
+
+
+@patch(
+    "fairseq.checkpoint_utils:torch",
+    "plugin/test_fairseq_compat.py::test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off",
+    made_of,
+)
+class CheckpointTorch(SafeTorch):
+    """A checkpoint is a pickle, which can run any code: only tensors, containers and argparse.Namespace are
+    loaded, and checksums are compared.
+    """
+
+    check = staticmethod(check_checkpoint)
+
+
+def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[str] = None) -> None:
+    """Write a checkpoint under a temporary name; rename it once it is checked and on the disk.
+
+    temporary: that name, which is overwritten, for a training that saves again and again; by default a new
+    one, so that no file of the user's is. Raises UserError for what could not be loaded again, and when the
+    third attempt fails; an earlier file of that name is then still there.
+    """
+    state = plain(state)
+
+    def read(written: str) -> None:
+        _load_plain(written, map_location="cpu", mmap=True)
+
+    try:
+        _write_checked(filename, lambda stream: torch.save(state, stream), temporary, read)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{filename} was not written: the state of this training holds {_offender(error)}, and nothing "
+            "could load it again, because a checkpoint is read only if it has tensors, plain containers and "
+            "argparse.Namespace. What a task, a criterion or an optimizer adds to a checkpoint must be of "
+            "these."
+        ) from error
+
+
+@patch("fairseq.checkpoint_utils:torch_persistent_save", _HERE + "test_a_disk_that_is_full_for_a_moment")
+def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
+    """fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, its
+    second attempt appends to what the first one left; and weights that diverged take the place of good ones.
+    """
+    if os.path.basename(filename) != CRASH:
+        check_weights(
+            state.get("model", {}),
+            f"{filename} was not written, because the model holds",
+            AFTER_DIVERGENCE,
+        )
+    if _is_remote(filename):
+        return save(state, filename, async_write)
+    # of killed trainings, which may have been at a checkpoint that is not written again
+    remove_leftovers(Path(filename).parent, "checkpoint*.pt.tmp")
+    return save_checkpoint(state, filename, f"{filename}.tmp")
+
+
+@patch("fairseq.file_io:PathManager.copy", _HERE + "test_a_fault_while_a_checkpoint_is_copied")
+def copy_whole(copy: Callable, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
+    """fairseq overwrites checkpoint_last.pt and checkpoint_best.pt in place: a full disk or a kill at that
+    moment would leave half a checkpoint to resume from.
+    """
+    if _is_remote(src_path) or _is_remote(dst_path):
+        return copy(src_path, dst_path, overwrite)
+
+    def write(stream: IO[bytes]) -> None:
+        with open(src_path, "rb") as original:
+            shutil.copyfileobj(original, stream, _CHUNK)
+
+    def compare(written: str) -> None:
+        if os.path.getsize(written) != os.path.getsize(src_path):
+            raise OSError(f"{os.path.getsize(written)} of {os.path.getsize(src_path)} bytes were written")
+
+    _write_checked(dst_path, write, f"{dst_path}.tmp", compare)
+    return True
+
+
+def _is_remote(path: str) -> bool:
+    """Whether iopath handles this path (s3://…), where nothing can be renamed."""
+    from fairseq.file_io import PathManager
+
+    return PathManager.path_requires_pathmanager(path)
+
+
+def _write_checked(
+    filename: Union[str, Path],
+    write: Callable[[IO[bytes]], None],
+    temporary: Optional[str],
+    check_content: Callable[[str], None],
+) -> None:
+    """Try to write a checkpoint, whole or not at all; check_content raises if the written file is wrong."""
+
+    def check(written: str) -> None:
+        with open(written, "rb") as stream:
+            check_sums(stream)
+        check_content(written)
+
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with atomic_write(filename, "wb", temporary=temporary, check=check) as stream:
+                write(stream)
+            return
+        except (OSError, RuntimeError, zipfile.BadZipFile, UserError) as error:
+            reason = str(error) if isinstance(error, UserError) else _first_sentence(error)
+            if attempt == ATTEMPTS:
+                raise UserError(
+                    f"{filename} could not be written ({reason.rstrip('.')}): is the disk full? Earlier "
+                    f"checkpoints are whole; free some space and start the same training again."
+                ) from error
+            logger.warning(f"{filename} could not be written ({reason}); trying again")
+            time.sleep(SECONDS_BETWEEN)
+
+
+@patch("fairseq.checkpoint_utils:save_checkpoint", _HERE + "test_asynchronous_writing_is_taken_back")
+def save_at_once(save: Callable, cfg: Any, *args: Any, **options: Any) -> Any:
+    """Asynchronous writing writes under the final name, and never writes checkpoint_last.pt."""
+    if getattr(cfg, "write_checkpoints_asynchronously", False):  # a caller may have fewer settings
+        logger.warning(
+            "--write-checkpoints-asynchronously is ignored: it writes under the final name, where an "
+            "interrupted training would leave half a checkpoint, and it leaves checkpoint_last.pt out"
+        )
+        cfg.write_checkpoints_asynchronously = False
+    return save(cfg, *args, **options)

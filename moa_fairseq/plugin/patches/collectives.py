@@ -1,0 +1,179 @@
+"""Several processes train one model together, and no process waits for ever for one that hangs.
+
+`--heartbeat-timeout SECONDS` sets the time limit (fairseq: "kill the job if no progress is made in N
+seconds"); without the flag it is DEFAULT_SECONDS. fairseq itself only watches for a forward pass and then
+interrupts Python, which has no effect on a process that waits inside a collective.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from datetime import timedelta
+from typing import Any, Callable, Dict, List
+
+import torch
+import torch.distributed as dist
+from fairseq.distributed import utils as distributed_utils
+from fairseq.distributed.utils import distributed_main as fairseqs_distributed_main
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.plugin.patches.table import StandIn, instead, made_of, patch
+
+DEFAULT_SECONDS = 1800  # one process writes a large checkpoint on a slow network disk, the others wait
+ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
+_STOPPED = "plugin/patches/test_collectives.py::test_a_stopped_process_is_named"
+# What the collectives say of a process that is gone.
+_CUT_OFF = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@patch(
+    "fairseq.distributed.utils:torch",
+    "plugin/test_fairseq_compat.py::test_workers_send_each_other_configs_but_load_no_file",
+    made_of,
+)
+class PeerTorch(StandIn):
+    """A training of several processes cannot be resumed with torch >= 2.6: process 0 sends the others a
+    config, whose type torch refuses.
+
+    What the processes of one training send each other is not a file of unknown origin, and nothing else is
+    loaded here; fairseq exchanges it by pickle elsewhere, too.
+    """
+
+    @staticmethod
+    def load(buffer: io.BytesIO, map_location: Any = None) -> Any:
+        if not isinstance(buffer, io.BytesIO):
+            raise TypeError("only what was received from another process is loaded here")
+        return torch.load(buffer, map_location=map_location, weights_only=False)
+
+
+@patch("fairseq.distributed.utils:dist", _STOPPED, made_of)
+class TimedDist(StandIn):
+    """No group of processes has a time limit of the user's choice (--heartbeat-timeout)."""
+
+    limit = timedelta(seconds=DEFAULT_SECONDS)
+
+    def init_process_group(self, *args: Any, **options: Any) -> Any:
+        try:
+            return dist.init_process_group(*args, **{"timeout": self.limit, **options})
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            place, flag = options.get("init_method"), "--distributed-init-method"
+            if place in (None, "env://"):
+                place, flag = ":".join(os.environ.get(name, "?") for name in _TORCHRUN[2:]), "MASTER_PORT"
+            raise UserError(
+                f"{place}: its port is taken by another program, perhaps another training on this machine. "
+                f"Give every process of this one another port ({flag})."
+            ) from error
+
+    def new_group(self, *args: Any, **options: Any) -> Any:
+        return dist.new_group(*args, **{"timeout": self.limit, **options})
+
+
+def time_limit(cfg: Any) -> int:
+    """Seconds that a process waits for the others in a collective."""
+    seconds = cfg.distributed_training.heartbeat_timeout
+    return seconds if seconds > 0 else DEFAULT_SECONDS
+
+
+@patch("fairseq.distributed.utils:distributed_main", _STOPPED, instead)
+def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -> None:
+    """When a process hangs, the others wait for half an hour and never say for which one; when one is killed,
+    they end in a traceback that names none.
+
+    Raises UserError that names the processes that did not answer, within the limit or at all. It is not a
+    wrapper under fairseq's name: spawned processes import a function from the module that defines it, so they
+    import this package before they connect.
+    """
+    limit = time_limit(cfg)
+    distributed_utils.dist.limit = timedelta(seconds=limit)
+    try:
+        fairseqs_distributed_main(i, main, cfg, kwargs)
+    except RuntimeError as error:
+        if not dist.is_initialized():
+            raise
+        silent, text = _silent_ranks(), str(error).lower()
+        who = " and ".join(map(str, silent)) or "another process"
+        if any(sign in text for sign in _CUT_OFF):
+            raise UserError(
+                f"Rank {dist.get_rank()} (of {dist.get_world_size()}) lost rank {who}, which failed or was "
+                f"killed: look at its log, and at the memory of its machine. Start the same training again; "
+                f"it goes on from the last checkpoint."
+            ) from error
+        if not any(sign in text for sign in ("timed out", "timeout")):
+            raise
+        raise UserError(
+            f"Rank {dist.get_rank()} (of {dist.get_world_size()}) waited {limit} seconds for rank {who}, "
+            f"which did not answer: it hangs, was stopped, or its machine is gone. Look at its log, end what "
+            f"is left of it, and start the same training again; it goes on from the last checkpoint. If it "
+            f"was only slow, allow more with --heartbeat-timeout SECONDS."
+        ) from error
+
+
+@patch("fairseq.models.distributed_fairseq_model:DistributedTimeoutWrapper", _STOPPED)
+def watch_later(wrapper: Callable, module: Any, timeout: int, **options: Any) -> Any:
+    """Its timeout would interrupt the process just before the message that names the rank."""
+    return wrapper(module, timeout=2 * (timeout + 4 * ANSWER_SECONDS), **options)
+
+
+def _silent_ranks() -> List[int]:
+    """The ranks that do not report within ANSWER_SECONDS that their collective has failed, too.
+
+    The processes report it in the store through which they connected. Process 0 holds it: if the store does
+    not answer, process 0 is the silent one.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    silent = [0]
+
+    def ask() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"moa_fairseq/waited/{rank}", "1")
+        missing = [other for other in range(size) if other != rank]
+        waiting = threading.Event()
+        for _ in range(10):
+            missing = [other for other in missing if not store.check([f"moa_fairseq/waited/{other}"])]
+            if not missing:
+                break
+            waiting.wait(ANSWER_SECONDS / 10)
+        silent[:] = missing
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(2 * ANSWER_SECONDS)
+    return silent
+
+
+@patch(
+    "fairseq.distributed.utils:infer_init_method",
+    "plugin/patches/test_epochs.py::test_independent_copies_are_refused",
+)
+def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distributed: bool = False) -> None:
+    """Where fairseq takes the number of processes to be 1 (on a CPU, or with one GPU per machine), torchrun's
+    processes train independent models that overwrite each other's files: refused, or joined on CPUs.
+    """
+    size = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
+    if cfg.distributed_init_method is not None or cfg.tpu or size == 1:
+        return infer_init_method(cfg, force_distributed)
+    on_cpu = not torch.cuda.is_available()
+    if cfg.distributed_world_size == 1:
+        raise UserError(
+            f"torchrun started {size} processes, but fairseq would train {size} independent models that "
+            f"overwrite each other's checkpoints: it takes the number of processes from the GPUs it sees "
+            f"({torch.cuda.device_count()}). Add --distributed-world-size {size}"
+            + (" --distributed-backend gloo --ddp-backend legacy_ddp." if on_cpu else ".")
+        )
+    if not on_cpu:
+        return infer_init_method(cfg, force_distributed)
+    if cfg.distributed_backend == "nccl" or cfg.ddp_backend == "pytorch_ddp":
+        raise UserError(
+            "Several processes on CPUs need --distributed-backend gloo --ddp-backend legacy_ddp: nccl "
+            "and fairseq's pytorch_ddp work on GPUs only."
+        )
+    cfg.distributed_init_method = "env://"
+    cfg.distributed_world_size = size
+    cfg.distributed_rank = int(os.environ["RANK"])
+    cfg.distributed_no_spawn = True
+    return None

@@ -1,0 +1,221 @@
+"""--compile-layers: the layers of a Transformer are compiled by torch, each kind once, for training alone.
+
+Equal layers share their code, for any batch: sizes are inputs of a graph. What is no part of a layer
+(embeddings, losses, the optimiser) stays as it is, and so do validation and generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import logging
+from typing import Any, Callable, Dict, Optional, Set
+
+import torch
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from omegaconf import open_dict
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.plugin.patches.table import patch
+
+logger = logging.getLogger(__name__)
+FLAG = "--compile-layers"
+HELP = (
+    "compile the layers of a Transformer with torch.compile for training: the first updates take minutes "
+    "longer, and all others less of the host's time; dropout draws other numbers"
+)
+LAYERS = (TransformerEncoderLayerBase, TransformerDecoderLayerBase)
+_TEST = "plugin/patches/test_compiled_layers.py::"
+# What a layer's forward takes beside x, in order: an encoder's, a decoder's
+_NAMES = [list(inspect.signature(kind.forward).parameters)[2:] for kind in LAYERS]
+_MOST_GRAPHS = 64  # of all layers: kinds, precisions and batches of one sentence or one token
+# Section and name of a setting → why it does not go with compiled layers
+_REFUSED = {
+    ("common", "tpu"): "a TPU has a compiler of its own",
+    ("common", "quantization_config_path"): "it replaces parts of the layers during the training",
+    ("distributed_training", "pipeline_model_parallel"): "it splits the layers itself",
+    ("model", "quant_noise_pq"): "its noise is written into the weights before each pass",
+    ("model", "quant_noise_scalar"): "its noise is written into the weights before each pass",
+    ("model", "offload_activations"): "it moves what a layer keeps while the layer runs",
+    ("model", "encoder_xformers_att_config"): "xformers' attention is not torch's",
+    ("model", "decoder_xformers_att_config"): "xformers' attention is not torch's",
+}
+
+
+@patch("fairseq.options:add_optimization_args", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
+def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
+    """fairseq cannot compile a model. (This plugin is imported by what makes the parser's first part.)"""
+    group = add(parser)
+    group.add_argument(FLAG, action="store_true", help=HELP)
+    return group
+
+
+@patch(
+    "fairseq.dataclass.utils, fairseq_cli.*:convert_namespace_to_omegaconf",
+    _TEST + "test_the_flag_reaches_the_trainer_of_any_model",
+)
+def hand_on_compiled_layers(convert: Callable, args: argparse.Namespace) -> Any:
+    """fairseq's settings have no place for a flag that is not one of its own or of a model."""
+    cfg = convert(args)
+    if getattr(args, "compile_layers", False):
+        with open_dict(cfg.optimization):
+            cfg.optimization.compile_layers = True
+    return cfg
+
+
+@patch("fairseq.trainer:Trainer.__init__", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
+def compile_for_training(
+    begin: Callable, trainer: Any, cfg: Any, task: Any, model: nn.Module, *args: Any, **options: Any
+) -> None:
+    """Only a training compiles: what builds a model for anything else does not ask a trainer."""
+    wanted = getattr(cfg.optimization, "compile_layers", False)
+    if wanted:
+        check(cfg, task, model)
+    begin(trainer, cfg, task, model, *args, **options)
+    if wanted and can_compile(trainer.device):
+        compile_layers(model)
+
+
+@patch(
+    "fairseq.incremental_decoding_utils:FairseqIncrementalState.get_incremental_state",
+    _TEST + "test_compiled_layers_compute_the_same_in_few_graphs",
+)
+def read_no_state_where_there_is_none(get: Callable, module: Any, state: Any, key: str) -> Any:
+    """fairseq makes a layer's own key where there is no state, too: layers would not share compiled code."""
+    return None if state is None else get(module, state, key)
+
+
+def check(cfg: Any, task: Any, model: nn.Module) -> None:
+    """Raise UserError for what does not go with compiled layers."""
+    reasons: Dict[str, str] = {}
+    for (section, name), reason in _REFUSED.items():
+        if getattr(getattr(cfg, section), name, None):
+            reasons["--" + name.replace("_", "-")] = reason
+    if cfg.distributed_training.ddp_backend == "fully_sharded":
+        reasons["--ddp-backend fully_sharded"] = "it takes a layer's weights away between two passes"
+    if getattr(task, "alternates", False):
+        reasons["--bcd alternate"] = "experts are drawn for each layer by its name (--bcd none draws none)"
+    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
+    foreign = any("forward" in vars(layer) and not hasattr(layer, "whole") for layer in layers)
+    if foreign and getattr(cfg.model, "checkpoint_activations", False):
+        reasons["--checkpoint-activations"] = (
+            "fairseq's own way to it runs layers without a graph; --arch dense_transformer_base and others "
+            "of this package have torch's"
+        )
+    if not layers:
+        reasons[f"--arch {getattr(cfg.model, 'arch', cfg.model._name)}"] = "it has no layer of a Transformer"
+    if reasons:
+        flag, reason = next(iter(reasons.items()))
+        raise UserError(f"{FLAG} does not go with {flag}: {reason}. Leave one of the two out.")
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch can compile for a device here; a warning says why not."""
+    try:
+        torch.compile(lambda x: x.sin() * x, dynamic=True, fullgraph=True)(torch.ones(5, device=device))
+    except Exception as error:  # whatever compilers, their caches and their tools raise
+        _warn("torch cannot compile here, and the layers run as without the flag", error)
+        return False
+    return True
+
+
+def _warn(what: str, error: Exception) -> None:
+    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    at_fault = [line for line in lines if "error:" in line.lower()]  # a compiler's, below its long command
+    reason = " ".join((lines[:2] + at_fault[:2]) if at_fault else lines[:3])
+    logger.warning(f"{FLAG}: {what}: {type(error).__name__}: {reason}")
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor", mode: Optional[str] = None) -> None:
+    """Let every layer of a model's Transformers train by compiled code.
+
+    Args:
+        model: in which layers are replaced in place; its weights keep their names.
+        backend, mode: of torch.compile.
+    """
+    config: Any = torch._dynamo.config
+    config.specialize_float = True  # a dropout is a number, not an input
+    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    config.optimize_ddp = False  # a layer is smaller than what DistributedDataParallel sends at once
+    # a backward pass that cannot be compiled shows in the forward pass, where there is another way
+    functorch: Any = torch._functorch.config
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        functorch.force_non_lazy_backward_lowering = True
+    shared = _Compiled(backend, mode)
+    for layer in model.modules():
+        if isinstance(layer, LAYERS):
+            run = functools.partial(shared, layer)  # a copy of the layer has one with the copy
+            around = vars(layer).get("forward")  # activation checkpointing
+            if around is not None:
+                run = functools.partial(around.func, run, *around.args[1:], **around.keywords)
+            layer.forward = run
+
+
+class _Compiled:
+    """The layers of a model in place of their `forward`.
+
+    A layer that reads what is in no argument has `whole`, its forward with all that as arguments and results,
+    and `compiled`, which calls that.
+    """
+
+    def __init__(self, backend: str, mode: Optional[str]):
+        self.run = torch.compile(_forward, dynamic=True, fullgraph=True, backend=backend, mode=mode)
+        self.run_whole = torch.compile(_whole, dynamic=True, fullgraph=True, backend=backend, mode=mode)
+        self.failed: Set[type] = set()
+        errors = torch._dynamo.exc  # loaded here: that takes seconds, and most commands compile nothing
+        self.failures = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
+
+    def __call__(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+        kind = type(layer)
+        options.update(zip(_NAMES[isinstance(layer, TransformerDecoderLayerBase)], args))
+        trains = layer.training and torch.is_grad_enabled() and options.get("incremental_state") is None
+        if not trains or kind in self.failed:
+            return kind.forward(layer, x, **options)
+        try:
+            # a graph is for one layout: the first layer gets another, and a mask is a part of a larger one
+            given = {name: _dense(value) for name, value in options.items()}
+            _pad_both(x, given)
+            if given.get("encoder_out") is None:  # these are for the last layer, of the attention to it
+                given.pop("need_attn", None)
+                given.pop("need_head_weights", None)
+            if hasattr(layer, "whole"):
+                return layer.compiled(self.run_whole, options.get("self_attn_mask"), _dense(x), given)
+            return self.run(layer, _dense(x), given)
+        except self.failures as error:
+            self.failed.add(kind)
+            _warn(f"{kind.__name__} cannot be compiled, and runs as without the flag", error)
+            return kind.forward(layer, x, **options)
+
+    def __deepcopy__(self, memo: Any) -> _Compiled:
+        return self  # the code is no layer's own
+
+
+def _forward(layer: Any, x: Tensor, options: Any) -> Any:
+    return _first_dense(type(layer).forward(layer, x, **options))
+
+
+def _whole(layer: Any, context: Any, x: Tensor, options: Any) -> Any:
+    out, routings = layer.whole(context, x, **options)
+    return _first_dense(out), routings
+
+
+def _first_dense(out: Any) -> Any:
+    """The layer's output as the next one wants it, which costs a compiled layer nothing."""
+    return out.contiguous() if isinstance(out, Tensor) else (out[0].contiguous(), *out[1:])
+
+
+def _dense(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _pad_both(x: Tensor, options: Dict[str, Any]) -> None:
+    """Where source or target have padding both get a mask: a decoder has two graphs then, not four."""
+    memory = options.get("encoder_out")
+    masks: Dict[str, Any] = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
+    if memory is None or all(options.get(name) is None for name in masks):
+        return
+    for name, tokens in masks.items():
+        if options.get(name) is None:
+            options[name] = torch.zeros(tokens.shape[1::-1], dtype=torch.bool, device=x.device)

@@ -1,0 +1,68 @@
+"""Other harm that a checkpoint's configuration, or a file it names, could make fairseq do.
+
+fairseq's other models load further files with torch, embeddings and dictionaries are read from whatever a
+setting names, tokenizers download it, a data set of FASTA files is counted by a shell command that holds its
+path, and a criterion opens a file for writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from typing import Any, Callable
+from urllib.parse import urlparse
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import refuse_irregular
+from moa_fairseq.plugin.patches.table import StandIn, instead, made_of, patch
+
+# settings that name output files: a checkpoint that is loaded must not choose where to write
+OUTPUTS = ("save_predictions", "tensorboard_logdir")
+_TEST = "plugin/patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing"
+FAIRSEQ_HOST = "dl.fbaipublicfiles.com"  # where GPT-2's byte-pair encoding lies, fairseq's default
+
+
+def forget_outputs(state: Any) -> Any:
+    """Take the OUTPUTS out of a checkpoint's configuration, in place; returns the checkpoint."""
+    if not isinstance(state, dict):
+        return state
+    configuration = state.get("cfg")
+    groups = configuration.values() if isinstance(configuration, dict) else ()
+    for part in (state.get("args"), *groups):
+        settings = vars(part) if isinstance(part, argparse.Namespace) else part
+        if isinstance(settings, dict):
+            settings.update({name: None for name in OUTPUTS if name in settings})
+    return state
+
+
+@patch("fairseq.data.encoders.*:file_utils", _TEST, made_of)
+class LocalFiles(StandIn):
+    """A tokenizer downloads its files from wherever a checkpoint's settings say: only fairseq's own are."""
+
+    def cached_path(self, name: Any, cache_dir: Any = None) -> str:
+        address = urlparse(str(name))
+        if address.scheme in ("http", "https", "s3") and address.hostname != FAIRSEQ_HOST:
+            raise UserError(
+                f"A tokenizer's file would be downloaded from {name}. The address may come from a checkpoint "
+                "that somebody else made, so nothing was fetched. Download the file yourself if you trust "
+                "it, and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
+            )
+        refuse_irregular(str(name), "A tokenizer's file")
+        return self._original.cached_path(name, cache_dir)
+
+
+@patch("fairseq.data.fasta_dataset:FastaDataset._build_index", _TEST)
+def quote_the_path(build_index: Callable, dataset: Any, path: str) -> Any:
+    """fairseq puts the path of a data set into a shell command without quoting it."""
+    return build_index(dataset, shlex.quote(path))
+
+
+@patch("fairseq.*:open", _TEST, instead)
+def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    """Embeddings and dictionaries are read from whatever a setting names: a pipe would hang, a device fill
+    the memory.
+    """
+    if not isinstance(file, int) and not set(mode) & set("wax+") and str(file) != os.devnull:
+        refuse_irregular(file, "The file")
+    return open(file, mode, *args, **options)

@@ -1,0 +1,109 @@
+"""Flags of generation that fairseq takes the wrong way, or answers with a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any, Callable, Dict
+
+import torch
+from fairseq.models import FairseqLanguageModel
+from fairseq.search import DiverseBeamSearch
+from omegaconf import DictConfig, open_dict
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.plugin.patches.table import patch
+
+_HERE = "plugin/patches/test_generation.py::"
+_SIDES = ("encoder", "decoder")
+_SEARCHES = {
+    "sampling": lambda value: value,
+    "diverse_beam_groups": lambda value: value > 0,
+    "diversity_rate": lambda value: value > 0,
+    "match_source_len": lambda value: value,
+}
+
+
+class ManySearches(UserError, ValueError):
+    """Flags of different searches; of the type that fairseq raises there."""
+
+
+@patch("fairseq.checkpoint_utils:prune_state_dict", _HERE + "test_layers_of_one_side_leave_the_other_whole")
+def keep_the_other_side(prune: Callable, state: Dict[str, Any], model_cfg: Any = None) -> Dict[str, Any]:
+    """Where --model-overrides names the layers of one side to keep, fairseq drops all layers of the other,
+    and its message blames the file.
+    """
+    named = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
+    texts = {side: "" if kept is None else str(kept) for side, kept in named.items()}  # may be a number
+    if not any(texts.values()):
+        return prune(state, model_cfg)
+    for side, text in texts.items():
+        matches = (re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state)
+        known = sorted({int(match.group(1)) for match in matches if match})
+        words = [word.strip() for word in text.split(",")] if text else [*map(str, known)]
+        if len(set(words)) < len(words) or not {*words} <= {*map(str, known)}:
+            choice = f"write some of {known}, each once, with commas" if known else "that side has no layers"
+            raise UserError(f"--model-overrides: {side}_layers_to_keep {text[:80]!r}: {choice}.")
+        with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
+            setattr(model_cfg, f"{side}_layers_to_keep", ",".join(words) or None)
+    return prune(state, model_cfg)
+
+
+@patch("fairseq.tasks.fairseq_task:FairseqTask.build_generator", _HERE + "test_flags_that_do_not_go_together")
+def check_flags_of_search(
+    build: Callable, task: Any, models: Any, args: Any, *further: Any, **options: Any
+) -> Any:
+    """Flags that do not go together end in a traceback, or are ignored: --nbest above --beam, and what only
+    models print that refine whole sentences.
+    """
+
+    def said(name: str) -> Any:
+        return getattr(args, name, None)
+
+    chosen = [f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)]
+    if len(chosen) > 1:
+        raise ManySearches(f"{' and '.join(chosen)} are different searches: give one of them.")
+    beam, groups, nbest = said("beam") or 5, said("diverse_beam_groups") or -1, said("nbest") or 1
+    if groups > 0 and beam % groups:
+        raise UserError(f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one.")
+    if nbest > beam and not said("score_reference"):
+        raise UserError(f"--nbest {nbest}: a beam of {beam} finds no more than {beam}: raise --beam.")
+    for name in ("print_step", "retain_iter_history"):
+        if said(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} is for models that refine whole sentences in steps: leave it out.")
+    lm = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
+    if lm is not None and not isinstance(lm, FairseqLanguageModel):
+        raise UserError(f"--lm-path {said('lm_path')}: a {type(lm).__name__} is no language model.")
+    return build(task, models, args, *further, **options)
+
+
+@patch(
+    "fairseq.sequence_generator:SequenceGeneratorWithAlignment.generate",
+    _HERE + "test_diverse_groups_of_any_sentences",
+)
+@patch(
+    "fairseq.sequence_generator:SequenceGenerator.generate", _HERE + "test_diverse_groups_of_any_sentences"
+)
+def count_rows_not_sentences(
+    generate: Callable, generator: Any, models: Any, sample: Dict[str, Any], **options: Any
+) -> Any:
+    """--diverse-beam-groups looks up a table with a row for each sentence of the batch by the numbers that
+    sentences have in the data set: an IndexError.
+    """
+    ids = sample.get("id")
+    if ids is not None and isinstance(generator.search, DiverseBeamSearch):
+        sample = {**sample, "id": torch.arange(ids.numel(), device=ids.device)}
+    return generate(generator, models, sample, **options)
+
+
+@patch(
+    "fairseq.search:LexicallyConstrainedBeamSearch.init_constraints",
+    _HERE + "test_constraints_need_a_program_that_reads_them",
+)
+def ask_for_constraints(init: Callable, search: Any, batch_constraints: Any, beam_size: int) -> None:
+    """fairseq-generate takes --constraints and reads none."""
+    if batch_constraints is None:
+        remedy = "use fairseq-interactive, which reads them behind each sentence, after a tab"
+        raise UserError(f"--constraints: there are none in binarised data; {remedy}.")
+    init(search, batch_constraints, beam_size)

@@ -1,0 +1,59 @@
+"""Questions about a batch's token ids, answered on the host that made the batch.
+
+Asking a GPU would wait for all that it has been given to do, and nothing that waits can be part of a CUDA
+graph. `Trainer._prepare_sample` moves a batch and remembers what it moved.
+"""
+
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moa_fairseq.plugin.patches.table import patch
+
+_copies = WeakTensorKeyDictionary()  # token ids on a device → (their version then, the same ids on the host)
+
+
+@patch(
+    "fairseq.trainer:Trainer._prepare_sample",
+    "plugin/test_host_waits.py::test_no_model_waits_for_the_device",
+)
+def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: bool = False) -> Any:
+    """Whether a batch is padded is asked of the device in every layer, when the host, which made the batch,
+    has forgotten it.
+    """
+    prepared, is_filler = prepare(trainer, sample, is_dummy)
+    before: Dict[str, Any] = (sample.get("net_input") if isinstance(sample, dict) else None) or {}
+    after: Dict[str, Any] = (prepared or {}).get("net_input") or {}
+    for name, made in before.items():
+        moved = after.get(name)
+        if not isinstance(moved, Tensor) or moved is made or moved.is_floating_point():
+            continue
+        if made.device.type == "cpu":
+            _copies[moved] = (moved._version, made)
+    return prepared, is_filler
+
+
+def on_host(tokens: Tensor) -> Optional[Tensor]:
+    """The same ids in the host's memory; None where only the device has them, as they are now."""
+    known: Optional[Tuple[int, Tensor]] = _copies.get(tokens)
+    if known is not None and known[0] == tokens._version:
+        return known[1]
+    return tokens if tokens.device.type == "cpu" else None
+
+
+def is_padded(tokens: Tensor, padding_idx: int) -> bool:
+    """Whether any of the ids [B, T] is padding. Waits for a device where the host does not know them."""
+    return bool(_padding(tokens, padding_idx).any())
+
+
+def is_right_padded(tokens: Tensor, padding_idx: int) -> bool:
+    """Whether padding only follows real tokens in ids [B, T]. Waits as `is_padded`."""
+    padding = _padding(tokens, padding_idx)
+    other = (padding[:, :-1] & ~padding[:, 1:]).any() | padding[:, :1].any()
+    return not bool(other)
+
+
+def _padding(tokens: Tensor, padding_idx: int) -> Tensor:
+    known = on_host(tokens)
+    return (tokens if known is None else known).eq(padding_idx)

@@ -1,0 +1,118 @@
+"""The Triton kernels are checked before the first training with a mixture on a GPU of a new kind.
+
+It happens before fairseq-train makes its processes, none of which could wait so long for another, and in a
+process of its own, which leaves nothing on the GPU. Of several trainings that begin at once on a machine, or
+of torchrun's processes, one checks and the others wait for it. No training fails because of it: where it
+cannot be done the kernels stay off.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.experts import triton, validation
+from moa_fairseq.plugin.patches import save_on_sigterm
+from moa_fairseq.plugin.patches.table import patch
+from moa_fairseq.process import die_with_parent, environment_of_a_child, locked, signals_held
+
+logger = logging.getLogger(__name__)
+PATIENCE_SECONDS = 1800.0  # for another process that checks
+# A check that such a signal ended was stopped; one that died of another tells something about the machine.
+_STOPPED = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
+
+
+@patch(
+    "fairseq.distributed.utils:call_main",
+    "plugin/patches/test_kernel_check.py::test_the_first_training_on_a_gpu_checks_its_kernels",
+)
+def check_before(call_main: Callable, cfg: Any, main: Callable, **options: Any) -> Any:
+    """The Triton kernels stay off on a GPU where they were not checked: the first training of a mixture there
+    checks them, before there are several processes.
+    """
+    if takes_kernels(cfg) and validation.is_open(dtype := multiplied_dtype(cfg)):
+        try:
+            _check(dtype)
+        except UserError as error:  # the cache folder cannot be written, or another check does not end
+            logger.warning(f"the Triton kernels were not checked and stay off: {error}")
+    return call_main(cfg, main, **options)
+
+
+def takes_kernels(cfg: Any) -> bool:
+    """Whether a run of fairseq trains a model on a GPU whose experts are computed by `auto`, and may check.
+
+    What evaluates has no model in its settings: it is the checkpoint's.
+    """
+    sigma_moe = "auto" if getattr(cfg.model, "sigma_moe_num_experts", 0) else None
+    backend = getattr(cfg.model, "expert_backend", None) or sigma_moe
+    may = backend == "auto" and not getattr(cfg.model, "no_kernel_check", False)
+    return may and not cfg.common.cpu and torch.cuda.is_available() and not triton.why_not()
+
+
+def multiplied_dtype(cfg: Any) -> str:
+    """The dtype of a training's products on a GPU, as `validation.DTYPES` calls it."""
+    if cfg.common.bf16:
+        return "bfloat16"
+    return "float16" if cfg.common.fp16 or cfg.common.amp else "float32"
+
+
+def _check(dtype: str) -> None:
+    """Check the kernels in a dtype unless another process does so meanwhile. Raises UserError."""
+    with locked(validation.path().parent, PATIENCE_SECONDS):
+        if save_on_sigterm.was_asked():
+            sys.exit(128 + signal.SIGTERM)
+        if not validation.is_open(dtype):
+            return
+        gpu, log = validation.machine()["gpu"], validation.path().with_suffix(".log")
+        logger.info(
+            f"checking the Triton kernels in {dtype} on {gpu}: once for this kind of GPU, about two minutes "
+            f"with 16 cores, longer with fewer (--no-kernel-check: train without them; log: {log})"
+        )
+        status = _run(dtype, log)
+        if status < 0 and -status not in _STOPPED:
+            outcome, _ = validation.read()
+            outcome.failed[f"{dtype}, the check itself"] = [f"ended by signal {-status}, see {log}"]
+            validation.write(outcome)
+        trusted, why = validation.verdict()
+        if dtype in trusted:
+            logger.info(f"checked the Triton kernels: {why}")
+        else:
+            left = f"; the check ended with status {status}, see {log}" if validation.is_open(dtype) else ""
+            logger.warning(f"the Triton kernels stay off: {why}{left}")
+
+
+def _run(dtype: str, log: Path) -> int:
+    """Run the check to its end, which SIGTERM to this process hastens. Returns its exit status."""
+    words = [sys.executable, "-u", "-m", "moa_fairseq.layers.experts.validate", "--dtypes", dtype]
+    with open(log, "ab") as stream:
+        with signals_held() as told:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment_of_a_child(),
+                preexec_fn=die_with_parent(),
+            )
+        try:
+            for number in told:
+                signal.raise_signal(number)
+            while process.poll() is None:
+                if save_on_sigterm.was_asked():
+                    sys.exit(128 + signal.SIGTERM)
+                try:
+                    process.wait(0.5)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return process.returncode

@@ -1,0 +1,95 @@
+"""Samples that are longer than a model reads: an evaluation leaves none of them out."""
+
+import logging
+from typing import Any, Callable, Optional
+
+from fairseq.tasks.language_modeling import LanguageModelingConfig
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.plugin.patches.table import patch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK: int = LanguageModelingConfig().tokens_per_sample
+_TASK = "fairseq.tasks.language_modeling:LanguageModelingTask"
+_HERE = "plugin/patches/test_lengths.py::"
+
+
+@patch(f"{_TASK}.load_dataset", _HERE + "test_a_context_window_of_a_whole_block_is_refused")
+def refuse_empty_blocks(load_dataset: Callable, task: Any, *args: Any, **options: Any) -> Any:
+    """--context-window is taken from --tokens-per-sample, and a traceback tells that nothing is left."""
+    if task.args.tokens_per_sample < 1:
+        raise UserError(
+            f"--tokens-per-sample less --context-window is {task.args.tokens_per_sample}, and no token is "
+            "left to evaluate: give a smaller --context-window."
+        )
+    return load_dataset(task, *args, **options)
+
+
+@patch(f"{_TASK}.eval_lm_dataloader", _HERE + "test_a_perplexity_is_over_all_tokens_or_an_error")
+def evaluate_every_token(
+    dataloader: Callable,
+    task: Any,
+    dataset: Any,
+    *args: Any,
+    max_positions: Optional[int] = None,
+    context_window: int = 0,
+    **options: Any,
+) -> Any:
+    """fairseq-eval-lm leaves out blocks that are longer than the model, and prints a perplexity of the rest,
+    of nothing 1.00; its own --tokens-per-sample, 1,024, is longer than many models.
+
+    In place of that default it takes the model's length; other blocks that are too long are an error, if
+    they would be left out.
+    """
+    subset = next((name for name, each in task.datasets.items() if each is dataset), "")
+
+    def longest() -> int:
+        return int(dataset.sizes.max(initial=0)) + context_window
+
+    if max_positions and longest() > max_positions:
+        if task.args.tokens_per_sample + context_window == DEFAULT_BLOCK:
+            task.args.tokens_per_sample = max_positions - context_window
+            task.load_dataset(subset)
+            dataset = task.dataset(subset)
+            logger.info(f"--tokens-per-sample {max_positions}: the model's own")
+        if longest() > max_positions and not getattr(task, "reads_any_length", False):
+            whole = str(task.args.sample_break_mode or "none") == "none"
+            remedy = "" if whole else "--sample-break-mode none, which cuts lines to fit, and "
+            raise UserError(
+                f"--gen-subset {subset}: a block has {longest():,} tokens, and the model reads "
+                f"{max_positions:,}; fairseq would leave such blocks out. Give {remedy}"
+                f"--tokens-per-sample {max_positions} or less."
+            )
+    places = {"max_positions": max_positions, "context_window": context_window}
+    return dataloader(task, dataset, *args, **places, **options)
+
+
+@patch(
+    "fairseq.tasks.fairseq_task:FairseqTask.filter_indices_by_size",
+    _HERE + "test_the_sentence_that_is_too_long_is_named",
+)
+def name_the_sentence_that_is_too_long(
+    filter_indices_by_size: Callable,
+    task: Any,
+    indices: Any,
+    dataset: Any,
+    max_positions: Any = None,
+    ignore_invalid_inputs: bool = False,
+) -> Any:
+    """A sentence that is longer than the model ends in a traceback, whose remedy makes a score one of fewer
+    sentences.
+    """
+    if not ignore_invalid_inputs:
+        kept, left_out = dataset.filter_indices_by_size(indices, max_positions)
+        if len(left_out):
+            first = min(left_out)
+            raise UserError(
+                f"Sentence {first + 1} has {dataset.num_tokens(first):,} tokens, and the model or "
+                f"--max-tokens allows {max_positions}; {len(left_out)} of {len(indices)} are too long. Take "
+                "them out of the data, or train with a larger --max-source-positions and "
+                "--max-target-positions (of a language model --tokens-per-sample). With "
+                "--skip-invalid-size-inputs-valid-test the result is one of fewer sentences."
+            )
+        return kept
+    return filter_indices_by_size(task, indices, dataset, max_positions, ignore_invalid_inputs)

@@ -1,0 +1,96 @@
+"""A setting is data: what fairseq would run through `eval` is read as a literal.
+
+fairseq keeps some settings as Python expressions (`--encoder-layers "[(512, 3)] * 20"`, `--adam-betas`) and
+evaluates them when a model, a criterion or an optimizer is built.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import sys
+import types
+from typing import Any, Mapping, Optional
+
+from omegaconf import DictConfig, OmegaConf
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.plugin.patches.table import instead, patch
+
+MAX_ITEMS = 10_000  # in all lists, tuples and strings together that + and * make in one setting
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+@patch(
+    "fairseq.*, fairseq_cli.*:eval",
+    "plugin/patches/test_literals.py::test_no_module_of_fairseq_has_the_real_eval",
+    instead,
+)
+def literal(text: Any, *_: Any) -> Any:
+    """fairseq runs settings as Python code, and they may come from a checkpoint that somebody else made: they
+    are read as literals.
+
+    text: numbers, strings, booleans, None, lists, tuples, sets and dictionaries; sums, differences and
+    products of numbers; sums and repetitions of lists, tuples and strings. Raises UserError that names the
+    setting for anything else, and TypeError, as `eval` does, for anything but a text. Further arguments of
+    `eval` are ignored.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"a setting is a text, not {type(text).__name__}")
+    try:
+        return ast.literal_eval(_Sums().visit(ast.parse(text.strip(), mode="eval")))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        raise UserError(
+            f"The setting {_setting_name(text)} is refused: {shown!r} is not a plain value. "
+            "fairseq would run it as Python code, and it may come from a checkpoint that somebody else "
+            "made, so nothing was run. Allowed are numbers, texts, lists, tuples, dictionaries, and sums "
+            "and repetitions such as [(512, 3)] * 20."
+        ) from error
+
+
+class _Sums(ast.NodeTransformer):
+    """Puts values in the place of sums, differences and products, of which literal_eval knows few."""
+
+    items = MAX_ITEMS
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.Constant:
+        left, right = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
+        lengths = [len(side) if isinstance(side, (list, tuple, str, bytes)) else 0 for side in (left, right)]
+        if isinstance(node.op, ast.Mult):
+            self.items -= max(lengths) * max(left if lengths[1] else right, 0) if any(lengths) else 0
+        else:
+            self.items -= sum(lengths)
+        if self.items < 0:
+            raise ValueError(f"more than {MAX_ITEMS} items")
+        if type(node.op) not in _OPERATORS:
+            raise ValueError(f"{type(node.op).__name__} is not allowed")
+        return ast.Constant(_OPERATORS[type(node.op)](left, right))
+
+
+def _setting_name(text: str) -> str:
+    """Which setting `text` is: its name in a configuration of the callers of `literal`."""
+    frame: Optional[types.FrameType] = sys._getframe(2)
+    for _ in range(5):
+        if frame is None:
+            break
+        if frame.f_globals.get("__name__") != "fairseq.utils":  # whose parameters are all called x
+            values = list(frame.f_locals.values())
+            values += [
+                own for value in values for name, own in _own(value).items() if name in ("cfg", "args")
+            ]
+            for holder in (frame.f_locals, *map(_own, values)):
+                for name, value in holder.items():
+                    if isinstance(value, str) and value == text:
+                        return str(name)
+        frame = frame.f_back
+    return "of the configuration"
+
+
+def _own(value: Any) -> Mapping[Any, Any]:
+    """What a configuration or an object itself holds; no property and no `__getattr__` is called."""
+    if isinstance(value, DictConfig):
+        own: Any = OmegaConf.to_container(value, resolve=False)
+    else:
+        own = getattr(value, "__dict__", {})
+    return own if isinstance(own, dict) else {}

@@ -1,0 +1,284 @@
+"""Files that torch reads and that are not fairseq checkpoints all the same: one paragraph says what is wrong.
+
+What a checkpoint says is looked at before fairseq works with it, and any exception of fairseq's that is left
+becomes a UserError. A model is not built if it is far larger than the weights beside its settings: it would
+fill the memory, or take hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import traceback
+from pathlib import Path
+from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, Mapping, NoReturn, Optional, Set
+
+import torch
+from fairseq.modules.fairseq_dropout import FairseqDropout
+from omegaconf import open_dict
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import refuse_irregular
+from moa_fairseq.plugin.patches.table import patch
+
+MAX_SETTINGS = 100_000  # values in a checkpoint's configuration: fairseq's have some hundreds
+_TEST = "plugin/patches/test_malformed_checkpoints.py::test_a_malformed_checkpoint_gets_a_paragraph"
+_REMEDY = "Use another checkpoint, or the file that this one was copied from."
+_OF_A_CHECKPOINT = (
+    "Its settings or weights were changed, were saved by other code, or do not fit the data or the flags of "
+    f"this command. {_REMEDY}"
+)
+
+
+def check_checkpoint(state: Any, name: str, size: int) -> None:
+    """Raises UserError unless `state`, read from a file of `size` bytes, can be one of fairseq's checkpoints.
+
+    Weights are dense tensors that the file holds, all finite; the configuration is made of mappings.
+    """
+
+    def refuse(reason: str) -> NoReturn:
+        raise UserError(f"Checkpoint {name} is not one that fairseq can have saved: {reason}. {_REMEDY}")
+
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict) or not state["model"]:
+        raise UserError(f"{name} is not a fairseq checkpoint: it holds no model. {_REMEDY}")
+    _check_tensors(state, size, refuse)
+    for key, value in state["model"].items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            refuse(f"the weight {str(key)[:80]} is of the type {type(value).__name__}")
+    check_weights(
+        state["model"], f"Checkpoint {name} holds", "Use an earlier checkpoint of it, if there is one."
+    )
+    cfg, args = state.get("cfg"), state.get("args")
+    _check_size_of_settings([cfg, args], refuse)
+    if args is not None and not isinstance(args, argparse.Namespace):
+        refuse(f"its settings (args) are of the type {type(args).__name__}")
+    if cfg is not None:
+        if not isinstance(cfg, dict) or not all(isinstance(key, str) for key in cfg):
+            refuse(f"its settings (cfg) are of the type {type(cfg).__name__}, or a name in them is not text")
+        for group in ("model", "task"):
+            if not isinstance(cfg.get(group, {}), (dict, argparse.Namespace)):
+                refuse(f"cfg.{group} is of the type {type(cfg[group]).__name__}")
+
+
+def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) -> None:
+    """Raises UserError, which begins and ends so, if a weight is NaN or infinite."""
+    for name, weight in weights.items():
+        if weight.is_floating_point() and weight.element_size() == 1:  # float8 lacks isfinite
+            weight = weight.float()
+        if not weight.isfinite().all():
+            kind = "NaN" if weight.isnan().any() else "infinity"
+            raise UserError(f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}")
+
+
+def _parts(value: Any) -> List[Any]:
+    """What a container holds; nothing for anything else."""
+    value = vars(value) if isinstance(value, argparse.Namespace) else value
+    value = value.values() if isinstance(value, dict) else value
+    return list(value) if not isinstance(value, (str, bytes, Tensor)) and hasattr(value, "__iter__") else []
+
+
+def _check_tensors(state: Dict[Any, Any], size: int, refuse: Callable[[str], NoReturn]) -> None:
+    """All tensors together are no larger than the file: none repeats a number, or was made without one."""
+    seen: Set[int] = set()
+    pending: List[Any] = [state]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+                refuse(f"it holds a tensor that is not dense ({value.layout}, on {value.device})")
+            storage = value.untyped_storage()
+            size -= 0 if storage.data_ptr() in seen else storage.nbytes()
+            seen.add(storage.data_ptr())
+            if value.numel() * value.element_size() > storage.nbytes() or size < 0:
+                refuse(f"a tensor of the shape {list(value.shape)} is larger than what the file holds")
+        elif id(value) not in seen and (parts := _parts(value)):
+            seen.add(id(value))
+            pending += parts
+
+
+def _check_size_of_settings(values: List[Any], refuse: Callable[[str], NoReturn]) -> None:
+    """One list that stands in ten places counts ten times: OmegaConf copies it for each."""
+    pending = list(values)
+    for _ in range(MAX_SETTINGS):
+        if not pending:
+            return
+        pending += _parts(pending.pop())
+    refuse(f"its settings have more than {MAX_SETTINGS:,} values, or hold themselves")
+
+
+# ---- building a model
+
+
+class Allowance(TorchDispatchMode):
+    """Inside the block, a model that is built may be some times as large as the weights that were read."""
+
+    TIMES = 16
+    FREE_NUMBERS = 1 << 26  # positions of small models
+    FREE_TENSORS = 1000  # a million empty layers take hours as well
+    current: ClassVar[List[Allowance]] = []
+
+    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.numbers, self.tensors = self.FREE_NUMBERS, self.FREE_TENSORS
+        self.grant(weights)
+
+    def __enter__(self) -> Allowance:
+        self.current.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.current.remove(self)
+        super().__exit__(*error)
+
+    def grant(self, weights: Iterable[Tensor]) -> None:
+        """Room for one more model of these weights."""
+        for weight in weights:
+            self.numbers += self.TIMES * weight.numel()
+            self.tensors += self.TIMES
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict] = None) -> Any:
+        sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args[-1:]
+        needed = 0
+        if args and not isinstance(args[0], Tensor) and all(isinstance(size, (int, float)) for size in sizes):
+            # a new tensor: empty([3, 4]), arange(7)
+            self.numbers -= max(math.prod(sizes), 0)
+            self.tensors -= 1
+        else:
+            shapes = [value.shape for value in args if isinstance(value, Tensor)]
+            with contextlib.suppress(RuntimeError):  # of other operations than those on pairs of numbers
+                shapes = [torch.broadcast_shapes(*shapes)]
+            needed = max((math.prod(shape) for shape in shapes), default=0)
+        if needed > self.numbers or self.numbers < 0 or self.tensors < 0:
+            raise ValueError(
+                f"{func} would make the model that the settings describe far larger than the weights in the "
+                "file, so it is not built"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+# ---- what fairseq raises
+
+
+@contextlib.contextmanager
+def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Iterator[None]:
+    """In the block, any exception becomes a UserError: `what`, the exception, its place in the code, remedy.
+
+    path: of the checkpoint; a UserError that names it is left as it is.
+    """
+    try:
+        yield
+    except UserError as error:
+        if path in str(error):
+            raise
+        raise UserError(f"{what}: {error}") from error
+    except Exception as error:  # settings of unknown origin can cause any error
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((f for f in reversed(frames) if "/torch/" not in f.filename), frames[-1])
+        where = "/".join(Path(place.filename).parts[-3:])
+        reason = " ".join(str(error).split())[:400]
+        raise UserError(
+            f"{what}: {type(error).__name__}: {reason} (in {where}, line {place.lineno}). {remedy}"
+        ) from error
+
+
+@patch("fairseq.checkpoint_utils:load_checkpoint_to_cpu", _TEST)
+def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
+    """fairseq relies on what a checkpoint should hold, and ends in a traceback where it does not; it hangs at
+    a named pipe, and fills the memory from a device.
+    """
+    refuse_irregular(path)
+    with explaining(f"Checkpoint {path} cannot be loaded", str(path)):
+        state = load(path, *args, **options)
+    for allowance in Allowance.current[-1:]:
+        allowance.grant(state["model"].values())
+    return state
+
+
+@patch("fairseq.checkpoint_utils:load_model_ensemble_and_task", _TEST)
+def explain_models(load: Callable, filenames: List[str], *args: Any, **options: Any) -> Any:
+    """fairseq builds whatever model the settings describe, and settings that it cannot build end in a
+    traceback.
+    """
+    given = options.get("state") or {}
+    names = ", ".join(map(str, filenames))
+    with explaining(f"The model of {names} cannot be loaded", names):
+        with Allowance(given.get("model", {}).values()):
+            models, cfg, task = load(filenames, *args, **options)
+        _check_use(task, models)
+        with open_dict(cfg):
+            cfg.update({group: cfg.get(group) for group in ("task", "criterion")})  # commands read them
+    return models, cfg, task
+
+
+def _check_use(task: Any, models: List[Any]) -> None:
+    """Raises ValueError for settings that fairseq does not look at before the model is used."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, FairseqDropout) and not isinstance(module.p, (int, float)):
+                raise ValueError(f"the dropout of {name} is {module.p!r:.80}")
+    for part in (task, *models):
+        limits = None
+        with contextlib.suppress(Exception):  # not every task and model has limits
+            limits = part.max_positions()
+        for limit in limits if isinstance(limits, (list, tuple)) else [limits]:
+            if isinstance(limit, (int, float)) and not limit > 0:
+                raise ValueError(f"the longest sentence (such as --max-source-positions) is {limit}")
+
+
+@patch(
+    "fairseq.models.fairseq_model:BaseFairseqModel.load_state_dict",
+    "plugin/patches/test_generation.py::test_weights_of_another_kind_are_refused",
+)
+def refuse_other_kinds(load: Callable, model: Any, state: Dict[str, Any], *args: Any, **options: Any) -> Any:
+    """torch turns integers and complex numbers into weights without a word."""
+    for name, parameter in model.named_parameters():
+        weight = state.get(name)
+        if isinstance(weight, Tensor) and weight.is_floating_point() != parameter.is_floating_point():
+            why = f"is made of {weight.dtype}, and no training saves that"
+            raise UserError(f"The weight {name[:80]} {why}. {_REMEDY}")
+    return load(model, state, *args, **options)
+
+
+@patch("fairseq.criterions:build_criterion", _TEST)
+def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
+    """fairseq-validate builds whatever criterion a checkpoint's settings describe."""
+    remedy = "Change these flags; fairseq-validate has them from its checkpoint: then use another one."
+    with explaining("The criterion cannot be built from its settings", remedy=remedy):
+        criterion = build(settings, task, *args, **options)
+        if criterion is None:
+            raise ValueError("there are none")
+    return criterion
+
+
+@patch(
+    "fairseq.trainer:Trainer.load_checkpoint",
+    "plugin/patches/test_checkpoint_files.py::test_what_is_no_file_is_refused_before_it_is_opened",
+)
+def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+    """fairseq silently starts a new training if checkpoint_last.pt is not a regular file, and a damaged state
+    of a training ends in a traceback, at once or after hours.
+    """
+    refuse_irregular(filename)
+    with explaining(f"The training cannot go on from {filename}", filename):
+        extra = load(trainer, filename, *args, **options)
+        if extra is not None:
+            _check_place(trainer.get_num_updates(), extra)
+    return extra
+
+
+def _check_place(updates: Any, extra: Dict[str, Any]) -> None:
+    """Raises ValueError for a count or a best loss that would end the training only when it is used."""
+    place = extra["train_iterator"]
+    counts = {"num_updates": updates, **{key: place.get(key, 0) for key in ("epoch", "iterations_in_epoch")}}
+    for name, value in counts.items():
+        if not isinstance(value, int) or not 0 <= value < 2**31:
+            raise ValueError(f"{name} is {value!r:.80}")
+    for name in ("best", "previous_training_time"):
+        value = extra.get(name) or 0.0
+        if torch.is_tensor(value) and value.numel() == 1:  # several processes sum up their times in one
+            value = value.item()
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{name} is {extra[name]!r:.80}")

@@ -1,0 +1,363 @@
+"""The trainer and the task: what they are told, what they load, and what they say of an error."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import logging
+import math
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
+from torch.multiprocessing import ProcessExitedException
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.files import DISK_FULL, as_user_error
+from moa_fairseq.layers.observers import forgetting, observers_of
+from moa_fairseq.plugin.patches.checkpoint_files import AFTER_DIVERGENCE, load_checkpoint
+from moa_fairseq.plugin.patches.table import made_of, patch
+
+logger = logging.getLogger(__name__)
+
+_MOST = 8  # differences that are listed
+_COMPAT, _RESUME = "plugin/test_fairseq_compat.py::", "test_resume.py::"
+_BEST = "plugin/patches/test_best_checkpoint.py::"
+_CONTEXT = "plugin/tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one"
+
+
+@patch(
+    "fairseq.dataclass.utils:override_module_args", _COMPAT + "test_bf16_is_a_gpu_dtype_when_there_is_a_gpu"
+)
+def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
+    """fairseq's command line takes --bf16 to mean a TPU.
+
+    The step that turns arguments into a config is the last one before `tpu` is read.
+    """
+    if getattr(args, "bf16", False) and torch.cuda.is_available():
+        args.tpu = False
+    return override_module_args(args)
+
+
+@patch("fairseq.dataclass.utils:override_module_args", _COMPAT + "test_half_precision_needs_a_gpu")
+def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
+    """--fp16 and --bf16 end in tracebacks of CUDA and of TPUs in a training on a CPU.
+
+    Evaluations take both there, and so does a training with --fp16-no-flatten-grads.
+    """
+    half = next((name for name in ("fp16", "bf16") if getattr(args, name, False)), "")
+    on_gpu = torch.cuda.is_available() and not getattr(args, "cpu", False)
+    on_tpu = half == "bf16" and importlib.util.find_spec("torch_xla")
+    flattens = half == "bf16" or not getattr(args, "fp16_no_flatten_grads", False)
+    if half and flattens and hasattr(args, "lr_scheduler") and not on_gpu and not on_tpu:
+        raise UserError(
+            f"--{half} needs a GPU, and this training is on the CPU: leave it out, or give --amp, which is "
+            "bfloat16 there."
+        )
+    return override_module_args(args)
+
+
+@patch(
+    "fairseq.trainer:Trainer.train_step",
+    "plugin/tasks/test_bcd.py::test_a_whole_update_is_a_g_step_and_then_an_f_step",
+)
+def announce_updates(train_step: Callable, trainer: Any, samples: Any, *args: Any, **options: Any) -> Any:
+    """fairseq shows a task one micro-batch at a time; a task with `before_update(trainer, samples)` now sees
+    a whole update before it begins. The model is told when an update has been made, so that a checkpoint
+    saved between updates is complete and holds nothing of an update that overflowed.
+    """
+    for observer in observers_of(trainer.get_model()):
+        observer.forget()  # left by an update that overflowed and was skipped
+    before_update = getattr(trainer.task, "before_update", None)
+    if before_update is not None:
+        before_update(trainer, samples)
+    result = train_step(trainer, samples, *args, **options)
+    model = trainer.get_model()
+    if hasattr(model, "set_num_updates"):
+        model.set_num_updates(trainer.get_num_updates())
+    return result
+
+
+@patch(
+    "fairseq.tasks.fairseq_task:FairseqTask.train_step",
+    "plugin/tasks/test_observed_updates.py::test_routers_count_what_an_update_was_made_of",
+)
+def observe_no_fillers(
+    train_step: Callable,
+    task: Any,
+    sample: Any,
+    model: Any,
+    criterion: Any,
+    optimizer: Any,
+    update_num: int,
+    ignore_grad: bool = False,
+) -> Any:
+    """A worker that has no micro-batch left runs an old one again, only to take part; routers and gates would
+    count its tokens.
+    """
+    with forgetting(observers_of(model)) if ignore_grad else contextlib.nullcontext():
+        return train_step(task, sample, model, criterion, optimizer, update_num, ignore_grad)
+
+
+@patch("fairseq.nan_detector:NanDetector.add_hooks", _COMPAT + "test_the_module_that_made_a_nan_is_named")
+def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any) -> None:
+    """The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of tensors,
+    in which torch's backward hooks find no tensor.
+    """
+    backward = detector.backward
+    detector.backward = backward and not isinstance(module, FairseqEncoder)
+    add_hooks(detector, module)
+    detector.backward = backward
+
+
+@patch(
+    "fairseq.modules.dynamic_convolution:DynamicConv_scripatable.reset_parameters",
+    _COMPAT + "test_dynamic_convolutions_leave_no_weight_unfilled",
+)
+def fill_the_unused_bias(reset_parameters: Callable, convolution: Any) -> None:
+    """A dynamic convolution without a bias keeps a weight of that name which nothing fills: what memory held
+    is saved, NaN now and then, and such a checkpoint is refused.
+    """
+    torch.nn.init.zeros_(convolution.conv_bias)
+    reset_parameters(convolution)
+
+
+@patch("fairseq.models.ema:EMA.__init__", _COMPAT + "test_a_moving_average_of_a_model_with_counts")
+def average_no_counts(
+    init: Callable, ema: Any, model: Any, config: Any, device: Any = None, skip_keys: Any = None
+) -> None:
+    """--store-ema multiplies every tensor of a model by a fraction, and torch refuses that for integers: the
+    number of batches that a batch normalisation has seen.
+
+    They are copied.
+    """
+    tensors = {key: value for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    integers = {key for key, value in tensors.items() if not value.is_floating_point()}
+    init(ema, model, config, device, integers.union(skip_keys or ()))
+
+
+@patch("fairseq.checkpoint_utils:save_checkpoint", _CONTEXT)
+def announce_saves(save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **options: Any) -> Any:
+    """fairseq asks the first process alone for a task's state; a carried context is spread over all.
+
+    `task.before_save(trainer, epoch_itr)` runs in every process.
+    """
+    before_save = getattr(trainer.task, "before_save", None)
+    if before_save is not None and not cfg.no_save:
+        before_save(trainer, epoch_itr)
+    return save(cfg, trainer, epoch_itr, *args, **options)
+
+
+@patch("fairseq.checkpoint_utils:save_checkpoint", _BEST + "test_nan_is_no_best")
+def nan_is_no_best(
+    save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, *args: Any, **options: Any
+) -> Any:
+    """A validation of NaN becomes fairseq's best value, after which any other one is better: a worse model
+    takes the place of checkpoint_best.pt.
+    """
+    if val_loss is not None and not _can_be_best(val_loss, cfg):
+        logger.warning(
+            f"the validation's {cfg.best_checkpoint_metric} is {val_loss}: it does not count as a best one"
+        )
+        val_loss = None
+    return save(cfg, trainer, epoch_itr, val_loss, *args, **options)
+
+
+@patch("fairseq.checkpoint_utils:load_checkpoint", _BEST + "test_a_best_value_of_nan_is_not_restored")
+def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
+    """Checkpoints from before hold NaN as the best value: it is read from checkpoint_best.pt instead."""
+    result = load(cfg, trainer, **options)
+    save = checkpoint_utils.save_checkpoint
+    if not _can_be_best(getattr(save, "best", 0.0), cfg):
+        path = os.path.join(cfg.save_dir, f"checkpoint_best{trainer.checkpoint_suffix}.pt")
+        state = load_checkpoint(path) if os.path.exists(path) else {}
+        del save.best
+        best = state.get("extra_state", {}).get("val_loss")
+        if best is not None and _can_be_best(best, cfg):
+            save.best = best
+    return result
+
+
+@patch("fairseq_cli.*:should_stop_early", _BEST + "test_nan_does_not_end_a_training_early")
+def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> bool:
+    """If the first validation is NaN, no later one is better: --patience ends the training."""
+    if valid_loss is not None and not _can_be_best(valid_loss, cfg.checkpoint):
+        valid_loss = -math.inf if cfg.checkpoint.maximize_best_checkpoint_metric else math.inf
+    return should_stop_early(cfg, valid_loss)
+
+
+def _can_be_best(value: float, cfg: Any) -> bool:
+    """Whether other values could be better than this one: NaN and the infinite best cannot be surpassed."""
+    maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)  # a caller may have fewer settings
+    return value < math.inf if maximize else value > -math.inf
+
+
+@patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)
+def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
+    """fairseq hands a task its saved state without the model or the place in the epoch.
+
+    `task.after_load(trainer, epoch_itr, extra_state)` follows.
+    """
+    extra_state, epoch_itr = load(cfg, trainer, **options)
+    after_load = getattr(trainer.task, "after_load", None)
+    if extra_state is not None and after_load is not None:
+        after_load(trainer, epoch_itr, extra_state)
+    return extra_state, epoch_itr
+
+
+@patch(
+    "fairseq.trainer:Trainer.load_checkpoint",
+    _RESUME + "test_another_architecture_is_refused_and_overwrites_nothing",
+)
+def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+    """fairseq says that the architectures do not match, and not in which setting."""
+    try:
+        return load(trainer, filename, *args, **options)
+    except Exception as error:
+        if "ensure that the architectures match" not in str(error):
+            raise
+        differences = _differences(load_checkpoint(filename), trainer.cfg.model)
+        torchs_reason = " ".join(str(error.__context__).split())
+        raise UserError(
+            f"{filename} holds another model than that of this command, and cannot be loaded: "
+            f"{'; '.join(differences[:_MOST]) or torchs_reason[:500]}. Give the flags that the checkpoint "
+            "was made with; or, to train another model, choose another --save-dir."
+        ) from error
+
+
+def _program() -> Dict[str, Any]:
+    """The names of fairseq-train, called as a program or as a module; {} in another program."""
+    modules = (sys.modules.get(name) for name in ("__main__", "fairseq_cli.train"))
+    functions = (getattr(module, "should_stop_early", None) for module in modules)
+    return next((inspect.unwrap(function).__globals__ for function in functions if function), {})
+
+
+@patch("fairseq_cli.train:train", _RESUME + "test_a_training_at_its_goal_makes_no_further_update", None)
+def end_at_the_goal() -> None:
+    """A training that goes on at its last update (--max-update) makes one more before it ends."""
+    program = _program()
+    if "train" not in program:
+        return
+
+    def train(cfg: Any, trainer: Any, *args: Any, **options: Any) -> Any:
+        if trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf):
+            return [None], True
+        return original(cfg, trainer, *args, **options)
+
+    original, program["train"] = program["train"], train
+
+
+_PATIENCE = _RESUME + "test_patience_goes_on_where_it_was"
+
+
+@patch("fairseq.trainer:Trainer.save_checkpoint", _PATIENCE)
+def save_patience(save: Callable, trainer: Any, filename: str, extra_state: Dict[str, Any]) -> Any:
+    """--patience counts anew after each restart, so that a training that was interrupted goes on for longer:
+    the count is saved with the checkpoint.
+    """
+    count = vars(_program().get("should_stop_early", save))
+    if "num_runs" in count:
+        extra_state["patience"] = {"best": float(count["best"]), "num_runs": count["num_runs"]}
+    return save(trainer, filename, extra_state)
+
+
+@patch("fairseq.checkpoint_utils:load_checkpoint", _PATIENCE)
+def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
+    """The count of --patience that was saved is gone on with, unless the training begins anew or fairseq
+    forgets its best value, too.
+    """
+    extra_state, epoch_itr = load(cfg, trainer, **options)
+    program, count = _program(), (extra_state or {}).get("patience")
+    forgets = cfg.reset_meters or cfg.reset_optimizer
+    if program and isinstance(count, dict) and trainer.get_num_updates() and not forgets:
+        program["should_stop_early"].best = count["best"]
+        program["should_stop_early"].num_runs = count["num_runs"]
+    return extra_state, epoch_itr
+
+
+def _differences(state: Dict[str, Any], model: Any) -> List[str]:
+    """Each of the model's own flags whose value in the checkpoint is not that of this command."""
+    before, now = (
+        dict(settings.items()) if hasattr(settings, "items") else vars(settings)
+        for settings in ((state.get("cfg") or {}).get("model") or state.get("args") or {}, model)
+    )
+    parser = argparse.ArgumentParser()
+    ARCH_MODEL_REGISTRY[now.get("arch") or now["_name"]].add_args(parser)
+    names = ["arch", *(action.dest for action in parser._actions if "drop" not in action.dest)]
+    return [
+        f"--{name.replace('_', '-')} was {before[name]} and is {now[name]}"
+        for name in dict.fromkeys(names)
+        if name in before and name in now and str(before[name]) != str(now[name])
+    ]
+
+
+@patch(
+    "fairseq.trainer:Trainer.load_checkpoint",
+    _RESUME + "test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
+)
+def name_other_optimizers(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+    """A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded wrongly if
+    the sizes happen to fit.
+    """
+    try:
+        result = load(trainer, filename, *args, **options)
+        fits = trainer._optimizer is None or _state_fits(trainer._optimizer.optimizer)
+    except ValueError as error:
+        if "parameter group" not in str(error):
+            raise
+        fits = False
+    if fits:
+        return result
+    raise UserError(
+        f"{filename} holds an optimizer for other parameters than those that this run updates: go on "
+        f"with the flags of its first run{getattr(trainer.task, 'optimizer_remedy', '')}, or keep the "
+        "model alone with --reset-optimizer --reset-lr-scheduler."
+    )
+
+
+def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's state is one of its parameters, in shapes and kinds: torch does not check."""
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            shape = value.shape if torch.is_tensor(value) else None
+            if isinstance(value, str) or (name in moments and value is not None and shape != parameter.shape):
+                return False
+            # flattened parameters (--fp16) have whatever length the model's have together
+            if shape is not None and parameter.dim() == 1 and shape.numel() not in (1, parameter.numel()):
+                return False
+    numbers = ("lr", "betas", "eps", "weight_decay", "momentum")
+    return not any(isinstance(group.get(name), str) for group in optimizer.param_groups for name in numbers)
+
+
+@patch("sys:excepthook", _COMPAT + "test_user_errors_of_fairseq_train_are_one_paragraph", made_of)
+def one_paragraph(hook: Callable) -> Callable:
+    """An error that the user can put right ends in a traceback: it is printed as one paragraph."""
+    return print_user_errors if hook is sys.__excepthook__ else hook
+
+
+def print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
+    """In place of `sys.excepthook`."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
+    if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
+        error = UserError(str(error))
+    if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
+        how = f"was killed ({error.signal_name})" if error.signal_name else f"ended with {error.exit_code}"
+        remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
+        error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
+    if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
+        error = UserError(f"{str(error).rstrip('.')}.")
+    if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):
+        error = UserError(f"The training has diverged: {str(error).rstrip('.')}. {AFTER_DIVERGENCE}")
+    if isinstance(error, UserError):
+        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)

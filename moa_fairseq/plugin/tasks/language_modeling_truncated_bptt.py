@@ -1,0 +1,231 @@
+"""`--task language_modeling_truncated_bptt`: texts are read in order, each chunk with the one before it."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional
+
+from fairseq.data import BaseWrapperDataset, FairseqDataset, iterators
+from fairseq.tasks import register_task
+from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+from omegaconf import II
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import flag
+from moa_fairseq.plugin.carried_context import ChunkContext, gather_contexts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TruncatedBPTTConfig(LanguageModelingConfig):
+    """fairseq's language modelling flags and the length of the context."""
+
+    carried_chunks: int = flag(
+        1,
+        "how many earlier chunks of --tokens-per-sample tokens self-attention also sees (Transformer-XL; 0: "
+        "none, but chunks are still read in order)",
+    )
+    seed: int = II("common.seed")
+    update_freq: List[int] = II("optimization.update_freq")  # noqa: RUF009 (as fairseq writes it)
+    train_subset: str = II("dataset.train_subset")
+
+
+class OrderedChunks(BaseWrapperDataset):
+    """A split as `rows` texts that are read side by side, each in `chunks` chunks, one after the other.
+
+    Blocks 0 … chunks − 1 of the data set are the first text, and so on; the last text may be shorter.
+    `batches` are the blocks that are read together. The texts have so many equal `parts`, which take turns:
+    each process has some of them, one after the other, and all parts together read one chunk of every text.
+    A batch knows its chunk and part.
+    """
+
+    def __init__(self, dataset: FairseqDataset, rows: int, parts: int = 1):
+        super().__init__(dataset)
+        self.rows = max(1, min(rows, len(dataset)))
+        self.chunks, self.parts = -(-len(dataset) // self.rows), parts
+
+    def batches(self, num_shards: int) -> List[List[int]]:
+        """Blocks of each batch, shard by shard. A shard keeps its parts; num_shards divides parts."""
+        per_part, steps, total = self.rows // self.parts, self.parts // num_shards, len(self.dataset)
+        first_blocks = range(0, self.rows * self.chunks, self.chunks)
+        texts = [first_blocks[part * per_part : (part + 1) * per_part] for part in range(self.parts)]
+        return [
+            [first + chunk for first in texts[shard * steps + step] if first + chunk < total]
+            for chunk in range(self.chunks)
+            for step in range(steps)
+            for shard in range(num_shards)
+        ]
+
+    def collater(self, samples: List[Dict[str, Any]]) -> Dict[str, Any]:
+        batch = self.dataset.collater(samples)
+        if batch:
+            row, chunk = divmod(int(samples[0]["id"]), self.chunks)
+            batch["net_input"].update(chunk=chunk, part=row * self.parts // self.rows)
+        return batch
+
+
+@register_task("language_modeling_truncated_bptt", dataclass=TruncatedBPTTConfig)
+class TruncatedBPTTTask(LanguageModelingTask):
+    """Language modelling over contiguous batches (Transformer-XL, Dai et al., arXiv 1901.02860, §3.2).
+
+    --batch-size texts (or --max-tokens / --tokens-per-sample) are read side by side, in training
+    --update-freq times as many, each micro-batch of an update reading its own. A batch goes on where the last
+    batch of its texts ended, in training and in evaluation, and its self-attentions also see the
+    --carried-chunks before it. It takes the models of this package, with --positions xl or rope.
+
+    A checkpoint from the middle of an epoch holds the context of all texts, in its extra_state's
+    "carried_context": layers · --carried-chunks · --tokens-per-sample · texts · width numbers. A training
+    that goes on from there equals one that was never interrupted; with another number of processes, too, if
+    these read the same texts.
+    """
+
+    reads_any_length = True  # positions are relative, and no chunk is left out
+    _carried: Optional[Dict[str, Any]] = None  # what the next checkpoint will hold
+
+    @classmethod
+    def setup_task(cls, args: Any, **kwargs: Any) -> "TruncatedBPTTTask":
+        if args.carried_chunks < 0:
+            raise UserError(f"--carried-chunks {args.carried_chunks} must not be negative.")
+        if args.sample_break_mode not in (None, "none"):
+            raise UserError(
+                f"--sample-break-mode {args.sample_break_mode}: consecutive chunks are cut from one text, so "
+                "leave the flag out, or give none."
+            )
+        return super().setup_task(args, **kwargs)
+
+    def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+        model = super().build_model(args, from_checkpoint)
+        carry = getattr(getattr(model, "decoder", None), "carry_context", None)
+        if carry is None:
+            raise UserError(
+                "--task language_modeling_truncated_bptt carries a context into the attention, which this "
+                "model does not take: choose an --arch of moa_fairseq (a dense one is "
+                "transformer_xl_lm_47m), or --task language_modeling."
+            )
+        carry(self.args.carried_chunks)
+        return model
+
+    def train_step(
+        self,
+        sample: Any,
+        model: Any,
+        criterion: Any,
+        optimizer: Any,
+        update_num: int,
+        ignore_grad: bool = False,
+    ) -> Any:
+        """fairseq's. A batch that a process runs again only to take part leaves the contexts as they are."""
+        if ignore_grad:
+            inputs = {key: x for key, x in sample["net_input"].items() if key not in ("chunk", "part")}
+            sample = {**sample, "net_input": inputs}
+        return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
+
+    def before_save(self, trainer: Any, epoch_itr: iterators.EpochBatchIterator) -> None:
+        """Collect the contexts of all processes, unless the next chunk begins an epoch."""
+        context, self._carried = trainer.get_model().decoder.context, None
+        if context is None or epoch_itr.end_of_epoch():
+            return
+        whole = gather_contexts([context.of_training(part) for part in self._own_parts(epoch_itr)])
+        if whole is not None:
+            self._carried = {**self._texts(epoch_itr), "chunk": whole.chunk, "inputs": whole.inputs}
+
+    def get_checkpoint_dict(self) -> Dict[str, Any]:
+        """fairseq's hook: what the first process adds to a checkpoint."""
+        carried, self._carried = self._carried, None
+        return {} if carried is None else {"carried_context": carried}
+
+    def after_load(
+        self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: Dict[str, Any]
+    ) -> None:
+        """Give the context of its own texts back to this process, or warn that it is not there."""
+        carried = extra_state.pop("carried_context", None)  # fairseq keeps extra_state during the training
+        context, place = trainer.get_model().decoder.context, epoch_itr.iterations_in_epoch
+        if context is None or place == 0:
+            return
+        own, texts = self._own_parts(epoch_itr), self._texts(epoch_itr)
+        here = {**texts, "chunk": place / len(own) - 1}
+        if not isinstance(carried, dict) or {key: carried.get(key) for key in here} != here:
+            why = "holds none" if carried is None else "holds that of texts which were cut otherwise"
+            logger.warning(
+                f"the next chunk is read without the --carried-chunks before it: the checkpoint {why}. The "
+                "training will differ a little from one that was not interrupted"
+            )
+            return
+        rows, longest = texts["texts"] // epoch_itr.dataset.parts, context.chunks * texts["length"]
+        for part in own:
+            mine = (slice(-longest, None), slice(part * rows, (part + 1) * rows))
+            inputs = [x[mine].to(trainer.device, copy=True) for x in carried["inputs"]]
+            if inputs[0].size(1):
+                context.restore(part, ChunkContext(carried["chunk"], inputs))
+
+    def _own_parts(self, epoch_itr: iterators.EpochBatchIterator) -> range:
+        """The parts of the texts that this process reads."""
+        steps = epoch_itr.dataset.parts // epoch_itr.num_shards
+        return range(epoch_itr.shard_id * steps, (epoch_itr.shard_id + 1) * steps)
+
+    def _texts(self, epoch_itr: iterators.EpochBatchIterator) -> Dict[str, int]:
+        """How the training's texts are cut; contexts fit those that are cut alike."""
+        ordered: OrderedChunks = epoch_itr.dataset
+        return {"texts": ordered.rows, "chunks": ordered.chunks, "length": self.args.tokens_per_sample}
+
+    def eval_lm_dataloader(self, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
+        """Chunks in order, each with its carried context. Raises UserError for a context window as well."""
+        if context_window > 0:
+            raise UserError(
+                "--context-window and a carried context are two ways to look back: leave --context-window "
+                "out, or slide a window over the text with --task language_modeling."
+            )
+        return super().eval_lm_dataloader(*args, **kwargs)
+
+    def get_batch_iterator(
+        self,
+        dataset: FairseqDataset,
+        max_tokens: Optional[int] = None,
+        max_sentences: Optional[int] = None,
+        *args: Any,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        num_workers: int = 0,
+        epoch: int = 1,
+        data_buffer_size: int = 0,
+        **kwargs: Any,
+    ) -> iterators.EpochBatchIterator:
+        """Batches in order. Raises UserError if there is not one text for each process and micro-batch."""
+        length = self.args.tokens_per_sample
+        limits = [max_sentences, None if max_tokens is None else max_tokens // length]
+        per_shard = min((limit for limit in limits if limit is not None), default=1)
+        if per_shard < 1:
+            raise UserError(
+                f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}."
+            )
+        steps = self._micro_batches() if dataset is self.datasets.get(self.args.train_subset) else 1
+        parts = num_shards * steps
+        per_part = max(1, min(per_shard, len(dataset) // parts))
+        ordered = OrderedChunks(dataset, per_part * parts, parts)
+        if ordered.rows < parts:
+            raise UserError(
+                f"{len(dataset)} chunks of --tokens-per-sample {length} are too few for {num_shards} "
+                f"processes with --update-freq {steps}."
+            )
+        return iterators.EpochBatchIterator(
+            dataset=ordered,
+            collate_fn=ordered.collater,
+            batch_sampler=ordered.batches(num_shards),
+            seed=self.args.seed,
+            num_shards=num_shards,
+            shard_id=shard_id,
+            num_workers=num_workers,
+            epoch=epoch,
+            buffer_size=data_buffer_size,
+            disable_shuffling=True,
+        )
+
+    def _micro_batches(self) -> int:
+        """Of an update. Raises UserError if their number changes, since each of them has its own texts."""
+        numbers = set(self.args.update_freq)
+        if len(numbers) > 1:
+            raise UserError(
+                f"--update-freq {','.join(map(str, self.args.update_freq))}: the micro-batches of an update "
+                "read different texts, so give one number."
+            )
+        return int(numbers.pop())

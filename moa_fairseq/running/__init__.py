@@ -1,1 +1,0 @@
-"""Running commands in folders that one run has to itself."""

@@ -1,9 +1,0 @@
-"""The choices of --task: block coordinate descent, texts read in order, sentences batched by length."""
-
-from moa_fairseq.tasks import (
-    block_coordinate_descent,
-    language_modeling_truncated_bptt,
-    sentence_prediction_by_length,
-)
-
-__all__ = ["block_coordinate_descent", "language_modeling_truncated_bptt", "sentence_prediction_by_length"]

@@ -1,1 +1,0 @@
-"""fairseq's Transformers with a mixture of attention heads inside."""

@@ -1,0 +1,58 @@
+"""Default sizes of a conversion, without a model."""
+
+import argparse
+
+import pytest
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.convert.models import _symbols, settings_for
+from moa_fairseq.experiments.convert.weights import default_values, fill
+from moa_fairseq.layers import MixtureOfHeads
+
+
+@pytest.mark.parametrize(
+    "heads, shared, routed", [(8, 4, 2), (5, 2, 1), (7, 3, 2), (3, 1, 1), (2, 1, 1), (1, 0, 1)]
+)
+def test_half_of_the_heads_are_shared_and_half_of_the_rest_chosen(heads, shared, routed):
+    """Halves of odd numbers are rounded down, but one head is chosen at least."""
+    settings = argparse.Namespace(encoder_attention_heads=heads, decoder_attention_heads=99)
+    found = default_values("moh", settings, "masked LM", {})
+    assert (found["moh_shared_heads"], found["experts_per_token"]) == (shared, routed)
+
+
+def test_the_side_with_fewer_heads_decides():
+    settings = argparse.Namespace(encoder_attention_heads=8, decoder_attention_heads=4)
+    assert default_values("moh", settings, "translation", {})["moh_shared_heads"] == 2
+    assert default_values("moh", settings, "causal LM", {})["experts_per_token"] == 1
+    with pytest.raises(UserError, match="at most 3"):
+        default_values("moh", settings, "translation", {"moh_shared_heads": 4})
+
+
+def test_symbols_of_adaptive_inputs_are_those_of_all_bands():
+    bands = {f"decoder.embed_tokens.embeddings.{band}.0.weight": rows for band, rows in enumerate((5, 7, 9))}
+    weights = {name: torch.zeros(rows, 4) for name, rows in bands.items()}
+    weights["decoder.embed_tokens.embeddings.1.1.weight"] = torch.zeros(8, 4)  # a band's projection
+    assert _symbols(weights, ("encoder.", "decoder.")) == 5 + 7 + 9
+    assert _symbols({"decoder.embed_tokens.weight": torch.zeros(6, 4), **weights}, ("decoder.",)) == 6
+
+
+def test_learned_positions_of_a_language_model_are_taken_over():
+    """The architecture of the mixture may have others by default."""
+    settings = argparse.Namespace(arch="transformer_lm", decoder_learned_pos=True)
+    for learned, expected in ((True, "learned"), (False, "sinusoidal")):
+        settings.decoder_learned_pos = learned
+        assert settings_for(settings, "mae", "causal LM", {}).positions == expected
+    settings.positions = "rope"
+    assert settings_for(settings, "mae", "causal LM", {}).positions == "rope"
+
+
+@pytest.mark.parametrize("chosen, reason", [((1, 2), "3 of 4"), ((2, 1), "3 of 4"), ((2, 2), None)])
+def test_any_layer_that_leaves_heads_out_computes_another_function(chosen, reason):
+    sizes = [dict(num_heads=4, moh_shared_heads=2, experts_per_token=count) for count in chosen]
+    model = torch.nn.ModuleList([MixtureOfHeads(8, self_attention=True, **size) for size in sizes])
+    for name, attention in model.named_children():
+        attention.name = name
+    dense = {name: value for name, value in model.state_dict().items() if "router" not in name}
+    found = fill(model, dense)
+    assert found is None if reason is None else found.startswith(reason)

@@ -1,0 +1,412 @@
+"""`moa-fairseq translate` beside the run's own generation; `complete` beside a literal greedy loop."""
+
+import io
+import json
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from fairseq.data import Dictionary
+
+from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.prepare import Preparation
+from moa_fairseq.experiments.inference.text_codec import TranslationCodec, codec_of
+from moa_fairseq.experiments.inference.text_model import hypotheses, shown
+from moa_fairseq.experiments.inference.translate import _generation
+from moa_fairseq.experiments.scoring.trained_model import load_trained
+from moa_fairseq.experiments.text import detokenize
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
+WORDS = ["Dog", "cat's", "grass", "runs", "sleeps", "three", "on", "(soft)", "“green”"]
+TINY = {f"{side}-{what}": 16 for side in ("encoder", "decoder") for what in ("embed-dim", "ffn-embed-dim")}
+RECIPE = {
+    "experiment": "raw",
+    "summary": "raw text of another pair of languages",
+    "data": {"recipe": "embedded", "source": "en", "target": "fr", "bpe": 40, "lowercase": True},
+    "model": {
+        **{"arch": "moa_transformer_tiny", "num_experts": 4, "experts_per_token": 2, "expert_dim": 8},
+        **{"share_all_embeddings": True, "flags": {**TINY, "encoder-layers": 2, "decoder-layers": 2}},
+    },
+    "train": {
+        **{"effective_batch_tokens": 300, "max_tokens": 300, "max_epoch": 2, "keep_last_epochs": 1},
+        **{"criterion": "label_smoothed_cross_entropy_with_routing", "log_interval": 1},
+        "flags": {"optimizer": "adam", "lr": 0.02},
+    },
+    "generate": {
+        **{"subsets": ["test"], "beam": 2, "lenpen": 0.6},
+        "flags": {"max-len-b": 6, "no-repeat-ngram-size": 2},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder made from raw text, and the raw text."""
+    root, generator = tmp_path_factory.mktemp("raw"), random.Random(3)
+    for split, size in (("train", 60), ("valid", 8), ("test", 8)):
+        lines = [" ".join(generator.choices(WORDS, k=generator.randint(2, 6))) + "." for _ in range(size)]
+        for language in ("en", "fr"):
+            (root / f"{split}.{language}").write_text(
+                "".join(f"{line}\n" for line in lines), encoding="utf-8"
+            )
+    (root / "raw.yaml").write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
+    words = ["recipe", root / "raw.yaml", "--data", root, "--save-dir", root / "run", "--gpus", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        assert main([*map(str, words)]) == 0
+    return root / "run"
+
+
+def answer(capsys, *words):
+    assert main([*map(str, words), "--cpu"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_file_is_translated_as_the_run_translates_its_test_set(run, capsys):
+    text = (run / "generate-test.txt").read_text(encoding="utf-8")
+    found = {int(n): line for n, line in re.findall(r"^H-(\d+)\t\S+\t(.*)$", text, re.MULTILINE)}
+    expected = [detokenize(found[number], "fr") for number in sorted(found)]
+    assert answer(capsys, "translate", run, run.parent / "test.en") == expected
+    out = run.parent / "out.fr"
+    answer(capsys, "translate", run, run.parent / "test.en", "--output", out)
+    assert out.read_text(encoding="utf-8").splitlines() == expected
+
+
+def test_text_is_segmented_as_the_data_was(run):
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    codec = codec_of(data, "translation")
+    raw = (run.parent / "test.en").read_text(encoding="utf-8").splitlines()
+    assert [codec.encode(line) for line in raw] == (data.parent / "bpe/test.en").read_text().splitlines()
+
+
+def test_whatever_divides_words_divides_them_as_in_training(run):
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    for codec in (codec_of(data, "translation"), codec_of(data, "translation")._replace(steps=())):
+        expected = codec.encode("dog runs on")
+        assert [codec.encode(f"dog{blank}runs\u202fon") for blank in "\t\u00a0\u2028"] == [expected] * 3
+
+
+def test_a_carriage_return_ends_no_line(run, capsys, tmp_path):
+    (tmp_path / "text.en").write_bytes("\ufeffDog\rruns.\n\nThree cats.\r\n".encode())
+    lines = answer(capsys, "translate", run, tmp_path / "text.en")
+    assert len(lines) == 3 and lines[0] and not lines[1] and lines[2]
+
+
+def test_a_prepared_folder_stands_for_its_binarised_data(run, capsys):
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    text = run.parent / "test.en"
+    assert answer(capsys, "translate", run, text, "--data", data.parent) == answer(
+        capsys, "translate", run, text
+    )
+
+
+def test_the_text_is_not_overwritten(run, capsys):
+    text = run.parent / "test.en"
+    before = text.read_bytes()
+    assert main(["translate", str(run), str(text), "--output", str(text)]) == 2
+    assert "--output" in capsys.readouterr().err and text.read_bytes() == before
+
+
+def test_standard_input_n_best_and_experts(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Dog runs.\n\nThree cats.\n"))
+    lines = answer(capsys, "translate", run, "--n-best", 2, "--beam", 2)
+    assert len(lines) == 6 and lines[2:4] == ["", ""]  # as many for each sentence
+    scores = [float(line.split("\t")[0]) for line in lines if line]
+    assert scores[0] >= scores[1] and scores[2] >= scores[3]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Dog runs.\n"))
+    _, *routers = answer(capsys, "translate", run, "--show-experts")
+    assert [line.split(":")[0].strip() for line in routers] == [
+        "encoder.layers.1.self_attn",
+        "decoder.layers.1.self_attn",
+        "decoder.layers.1.encoder_attn",
+    ]
+    for line in routers:
+        chosen = re.findall(r"\[(\d),(\d)\]", line)
+        assert chosen and all(a != b and {a, b} <= set("0123") for a, b in chosen)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--n-best", "9"], "--n-best 9"),
+        (["missing.txt"], "missing.txt"),
+        (["."], ". is a folder"),
+        (["--layer", "1"], "--show-experts"),
+        (["--data", "nowhere"], "--data nowhere"),
+    ],
+)
+def test_what_is_refused(run, capsys, words, named):
+    assert main(["translate", str(run), *words]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_line_that_cannot_be_read_is_named_and_the_rest_translated(run, capsys, tmp_path):
+    good = answer(capsys, "translate", run, run.parent / "test.en")
+    first, second = (run.parent / "test.en").read_bytes().splitlines()[:2]
+    lines = [first, b"dog " * 2000, b"caf\xe9", b"", second]
+    (tmp_path / "long.en").write_bytes(b"\n".join(lines) + b"\n")
+    words = ["translate", str(run), str(tmp_path / "long.en"), "--cpu"]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 1
+    assert (tmp_path / "out").read_text().splitlines() == [good[0], "", "", "", good[1]]
+    said = capsys.readouterr()
+    assert "line 2 " in said.err and "line 3 " in said.err and "line 4 " not in said.err and not said.out
+
+
+def test_no_word_becomes_a_border_of_the_text(caplog):
+    """As it would in text whose words are the symbols; <unk> is an unknown word."""
+    names = Dictionary()
+    names.add_symbol("dog")
+    model = SimpleNamespace(
+        src_dict=names,
+        max_positions=9,
+        encode=lambda line: names.encode_line(line, add_if_not_exist=False).long(),
+        generate=lambda tokens, **settings: [[{"tokens": each}] for each in tokens],
+    )
+    lines = ["dog", "<pad> dog", "dog </s>", "<s>", "<unk> dog", "cat dog"]
+    lines += ["dog " * words for words in (8, 9)]  # with their end nine symbols, and ten
+    found = [answer for _, answer in hypotheses(model, list(enumerate(lines, 1)), {})]
+    assert [bool(answer) for answer in found] == [True, False, False, False, True, True, True, False]
+    assert found[4][0]["tokens"].tolist() == found[5][0]["tokens"].tolist()
+    assert all(f"line {number} is left out" in caplog.text for number in (2, 3, 4, 8))
+
+
+def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():
+    assert TranslationCodec(codes="codes").decode("ha@@ us@@ tür@@") == "haustür"
+    assert TranslationCodec().decode("a@@ b") == "a@@ b", "words, where there are no merges"
+
+
+@pytest.mark.parametrize(
+    "given, used", [((None, None), (2, 0.6)), ((7, None), (7, 0.6)), ((None, 0), (2, 0))]
+)
+def test_a_penalty_of_zero_is_a_penalty(tmp_path, given, used):
+    """What is said counts before the recipe, whose other values stay."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"generate": RECIPE["generate"]}))
+    found = _generation(SimpleNamespace(run_dir=tmp_path, beam=given[0], lenpen=given[1]))
+    assert (found["beam"], found["lenpen"], found["max_len_b"]) == (*used, 6)
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """The run, its data and a recipe in a folder of their own, to be damaged."""
+    shutil.copytree(run, tmp_path / "run")
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    shutil.copytree(data.parent, tmp_path / "data")
+    return SimpleNamespace(run=tmp_path / "run", data=tmp_path / "data", text=run.parent / "test.en")
+
+
+def _swap(folder):
+    for path in folder.glob("binarised/dict.*.txt"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([lines[1], lines[0], *lines[2:]]))
+
+
+def _exchange(folder):
+    for path in folder.glob("binarised/dict.*.txt"):
+        path.write_text("".join([*path.read_text().splitlines(keepends=True)[1:], "zzz 1\n"]))
+
+
+def _mark(folder):
+    for path in folder.glob("binarised/dict.*.txt"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+
+
+def _cut(folder):
+    codes = (folder / "bpe" / "codes").read_text().splitlines(keepends=True)
+    (folder / "bpe" / "codes").write_text("".join(codes[: len(codes) // 2]))
+
+
+DAMAGES = [_swap, _exchange, _mark, _cut, lambda folder: (folder / "bpe" / "codes").unlink()]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_text_is_read_by_other_dictionaries_or_merges(copy, damage, capsys):
+    damage(copy.data)
+    named = ["translate", str(copy.run), str(copy.text), "--data", str(copy.data / "binarised"), "--cpu"]
+    assert main(named) == 2  # others than its own
+    shutil.rmtree(copy.run / "text")  # as a run of an older version
+    assert main(named) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.thorough(keep="_swap")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_changed_copy_is_refused_and_the_remedy_works(copy, damage, capsys):
+    damage(copy.run / "text")
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 2
+    assert f"Delete {copy.run / 'text'}" in capsys.readouterr().err
+    shutil.rmtree(copy.run / "text")
+    assert answer(capsys, "translate", copy.run, copy.text)
+
+
+def test_a_run_translates_without_its_data(run, copy, capsys):
+    state = json.loads((copy.run / "state.json").read_text())
+    state["prepare"]["facts"]["folder"] = str(copy.data / "gone")
+    (copy.run / "state.json").write_text(json.dumps(state))
+    assert answer(capsys, "translate", copy.run, copy.text) == answer(capsys, "translate", run, copy.text)
+
+
+def test_an_old_run_refuses_data_that_was_prepared_anew(run, copy, capsys):
+    shutil.rmtree(copy.run / "text")
+    for place, key in ((copy.run, "prepare"), (copy.data, "binarised")):
+        state = json.loads((place / "state.json").read_text())
+        mark = state[key].get("facts", {}) if key == "prepare" else state[key]
+        mark.update({"fingerprint": "0" * 16} if key == "binarised" else {"folder": f"{copy.data}/binarised"})
+        (place / "state.json").write_text(json.dumps(state))
+    words = ["translate", str(copy.run), str(copy.text), "--cpu"]
+    assert main(words) == 2
+    remedy = re.search(r"--data (\S+),", capsys.readouterr().err).group(1)
+    assert main([*words, "--data", remedy]) == 0
+    said = capsys.readouterr()
+    assert "WARNING" in said.err and "bpe/codes" in said.err and "WARNING" not in said.out
+
+
+def test_a_flag_that_cannot_be_applied_is_named(copy, capsys):
+    recipe = yaml.safe_load((copy.run / "recipe.yaml").read_text())
+    recipe["generate"]["flags"] = {"prefix-size": 2, "batch-size": 3}
+    (copy.run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 0
+    said = capsys.readouterr().err
+    assert "prefix_size" in said and "batch" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("generate: {subsets: [test], beam: 2, lenpen: .nan}", "lenpen"),
+        ("generate: {subsets: [test], beam: 0}", "beam"),
+        ("generate: {subsets: [test], beam: [1, 2]}", "beam"),
+        ("generate: 3", "generate"),
+        ("- 1", "recipe.yaml"),
+        ("{", "recipe.yaml"),
+    ],
+)
+def test_an_odd_recipe_is_one_paragraph(copy, text, named, capsys):
+    (copy.run / "recipe.yaml").write_text(text)
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 2
+    said = capsys.readouterr().err
+    assert named in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "[]",
+        "{",
+        {"rules": [1]},
+        {"rules": {"kind": "translation", "target": "fr", "steps": [["tokenize", {"odd": 1}]]}},
+        {"rules": {"kind": "translation", "target": "fr", "steps": 3}},
+        {"rules": {"kind": 7}},
+        {"rules": None, "settings": {"recipe": []}},
+        {"rules": None, "settings": 3},
+        {"rules": None, "settings": {}},
+    ],
+)
+def test_an_odd_manifest_is_one_paragraph(run, change, tmp_path, capsys):
+    shutil.copytree(run / "text", tmp_path / "text")
+    manifest = tmp_path / "text" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(change if isinstance(change, str) else json.dumps({**content, **change}))
+    with pytest.raises(UserError, match="manifest"):
+        codec_of(tmp_path / "text" / "binarised", "translation")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", {"outputs": [1]}, {"rules": {"kind": 7}}])
+def test_an_odd_manifest_of_a_run_has_a_remedy(copy, content, capsys):
+    manifest = copy.run / "text" / "manifest.json"
+    before = json.loads(manifest.read_text())
+    manifest.write_text(content if isinstance(content, str) else json.dumps({**before, **content}))
+    assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 2
+    said = capsys.readouterr().err
+    assert f"Delete {copy.run / 'text'}" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["translate", "complete"])
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_named(run, verb, stream, monkeypatch, capsys):
+    model = SimpleNamespace(models=[SimpleNamespace(max_positions=lambda: 99)], tgt_dict=[])
+    monkeypatch.setattr("moa_fairseq.experiments.inference.text_model.load", lambda args, kind: model)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("dog\n"))
+    monkeypatch.setattr(sys, stream, None)
+    assert main([verb, str(run)]) == 2
+    assert {"stdin": "Standard input", "stdout": "Standard output"}[stream] in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_orders_of_foreign_text(capsys):
+    terminal = SimpleNamespace(isatty=lambda: True)
+    file = SimpleNamespace(isatty=lambda: False)
+    text = "caf\u00e9 \u65e5 \x1b[31m\x9b2J\x07\ttab"
+    assert shown(text, terminal) == "caf\u00e9 \u65e5 \\x1b[31m\\x9b2J\\x07\ttab"
+    assert shown(text, file) == text
+    assert main(["translate", "no\x1b[2Jrun"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory, fairseq):
+    """(checkpoint, binarised data) of a language model of SentencePiece's pieces, after a few updates."""
+    root, generator = tmp_path_factory.mktemp("lm"), random.Random(4)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "slept"]
+    for split, size in (("train", 200), ("valid", 20), ("test", 20)):
+        rows = (" ".join(generator.choices(words, k=6)) for _ in range(size))
+        (root / f"wikitext-2.{split}.txt").write_text("".join(f" {row} \n" for row in rows))
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        from moa_fairseq.experiments.data.catalogue import datasets
+
+        small = {**datasets(), "wikitext2_sp512": _with_pieces(datasets()["wikitext2_sp512"], 30)}
+        patch.setattr("moa_fairseq.experiments.data.prepare.datasets", lambda: small)
+        settings = {"recipe": "wikitext2_sp512", "flags": {}}
+        data = Preparation(settings, ["train", "valid", "test"], root, root / "data").run().folder
+    fairseq(
+        "train",
+        data,
+        *(
+            "--user-dir",
+            Path(sys.modules["moa_fairseq"].__file__).parent,
+            "--cpu",
+            "--task",
+            "language_modeling",
+        ),
+        *("--arch", "moa_lm_tiny", "--decoder-layers", 1, "--decoder-embed-dim", 16, "--num-experts", 4),
+        *("--decoder-ffn-embed-dim", 16, "--criterion", "cross_entropy_with_routing", "--max-update", 20),
+        *("--tokens-per-sample", 16, "--max-tokens", 160, "--optimizer", "adam", "--lr", 0.02),
+        *("--save-dir", root / "run", "--num-workers", 0),
+    )
+    return root / "run" / "checkpoint_last.pt", data
+
+
+def _with_pieces(dataset, count):
+    import dataclasses
+
+    return dataclasses.replace(dataset, pieces=count)
+
+
+def test_a_language_model_goes_on_greedily(language_model, capsys, monkeypatch):
+    checkpoint, data = language_model
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    (said,) = answer(capsys, "complete", checkpoint, "--data", data, "--tokens", 5)
+    model, task = load_trained(checkpoint, data)
+    codec, dictionary = codec_of(data, "language_modeling"), task.source_dictionary
+    tokens = dictionary.encode_line(codec.encode("the cat"), append_eos=False, add_if_not_exist=False).long()
+    tokens = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens])
+    prompt = len(tokens)
+    for _ in range(5):
+        scores = model.eval()(tokens[None])[0][0, -1]
+        scores[dictionary.pad()] = -torch.inf
+        if (best := scores.argmax()) == dictionary.eos():
+            break
+        tokens = torch.cat([tokens, best[None]])
+    assert said == codec.decode(dictionary.string(tokens[1:])) and len(tokens) > prompt
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"the cat\n{'a ' * 9}\n"))  # in one batch
+    assert answer(capsys, "complete", checkpoint, "--data", data, "--tokens", 5)[0] == said
+    for flag, value in (("--tokens", "99"), ("--temperature", "0.5"), ("--seed", "3")):
+        assert main(["complete", str(checkpoint), "--data", str(data), flag, value]) == 2
+        assert flag in capsys.readouterr().err

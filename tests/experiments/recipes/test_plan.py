@@ -1,0 +1,317 @@
+"""--plan of the kinds of recipes; recorded speeds; its files against those of a run."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq.utils import move_to_cpu
+
+from moa_fairseq.cli import main
+from moa_fairseq.experiments.recipes.batch import TABLE, BatchPlan, CorpusSize, known_size, measured_size
+from moa_fairseq.experiments.recipes.command import Options, run_recipe
+from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
+from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.planner import (
+    DEVICES,
+    HOST_SECONDS,
+    UTILISATION,
+    _is_of,
+    _nearest,
+    as_text,
+    disk,
+    parameter_bytes,
+    plan,
+    read_speeds,
+    workload,
+)
+from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+from moa_fairseq.process import flags
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
+ROOT = Path(__file__).resolve().parents[3]
+KINDS = (
+    *("wmt14_ende_transformer_base", "wmt14_ende_moa_big", "iwslt14_deen_mae7"),
+    *("wikitext103_mlm_transformer", "wikitext103_lm_base", "wikitext2_lm_switchhead_e1_tiny"),
+    *("listops_switchhead_2h", "enwik8_lm_switchhead"),
+)
+
+
+@pytest.fixture
+def plan_of(tmp_path, monkeypatch, capsys):
+    """plan_of(experiment, ...) → the plan, without earlier runs, outside of torchrun and Slurm."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def plan(name, *arguments):
+        assert main(["recipe", name, *arguments, "--plan", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return plan
+
+
+def test_text_of_unknown_size_has_the_symbols_that_the_recipe_asks_for(plan_of):
+    sizes = [
+        plan_of("text_lm_moh_small", f"--set=data.bpe={pieces}")["parameters"] for pieces in (8000, 65536)
+    ]
+    assert sizes[1] - sizes[0] == 2 * 768 * (65536 - 8000)  # two matrices
+    assert round(sizes[1], -6) == 186e6
+
+
+@pytest.mark.thorough(keep=("moa_big", "switchhead_2h"))
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_recipe_has_a_plan(name, plan_of, shipped):
+    report, recipe = plan_of(name), shipped(name)
+    assert report["parameters"] > 1e6
+    assert [entry["count"] for entry in report["hardware"]] == [1, 8, 32] * 4 + [1] * 3
+    for entry in report["hardware"]:
+        adaptive = recipe.train.criterion.startswith("adaptive")  # without data its words are not known
+        assert entry["memory"] > 16 * report["parameters"]
+        assert entry["disk"]["checkpoint"] >= (8 if adaptive else 12) * report["parameters"]
+        assert entry["disk"]["total"] >= 2 * entry["disk"]["checkpoint"]
+        if recipe.train.effective_batch_tokens:
+            assert abs(entry["tokens_per_update"] / recipe.train.effective_batch_tokens - 1) < 0.01
+        if report["corpus"]:
+            assert (recipe.train.max_update or entry["updates"]) >= entry["updates"] > 0
+            low, high = entry["hours"]
+            recorded = entry["speed_origin"].startswith("recorded")
+            assert (0 < low == high) if recorded else (0 < low < high)
+
+
+def test_the_text_says_what_is_rough(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipe", "wmt14_ende_moa_big", "--plan", "--device-name", "V100", "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "199,974,912" in text and "8 V100" in text and "262,144" in text and "H100" not in text
+    assert "rough: 4.4% to 19.3% of the peak" in text and " to " in text.partition("8 V100")[2].split("\n")[0]
+
+
+def test_hours_are_operations_by_shares_of_the_peak_or_the_hosts_time(plan_of):
+    report = plan_of("wmt14_ende_transformer_base", "--gpus", "8", "--device-name", "A100")
+    (entry,) = report["hardware"]
+    operations = entry["target_tokens"] * 6 * report["macs_per_target_token"]
+    of_the_device = [operations / (312e12 * share * 8) for share in reversed(UTILISATION)]
+    of_the_host = [entry["updates"] * entry["batch"]["update_freq"] * 12 * each for each in HOST_SECONDS]
+    seconds = list(map(max, of_the_device, of_the_host))
+    assert entry["hours"] == pytest.approx([each / 3600 for each in seconds], rel=0.05)
+
+
+# recipe and overrides that make MoA's 100 epochs of WMT14 of it, hours by the measured speed, GB of the peak
+EPOCHS = ("effective_batch_tokens=262144", "max_update=null", "max_epoch=100")
+DENSE = ("wmt14_ende_transformer_base", *(f"train.{setting}" for setting in EPOCHS))
+BIG = "transformer_vaswani_wmt_en_de_big"
+MEASURED = {
+    "moa_transformer_base": (("wmt14_ende_moa_base",), 33.8, 4.85),
+    "moa_transformer_big": (("wmt14_ende_moa_big",), 45.7, 6.64),
+    "transformer": (DENSE, 23.1, 4.87),
+    BIG: ((*DENSE, f"model.arch={BIG}"), 25.4, 6.41),
+}
+
+
+@pytest.mark.parametrize("arch", MEASURED)
+def test_hours_are_those_of_the_measured_speed(arch):
+    """On the card and on its generation; elsewhere a range. And a batch has the measured peak."""
+    (name, *settings), hours, peak = MEASURED[arch]
+    recipe = load_recipe(ROOT / "configs" / f"{name}.yaml", settings)
+    machines = [assumed_hardware(card, 1) for card in ("H200", "H100", "A100", "RTX4090")]
+    here, near, *others = plan(recipe, None, machines, ROOT / "results")["hardware"]
+    file = ROOT / "results/benchmarks/training-cuda.json"
+    speed = json.loads(file.read_text(encoding="utf-8"))["rows"][arch]["tokens_per_second"]
+    assert here["hours"] == near["hours"] and here["hours"][0] == here["hours"][1]
+    assert here["hours"][0] == pytest.approx(here["target_tokens"] / speed / 3600, rel=0.01)
+    assert here["hours"][0] == pytest.approx(hours, rel=0.1)
+    for entry in (here, near):
+        assert "benchmarks/training-cuda.json on 1 H200" in entry["speed_origin"]
+    for entry in others:
+        assert entry["hours"][0] < entry["hours"][1] and entry["speed_origin"].startswith("rough")
+    of_a_token = here["batch_memory"] / here["batch"]["max_tokens"]
+    assert 8000 * of_a_token / 1e9 == pytest.approx(peak, rel=0.13)  # of 36,600 symbols, not of 32,768
+    for entry, memory in ((here, 141e9), (others[-1], 24e9)):
+        total = entry["memory"] + entry["most_tokens"] * of_a_token
+        assert total == pytest.approx(0.9 * memory, rel=0.001) and entry["fits"]
+
+
+def test_a_speed_is_of_one_size_and_precision():
+    row = {"experiment": "x", "count": 1, "device": "H200", "precision": "bf16"}
+    assert _nearest([row], "H200", "bf16", 8) == _nearest([row], "H100", "bf16", 8) == row
+    assert _nearest([row], "H200", "fp32", 8) is None and _nearest([row], "A100", "bf16", 8) is None
+    older = {**row, "precision": None, "count": 8}
+    assert _nearest([row, older], "H200", "bf16", 8) == older
+    nearer = {**row, "device": "H100"}
+    assert _nearest([row, nearer], "H100", "bf16", 1) == nearer
+    recipe = load_recipe(ROOT / "configs/quickstart_moa.yaml", ["model.num_experts=16"])
+    work = workload(recipe, None)
+    speed = {**row, "experiment": recipe.model.arch, "parameters": work.cost.total_parameters}
+    assert not _is_of({**speed, "batch_tokens": 8000}, recipe, work)  # the architecture has 8
+
+
+def test_a_batch_that_does_not_fit():
+    recipe = load_recipe(ROOT / "configs/quickstart_moa.yaml", ["train.max_tokens=10000000"])
+    recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, effective_batch_tokens=None))
+    report = plan(recipe, None, [assumed_hardware("RTX4090", 1)], ROOT / "results")
+    (entry,) = report["hardware"]
+    assert entry["fits"] is False and 1024 < entry["most_tokens"] < 10_000_000
+    most = entry["memory"] + entry["batch_memory"] * entry["most_tokens"] / 10_000_000
+    assert most / DEVICES["RTX4090"].memory == pytest.approx(0.9, abs=1e-3)
+    assert "!" in as_text(report)
+
+
+def test_a_recorded_speed_comes_first(tmp_path):
+    (tmp_path / "throughput").mkdir()
+    values = {"experiment": "x", "hardware": "8 x NVIDIA A100-SXM4-80GB", "tokens_per_second": 5}
+    for name, text in (("a", json.dumps(values)), ("b", "{"), ("c", "[]"), ("d", '{"hardware": 3}')):
+        (tmp_path / "throughput" / f"{name}.json").write_text(text)
+    (row,) = read_speeds(tmp_path)
+    assert (row["device"], row["count"], row["file"]) == ("A100", 8, "throughput/a.json")
+    assert {row["device"] for row in read_speeds(ROOT / "results")} >= {"CPU", "H200"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "unknown"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "unknown"),
+        ("NVIDIA RTX A1000", "unknown"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090 D", "unknown"),
+        ("V100", "V100"),
+    ],
+)
+def test_devices_are_known_by_their_whole_names(name, kind):
+    assert device_kind(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "devices", "size"),
+    [
+        ({}, "fp32", 1, 16),
+        ({}, "amp", 1, 18),
+        ({}, "fp16", 1, 20),
+        ({}, "bf16", 8, 22),
+        ({"memory-efficient-fp16": True}, "fp16", 1, 12),
+        ({"zero-sharding": "os"}, "fp16", 8, 15),
+        ({"ddp-backend": "fully_sharded"}, "fp16", 8, 3),
+        ({"optimizer": "nag"}, "fp32", 1, 12),
+    ],
+)
+def test_bytes_of_a_parameter(flags, precision, devices, size):
+    assert parameter_bytes(flags, precision, devices) == size
+
+
+def test_every_size_has_an_origin(shipped):
+    table = json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
+    assert all(entry["origin"] and 0 < entry["fill"] <= 1 and entry["experiments"] for entry in table)
+    assert known_size(shipped("wmt14_enfr_moa_big")).vocabulary == 44512
+
+
+def test_measured_updates_are_those_of_the_training(small, write_config, toy_data):
+    config = TranslationConfig(data=str(toy_data), source_lang="en", target_lang="de")
+    config.required_seq_len_multiple, config.dataset_impl = 1, "mmap"
+    task = TranslationTask.setup_task(config)
+    task.load_dataset("train")
+    small["train"].update(max_tokens=60, effective_batch_tokens=240)
+    size = measured_size(load_recipe(write_config(small)), toy_data, 60)
+    options = {"max_tokens": 60, "max_positions": (1024, 1024), "required_batch_size_multiple": 8}
+    iterator = task.get_batch_iterator(task.dataset("train"), num_shards=2, **options)
+    assert size.updates_per_epoch(BatchPlan(2, 2, 60, 240)) == -(-len(iterator) // 2)
+    assert (size.sentences, size.vocabulary) == (120, len(task.target_dictionary))
+
+
+def test_table_2_has_its_own_vocabulary_and_text(plan_of):
+    report = plan_of("wikitext103_mlm_transformer", "--gpus", "1", "--device-name", "V100")
+    assert report["corpus"]["vocabulary"] == 50265 and 117e6 < report["corpus"]["target_tokens"] < 118e6
+    assert report["parameters"] == pytest.approx(51.34e6, rel=0.005)  # as the paper prints
+    assert report["hardware"][0]["updates_per_epoch"] == 224
+
+
+# --- files ------------------------------------------------------------
+
+WORDS = 3000
+
+
+@pytest.mark.thorough(keep="train0")
+@pytest.mark.parametrize(
+    ("train", "average"),
+    [
+        ({"keep-last-epochs": 2}, True),
+        ({"keep-last-epochs": 9, "save-interval-updates": 2, "keep-interval-updates": 1}, False),
+        ({"keep-last-epochs": 9, "no-epoch-checkpoints": True, "optimizer": "nag", "lr": 0.01}, False),
+        ({"keep-last-epochs": 9, "no-save-optimizer-state": True}, True),
+    ],
+)
+def test_the_files_of_a_run_are_those_of_the_plan(train, average, small, write_config, toy_data, tmp_path):
+    small["data"]["recipe"] = "binarised"
+    small["train"]["keep_last_epochs"] = train.pop("keep-last-epochs")
+    small["train"]["flags"].update(train)
+    small["model"]["flags"].update({f"{side}-embed-dim": 128 for side in ("encoder", "decoder")})
+    small["model"]["flags"].update({f"{side}-ffn-embed-dim": 512 for side in ("encoder", "decoder")})
+    small["average"] = {"epochs": 2} if average else None
+    recipe = load_recipe(write_config(small))
+    planned = plan(recipe, toy_data, [Hardware()], tmp_path)["hardware"][0]["disk"]
+    run = tmp_path / "run"
+    for stage in ("train", "average") if average else ("train",):
+        run_recipe(recipe, Hardware(), Options(data=toy_data, save_dir=run, stage=stage))
+    files = list((run / "checkpoints").glob("*.pt"))
+    assert len(files) == planned["files"]
+    total = sum(path.stat().st_size for path in [*files, *run.glob("average.pt")])
+    assert total == pytest.approx(planned["total"], rel=0.05)
+
+
+def test_a_tied_weight_of_a_gpu_is_written_under_each_name(shipped):
+    """fairseq copies each tensor to the CPU, half precision to fp32, before it writes the file."""
+    recipe = shipped("quickstart_transformer")
+    line = flags({**recipe.model.as_flags(), "arch": None})
+    model = build_skeleton(recipe.model.arch, WORDS, "shared", line, weights=True)
+    storages = [value.untyped_storage() for value in move_to_cpu(model.bfloat16().state_dict()).values()]
+    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    planned = disk(recipe, model.float(), True, None, None)
+    state = sum(parameter.numel() for parameter in model.parameters()) * 8
+    assert planned["checkpoint"] - state == size
+    assert disk(recipe, model, False, None, None)["checkpoint"] < planned["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "batches, devices, steps, updates",
+    [(9, 2, 2, 3), (8, 2, 2, 2), (1, 8, 4, 1), (7, 3, 1, 3), (10, 1, 4, 3)],
+)
+def test_a_last_round_that_is_not_full_is_an_update(batches, devices, steps, updates):
+    size = CorpusSize("x", 9, 9, 9, 9, 1.0, "here", batches=batches)
+    assert size.updates_per_epoch(BatchPlan(devices, steps, 60, 240)) == updates
+
+
+def test_the_vocabulary_of_a_masked_language_model_has_its_mask(shipped, toy_wiki_data):
+    lines = len((toy_wiki_data / "dict.txt").read_text().splitlines())
+    assert measured_size(shipped("quickstart_mlm"), toy_wiki_data, 512).vocabulary == lines + 4 + 1
+    causal = shipped("wikitext2_lm_moa_tiny", "data.recipe=binarised")
+    assert measured_size(causal, toy_wiki_data, 512).vocabulary == lines + 4
+
+
+def test_hours_follow_a_recorded_speed_by_the_number_of_devices(shipped, tmp_path):
+    """Recorded on 2 GPUs, 1,000 tokens a second: 8 of them have four times as many, and 1 has half."""
+    recipe = shipped("wmt14_ende_transformer_base")
+    (tmp_path / "throughput").mkdir()
+    record = {"experiment": recipe.experiment, "hardware": "2 x NVIDIA A100-SXM4-80GB"}
+    (tmp_path / "throughput" / "a.json").write_text(json.dumps({**record, "tokens_per_second": 1000}))
+    machines = [assumed_hardware("A100", count) for count in (1, 2, 8)]
+    entries = plan(recipe, None, machines, tmp_path)["hardware"]
+    for entry, speed in zip(entries, (500, 1000, 4000)):
+        assert entry["hours"] == pytest.approx([entry["target_tokens"] / speed / 3600] * 2, rel=0.05)
+        assert "throughput/a.json" in entry["speed_origin"]
+
+
+def test_the_best_checkpoints_that_are_kept_count_too(small, write_config):
+    """fairseq keeps `checkpoint_last.pt`, the best, and --keep-best-checkpoints more beside them."""
+    recipe = load_recipe(write_config(small))
+    model = torch.nn.Linear(2, 2)
+    files = disk(recipe, model, False, 30, 3)["files"]
+    small["train"]["flags"]["keep-best-checkpoints"] = 4
+    assert disk(load_recipe(write_config(small)), model, False, 30, 3)["files"] == files + 4
+    small["train"]["flags"] = {**small["train"]["flags"], "disable-validation": True}
+    del small["train"]["flags"]["keep-best-checkpoints"]
+    assert disk(load_recipe(write_config(small)), model, False, 30, 3)["files"] == files - 1

@@ -1,0 +1,41 @@
+"""What a study's tables say of several contrasts."""
+
+import pytest
+
+from moa_fairseq.experiments.scoring.significance import paired
+from moa_fairseq.experiments.study import report
+from moa_fairseq.experiments.study.design import Contrast, Study
+
+LOSSES = {
+    "A": {1: 3.00, 2: 3.10, 3: 2.90, 4: 3.05},
+    "B": {1: 2.96, 2: 3.05, 3: 2.88, 4: 3.00},
+    "C": {1: 3.001, 2: 3.099, 3: 2.901, 4: 3.053},
+}
+NEARLY = {1: 0.002, 2: -0.007, 3: 0.008, 4: 0.001}  # differences: alone within the margin, p = 0.02
+CONTRASTS = {name: Contrast(*name, "?") for name in ("BA", "CA", "BC")}
+
+
+def test_verdicts_of_several_contrasts_are_corrected_for_their_number():
+    """Holm: the smallest p counts as often as there are contrasts, the next one once less."""
+    study = Study("toy", "?", 4, {}, CONTRASTS, margin=0.01)
+    rows = report._contrasts(study, dict.fromkeys(CONTRASTS, LOSSES))
+    for kind, adjusted in (("p", "p_holm"), ("p_equivalent", "p_equivalent_holm")):
+        alone = {
+            name: getattr(paired([LOSSES[name[0]][n] - LOSSES[name[1]][n] for n in (1, 2, 3, 4)], 0.01), kind)
+            for name in CONTRASTS
+        }
+        smallest, second, third = sorted(alone, key=alone.get)
+        found = {row["contrast"]: row[adjusted] for row in rows}
+        assert found[smallest] == pytest.approx(min(1, 3 * alone[smallest]))
+        assert found[second] == pytest.approx(max(found[smallest], min(1, 2 * alone[second])))
+        assert found[third] == pytest.approx(max(found[second], alone[third]))
+        assert found[smallest] > alone[smallest]
+
+
+def test_the_verdict_is_that_of_the_corrected_p():
+    study = Study("toy", "?", 4, {}, CONTRASTS, margin=0.01)
+    first = {seed: LOSSES["B"][seed] + difference for seed, difference in NEARLY.items()}
+    losses = {"A": first, "B": LOSSES["B"], "C": first}
+    rows = report._contrasts(study, {name: losses for name in CONTRASTS})
+    (row,) = (row for row in rows if row["contrast"] == "BA")
+    assert row["p_equivalent"] < 0.05 < row["p_equivalent_holm"] and row["verdict"] == "undecided"

@@ -1,0 +1,518 @@
+"""Studies: order, records, interruptions, tuning and what the tables say; trainings are played, not run."""
+
+import functools
+import json
+import multiprocessing
+import re
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.study import command, design, report, running
+from moa_fairseq.experiments.study.design import Run, fitting_records, load_study, runs_of, settings_of
+
+STUDIES = Path(__file__).resolve().parents[3].glob("configs/studies/*.yaml")
+
+RECIPE = """
+experiment: tiny
+summary: a language model that is never trained
+data: {recipe: wikitext2_sp4k}
+model: {arch: dense_transformer_lm_base, flags: {decoder-layers: 1, decoder-embed-dim: 64,
+  decoder-input-dim: 64, decoder-output-dim: 64, decoder-ffn-embed-dim: 64, decoder-attention-heads: 4}}
+train: {task: language_modeling, criterion: cross_entropy, max_tokens: 16, max_update: 4, precision: fp32}
+"""
+STUDY = {
+    "study": "toy",
+    "question": "Is B better than A?",
+    "seeds": 4,
+    "last": 2,
+    "systems": {
+        "A": {"label": "dense", "recipe": "../tiny.yaml"},
+        "B": {"label": "mixture", "recipe": "../tiny.yaml"},
+    },
+    "contrasts": {"gain": {"first": "B", "second": "A", "question": "?"}},
+}
+
+
+class Player:
+    """Stands for the executor: writes what a training would have logged. end: after so many runs, Ctrl-C."""
+
+    ran, end, diverges = [], None, ()
+
+    def __init__(self, environment):
+        assert environment == {"OMP_NUM_THREADS": "1"}
+
+    def run(self, command, log):
+        folder = Path(command[command.index("--save-dir") + 1])
+        settings = dict(text.partition("=")[::2] for text in command if "=" in text)
+        if Player.end is not None and len(Player.ran) >= Player.end:
+            raise KeyboardInterrupt
+        Player.ran.append(folder.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if folder.name in Player.diverges:
+            (folder / "train.log").write_text("FloatingPointError: gradients are Nan/Inf\n")
+            raise UserError("fairseq-train failed")
+        rate = float(settings.get("train.flags.lr", 1))
+        loss = (
+            3 - 0.5 * folder.name.startswith("B") + 0.01 * int(settings["train.seed"]) ** 2 + (rate - 2) ** 2
+        )
+        rows = [{"epoch": 1, "num_updates": str(n), "loss": "9"} for n in (1, 2)]
+        rows += [
+            {"epoch": 1, "valid_loss": str(loss + 4 - n), "valid_num_updates": str(n)} for n in (2, 3, 4)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "Executor", Player)
+    monkeypatch.setattr(running, "commit", lambda: "0123abc")
+    monkeypatch.setattr(command, "draw", lambda study, content: {})  # it takes longer than all else
+    monkeypatch.chdir(tmp_path)
+    Player.ran, Player.end, Player.diverges = [], None, ()
+    folder = tmp_path / "configs" / "studies"
+    folder.mkdir(parents=True)
+    (folder.parent / "tiny.yaml").write_text(RECIPE)
+    monkeypatch.setattr(design, "load_recipe", lambda file, overrides: once(file, tuple(overrides)))
+    once = functools.cache(load_recipe)  # each run's recipe is read several times
+
+    def call(*flags, name="toy", **changes):
+        once.cache_clear()
+        path = folder / f"{name}.yaml"
+        path.write_text(json.dumps({**STUDY, "study": name, **changes}))
+        status = main(["study", str(path), *flags])
+        records = tmp_path / "results" / "studies" / name
+        return status, records
+
+    return call
+
+
+@pytest.fixture
+def pictures(study, monkeypatch):
+    """The names of those that a report leaves."""
+    monkeypatch.setattr(command, "draw", report.draw)
+    folder = Path("results/studies/toy")
+    return lambda: {path.stem for path in folder.glob("*.png") if path.stat().st_size > 1000}
+
+
+def report_of(study, **changes):
+    status, records = study("--report", **changes)
+    assert status == 0
+    return json.loads((records / "report.json").read_text())
+
+
+def test_systems_of_a_seed_run_back_to_back(study, capsys):
+    status, records = study()
+    assert status == 0
+    assert Player.ran == [f"{system}-seed{seed}" for seed in (1, 2, 3, 4) for system in "AB"]
+    record = json.loads((records / "B-seed2.json").read_text())
+    assert record["curve"][0] == {"updates": 2, "valid": 5.54, "train": 9.0}
+    assert (record["system"], record["seed"], record["end"], record["commit"]) == (
+        "B",
+        2,
+        "finished",
+        "0123abc",
+    )
+    assert "--set train.seed=2" in record["command"] and "1 threads" in record["hardware"]
+    assert record["precision"] == "fp32"
+    (records / "B-seed2.json").unlink()
+    capsys.readouterr()
+    assert study("--dry-run")[0] == 0
+    assert re.findall(r"[AB]-seed\d", capsys.readouterr().out) == ["B-seed2"], "what is left"
+
+
+@pytest.mark.thorough
+def test_a_study_that_was_interrupted_twice_says_the_same(study):
+    for Player.end in (3, 5):
+        status, _ = study(name="again")
+        assert status == 130
+    Player.end = None
+    study(name="again")
+    assert len(Player.ran) == len(set(Player.ran)) == 8, "a recorded run is never made again"
+    study(name="whole")
+    again, whole = report_of(study, name="again"), report_of(study, name="whole")
+    assert again["systems"] == whole["systems"] and again["contrasts"] == whole["contrasts"]
+    (contrast,) = whole["contrasts"]
+    assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "gain" and contrast["n"] == 4
+
+
+def test_a_seed_that_is_not_complete_does_not_count(study, pictures, capsys):
+    Player.end = 1
+    study()
+    assert study("--report")[0] == 2, "no seed is complete"
+    Player.end = 7
+    _, records = study()
+    whole = report_of(study)
+    assert pictures() == {"differences", "contrasts", "cost", "branch"}
+    assert (whole["runs"], whole["planned"]) == (6, 8) and "seed 4" in capsys.readouterr().out
+    assert [row["n"] for row in (*whole["systems"], *whole["contrasts"])] == [3, 3, 3]
+    for row in whole["systems"]:  # of the seeds that are a sample
+        assert row["deviation"] == pytest.approx(statistics.stdev(row["by_seed"].values()))
+    (records / "A-seed2.json").unlink()
+    assert sorted(report_of(study)["systems"][1]["by_seed"]) == ["1", "3"]
+
+
+def test_speeds_are_compared_within_a_seed(study):
+    _, records = study()
+    for seed, speed in enumerate(((100, 50), (900, 675), (10, 2), (1000, 900)), 1):
+        for system, tokens_per_second in zip("AB", speed):
+            path = records / f"{system}-seed{seed}.json"
+            record = {**json.loads(path.read_text()), "tokens_per_second": tokens_per_second}
+            path.write_text(json.dumps(record))
+    assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, pytest.approx((0.5 + 0.75) / 2)]
+
+
+def test_a_seed_that_one_system_has_alone_has_no_speed():
+    speeds = {("A", 1): 100, ("B", 1): 50, ("B", 2): 70, ("A", 3): 0, ("B", 3): 60}
+    found = [{"system": key, "seed": n, "tokens_per_second": speed} for (key, n), speed in speeds.items()]
+    assert report._speed([row for row in found if row["system"] == "B"], "A", found) == 0.5
+
+
+def test_a_report_says_how_large_each_attention_starts(study):
+    small = {**STUDY["systems"]["B"], "set": {"model.flags.attention-branch-scale": 0.25}}
+    changes = {"systems": {**STUDY["systems"], "B": small}}
+    study(**changes)
+    dense, quarter = (row["branch"] for row in report_of(study, **changes)["systems"])
+    assert quarter / dense == pytest.approx(0.25, rel=1e-5)
+
+
+def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
+    _, records = study()
+    whole = report_of(study)
+    assert study("--report", "--seeds", "3")[0] == 0
+    (contrast,) = json.loads((records / "report-3-seeds.json").read_text())["contrasts"]
+    assert contrast["n"] == 3 and whole == json.loads((records / "report.json").read_text())
+    assert study("--report", "--seeds", "9")[0] == study("--seeds", "3")[0] == 2
+
+
+@pytest.mark.thorough
+def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
+    pairs = {
+        "experiment": "pairs",
+        "summary": "translations",
+        "data": {"recipe": "tatoeba", "source": "en", "target": "de", "bpe": 100},
+        "model": {"arch": "dense_transformer_tiny"},
+        "train": {"criterion": "cross_entropy", "max_tokens": 16, "max_update": 4},
+        "generate": {"subsets": ["test"], "beam": 1},
+    }
+    (tmp_path / "configs" / "pairs.yaml").write_text(json.dumps(pairs))
+    systems = {name: {"label": name, "recipe": "../pairs.yaml"} for name in "AB"}
+    _, records = study(systems=systems)
+    target = [f"Das ist der Satz {n} von allen ." for n in range(30)]
+    references = tmp_path / "test.de"
+    references.write_text("".join(f"{line}\n" for line in target))
+    (records / "outputs").mkdir()
+    for name, words in (("A", 4), ("B", 7)):
+        for seed in (1, 2, 3):
+            lines = "".join(
+                " ".join(line.split()[: words + (n % (seed + 1) == 0)]) + "\n"
+                for n, line in enumerate(target)
+            )
+            (records / "outputs" / f"{name}-seed{seed}.test.txt").write_text(lines)
+    assert study("--report", "--references", str(references), systems=systems)[0] == 0
+    rows = json.loads((records / "report.json").read_text())["translations"]
+    assert [(row["metric"], row["n"]) for row in rows] == [("BLEU", 3), ("chrF", 3)]
+    for row in rows:
+        assert row["low"] < row["difference"] < row["high"] and row["difference"] > 5
+        assert row["p_holm"] == row["p"] < 0.01 and row["p_seeds_holm"] == row["p_seeds"] < 0.05
+        assert row["signature"] in (records / "report.md").read_text()
+    assert "case:mixed" in rows[0]["signature"]
+    references.write_text(target[0])
+    assert study("--report", "--references", str(references), systems=systems)[0] == 2
+    assert "--references" in capsys.readouterr().err
+    assert study("--references", str(references))[0] == 2, "without --report"
+    assert study("--report", "--references", str(references))[0] == 2, "a language model"
+
+
+def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch):
+    """B learns half as fast, and the lower a training loss is, the more its validation loss is above A's.
+
+    C, with a dropout of its own, reaches no training loss below 6.75: it moves no level, and has no row.
+    """
+    systems = {**STUDY["systems"], "C": {"label": "dropped", "recipe": "../tiny.yaml"}}
+    systems["C"]["set"] = {"model.flags.attention-dropout": 0.3}
+    contrasts = {**STUDY["contrasts"], "dropout": {"first": "C", "second": "A", "question": "?"}}
+    changes = {"levels": 4, "systems": systems, "contrasts": contrasts}
+
+    def play(self, command, log):
+        folder = Path(command[command.index("--save-dir") + 1])
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = []
+        for n in range(1, 6):
+            train = 8 - n / {"A": 1, "B": 2, "C": 4}[folder.name[0]]
+            behind = 0.1 * (8 - train) * folder.name.startswith("B")
+            valid = train + 1 + behind + 0.001 * int(folder.name[-1]) ** 2
+            rows.append({"epoch": n, "num_updates": str(n), "loss": str(train)})
+            rows.append({"epoch": n, "valid_loss": str(valid), "valid_num_updates": str(n)})
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(Player, "run", play)
+    study(**changes)
+    found = report_of(study, **changes)
+    (row,) = found["at_equal_training_loss"]
+    assert row["contrast"] == "gain" and row["n"] == 4 and row["verdict"] == "loss"
+    assert row["mean"] == pytest.approx(0.2), "levels from 5.5 to 6.5"
+    assert found["contrasts"][0]["mean"] > 2
+    assert found["systems"][0]["curve"][-1] == pytest.approx([3.0, 4.0075])
+    assert found["systems"][2]["dropout"]["attention-dropout"] == 0.3
+    assert pictures() == {"differences", "contrasts", "cost", "branch", "generalisation"}
+    monkeypatch.setattr(command, "draw", lambda study, content: {})
+    records = Path("results/studies/toy")
+    assert "0.2000" in (records / "report.md").read_text()
+    path = records / "B-seed4.json"  # diverged at a high training loss, which moves no level
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "end": "diverged", "curve": record["curve"][:1]}))
+    (row,) = report_of(study, **changes)["at_equal_training_loss"]
+    assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, "it is the worst of the others"
+
+
+def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
+    data = tmp_path / "data" / "binarised"
+    data.mkdir(parents=True)
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp512"}}))
+    for place in (data, data.parent):
+        assert study("--data", str(place))[0] == 2 and not Player.ran
+        assert "wikitext2_sp4k → wikitext2_sp512" in capsys.readouterr().err
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
+    assert study("--data", str(data))[0] == 0 and len(Player.ran) == 8
+
+
+def test_a_diverged_run_is_the_worst_and_stays(study):
+    Player.diverges = ("B-seed3",)
+    study()
+    study()
+    assert Player.ran.count("B-seed3") == 1
+    systems = {row["system"]: row for row in report_of(study)["systems"]}
+    assert systems["B"]["diverged"] == 1
+    assert systems["B"]["by_seed"]["3"] == max(systems["A"]["by_seed"].values())
+
+
+def test_a_run_whose_last_validation_is_no_number_has_diverged(study, monkeypatch):
+    """fairseq goes on training where only a validation is NaN."""
+    play = Player.run
+
+    def run(self, command, log):
+        play(self, command, log)
+        folder = Path(command[command.index("--save-dir") + 1])
+        row = {"epoch": 2, "valid_loss": "nan", "valid_num_updates": "5"}
+        with open(folder / "train.jsonl", "a") as stream:
+            stream.write(json.dumps(row) + "\n" if folder.name.startswith("B") else "")
+
+    monkeypatch.setattr(Player, "run", run)
+    _, records = study(seeds=1)
+    ends = {name: json.loads((records / f"{name}-seed1.json").read_text())["end"] for name in "AB"}
+    assert ends == {"A": "finished", "B": "diverged"}
+
+
+def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
+    monkeypatch.setattr(Player, "run", lambda *_: (_ for _ in ()).throw(UserError("the disk is full")))
+    status, records = study()
+    assert status == 2 and "the disk is full" in capsys.readouterr().err
+    assert not list(records.glob("*.json"))
+
+
+def test_a_tuning_study_chooses_each_systems_values(study):
+    grid = {"train.flags.lr": [1, 2, 3]}
+    common = {"train.max_update": 4, "train.flags.clip-norm": 1}
+    budgets = {"set": common, "tuning": {"grid": grid, "set": {"train.max_update": 2}}}
+    own = {**STUDY["systems"]["A"], "set": {"train.flags.lr": 9, "train.flags.clip-norm": 2}}
+    budgets["systems"] = {**STUDY["systems"], "A": own}
+    assert study(**budgets)[0] == 2 and not Player.ran, "the tuning comes first"
+    study("--tune", **budgets)
+    assert Player.ran == [f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)]
+    tried = json.loads(Path("results/studies/toy_tuning/A-lr=1-seed101.json").read_text())
+    assert "--set train.max_update=2 " in tried["command"] + " "
+    study(**budgets)
+    command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
+    assert "--set train.flags.lr=2" in command and "--set train.max_update=4" in command
+    assert "--set train.flags.clip-norm=2" in command, "its own lies over what all have"
+    assert study("--tune")[0] == 2, "nothing to tune"
+
+
+def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    run = Run("A", 1, tmp_path / "tiny.yaml", {"train.flags.clip-norm": 0}, tmp_path / "A-seed1.json")
+    assert settings_of(run, "train")["train.flags.clip-norm"] == 0
+
+
+def test_tuning_counts_every_seed(study):
+    """The rate with the lowest loss of a single seed is not the best one."""
+    tuning = {"grid": {"train.flags.lr": [1, 2]}, "seeds": 2}
+    study("--tune", tuning=tuning)
+    for seed, loss in ((101, 500.0), (102, 1.0)):  # with a rate of 2 both are above 100, and below 110
+        path = Path(f"results/studies/toy_tuning/A-lr=1-seed{seed}.json")
+        record = json.loads(path.read_text())
+        record["curve"] = [{**row, "valid": loss} for row in record["curve"]]
+        path.write_text(json.dumps(record))
+    study(tuning=tuning)
+    command = json.loads(Path("results/studies/toy/A-seed1.json").read_text())["command"]
+    assert "--set train.flags.lr=2" in command
+
+
+@pytest.mark.parametrize("other", [{"hardware": "another machine"}, {"precision": "amp"}])
+def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypatch, capsys, other):
+    Player.end = 3
+    study()
+    here = running.Place.conditions
+    monkeypatch.setattr(running.Place, "conditions", lambda *arguments: {**here(*arguments), **other})
+    Player.end = None
+    study()
+    assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
+    said = capsys.readouterr()
+    assert "seed 2" in said.out + said.err and "seed 1" not in said.out + said.err, "seed 1 has ended"
+    tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
+    monkeypatch.setattr(running.Place, "conditions", here)
+    Player.ran, Player.end = [], 1
+    study("--tune", name="tuned", **tuning)
+    monkeypatch.setattr(running.Place, "conditions", lambda *arguments: {**here(*arguments), **other})
+    Player.end = None
+    study("--tune", name="tuned", **tuning)
+    assert "A-lr=2-seed101" not in Player.ran and "B-lr=2-seed101" in Player.ran, "A was begun elsewhere"
+    monkeypatch.setattr(running, "commit", lambda: "4567def")
+    assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
+
+
+def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys, monkeypatch):
+    Player.end = 4
+    _, records = study(set={"train.flags.lr": 1})
+    Player.end = None
+    assert study(set={"train.flags.lr": 5})[0] == 2 and len(Player.ran) == 4, (
+        "seeds 1 and 2 are of another rate"
+    )
+    assert "train.flags.lr: 1 → 5" in capsys.readouterr().err
+    assert study("--report", set={"train.flags.lr": 5})[0] == 2, "no seed is complete"
+    assert (
+        study(set={"train.flags.lr": 1}, stage="all")[0] == 2
+        and "stage: train → all" in capsys.readouterr().err
+    )
+
+    monkeypatch.setattr(design, "load_recipe", load_recipe)
+
+    def fitting(**changes):
+        path = tmp_path / "configs" / "studies" / "toy.yaml"
+        path.write_text(json.dumps({**STUDY, "set": {"train.flags.lr": 1}, **changes}))
+        capsys.readouterr()
+        found = load_study(path, records.parent)
+        return {file.stem for file in fitting_records(found, runs_of(found, path.parent, records.parent))}
+
+    every = {f"{system}-seed{seed}" for system in "AB" for seed in (1, 2)}
+    assert (
+        fitting()
+        == fitting(question="worded anew", set={"train.flags.lr": 1, "train.precision": "amp"})
+        == every
+    )
+    copied = (records / "B-seed2.json").read_text()
+    for place in ("A-seed2", "B-seed1"):  # of another system, of another seed
+        before = (records / f"{place}.json").read_text()
+        (records / f"{place}.json").write_text(copied)
+        assert fitting() == every - {place}
+        assert study("--dry-run", set={"train.flags.lr": 1})[0] == 2
+        assert "Delete it" in capsys.readouterr().err
+        (records / f"{place}.json").write_text(before)
+    record = json.loads(copied)
+    del record["settings"]  # as records were: what the study added stands in the command
+    (records / "B-seed2.json").write_text(json.dumps(record))
+    assert fitting() == every
+    record["command"] = record["command"].replace("lr=1", "lr=2")
+    (records / "B-seed2.json").write_text(json.dumps(record))
+    assert fitting() == every - {"B-seed2"}
+    (tmp_path / "configs" / "tiny.yaml").write_text(RECIPE.replace("max_update: 4", "max_update: 8"))
+    assert not fitting()
+
+
+def test_points_of_a_grid_that_are_no_names_stay_in_the_folders(study, tmp_path):
+    grid = {"model.flags.adam-betas": ["../../../x/y", "(0.9, 0.98)", "a/b", "a_b"]}
+    assert study("--tune", tuning={"grid": grid})[0] == 0
+    files = sorted(tmp_path.glob("results/studies/toy_tuning/*.json"))
+    assert len(files) == len(set(Player.ran)) == 8 and not any("/" in name for name in Player.ran)
+    assert {path.parent.name for path in tmp_path.rglob("train.jsonl")} == set(Player.ran)
+
+
+@pytest.mark.parametrize("flag", ["user-dir", "user-di"])
+def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag):
+    _, records = study()
+    (tmp_path / "trap").mkdir()
+    (tmp_path / "trap" / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    planted = {**STUDY["systems"]["A"], "set": {f"model.flags.{flag}": str(tmp_path / "trap")}}
+    for path in records.glob("A-*.json"):  # a stranger's records fit the stranger's study
+        record = json.loads(path.read_text())
+        record["settings"][f"model.flags.{flag}"] = str(tmp_path / "trap")
+        path.write_text(json.dumps(record))
+    systems = {"A": planted, "B": STUDY["systems"]["B"]}
+    assert study("--report", systems=systems)[0] == 2
+    assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seeds": 0}, "seeds"),
+        ({"systems": {"../A": STUDY["systems"]["A"]}}, "systems"),
+        *(({"study": name}, "study") for name in ("/abs", "../../x", "..", "x" * 300)),
+        ({"set": {"train.flag.lr": 1}}, "train.flag"),
+        ({"contrasts": {"gain": {"first": "A", "second": "A", "question": "?"}}}, "contrasts.gain"),
+        *(
+            ({"contrasts": {"gain": {"first": one, "second": other, "question": "?"}}}, "contrasts.gain")
+            for one, other in ("CA", "AC")
+        ),
+        ({"sistems": {}}, "sistems"),
+        ({"systems": {"A": {"label": "dense"}}}, "systems.A.recipe"),
+    ],
+)
+def test_mistakes_are_named(study, capsys, changes, named):
+    assert study(**changes)[0] == 2 and named in capsys.readouterr().err
+    assert not Player.ran
+
+
+@pytest.mark.thorough(keep="path0")
+@pytest.mark.parametrize("path", [path for path in STUDIES if "study" in yaml.safe_load(path.read_text())])
+def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
+    text = yaml.safe_load(path.read_text())
+    study = load_study(path, tmp_path, tune="tuning" in text)
+    assert study.study.removesuffix("_tuning") == path.stem
+    for run in runs_of(study, path.parent, tmp_path):
+        recipe = run.load()
+        families = {"moa": "MoA", "mae": "MAE", "moh": "MoH", "switchhead": "SwitchHead"}
+        family = study.systems[run.system].family
+        assert families.get(recipe.model.arch.partition("_")[0], family) == family
+
+
+def test_workers_share_a_study(study, monkeypatch):
+    """As --jobs does it on one machine, and a job array on several."""
+    play = Player.run
+    monkeypatch.setattr(Player, "run", lambda *args: (play(*args), time.sleep(0.05)))
+    fork = multiprocessing.get_context("fork")
+    ran = [fork.Queue(), fork.Queue()]
+    workers = [fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran))) for queue in ran]
+    for worker in workers:
+        worker.start()
+    first, second = (queue.get(timeout=60) for queue in ran)
+    assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
+    assert report_of(study)["runs"] == 8
+
+
+def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkeypatch):
+    runs, ran = [SimpleNamespace(record=tmp_path / f"{n}.json") for n in range(3)], []
+
+    def carry_out(run, place):
+        ran.append(run.record.stem)
+        runs[1].record.touch()
+
+    monkeypatch.setattr(running, "_carry_out", carry_out)
+    running.work(runs, SimpleNamespace(folders=tmp_path / "folders"))
+    assert ran == ["0", "2"]
+
+
+def test_every_claim_names_a_contrast_of_a_study():
+    root = Path(__file__).resolve().parents[3]
+    for row in yaml.safe_load((root / "results" / "claims.yaml").read_text()):
+        for study, contrast in row["contrasts"]:
+            text = yaml.safe_load((root / "configs" / "studies" / f"{study}.yaml").read_text())
+            assert contrast in text["contrasts"]

@@ -1,0 +1,63 @@
+"""Chains of line functions: in order; on several processes with the same result; errors named."""
+
+import functools
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.text import apply_steps
+from moa_fairseq.experiments.text.workers import chunks, ordered_map
+
+STEPS = [("lowercase", {}), ("normalize_punctuation", {"lang": "de"}), ("tokenize", {"lang": "de"})]
+
+
+def work(batch, steps=STEPS):
+    return [apply_steps(line, steps) for line in batch]
+
+
+def test_steps_run_in_order():
+    assert apply_steps("„Ein MANN“, 5 %.", STEPS) == "&quot; ein mann &quot; , 5 % ."
+
+
+@pytest.mark.parametrize("count", [0, 1, 12_345])  # none, one batch, batches that do not divide evenly
+def test_processes_keep_order(count):
+    lines = [f"Zeile {i}, z.B. {i % 7}." for i in range(count)]
+    found = [line for batch in ordered_map(work, chunks(lines, 500), 2, "text") for line in batch]
+    assert found == work(lines)
+
+
+def test_unknown_step_is_named():
+    with pytest.raises(KeyError, match="stem"):
+        apply_steps("x", [("stem", {})])
+
+
+def test_error_of_a_worker_reaches_the_caller():
+    finnish = functools.partial(work, steps=[("tokenize", {"lang": "fi"})])
+    with pytest.raises(UserError, match="not available"):
+        list(ordered_map(finnish, chunks(["x"] * 10, 1), 2, "text"))
+
+
+SLOW = """
+import os, time
+from moa_fairseq.experiments.text.workers import ordered_map
+
+def work(batch):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_of_a_killed_program_end(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    line = [sys.executable, "-c", "import slow; list(slow.ordered_map(slow.work, [[1]] * 9, 2, ''))"]
+    running = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    workers = [int(running.stdout.readline()) for _ in range(2)]
+    running.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,636 @@
+"""Every attention as a plain module: batch first, with a cache, compiled, exported, on the meta device."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equations import drawn
+from time_first import with_fairseq_call
+from torch import nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers import (
+    DenseAttention,
+    GroupedQueryExperts,
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    MixtureOfHeads,
+    NativeMixtureOfHeads,
+    SwitchHeadAttention,
+    load_balance_loss,
+    moa,
+    z_loss,
+)
+from moa_fairseq.layers.gqe import OUTPUTS
+from moa_fairseq.layers.losses import BALANCE_LOSSES
+from moa_fairseq.layers.moa import MoASettings
+from moa_fairseq.layers.torch_compat import without_fused_attention
+
+B, T, S, C = 3, 7, 5, 16
+
+
+def gqe(output):
+    return lambda **options: GroupedQueryExperts(
+        C, gqe_groups=2, num_experts=4, experts_per_token=2, expert_dim=8, gqe_output=output, **options
+    )
+
+
+EXPERTS = dict(num_experts=6, experts_per_token=2, expert_dim=8)
+FAMILIES = {
+    "dense": lambda **options: DenseAttention(C, 4, **options),
+    "multi-query": lambda **options: DenseAttention(C, 4, key_heads=1, **options),
+    "MoA": lambda **options: MixtureOfAttention(C, **EXPERTS, **options),
+    "MoA, all experts": lambda **options: MixtureOfAttention(
+        C, num_experts=4, experts_per_token=4, **options
+    ),
+    "MAE": lambda **options: MixtureOfAttentiveExperts(C, 4, causal=True, **options),
+    "MAE, window": lambda **options: MixtureOfAttentiveExperts(C, 4, causal=True, gate_window=3, **options),
+    "MoH": lambda **options: MixtureOfHeads(C, 4, moh_shared_heads=1, experts_per_token=2, **options),
+    "MoH, skipping": lambda **options: MixtureOfHeads(
+        C, 4, moh_shared_heads=1, experts_per_token=2, moh_skip="always", **options
+    ),
+    "MoH, query norms": lambda **options: MixtureOfHeads(
+        C, 4, moh_shared_heads=1, experts_per_token=2, moh_router="query-norm", **options
+    ),
+    **{f"GQE {output}": gqe(output) for output in OUTPUTS},
+    "NAMOH": lambda **options: NativeMixtureOfHeads(C, **EXPERTS, **options),
+    "SwitchHead": lambda **options: SwitchHeadAttention(
+        C, switchhead_heads=2, expert_dim=8, num_experts=4, experts_per_token=2, **options
+    ),
+    "SwitchHead, one choice": lambda **options: SwitchHeadAttention(
+        C,
+        switchhead_heads=2,
+        expert_dim=8,
+        num_experts=4,
+        experts_per_token=2,
+        switchhead_shared_selection=options.get("self_attention", False),
+        **options,
+    ),
+}
+FUTURE = torch.ones(T, T).triu(1).bool()
+PADDING = torch.arange(T) >= torch.tensor([[T], [4], [0]])  # a whole row, a part, none; [B, T]
+
+
+def build(family, **options):
+    """In float64, with weights that make biases, gates and routers matter."""
+    torch.manual_seed(1)
+    return drawn(FAMILIES[family](**options).double().eval())
+
+
+@pytest.fixture(params=FAMILIES)
+def attention(request):
+    torch.manual_seed(1)
+    return FAMILIES[request.param](self_attention=True).eval()
+
+
+def fairseq_call(module, x, memory=None, padding=None, mask=None):
+    """The same weights by fairseq's call."""
+    twin = with_fairseq_call(type(module)).__new__(with_fairseq_call(type(module)))
+    twin.__dict__.update(module.__dict__, encoder_decoder_attention=memory is not None)
+    keys = (x if memory is None else memory).transpose(0, 1)
+    own = padding if memory is None else None
+    out, _ = twin(
+        x.transpose(0, 1), keys, keys, padding, attn_mask=mask, need_weights=False, query_padding_mask=own
+    )
+    return out.transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "padding"), [(torch.float32, None), (torch.float32, PADDING), (torch.bfloat16, PADDING)]
+)
+@pytest.mark.parametrize(
+    ("mask", "causal", "whole"),
+    [
+        (None, False, None),
+        (None, True, FUTURE),
+        (FUTURE.T, False, FUTURE.T),
+        (torch.eye(T).bool().roll(1), True, torch.eye(T).bool().roll(1) | FUTURE),
+        (torch.full((T, T), 0.5), True, torch.full((T, T), 0.5).masked_fill(FUTURE, -torch.inf)),
+    ],
+)
+def test_equal_to_fairseqs_call(attention, dtype, padding, mask, causal, whole):
+    x, module = torch.randn(B, T, C, dtype=dtype, requires_grad=True), attention.to(dtype)
+    out = module(x, mask=mask, padding=padding, causal=causal)
+    expected = fairseq_call(module, x, padding=padding, mask=whole)
+    assert out.shape == (B, T, C) and out.dtype == dtype
+    real = slice(None) if padding is None else ~padding
+    assert torch.equal(out[real], expected[real])
+    (gradient,) = torch.autograd.grad(out[real].square().sum(), x)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_memory_makes_cross_attention(family):
+    torch.manual_seed(2)
+    module = FAMILIES[family]().eval()
+    x, memory, padding = torch.randn(B, T, C), torch.randn(B, S, C), PADDING[:, :S]
+    out = module(x, memory, padding=padding)
+    assert torch.equal(out, fairseq_call(module, x, memory, padding))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_for_each_sequence(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    mask = torch.rand(B, T, T, generator=torch.Generator().manual_seed(0)) < 0.4
+    mask |= FUTURE
+    for form in (mask, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)):
+        out = module(x, mask=form)
+        for row in range(B):
+            alone = module(x[row : row + 1], mask=form[row])
+            torch.testing.assert_close(out[row : row + 1], alone)
+
+
+@pytest.mark.thorough(keep="[dense]")
+@pytest.mark.slow
+def test_compiled_without_a_break_and_exported(attention):
+    """Forward, backward, routing and its losses: fullgraph raises at the first break."""
+    torch.compiler.reset()  # torch compiles one `forward` for few classes in a process
+
+    def step(x, padding):
+        out, routings = attention(x, padding=padding, causal=True, with_routing=True)
+        losses = [loss(each) for each in routings for loss in (*BALANCE_LOSSES.values(), z_loss)]
+        return out[~padding].square().sum(), torch.stack(losses).sum() if losses else out.new_zeros(())
+
+    x = torch.randn(B, T, C, requires_grad=True)
+    found = []
+    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        values = run(x, PADDING)
+        leaves = [x, *attention.parameters()]
+        grads = torch.autograd.grad(sum(values), leaves, allow_unused=True, materialize_grads=True)
+        found.append((*values, *grads))
+    for eager, compiled in zip(*found):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.thorough(keep="[dense]")
+def test_exported_with_any_length(attention):
+    x, options = torch.randn(B, T, C), {"padding": PADDING, "causal": True}
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(
+        attention, (x,), options, dynamic_shapes={"x": {1: length}, "padding": {1: length}, "causal": None}
+    ).module()
+    for tokens in (2, T, 40):
+        x = torch.randn(B, tokens, C)
+        padding = torch.arange(tokens) >= torch.tensor([[tokens], [2], [1]])
+        expected = attention(x, padding=padding, causal=True)[~padding]
+        torch.testing.assert_close(exported(x, padding=padding, causal=True)[~padding], expected)
+
+
+@pytest.mark.thorough(keep="rope-dense")
+@pytest.mark.parametrize("family", ["dense", "MoA", "MoH", "SwitchHead"])
+@pytest.mark.parametrize("positions", ["xl", "rope"])
+def test_positions_compile_without_a_break(family, positions):
+    torch.compiler.reset()
+    module, x = FAMILIES[family](self_attention=True, positions=positions), torch.randn(B, T, C)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+@pytest.mark.parametrize("head_gate", ["none", "head", "element"])
+@pytest.mark.parametrize("shape", [(0, T, C), (B, 0, C)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_comes_out_of_nothing(family, shape, head_gate):
+    assert FAMILIES[family](self_attention=True, head_gate=head_gate)(torch.randn(shape)).shape == shape
+
+
+class Adapter(nn.Module):
+    """A change of a linear map, as LoRA's; it has no weight itself."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.change = nn.Parameter(0.3 * torch.randn_like(linear.weight))
+
+    def forward(self, x):
+        return self.linear(x) + F.linear(x, self.change)
+
+
+def touched(family):
+    """A layer with as many linear maps as it can have, and their names."""
+    xl = family.split()[0].rstrip(",") not in ("GQE", "NAMOH")
+    module = build(family, self_attention=True, head_gate="head", positions="xl" if xl else None)
+    return module, [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stands_in_for_a_linear_map_is_called(family, monkeypatch):
+    monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 0)
+    module, names = touched(family)
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    assert names
+    for name in names:
+        changed, expected = copy.deepcopy(module), copy.deepcopy(module)
+        adapter = Adapter(changed.get_submodule(name))
+        parent, _, own = name.rpartition(".")
+        setattr(changed.get_submodule(parent), own, adapter)
+        with torch.no_grad():
+            expected.get_submodule(name).weight += adapter.change
+        assert not torch.allclose(expected(x), module(x)), name
+        torch.testing.assert_close(changed(x), expected(x))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_of_linear_maps_are_called(family, monkeypatch):
+    monkeypatch.setattr(moa, "_ROWS_OF_ONE_PRODUCT", 0)
+    module, names = touched(family)
+    x = torch.randn(B, T, C, dtype=torch.float64, requires_grad=True)
+    seen = set()
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        hooks = [
+            getattr(module.get_submodule(name), f"register_{kind}_hook")(lambda *_, name=name: seen.add(name))
+            for name in names
+        ]
+        module(x).square().sum().backward()
+        for hook in hooks:
+            hook.remove()
+        has_no_gates = family == "GQE hard" and "backward" in kind
+        assert seen == set(names) - ({"router.projection"} if has_no_gates else set()), kind
+        seen.clear()
+    hook = nn.modules.module.register_module_forward_hook(lambda part, *_: seen.add(part))
+    module(x)
+    hook.remove()
+    assert {module.get_submodule(name) for name in names} <= seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_on_the_meta_device(family):
+    with torch.device("meta"):
+        module, memory = FAMILIES[family](), torch.randn(B, S, C)
+        x, padding = torch.randn(B, T, C), torch.zeros(B, T, dtype=torch.bool)
+        many = torch.randn(2, 3000, C)
+    out = module(x, padding=padding, causal=True)
+    out.sum().backward()
+    assert out.is_meta and out.shape == x.shape
+    assert module(x, memory).shape == x.shape and module(many).shape == many.shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routings_come_with_the_output(family):
+    module, x = build(family), torch.randn(B, T, C, dtype=torch.float64)
+    memory = torch.randn(B, S, C, dtype=torch.float64)
+    own, cross = module(x, with_routing=True), module(x, memory, with_routing=True)
+    sides = [[routing.side for routing in routings] for _, routings in (own, cross)]
+    two = ["queries", "keys"]
+    expected = {"dense": [], "multi": [], "SwitchHead": two, "NAMOH": two}.get(
+        family.split("-")[0].split(",")[0]
+    )
+    assert sides == [["queries"] if expected is None else expected] * 2
+    assert torch.equal(own[0], module(x)) and torch.equal(cross[0], module(x, memory))
+    for routing in own[1]:
+        assert routing.gates.size(0) == B * T and load_balance_loss(routing).isfinite()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_and_causality_block_what_either_blocks(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    mask = torch.zeros(T, T, dtype=torch.bool)
+    mask[3:, 1] = True
+    both = module(x, mask=mask | FUTURE)
+    for form in (mask, torch.zeros(T, T, dtype=torch.float64).masked_fill(mask, -torch.inf)):
+        torch.testing.assert_close(module(x, mask=form, causal=True), both)
+    assert not torch.allclose(module(x, causal=True), both)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_add_up_to_one(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    out, weights = module.with_weights(x, padding=PADDING, causal=True)
+    torch.testing.assert_close(out[~PADDING], module(x, padding=PADDING, causal=True)[~PADDING])
+    assert weights.shape == (B, module.num_heads if "MoH" not in family else 3, T, T)
+    sums = weights.sum(-1).transpose(1, 2)[~PADDING]
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+    assert not weights.transpose(1, 2)[~PADDING][..., 1:].triu(T).any() and not weights.triu(1).any()
+
+
+def steps(sizes):
+    """(start, end) of steps of these sizes, again and again, through T positions."""
+    start = 0
+    while start < T:
+        for size in sizes:
+            if start < T:
+                yield start, min(start + size, T)
+                start += size
+
+
+@pytest.mark.thorough(keep=tuple(f"-None-{how}-[1, 2, 5]" for how in ("left", "step", "named late")))
+@pytest.mark.parametrize("sizes", [[1], [2], [5], [1, 2, 5]], ids=str)
+@pytest.mark.parametrize("how", ["no padding", "left", "step", "all so far", "named late"])
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [
+        (family, positions)
+        for family in FAMILIES
+        for positions in (None, "rope", "xl")
+        if positions != "xl" or not family.startswith(("GQE", "NAMOH"))  # their keys lack positions
+    ],
+)
+def test_stepwise_equals_the_whole(family, positions, how, sizes):
+    module, x = build(family, self_attention=True, positions=positions), torch.randn(B, T, C).double()
+    padding = {
+        "no padding": torch.zeros(B, T, dtype=torch.bool),
+        "left": torch.arange(T) < torch.tensor([[0], [2], [4]]),
+    }.get(how, torch.arange(T) == torch.tensor([[T], [3], [5]]))
+    whole, cache = module(x, padding=padding, causal=True), module.new_cache()
+    parts = []
+    for start, end in steps(sizes):
+        of_the_step = how == "step" or (how == "left" and start != 1)
+        given = padding[:, start:end] if of_the_step else padding[:, :end]
+        if how == "no padding" or (how == "named late" and not given.any()):
+            given = None
+        parts.append(module(x[:, start:end], padding=given, causal=True, cache=cache))
+        assert cache.length == end
+    torch.testing.assert_close(torch.cat(parts, 1)[~padding], whole[~padding])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_beam_and_a_trimmed_cache(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    cache, order = module.new_cache(), torch.tensor([2, 0, 0])
+    module(x[:, :3], causal=True, cache=cache)
+    cache.reorder(order)
+    mixed = torch.cat([x[order, :3], x[:, 3:]], 1)
+    whole = module(mixed, causal=True)
+    torch.testing.assert_close(module(x[:, 3:5], causal=True, cache=cache), whole[:, 3:5])
+    if family.startswith("MAE"):
+        with pytest.raises(ValueError, match="trimmed"):
+            cache.trim(4)
+        return
+    cache.trim(4)
+    torch.testing.assert_close(module(x[:, 4:], causal=True, cache=cache), whole[:, 4:])
+    with pytest.raises(ValueError, match="length 8"):
+        cache.trim(8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_memorys_keys_are_made_once(family):
+    module = build(family)
+    x, memory = torch.randn(B, T, C, dtype=torch.float64), torch.randn(B, S, C, dtype=torch.float64)
+    padding, made = PADDING[:, :S], []
+    whole, cache = module(x, memory, padding=padding), module.new_cache()
+    module.k_proj.register_forward_hook(lambda *_: made.append(1))
+    for step in range(T):
+        given = {"memory": memory} if step % 2 == 0 else {}
+        given["padding"] = padding if step % 3 == 0 else None
+        out = module(x[:, step : step + 1], cache=cache, **given)
+        torch.testing.assert_close(out[:, 0], whole[:, step])
+    assert made == [1]
+    with pytest.raises(ValueError, match="another memory"):
+        module(x[:, :1], memory.clone(), cache=cache)
+
+
+X = torch.zeros(B, T, C)
+LATER = torch.ones(T, T).triu(1).bool()
+REFUSED = [
+    # keywords of torch's and fairseq's attention, alone and with what is read
+    (TypeError, "padding", (X,), {"key_padding_mask": PADDING}),
+    (TypeError, "mask", (X,), {"attn_mask": LATER}),
+    (TypeError, "causal", (X,), {"is_causal": True}),
+    (TypeError, "with_weights", (X,), {"need_weights": True}),
+    (TypeError, "with_weights", (X,), {"need_head_weights": True}),
+    (TypeError, "new_cache", (X,), {"causal": True, "incremental_state": {}}),
+    (TypeError, "memory", (X,), {"key": X}),
+    (TypeError, "positional", (X, X, X), {}),
+    (TypeError, "positional", (X, X, X), {"causal": True}),
+    (TypeError, "positional", (X, X, X), {"mask": LATER}),
+    (TypeError, "positional", (X, X, X), {"padding": PADDING}),
+    (TypeError, "static_kv", (X,), {"static_kv": True}),
+    (ValueError, "self_attention=True", (X, X), {}),
+    (ValueError, "query_padding", (X,), {"query_padding": PADDING}),
+    (TypeError, "token_ids", (X,), {"token_ids": torch.zeros(B, T)}),
+    # layouts and shapes
+    (ValueError, f"C = {C}", (torch.zeros(B, T, C + 1),), {}),
+    (ValueError, r"\[B, T, C\]", (torch.zeros(T, C),), {}),
+    (ValueError, r"mask is \[7, 8\]", (X,), {"mask": torch.zeros(T, T + 1)}),
+    (ValueError, r"padding is \[3, 8\]", (X,), {"padding": torch.zeros(B, T + 1, dtype=torch.bool)}),
+    (ValueError, r"padding is \[7, 3\]", (X,), {"padding": PADDING.T}),
+    # dtypes
+    (ValueError, "float64", (X.double(),), {}),
+    (ValueError, "int64", (X.long(),), {}),
+    (ValueError, "True = padding", (X,), {"padding": PADDING.long()}),
+    (ValueError, "True = padding", (X,), {"padding": PADDING.float()}),
+    (ValueError, "True = blocked", (X,), {"mask": LATER.long()}),
+    # caches
+    (ValueError, "new_cache", (X,), {"cache": {}, "causal": True}),
+]
+
+
+@pytest.mark.thorough(keep=("[dense-", "[MoA-", "[MAE-", "[SwitchHead-"))
+@pytest.mark.parametrize(("error", "named", "inputs", "options"), REFUSED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_would_not_be_read_is_refused(family, error, named, inputs, options):
+    module = FAMILIES[family](self_attention=True)
+    with pytest.raises(error, match=named):
+        module(*inputs, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_of_others_are_refused(family):
+    module, x = FAMILIES[family](self_attention=True).eval(), torch.randn(B, T, C)
+    cache = module.new_cache()
+    module(x, causal=True, cache=cache)
+    for other, error in (
+        (
+            lambda: FAMILIES[family](self_attention=True)(x, causal=True, cache=cache),
+            "another|this attention",
+        ),
+        (lambda: module(x[:2], causal=True, cache=cache), "3 sequences"),
+        (lambda: module(x, cache=cache), "causal=True"),
+        (lambda: module(x, causal=True, cache=cache, mask=FUTURE), r"mask is \[7, 7\]"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            other()
+    cross = FAMILIES[family]().eval()
+    cache = cross.new_cache()
+    cross(x, causal=True, cache=cache)
+    with pytest.raises(ValueError, match="of x"):
+        cross(x[:, :1], torch.randn(B, S, C), cache=cache)
+    for memory in (torch.randn(B + 1, S, C), torch.randn(B, S, C).double()):
+        with pytest.raises(ValueError, match="memory is"):
+            cross(x, memory)
+
+
+def test_a_hash_chooses_by_the_ids_that_are_given():
+    module = MixtureOfAttention(C, **EXPERTS, router_choice="hash", self_attention=True)
+    x, ids = torch.randn(B, T, C), torch.randint(0, 9, (B, T))
+    _, (routing,) = module(x, token_ids=ids, with_routing=True)
+    chosen = dict(zip(ids.flatten().tolist(), routing.expert_ids.sort(-1).values.tolist()))
+    for token, experts in zip(ids.flatten().tolist(), routing.expert_ids.sort(-1).values.tolist()):
+        assert chosen[token] == experts
+    with pytest.raises(UserError, match="token_ids"):
+        module(x)
+
+
+def test_a_gate_over_the_whole_sequence_is_not_causal():
+    module = MixtureOfAttentiveExperts(C, 4, self_attention=True)
+    for options in ({"causal": True}, {"cache": module.new_cache()}):
+        with pytest.raises(ValueError, match="causal=True"):
+            module(torch.zeros(B, T, C), **options)
+
+
+@pytest.mark.parametrize("family", ["MAE", "MoH"])
+def test_heads_of_their_own_keys_do_not_share_them(family):
+    with pytest.raises(UserError, match="key_heads=2"):
+        FAMILIES[family](key_heads=2)
+
+
+def test_what_a_layer_is_built_with_is_read():
+    for options, named in (
+        ({"positions": "ropee", "self_attention": True}, "--positions ropee"),
+        ({"positions": "rope"}, "self_attention=True"),
+        ({"head_gate": "heads"}, "--head-gate"),
+    ):
+        for family in FAMILIES.values():
+            with pytest.raises(UserError, match=named):
+                family(**options)
+    with pytest.raises(UserError, match="--router-choice any"):
+        SwitchHeadAttention(C, router_choice="any")
+    x, memory = torch.randn(B, T, C), torch.randn(B, S, 10)
+    for module, inputs, named in (
+        (DenseAttention(C, 4, kdim=10, vdim=10), (x,), "give memory"),
+        (DenseAttention(C, 4, kdim=10), (x, memory), "two inputs"),
+        (MixtureOfAttention(C, vdim=10), (x,), "two inputs"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            module(*inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_no_token_and_a_memory_that_was_written_to(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    cache = module.new_cache()
+    whole = module(x, padding=PADDING, causal=True)
+    for start, end in ((0, 3), (3, 3), (3, T)):
+        out = module(x[:, start:end], padding=PADDING[:, :end], causal=True, cache=cache)
+        real = ~PADDING[:, start:end]
+        torch.testing.assert_close(out[real], whole[:, start:end][real])
+    cross, memory = build(family), torch.randn(B, S, C, dtype=torch.float64)
+    cache = cross.new_cache()
+    cross(x, memory, cache=cache)
+    memory += 1
+    with pytest.raises(ValueError, match="another memory"):
+        cross(x, memory, cache=cache)
+
+
+def test_settings_are_given_once():
+    with pytest.raises(TypeError, match="num_experts"):
+        MixtureOfAttention(C, MoASettings(), num_experts=4)
+    with pytest.raises(TypeError, match="renormalize"):
+        MixtureOfAttention(C, renormalize="full")
+    with pytest.raises(TypeError, match="NAMOHSettings"):
+        NativeMixtureOfHeads(C, 4)
+
+
+@pytest.mark.thorough(keep="rope-assign")
+@pytest.mark.parametrize("filled", ["assign", "to_empty"])
+@pytest.mark.parametrize("positions", [None, "rope"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_made_on_the_meta_device(family, positions, filled):
+    options = dict(self_attention=True, positions=positions)
+    module, x = build(family, **options).float(), torch.randn(B, T, C)
+    with torch.device("meta"):
+        other = FAMILIES[family](**options)
+    if filled == "to_empty":
+        other = other.to_empty(device="cpu")
+    other.load_state_dict(module.state_dict(), assign=filled == "assign")
+    for training in (False, True):
+        outs = []
+        for each in (module, other):
+            torch.manual_seed(3)
+            outs.append(each.train(training)(x, causal=True))
+        assert torch.equal(*outs)
+
+
+# the gradient of the gates of query norms is not that of their values
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "MoH, query norms"])
+def test_differentiated_twice(family):
+    """A gradient penalty with a constant incoming gradient, by the attention of torch's that can."""
+    options = {"router_renormalize": "full"} if family in ("MoA", "NAMOH") else {}  # detached is none, either
+    module = build(family, self_attention=True, **options)
+    x = torch.randn(2, 4, C, dtype=torch.float64, requires_grad=True)
+
+    def penalty(x):
+        with without_fused_attention():
+            (grad,) = torch.autograd.grad(module(x, causal=True).sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    (exact,) = torch.autograd.grad(penalty(x), x)
+    direction = torch.randn_like(x)
+    step = 1e-5
+    sides = [penalty((x + sign * step * direction).detach().requires_grad_()) for sign in (1, -1)]
+    numeric = (sides[0] - sides[1]) / (2 * step)
+    torch.testing.assert_close((exact * direction).sum(), numeric.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_func(family):
+    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    weights = dict(module.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(module, weights, (x,), {"causal": True}).square().sum()
+
+    expected = torch.autograd.grad(
+        module(x, causal=True).square().sum(), list(weights.values()), allow_unused=True
+    )
+    for name, grad in zip(weights, expected):
+        if grad is not None:
+            torch.testing.assert_close(torch.func.grad(loss)(weights, x)[name], grad)
+            break
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_func_maps_and_pushes_forward(family):
+    """Padding is mapped, too, which masks of every kind are made of."""
+    module, x = build(family, self_attention=True), torch.randn(2, B, T, C, dtype=torch.float64)
+    padding = torch.stack([PADDING, PADDING.roll(1, 0)])
+    for causal in (False, True):
+
+        def run(x, padding, causal=causal):
+            return module(x, padding=padding, causal=causal).masked_fill(padding.unsqueeze(-1), 0.0)
+
+        expected = torch.stack([run(*pair) for pair in zip(x, padding)])
+        torch.testing.assert_close(torch.func.vmap(run)(x, padding), expected)
+    torch.testing.assert_close(
+        torch.func.vmap(module)(x), torch.stack([module(sequences) for sequences in x])
+    )
+    with without_fused_attention():  # torch's fused kernel for CPUs has no forward derivative
+        out, tangent = torch.func.jvp(lambda x: run(x, PADDING), (x[0],), (x[1],))
+        y = x[0].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(run(y, PADDING).sum(), y)
+    assert out.shape == x[0].shape
+    torch.testing.assert_close(tangent.sum(), (grad * x[1]).sum())
+
+
+# A few more calls are no fault, but each has its reason: a token's way through a layer stays short.
+@pytest.mark.parametrize(
+    ("family", "most", "files"),
+    [
+        ("dense", 12, 3),
+        ("MoA", 24, 9),
+        ("MoH", 22, 9),
+        ("MAE", 27, 9),
+        ("SwitchHead", 32, 11),
+        ("GQE paper", 32, 11),
+        ("NAMOH", 52, 11),
+    ],
+)
+def test_python_calls_of_a_pass(family, most, files):
+    module, x, seen = FAMILIES[family](self_attention=True).eval(), torch.randn(2, 27, C), []
+
+    def note(frame, event, argument):
+        if event == "call" and "moa_fairseq" in Path(frame.f_code.co_filename).parts:
+            seen.append(frame.f_code.co_filename)
+
+    with torch.no_grad():
+        module(x)  # what is computed once
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            module(x)
+        finally:
+            sys.setprofile(before)
+    assert len(seen) <= most and len(set(seen)) <= files, seen

@@ -1,0 +1,207 @@
+"""Attention with a bias and with shared heads of keys, against the formula; rotary positions."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers import sdpa
+from moa_fairseq.layers.positions import RotaryPositions
+from moa_fairseq.layers.sdpa import Masks, attend, attend_with_weights, merge_masks
+from moa_fairseq.plugin.patches.host_tokens import is_right_padded
+
+
+def random(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def literal(q, k, v, bias, padding):
+    """One query head after the other; head i reads key head i mod G."""
+    outs, weights = [], []
+    for i in range(q.size(1)):
+        scores = q[:, i] @ k[:, i % k.size(1)].transpose(1, 2) / math.sqrt(q.size(-1))
+        if bias is not None:
+            scores = scores + bias[:, i % bias.size(1)]
+        if padding is not None:
+            scores = scores.masked_fill(padding[:, None], -math.inf)
+        weights.append(scores.softmax(-1))
+        outs.append(weights[-1] @ v[:, i % v.size(1)])
+    return torch.stack(outs, 1), torch.stack(weights, 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("bias_shape", [None, (1, 1), (1, 6), (3, 1), (3, 6)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attend(groups, bias_shape, padded):
+    q, k, v = random(3, 6, 4, 8), random(3, groups, 5, 8), random(3, groups, 5, 8, seed=1)
+    bias = None if bias_shape is None else random(*bias_shape, 4, 5)
+    padding = torch.arange(5)[None] >= torch.tensor([[5], [3], [4]]) if padded else None
+    expected, weights = literal(q, k, v, bias, padding)
+    masks = Masks(padding=padding)
+    torch.testing.assert_close(attend(q, k, v, masks, bias=bias), expected)
+    out, got = attend_with_weights(q, k, v, masks, bias=bias)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(got, weights)
+
+
+def test_attend_reads_keys_once_for_a_beam():
+    q, k, v = random(6, 4, 1, 8), random(2, 2, 5, 8), random(2, 2, 5, 8, seed=1)
+    bias, padding = random(6, 4, 1, 5), torch.arange(5)[None] >= torch.tensor([[5], [3]])
+    copies = [t.repeat_interleave(3, 0) for t in (k, v, padding)]
+    expected = literal(q, *copies[:2], bias, copies[2])
+    masks = Masks(padding=padding)
+    torch.testing.assert_close(attend(q, k, v, masks, bias=bias), expected[0])
+    torch.testing.assert_close(attend_with_weights(q, k, v, masks, bias=bias), expected)
+
+
+def test_rope_is_the_literal_rotation():
+    """Su et al. Eq. 34: a block of cos and sin for each pair of numbers."""
+    dim, length, first = 6, 5, 3
+    x = random(2, 3, length, dim)
+    turned, _ = RotaryPositions(dim).rotate(x, x, first)
+    for position in range(length):
+        for j in range(dim // 2):
+            angle = (first + position) * 10000.0 ** (-2 * j / dim)
+            rotation = torch.tensor(
+                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
+            )
+            pair = x[:, :, position, [j, j + dim // 2]]
+            torch.testing.assert_close(turned[:, :, position, [j, j + dim // 2]], pair @ rotation.t())
+
+
+def test_rope_scores_know_distances_only_and_survive_half_precision():
+    q, k, rope = random(1, 1, 4, 8), random(1, 1, 4, 8, seed=1), RotaryPositions(8).half()
+    scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
+    torch.testing.assert_close(*scores)
+    halves, exact = (rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64))
+    torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
+    exact = RotaryPositions(8)
+    torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
+    with pytest.raises(UserError, match="--positions rope"):
+        RotaryPositions(5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_padding_only_whatever_padded_keys_hold(dtype):
+    """A padded row gives zeros, its keys and values get no gradient, and not-a-number in them stays there."""
+    q, k, v = (random(3, heads, 5, 8, seed=heads).to(dtype) for heads in (4, 1, 2))
+    k, v = k.expand(-1, 2, -1, -1).clone(), v.clone()
+    padding = torch.tensor([[False] * 5, [False] * 2 + [True] * 3, [True] * 5])
+    v[1, :, 3] = math.nan
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves, Masks(padding=padding))
+    grads = torch.autograd.grad(out.float().square().sum(), leaves)
+    exact, _ = literal(
+        q[:2, :, :, :], k[:2], v.masked_fill(padding[:, None, :, None], 0)[:2], None, padding[:2]
+    )
+    tolerance = {} if dtype == torch.float64 else dict(atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out[:2], exact.to(out.dtype), **tolerance)
+    assert (out[2] == 0).all()
+    for grad in grads:
+        assert torch.isfinite(grad).all() and (grad[2] == 0).all()
+    assert (grads[2][1, :, 2:] == 0).all() and (grads[2][1, :, :2] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_large_numbers_of_a_mask_hide_in_every_precision(dtype):
+    """-1e9, which is −inf in half precision, beside padding."""
+    mask = torch.triu(torch.full((4, 4), -1e9), 1)
+    padding = torch.tensor([[False, True, False, False]])
+    merged, _ = merge_masks(mask, padding, dtype)
+    assert torch.equal(merged[0, 0] < -60000, (mask < 0) | padding)
+
+
+def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(monkeypatch):
+    """The flag alone gives real queries what both masks give them."""
+    right = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
+    assert is_right_padded(right, True) and is_right_padded(torch.zeros(2, 3, dtype=torch.bool), True)
+    for left in (right.flip(1), torch.tensor([[False, True, False]]), torch.ones(1, 3, dtype=torch.bool)):
+        assert not is_right_padded(left, True)
+    q, k, v = random(3, 4, 6, 8), random(3, 1, 6, 8), random(3, 1, 6, 8, seed=1)
+    mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
+    expected = attend(q, k, v, Masks(mask, right))
+    flags = []
+    fused = sdpa.fused_attention
+    monkeypatch.setattr(
+        sdpa,
+        "fused_attention",
+        lambda *args, is_causal=False: flags.append(is_causal) or fused(*args, is_causal),
+    )
+    monkeypatch.setattr(sdpa, "_processors", lambda _: 0)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    gpu = q.as_subclass(OnGpu)
+    real = ~right[:, None, :, None].expand(-1, 4, -1, 8)
+    for query, is_causal, right_padded, padding, flag in (
+        (q, True, True, right, False),  # CPUs have no use for the flag
+        (gpu, True, True, right, True),
+        (gpu, True, False, None, True),
+        (gpu, True, False, right, False),
+        (gpu, False, True, right, False),
+    ):
+        monkeypatch.setattr(sdpa, "_KEEPS_CUDNN", True)  # no switch of a GPU's kernels
+        out = attend(query, k, v, Masks(mask, padding, is_causal, right_padded))
+        assert flags.pop() == flag
+        if padding is not None:
+            torch.testing.assert_close(out[real].as_subclass(torch.Tensor), expected[real])
+
+
+def test_few_long_sentences_get_copies_of_shared_keys(monkeypatch):
+    """Enough programs in a GPU's backward pass; the result is the same."""
+    q, k, v = random(2, 4, 130, 8), random(2, 1, 130, 8), random(2, 1, 130, 8, seed=1)
+    folded = attend(q, k, v)
+    heads = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(sdpa, "_KEEPS_CUDNN", True)
+    product = torch.nn.functional.scaled_dot_product_attention
+    watch = lambda q, *rest, **options: heads.append(q.size(1)) or product(q, *rest, **options)  # noqa: E731
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", watch)
+    for processors in (0, 4, 5):
+        monkeypatch.setattr(sdpa, "_processors", lambda _, processors=processors: processors)
+        found = attend(q.as_subclass(OnGpu), k, v)
+        torch.testing.assert_close(found.as_subclass(torch.Tensor), folded)
+    assert heads == [1, 1, 4]  # 2 sentences × 2 blocks of keys
+
+
+@pytest.mark.thorough
+def test_cudnns_attention_is_left_out_unless_asked_for():
+    program = (
+        "import torch; from moa_fairseq.layers import sdpa; on = torch.backends.cuda.cudnn_sdp_enabled;"
+        "before = on(); block = sdpa.without_cudnn_attention(); block.__enter__(); within = on();"
+        "block.__exit__(None, None, None); after = on(); sdpa.switch_off_cudnn();"
+        "print(before, within, after, on())"
+    )
+    for asked, expected in (("", "False"), ("1", "True")):
+        environment = {**os.environ, sdpa.CUDNN_VARIABLE: asked}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+        assert done.stdout.split()[-4:] == ["True", "False", "True", expected], done.stderr
+
+
+def test_dropout_acts_where_weights_are_asked_for_too():
+    """The weights that are returned are from before it."""
+    q, k, v = random(2, 4, 6, 8), random(2, 2, 6, 8), random(2, 2, 6, 8, seed=1)
+    out, weights = attend_with_weights(q, k, v)
+    torch.manual_seed(0)
+    dropped = torch.stack([attend_with_weights(q, k, v, dropout=0.5)[0] for _ in range(400)])
+    assert not torch.allclose(dropped[0], dropped[1])
+    torch.testing.assert_close(dropped.mean(0), out, rtol=0.2, atol=0.25)
+    torch.testing.assert_close(attend_with_weights(q, k, v, dropout=0.5)[1], weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_score_that_is_blocked_leaves_room_for_a_bias(dtype):
+    """Else a sentence of padding has scores of −inf only, whose softmax is NaN."""
+    mask, _ = sdpa._padding_bias(torch.tensor([[False, True]]), torch.zeros(1, 1, 2, 3, dtype=dtype))
+    assert torch.isfinite(mask + mask).all() and mask[..., 1] < -3e4

@@ -1,0 +1,44 @@
+"""GQE's architectures: what they count, generation, and a training through fairseq's commands."""
+
+import pytest
+import torch
+import whole_models
+
+from moa_fairseq.experiments.scoring.complexity import complexity
+
+ARCHS = ["gqe_transformer_base", "gqe_transformer_iwslt_de_en", "gqe_transformer_tiny", "gqe_lm_base"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_they_cost_about_what_the_dense_models_do(arch):
+    dense = arch.replace("gqe_lm", "gqe_transformer_lm").replace("gqe", "dense")
+    ours, theirs = (complexity(name, 1000).attention_macs for name in (arch, dense))
+    assert 0.95 < ours / theirs < 1.05
+
+
+def test_the_papers_language_model_has_about_250_million_parameters():
+    assert 245e6 < complexity("gqe_rope_lm_250m", 50257).total_parameters < 255e6
+
+
+@pytest.mark.parametrize(
+    "arch, flags",
+    [
+        ("gqe_transformer_tiny", ()),
+        ("gqe_transformer_tiny", ("--gqe-output", "experts", "--gqe-shared-heads", 0)),
+        (
+            "gqe_rope_lm_250m",
+            ("--decoder-layers", 2, "--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 32),
+        ),
+    ],
+)
+def test_step_by_step_equals_all_at_once(arch, flags):
+    model = whole_models.build(arch, *flags).eval()
+    with torch.no_grad():
+        whole_models.assert_incremental_equals_full(model, arch)
+
+
+@pytest.mark.thorough
+def test_it_trains_translates_and_shows_its_loads(loads_after_training):
+    modules = loads_after_training("gqe_transformer_tiny", logged=["load_balance_loss", "max_load"])
+    assert all(row["num_experts"] == 8 and row["experts_per_token"] == 4 for row in modules)
+    assert all(sum(row["load"][:4]) == pytest.approx(0.5) for row in modules)  # as many choices in each group

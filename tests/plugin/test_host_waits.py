@@ -1,0 +1,281 @@
+"""A training update asks the device no more often than fairseq's dense model does, however many layers.
+
+What the host of a GPU would wait for is counted on a CPU: everything that asks for the content of a tensor.
+"""
+
+import contextlib
+import functools
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.distributed import utils as distributed_utils
+from fairseq.logging import metrics
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.utils import apply_to_sample
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moa_fairseq.layers.experts import every_expert, projection
+from moa_fairseq.plugin.forward_context import current_context
+from moa_fairseq.plugin.patches import host_tokens
+
+aten = torch.ops.aten
+# Below autograd, whoever asks: a number (`item`, `bool`, `float`), or a result as long as contents say.
+ASKING = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.equal.default,
+}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+# Where Python asks for memory of the host, which a tensor on the CPU gives without any operation.
+COPYING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
+
+
+def place():
+    """The innermost line of fairseq or of this package: "file.py:12 code"."""
+    for frame in reversed(traceback.extract_stack()):
+        if "fairseq" in frame.filename and "tests" not in Path(frame.filename).parts:
+            return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"
+    return "elsewhere"
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        by_mask = function in INDEXING and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if function in ASKING or by_mask:
+            self.places[place()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _Copies(TorchFunctionMode):
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in COPYING:
+            self.places[place()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def host_waits():
+    """A Counter of places that would have waited inside the block, filled when it ends."""
+    places = Counter()
+    with _Copies(places), _Operations(places):
+        yield places
+
+
+TRANSLATION = ("--criterion", "label_smoothed_cross_entropy")
+ROUTED = ("--criterion", "label_smoothed_cross_entropy_with_routing")
+MASKED_LM = ("--criterion", "masked_lm_with_routing", "--tokens-per-sample", 24, "--max-positions", 24)
+NARROW = ("--encoder-embed-dim", 16)
+EVERY = ("--num-experts", 4, "--experts-per-token", 4)
+SPARSE = ("--num-experts", 4, "--experts-per-token", 2, "--expert-backend", "triton")
+# name → (architecture, task, flags); the first of each task is fairseq's own
+MODELS = {
+    "dense": ("transformer", "translation", (*TRANSLATION, *NARROW)),
+    "moa": ("moa_transformer_tiny", "translation", (*ROUTED, *EVERY)),
+    "moa by modules": ("moa_transformer_tiny", "translation", (*ROUTED, *EVERY, "--router-log", "modules")),
+    "moa, K < E": ("moa_transformer_tiny", "translation", (*ROUTED, *SPARSE)),
+    "moa, bias rate": ("moa_transformer_tiny", "translation", (*ROUTED, *SPARSE, "--routing-bias-rate", 0.1)),
+    "mae": ("mae_transformer_tiny", "translation_bcd", TRANSLATION),
+    "mae, joint": ("mae_transformer_tiny", "translation_bcd", (*TRANSLATION, "--bcd", "none")),
+    "dense masked": ("roberta", "masked_lm", (*NARROW, "--encoder-attention-heads", 2, *MASKED_LM)),
+    "moa masked": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *EVERY)),
+    "moa masked, K < E": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *SPARSE)),
+}
+
+
+def by_every_expert(rows, weight, bias, gates, order, sizes):
+    is_up, per_row, per_sum = sizes
+    fan = per_sum if is_up else per_row
+    return every_expert.run(projection.Product(rows, weight, bias, gates, order, is_up, fan))
+
+
+@pytest.fixture
+def as_by_triton(monkeypatch):
+    """Triton's kernels run on GPUs alone: what computes the same in their place asks for nothing either."""
+    stand_in = SimpleNamespace(
+        why_not=lambda: "",
+        takes=lambda rows, weight: True,
+        project=by_every_expert,
+    )
+    monkeypatch.setattr(projection, "triton", stand_in)
+
+
+@pytest.fixture
+def waits_of(build_trainer, toy_wiki_data, monkeypatch, as_by_triton):
+    """waits_of(name, layers) → where the second update waited: one of two workers."""
+
+    @functools.cache
+    def run(name, layers):
+        arch, task, flags = MODELS[name]
+        if task == "masked_lm":
+            model, data = ("--encoder-layers", layers), {"data": toy_wiki_data}
+        else:
+            model = ("--encoder-layers", layers, "--decoder-layers", layers, "--share-all-embeddings")
+            model, data = (*model, "--label-smoothing", 0.1), {}
+            if arch == "transformer":
+                model = (*model, "--decoder-embed-dim", 16)
+        trainer, batches = build_trainer(*flags, arch=arch, task=task, model=model, **data)
+        # what is logged meets on the device, where all workers add theirs up
+        monkeypatch.setattr(trainer, "_sync_stats", lambda: True)
+        monkeypatch.setattr(distributed_utils, "all_reduce", lambda tensor, group: tensor)
+        trainer.begin_epoch(1)
+        with metrics.aggregate(new_root=True):
+            trainer.train_step(batches[:1])
+            with host_waits() as places:
+                trainer.train_step(batches[1:3])
+        return places
+
+    return run
+
+
+def listed(places):
+    return "\n".join(f"{count} × {place}" for place, count in places.most_common())
+
+
+@pytest.mark.thorough(keep=("[moa]", "[moa, bias rate]", "[moa masked]"))
+@pytest.mark.parametrize("name", [name for name in MODELS if "dense" not in name])
+def test_an_update_waits_as_rarely_as_a_dense_one_for_any_number_of_layers(waits_of, name):
+    """One copy of all that the routers log."""
+    one, three = waits_of(name, 1), waits_of(name, 3)
+    assert one.total() == three.total(), listed(three - one)
+    dense = waits_of("dense masked" if "masked" in name else "dense", 1)
+    own = 3 if name == "mae, joint" else 0  # the norm of the gates' gradients, and twice whether it is finite
+    assert three.total() <= dense.total() + own, listed(three) + "\n\ndense:\n" + listed(dense)
+
+
+BY_TRITON = ("--expert-backend", "triton")
+NOT_DEVICES = {"host_tokens.py", "sinusoidal_positional_embedding.py"}  # ids, and sizes, in the host's memory
+
+
+@pytest.mark.thorough(keep="moa_transformer_tiny")
+@pytest.mark.parametrize(
+    ("arch", "flags"),
+    {
+        "moa_transformer_tiny": SPARSE,
+        "mae_transformer_tiny": ("--bcd", "none"),
+        "moh_transformer_tiny": (),
+        "gqe_transformer_tiny": BY_TRITON,
+        "namoh_transformer_tiny": (),
+        "switchhead_transformer_tiny": BY_TRITON,
+        "switchhead_lm_tiny": BY_TRITON,
+    }.items(),
+)
+def test_no_model_waits_for_the_device(build_trainer, toy_wiki_data, monkeypatch, as_by_triton, arch, flags):
+    """Forward and backward passes could be one CUDA graph. The batch is copied, as it is for a GPU."""
+    language = "_lm_" in arch
+    task = "language_modeling" if language else "translation_bcd" if "mae" in arch else "translation"
+    model = ("--decoder-layers", 2) if language else ("--encoder-layers", 1, "--decoder-layers", 2)
+    if language:
+        criterion, data = ("--criterion", "cross_entropy", "--tokens-per-sample", 24), {"data": toy_wiki_data}
+    else:
+        criterion, data, model = TRANSLATION, {}, (*model, "--share-all-embeddings")
+    trainer, batches = build_trainer(*criterion, *flags, arch=arch, task=task, model=model, **data)
+    assert language or any(batch["net_input"]["src_tokens"].eq(1).any() for batch in batches)
+
+    def move(trainer, sample, is_dummy):
+        return apply_to_sample(torch.Tensor.clone, sample), is_dummy
+
+    def on_host(tokens, of=host_tokens.on_host):
+        known = of(tokens)
+        assert known is not tokens, "these ids are on the device alone"
+        return known
+
+    prepared = [host_tokens.remember_token_ids(move, trainer, batch)[0] for batch in batches[:3]]
+    monkeypatch.setattr(host_tokens, "on_host", on_host)
+    model = trainer.get_model().train()
+    for number, batch in enumerate(prepared):
+        with host_waits() as places:
+            trainer.task.train_step(batch, model, trainer.criterion, trainer.optimizer, number)
+    waiting = {place.split(":")[0] for place in places} - NOT_DEVICES
+    # NAMOH's heads are as wide as the most tokens that chose one
+    assert waiting == ({"selected.py"} if "namoh" in arch else set())
+
+
+def test_ids_that_were_changed_on_the_device_are_asked_for_again():
+    host = torch.tensor([[5, 6, 7], [5, 2, 1]])
+
+    def move(trainer, sample, is_dummy):
+        return apply_to_sample(torch.Tensor.clone, sample), is_dummy
+
+    sample = {"net_input": {"src_tokens": host, "src_lengths": torch.tensor([3, 2])}, "target": host}
+    moved = host_tokens.remember_token_ids(move, None, sample)[0]["net_input"]["src_tokens"]
+    assert host_tokens.on_host(moved) is host and host_tokens.is_padded(moved, 1)
+    moved[1, 2] = 2
+    assert host_tokens.on_host(moved) is not host and not host_tokens.is_padded(moved, 1)
+    dummy = host_tokens.remember_token_ids(lambda *_: (sample, True), None, {})
+    assert dummy == (sample, True) and host_tokens.on_host(host) is host
+
+
+def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
+    """A step of a beam search asks as often with three layers as with one."""
+    counts = []
+    for depth in (1, 3):
+        model = ("--encoder-layers", depth, "--decoder-layers", depth, "--share-all-embeddings")
+        flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
+        trainer, batches = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=model)
+        models, words = [trainer.get_model().eval()], trainer.task.target_dictionary
+        generator = SequenceGenerator(models, words, beam_size=2, max_len_a=0, max_len_b=2)
+        with torch.no_grad(), host_waits() as places:
+            generator.generate(models, batches[0])
+        counts.append({p: n for p, n in places.items() if not p.startswith(("sequence_gen", "search"))})
+    assert counts[0] == counts[1]
+
+
+class OnGPU(torch.Tensor):
+    """Says that it lies on a GPU; what is computed with it does not."""
+
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_whether_padding_is_on_the_right_is_asked_once_for_all_layers(build_trainer, monkeypatch):
+    """On a GPU alone, for the flash kernels' causal flag: the CPU's updates above do not ask."""
+    flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
+    sizes = ("--encoder-layers", 1, "--decoder-layers", 3, "--share-all-embeddings")
+    trainer, _ = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=sizes)
+    model, told, asked = trainer.get_model(), [], []
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda *_: told.append(current_context().right_padded))
+    ask = host_tokens.is_right_padded
+    monkeypatch.setattr(host_tokens, "is_right_padded", lambda *ids: asked.append(ids) or ask(*ids))
+    words = torch.tensor([[2, 7, 8, 9], [2, 7, 1, 1]])
+    for target, expected in ((words, True), (words.flip(1), False)):
+        model(words, torch.tensor([4, 2]), target.as_subclass(OnGPU))
+        assert told == [expected] * 3 and len(asked) == 1
+        told.clear(), asked.clear()
+    model(words, torch.tensor([4, 2]), words)
+    assert told == [False] * 3 and not asked
+    with host_waits() as places:
+        ask(words, 1)
+    assert places.total() == 1, listed(places)
+
+
+def test_the_counter_sees_what_a_gpu_would_wait_for():
+    x = torch.arange(6.0)
+    with host_waits() as places:
+        bool(x.any()), float(x[0]), x[1].item(), x.tolist(), x[2].tolist()
+        x[x > 2], x.cpu(), x.numpy(), x.nonzero(), x.masked_select(x > 1)
+    assert places.total() == 10
+    with host_waits() as places:
+        (x + x).sum(), x[2:], x.masked_fill(x > 2, 0.0), torch.stack([x, x]), x[torch.tensor([1, 2])]
+    assert places.total() == 0
