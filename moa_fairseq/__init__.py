@@ -1,6 +1,6 @@
 """moa_fairseq: mixtures of attention heads as a fairseq user-dir.
 
-`moa_fairseq.layers` and `moa_fairseq.layers.experts` need torch alone, and importing them changes nothing else.
+`moa_fairseq.layers` needs torch alone, and importing it changes nothing else.
 Where fairseq is imported already, as by `--user-dir`, importing the package registers everything; else
 `register` does.
 """

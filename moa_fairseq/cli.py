@@ -14,46 +14,25 @@ import moa_fairseq
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.tables import Terminal
 
-# verb → (module with add_arguments(parser) and run(args) -> int, one line of help)
+# verb → (module of `experiments` with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
-    "recipe": (
-        "moa_fairseq.experiments.recipes.command",
-        "run one experiment of configs/ from data to score",
-    ),
-    "prepare": (
-        "moa_fairseq.experiments.data.command",
-        "prepare one data set: download, tokenise, BPE, binarise",
-    ),
-    "average": ("moa_fairseq.experiments.scoring.average", "average checkpoints into one"),
-    "convert": (
-        "moa_fairseq.experiments.convert.command",
-        "turn a Transformer into a mixture of heads, or back",
-    ),
-    "score": (
-        "moa_fairseq.experiments.scoring.score",
-        "BLEU of translations, perplexity of a masked language model",
-    ),
-    "translate": ("moa_fairseq.experiments.inference.translate", "translate raw text with a trained run"),
-    "complete": (
-        "moa_fairseq.experiments.inference.complete",
-        "let a trained language model go on with a text",
-    ),
-    "fill-mask": ("moa_fairseq.experiments.scoring.fill_mask", "let a masked language model fill a gap"),
-    "complexity": ("moa_fairseq.experiments.scoring.complexity", "parameters and MACs of an architecture"),
-    "compare": ("moa_fairseq.experiments.scoring.compare", "the papers' numbers beside the measured ones"),
+    "recipe": ("recipes.command", "run one experiment of configs/ from data to score"),
+    "prepare": ("data.command", "prepare one data set: download, tokenise, BPE, binarise"),
+    "average": ("scoring.average", "average checkpoints into one"),
+    "convert": ("convert.command", "turn a Transformer into a mixture of heads, or back"),
+    "score": ("scoring.score", "BLEU of translations, perplexity of a masked language model"),
+    "translate": ("inference.translate", "translate raw text with a trained run"),
+    "complete": ("inference.complete", "let a trained language model go on with a text"),
+    "fill-mask": ("scoring.fill_mask", "let a masked language model fill a gap"),
+    "complexity": ("scoring.complexity", "parameters and MACs of an architecture"),
+    "compare": ("scoring.compare", "the papers' numbers beside the measured ones"),
     "analyze": (
-        "moa_fairseq.experiments.analysis.command",
+        "analysis.command",
         "learning curves, expert load, and what gates and experts of a trained model do",
     ),
-    "study": (
-        "moa_fairseq.experiments.study.command",
-        "systems × seeds: train them, and judge their differences",
-    ),
-    "corpus": ("moa_fairseq.experiments.corpus.command", "build the embedded English-German corpus"),
+    "study": ("study.command", "systems × seeds: train them, and judge their differences"),
+    "corpus": ("corpus.command", "build the embedded English-German corpus"),
 }
-
-# The packages whose log messages a user is shown.
-REPORTING = ("analysis", "corpus", "data_prep", "inference", "recipes", "running", "study")
 
 
 class Console(logging.Handler):
@@ -71,17 +50,18 @@ class Console(logging.Handler):
 
 @contextlib.contextmanager
 def reporting_to(handler: logging.Handler) -> Iterator[None]:
-    """Inside the block, messages of the packages in REPORTING go to `handler` only."""
-    loggers = [logging.getLogger(f"moa_fairseq.{room}") for room in REPORTING]
-    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
+    """Inside the block, what the experiments report goes to `handler` only."""
+    logger = logging.getLogger("moa_fairseq.experiments")
+    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        for logger, logger.handlers, logger.propagate, level in before:
-            logger.setLevel(level)
+        logger.handlers = handlers
+        logger.propagate = propagate
+        logger.setLevel(level)
 
 
 class _VerbParser(argparse.ArgumentParser):
@@ -113,7 +93,7 @@ def build_parser(argv: List[str]) -> argparse.ArgumentParser:
         subparser = verbs.add_parser(verb, help=summary)
         if verb == named:
             moa_fairseq.register()
-            module = importlib.import_module(module_name)
+            module = importlib.import_module(f"moa_fairseq.experiments.{module_name}")
             subparser.description = module.__doc__
             subparser.formatter_class = argparse.RawDescriptionHelpFormatter
             module.add_arguments(subparser)

@@ -1,6 +1,6 @@
 """Plants the faults of faults.yaml, one at a time, in a copy of this tree, and asks the tests about each.
 
-python tests/faults.py attention text          two rooms
+python tests/faults.py layers plugin.patches   two rooms
 python tests/faults.py attention-07 --record   one fault; what caught it is kept in faults.yaml
 python tests/faults.py --sample 10             ten of them, the same ones all day
 

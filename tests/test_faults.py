@@ -6,6 +6,7 @@ from pathlib import Path
 
 import faults
 import pytest
+from test_rooms import PACKAGE, room_of
 
 FAULTS = faults.load()
 FIELDS = {"id", "room", "file", "old", "new", "what", "tests"}
@@ -50,20 +51,17 @@ def test_a_fault_can_be_planted(fault):
     assert not faults.problem(fault)
     assert fault["old"] != fault["new"] and fault["what"]
     assert FIELDS <= fault.keys() <= FIELDS | OF_VERDICTS
-    assert fault["file"].split("/")[1].removesuffix(".py") == fault["room"]
+    assert room_of(fault["file"].removeprefix("moa_fairseq/")) == fault["room"]
     paths = [word.partition("::")[0] for target in fault["tests"] for word in faults.words_of(target)]
     assert paths and all((faults.ROOT / path).exists() for path in paths if "=" not in path)
 
 
 def test_there_are_enough_of_them_and_each_has_a_name_of_its_own():
     assert len({fault["id"] for fault in FAULTS}) == len(FAULTS) >= 150
-    rooms = {path.name.removesuffix(".py") for path in (faults.ROOT / "moa_fairseq").iterdir()}
-    lines = {
-        room: sum(
-            len(path.read_text().splitlines()) for path in (faults.ROOT / "moa_fairseq" / room).rglob("*.py")
-        )
-        for room in rooms
-    }
+    lines: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        room = room_of(path.relative_to(PACKAGE).as_posix())
+        lines[room] = lines.get(room, 0) + len(path.read_text().splitlines())
     large = {room for room, count in lines.items() if count > 300}
     assert large <= {fault["room"] for fault in FAULTS}
 
@@ -83,8 +81,10 @@ def test_a_sample_follows_from_the_date():
     ids = lambda date: [fault["id"] for fault in faults.chosen(FAULTS, [], 10, date)]  # noqa: E731
     assert ids("2026-01-01") == ids("2026-01-01") != ids("2026-01-02")
     assert len(set(ids("2026-01-01"))) == 10
-    rooms = faults.chosen(FAULTS, ["text", "attention-03"], None, "")
-    assert {fault["room"] for fault in rooms} == {"text", "attention"} and rooms[-1]["id"] == "attention-03"
+    rooms = faults.chosen(FAULTS, ["experiments.text", "layers-03"], None, "")
+    assert {fault["room"] for fault in rooms} == {"experiments.text", "layers"} and rooms[-1][
+        "id"
+    ] == "layers-03"
     with pytest.raises(SystemExit, match="nowhere"):
         faults.chosen(FAULTS, ["nowhere"], None, "")
 

@@ -47,7 +47,7 @@ def test_a_runs_own_environment_comes_before_the_callers(execute, monkeypatch):
 def test_children_find_this_package_before_another_copy(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     first, *rest = process.environment_of_a_child()["PYTHONPATH"].split(os.pathsep)
-    assert first == str(Path(process.__file__).resolve().parents[2]) and rest == ["elsewhere"]
+    assert first == str(Path(process.__file__).resolve().parents[1]) and rest == ["elsewhere"]
 
 
 def test_without_output_file_the_log_has_both(execute):

@@ -155,7 +155,7 @@ class Dataset:
         return names
 
     def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> Tuple[Step, ...]:
-        """The line functions for one language of a split, as moa_fairseq.experiments.text.apply_steps takes them.
+        """The line functions for one language of a split, as experiments.text.apply_steps takes them.
 
         settings: of a recipe's data section. `lowercase` adds to those of the table; `tokenize` means Moses'
         where the table has none.

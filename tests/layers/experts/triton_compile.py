@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that need not be there, down to machine code.
 
-    python tests/layers/experts/triton_compile.py 70 80 86 90                one configuration of each kernel
-    python tests/layers/experts/triton_compile.py --all-configs 70 80 86 90  everything that could be timed there
+    python tests/layers/experts/triton_compile.py 70 80 86 90         one configuration of each kernel
+    python tests/layers/experts/triton_compile.py --all-configs 70    everything that could be timed there
 
 Prints a JSON object per compiled kernel: shared memory in bytes beside the GPU's limit, registers, bytes
 spilled, which matrix instructions it uses, and how often two hazards of Hopper's asynchronous ones stand in

@@ -13,8 +13,8 @@ import torch
 from fairseq import checkpoint_utils, options, tasks, utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
-from fairseq_patches import malformed
 from omegaconf import OmegaConf
+from plugin.patches import malformed
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
